@@ -1,0 +1,57 @@
+"""A checkpoint's directory: written beside its place, then renamed, so that a name without `.partial` is complete."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dhp.errors import CheckpointError
+
+ABOUT = "checkpoint.json"
+MODEL = "model"  # configuration, tokenizer and processors of the model, without weights
+
+
+def open_checkpoint(parent: Path, step: int) -> Path:
+    """An empty directory to write the checkpoint of `step` into."""
+    folder = parent.absolute() / f"step_{step}.partial"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def finish_checkpoint(folder: Path, about: Mapping[str, Any], model_files: Sequence[Path]) -> Path:
+    """Add what an export needs besides weights, and give the directory its final name, which is returned."""
+    (folder / MODEL).mkdir()
+    for file in model_files:
+        shutil.copy(file, folder / MODEL / file.name)
+    (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+    final = folder.with_suffix("")
+    shutil.rmtree(final, ignore_errors=True)
+    return folder.rename(final)
+
+
+def find_checkpoint(run_or_checkpoint: Path) -> Path:
+    """The checkpoint itself, or the newest complete one of a run directory or of a directory of checkpoints.
+
+    Raises CheckpointError when there is none.
+    """
+    if not run_or_checkpoint.is_dir():
+        raise CheckpointError(f"{run_or_checkpoint} is no directory; give a run directory or a checkpoint in it")
+    if (run_or_checkpoint / ABOUT).is_file():
+        return run_or_checkpoint
+    for parent in (run_or_checkpoint / "checkpoints", run_or_checkpoint):
+        found = [f for f in parent.glob("step_*") if (f / ABOUT).is_file() and f.name[5:].isdigit()]
+        if found:
+            return max(found, key=lambda folder: int(folder.name[5:]))
+    raise CheckpointError(
+        f"{run_or_checkpoint} holds no complete checkpoint (a step_N directory with {ABOUT}); "
+        "a run that failed before its end leaves none"
+    )
+
+
+def read_about(checkpoint: Path) -> dict[str, Any]:
+    """What was written about the checkpoint: step, model_name, parts."""
+    return json.loads((checkpoint / ABOUT).read_text())

@@ -1,0 +1,71 @@
+"""A group of actors that run one part: born whole or not at all, called together, ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dhp.cluster.dispatch import PerRank, spread
+from dhp.cluster.placement import Slot
+from dhp.cluster.watch import Watched, wait_all
+from dhp.cluster.worker import GroupSettings, Worker
+
+
+class ActorGroup:
+    """`size` ranks of one part. Calls go to all ranks, each rank runs its calls in the order of submission."""
+
+    def __init__(self, settings: GroupSettings, slots: Sequence[Slot], reserved: PlacementGroup):
+        self.settings, self.size = settings, settings.size
+        self._watched: list[Watched] = []
+        self._actors = [self._create(slot, rank, reserved) for rank, slot in enumerate(slots)]
+
+    def start(self, factory: Callable[..., Any], *arguments: Any) -> None:
+        """Submit rendezvous and the making of each rank's trainer; `take_watched` tells when it is done."""
+        address = self._actors[0].listen.options(num_returns=2).remote()
+        self._submit("join the group", [actor.join.remote(*address) for actor in self._actors])
+        self._submit("load the part", [actor.build.remote(factory, arguments) for actor in self._actors])
+
+    def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[Any]]:
+        """Submit `method` on every rank; for each rank, the refs of its `returns` results."""
+        counts = spread((returns,), self.size)
+        refs = []
+        for actor, given, (count,) in zip(self._actors, spread(arguments, self.size), counts, strict=True):
+            call = actor.call.options(num_returns=1 + count, name=f"{self.settings.part}.{method}")
+            answer = call.remote(method, *given)
+            refs.append(list(answer) if count else [answer])
+        self._submit(method, [of_rank[0] for of_rank in refs])
+        return [of_rank[1:] for of_rank in refs]
+
+    def execute_all(self, method: str, *arguments: Any, timeout_s: float, returns: int = 1) -> list[Any]:
+        """Run `method` on every rank and wait: the result of each rank, in rank order; raises as `wait_all` does."""
+        refs = self.execute_all_async(method, *arguments, returns=returns)
+        wait_all(self.take_watched(), timeout_s)
+        results = [ray.get(of_rank) for of_rank in refs]
+        return [of_rank[0] for of_rank in results] if returns == 1 else results
+
+    def take_watched(self) -> list[Watched]:
+        """The calls submitted since the last time, for `wait_all`."""
+        taken, self._watched = self._watched, []
+        return taken
+
+    def stop(self) -> None:
+        """End all ranks, whatever they are doing."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+
+    def _create(self, slot: Slot, rank: int, reserved: PlacementGroup) -> Any:
+        # No restarts: Ray would put an empty actor in a dead one's place and the next call would not notice.
+        options = {"max_restarts": 0, "max_task_retries": 0, "num_cpus": slot.cpus, "num_gpus": slot.gpus}
+        strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=slot.bundle)
+        actor = ray.remote(Worker).options(scheduling_strategy=strategy, **options)
+        return actor.remote(self.settings, rank)
+
+    def _submit(self, what: str, refs: Sequence[Any]) -> None:
+        part = self.settings.part
+        self._watched += [Watched(f"{part} rank {rank}", what, ref) for rank, ref in enumerate(refs)]
+
+

@@ -1,0 +1,64 @@
+"""The actor that reads the data: each step decoded once, its pieces handed out as refs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from dhp.cluster.watch import Watched
+
+
+class _Reader:
+    def __init__(self, factory: Callable[..., Any], arguments: tuple[Any, ...], threads: int):
+        import torch
+
+        torch.set_num_threads(threads)
+        self._feed = factory(*arguments)
+
+    def describe(self, attribute: str) -> Any:
+        """A value of the feed, such as its steps per epoch."""
+        return getattr(self._feed, attribute)
+
+    def step(self, step: int) -> tuple[Any, ...]:
+        """Info, then every vision input, then every text input, micro-batch by micro-batch: one object each."""
+        data = self._feed.step(step)
+        pieces = [piece for side in (data.vision, data.text) for micro_batch in side for piece in micro_batch]
+        return data.info, *pieces
+
+
+class DatasetActor:
+    """`next(step)` submits a step's reading and returns refs at once; pixels never pass through the driver."""
+
+    def __init__(self, factory: Callable[..., Any], *arguments: Any, shape: tuple[int, int, int], threads: int = 1):
+        """shape: micro-batches, vision ranks, text data replicas."""
+        self._micro_batches, self._vision_ranks, self._replicas = shape
+        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        self._actor = ray.remote(_Reader).options(**options).remote(factory, arguments, threads)
+        self._watched: list[Watched] = []
+
+    def describe(self, attribute: str) -> Any:
+        """Ref of a value of the feed."""
+        return self._actor.describe.remote(attribute)
+
+    def next(self, step: int) -> tuple[Any, list[list[Any]], list[list[Any]]]:
+        """Refs of one step: info, vision[m][v], text[m][d]."""
+        count = 1 + self._micro_batches * (self._vision_ranks + self._replicas)
+        info, *pieces = self._actor.step.options(num_returns=count, name=f"data.step_{step}").remote(step)
+        self._watched.append(Watched("the dataset actor", f"step {step}", info))
+        cut = self._micro_batches * self._vision_ranks
+        return info, _rows(pieces[:cut], self._vision_ranks), _rows(pieces[cut:], self._replicas)
+
+    def take_watched(self) -> list[Watched]:
+        """The calls submitted since the last time, for `wait_all`."""
+        taken, self._watched = self._watched, []
+        return taken
+
+    def stop(self) -> None:
+        """End the actor."""
+        ray.kill(self._actor, no_restart=True)
+
+
+def _rows(refs: list[Any], width: int) -> list[list[Any]]:
+    return [refs[start : start + width] for start in range(0, len(refs), width)]

@@ -1,0 +1,79 @@
+"""One rank of a part in a process of its own: joins its group, then answers calls to its trainer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What all ranks of a group share. log_dir: None where the run directory is not on this host."""
+
+    part: str
+    size: int
+    backend: str
+    threads: int
+    timeout_s: float
+    log_dir: str | None
+    loopback: bool
+
+
+class Worker:
+    """The actor. Every method answers with a status first, so that a call without results can be watched too."""
+
+    def __init__(self, settings: GroupSettings, rank: int):
+        self.settings, self.rank = settings, rank
+        _redirect_output(settings, rank)
+        torch.set_num_threads(settings.threads)
+        self._listener: socket.socket | None = None
+        self._trainer: Any = None
+
+    def listen(self) -> tuple[str, int]:
+        """Open the rendezvous of the group on this rank: its address, bound to nothing wider than it must be."""
+        host = "127.0.0.1" if self.settings.loopback else ray.util.get_node_ip_address()
+        self._listener = socket.create_server((host, 0))
+        return host, self._listener.getsockname()[1]
+
+    def join(self, host: str, port: int) -> None:
+        """Enter the process group."""
+        if self.settings.loopback:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        timeout = timedelta(seconds=self.settings.timeout_s)
+        handed = {} if self._listener is None else {"master_listen_fd": self._listener.detach()}
+        store = dist.TCPStore(
+            host, port, self.settings.size, self.rank == 0, timeout=timeout, wait_for_workers=False, **handed
+        )
+        dist.init_process_group(
+            self.settings.backend, store=store, rank=self.rank, world_size=self.settings.size, timeout=timeout
+        )
+
+    def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Make the trainer; it finds the process group ready."""
+        self._trainer = factory(*arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Run a verb of the trainer. Answers (status, *results) as far as there are results."""
+        result = getattr(self._trainer, method)(*arguments)
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        return (None, *results) if results else None
+
+
+def _redirect_output(settings: GroupSettings, rank: int) -> None:
+    """What this rank prints goes to its own file, so that a run's terminal shows the run."""
+    if settings.log_dir is None:
+        return
+    Path(settings.log_dir).mkdir(parents=True, exist_ok=True)
+    log = open(Path(settings.log_dir) / f"{settings.part}-{rank}.log", "a", buffering=1)  # open as long as the actor
+    os.dup2(log.fileno(), sys.stdout.fileno())
+    os.dup2(log.fileno(), sys.stderr.fileno())

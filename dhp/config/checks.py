@@ -1,0 +1,44 @@
+"""Rules between a part's degrees and its model's shape, as plain numbers: whoever knows the model calls them."""
+
+from dhp.errors import ConfigError
+
+
+def check_ulysses(heads: int, ulysses: int) -> None:
+    """Ulysses gives each actor whole heads: `heads` (of the vision tower) must be a multiple of `ulysses`.
+
+    Raises ConfigError.
+    """
+    if heads % ulysses:
+        raise ConfigError(
+            f"vision.ulysses={ulysses} cannot split the vision tower's {heads} attention heads evenly: "
+            f"heads({heads}) % ulysses({ulysses}) = {heads % ulysses} != 0. "
+            f"Set vision.ulysses to one of {_divisors(heads)} and vision.num_actors to match."
+        )
+
+
+def check_tensor(heads: int, kv_heads: int, tensor: int) -> None:
+    """Tensor parallelism gives each actor whole query heads, and whole key/value heads or replicas of one.
+
+    `heads` must be a multiple of `tensor`; of `kv_heads` and `tensor` one must be a multiple of the other.
+    Raises ConfigError.
+    """
+    if heads % tensor:
+        raise ConfigError(
+            f"text.tensor={tensor} cannot split the text decoder's {heads} attention heads evenly: "
+            f"heads({heads}) % tensor({tensor}) = {heads % tensor} != 0. {_tensor_remedy(heads, kv_heads)}"
+        )
+    if max(kv_heads, tensor) % min(kv_heads, tensor):
+        raise ConfigError(
+            f"text.tensor={tensor} neither splits nor replicates the text decoder's {kv_heads} key/value heads: "
+            f"kv_heads({kv_heads}) % tensor({tensor}) = {kv_heads % tensor} != 0 and "
+            f"tensor({tensor}) % kv_heads({kv_heads}) = {tensor % kv_heads} != 0. {_tensor_remedy(heads, kv_heads)}"
+        )
+
+
+def _tensor_remedy(heads: int, kv_heads: int) -> str:
+    degrees = [n for n in _divisors(heads) if not max(kv_heads, n) % min(kv_heads, n)]
+    return f"Set text.tensor to one of {degrees} and text.num_actors to match."
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,97 @@
+"""The command line of a run: Hydra's, with dhp's schema below every YAML and errors a person can act on."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from dhp.config.load import to_config
+from dhp.config.overrides import checked_overrides
+from dhp.config.schema import Config
+from dhp.config.source import ENTRY, Source
+from dhp.config.translate import translated_errors
+from dhp.errors import ConfigError, DhpError
+
+_HELP_FLAGS = {"--help", "-h", "--hydra-help", "--version"}
+
+
+def hydra_entry(run: Callable[[Config], None], argv: Sequence[str] | None = None) -> None:
+    """Call `run` with the configuration that the command line asks for, once, or once a job with --multirun.
+
+    `argv` are the arguments after the program's name; None takes those of the process. Any DhpError, from
+    the configuration or from `run`, is printed to stderr without a traceback and ends the process with
+    status 1; other exceptions pass through.
+    """
+    try:
+        _enter(run, list(sys.argv[1:] if argv is None else argv))
+    except DhpError as error:
+        _exit_with(error)
+
+
+def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
+    flags, rest = _config_flags(argv)
+    source = Source.find(flags.config_name, flags.config_path, tuple(flags.config_dir))
+    if source.name is None and not _HELP_FLAGS & set(rest):
+        raise ConfigError(f"--config-name=NAME is missing; there are: {', '.join(source.names())}")
+    source.register()
+
+    def job(composed: DictConfig) -> None:
+        # Hydra would announce a failed job and print its overrides before the message; leave before it can.
+        try:
+            run(_numbered(to_config(composed), rest))
+        except DhpError as error:
+            _exit_with(error)
+
+    _call_hydra(job, source, _checked_arguments(rest, source))
+
+
+def _config_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """dhp's reading of the flags that say which YAML, and every other argument, in order."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=None)
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
+    return parser.parse_known_args(argv)
+
+
+def _checked_arguments(rest: list[str], source: Source) -> list[str]:
+    """The arguments with each override checked; flags and their values (`--cfg job`) go through.
+
+    Overrides come first: the parser that Hydra uses takes them from one place only.
+    """
+    overrides = [part for part in rest if _is_override(part)]
+    return checked_overrides(overrides, source) + [part for part in rest if not _is_override(part)]
+
+
+def _is_override(part: str) -> bool:
+    return not part.startswith("-") and ("=" in part or part.startswith("~"))
+
+
+def _numbered(config: Config, arguments: list[str]) -> Config:
+    """In a sweep, give each job a directory of its own below run_dir, unless the command line names run_dir."""
+    job = HydraConfig.get()
+    if job.mode == RunMode.MULTIRUN and not any(part.lstrip("+").startswith("run_dir=") for part in arguments):
+        config.run_dir = str(Path(config.run_dir) / str(job.job.num))
+    return config
+
+
+def _call_hydra(job: Callable[[DictConfig], None], source: Source, arguments: list[str]) -> None:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of Hydra's own printing
+    command = hydra.main(config_path=str(source.directories[0]), config_name=ENTRY, version_base="1.3")(job)
+    program, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        with translated_errors():
+            command()
+    finally:
+        sys.argv = program
+
+
+def _exit_with(error: DhpError) -> None:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.exit(1)

@@ -1,0 +1,119 @@
+"""The schema as a list of dotted keys: which exist, of which type, with which default and documentation."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from dhp.config.schema import Config
+
+ANY_NAME = "<name>"  # stands for a name of the user's choice in a dotted key
+
+_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the schema, or one section (`default` is then None)."""
+
+    path: str
+    type: Any
+    default: Any
+    doc: str
+    is_section: bool
+
+
+@cache
+def schema_keys() -> dict[str, Key]:
+    """Every key of the schema by its dotted path, in the order written; sections come before their keys."""
+    return {key.path: key for key in _walk(Config, "")}
+
+
+def find_key(path: str) -> Key | None:
+    """The key at `path`, where a name of the user's choice matches `<name>`; None when there is none."""
+    return schema_keys().get(_generic(path))
+
+
+def known_paths(path: str) -> list[str]:
+    """All dotted paths, with the name of the user's choice that `path` uses filled in."""
+    chosen = _chosen_name(path) or ANY_NAME
+    return [known.replace(ANY_NAME, chosen) for known in schema_keys()]
+
+
+def type_words(annotation: Any) -> str:
+    """A type as a person says it: `a whole number or null`."""
+    options = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+    words = []
+    for option in options:
+        if get_origin(option) is list:
+            words.append(f"a list such as {_list_example(get_args(option)[0])}")
+        elif get_origin(option) is dict or is_dataclass(option):
+            words.append("a section of keys")
+        else:
+            words.append("null" if option is type(None) else _TYPE_WORDS[option])
+    return " or ".join(words)
+
+
+def _list_example(item: type) -> str:
+    return "[0.9, 0.999]" if item is float else "[first, second]"
+
+
+def _walk(section: type, prefix: str) -> Iterator[Key]:
+    docs, hints = field_docs(section), get_type_hints(section)
+    for field in fields(section):
+        path, hint = f"{prefix}{field.name}", hints[field.name]
+        inner = hint if is_dataclass(hint) else _entry_type(hint)
+        if inner is None:
+            yield Key(path, hint, _default(field), docs.get(field.name, ""), is_section=False)
+            continue
+        doc = docs.get(field.name, "") or inspect.getdoc(inner) or ""
+        yield Key(path, hint, None, doc, is_section=True)
+        below = path if is_dataclass(hint) else f"{path}.{ANY_NAME}"
+        if not is_dataclass(hint):
+            yield Key(below, inner, None, inspect.getdoc(inner) or "", is_section=True)
+        yield from _walk(inner, f"{below}.")
+
+
+def _entry_type(hint: Any) -> type | None:
+    """The section type of a `dict[str, Section]`, or None for anything else."""
+    if get_origin(hint) is dict and is_dataclass(get_args(hint)[1]):
+        return get_args(hint)[1]
+    return None
+
+
+def _default(field: Field) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+@cache
+def field_docs(section: type) -> dict[str, str]:
+    """The string below each field of a dataclass, on one line, by the field's name."""
+    body = ast.parse(inspect.cleandoc(inspect.getsource(section))).body[0].body
+    return {
+        statement.target.id: " ".join(following.value.value.split())
+        for statement, following in zip(body, body[1:])
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+    }
+
+
+def _named_sections() -> list[str]:
+    return [path.removesuffix(f".{ANY_NAME}") for path in schema_keys() if path.endswith(ANY_NAME)]
+
+
+def _chosen_name(path: str) -> str | None:
+    for section in _named_sections():
+        if path.startswith(f"{section}."):
+            return path.removeprefix(f"{section}.").split(".")[0]
+    return None
+
+
+def _generic(path: str) -> str:
+    for section in _named_sections():
+        if path.startswith(f"{section}."):
+            rest = path.removeprefix(f"{section}.").split(".")[1:]
+            return ".".join([section, ANY_NAME, *rest])
+    return path

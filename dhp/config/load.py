@@ -1,0 +1,35 @@
+"""A configuration read in-process: YAML files and overrides in, a typed `Config` out, and back to YAML."""
+
+from collections.abc import Sequence
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from dhp.config.overrides import checked_overrides
+from dhp.config.schema import Config
+from dhp.config.source import ENTRY, Source
+from dhp.config.translate import translated_errors
+
+
+def compose_config(config_name: str | None, config_path: str | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that `--config-name=… --config-path=… overrides…` means, not yet resolved.
+
+    None as the name gives the schema's defaults. Raises ConfigError for an unknown name, directory or key
+    and for a value of the wrong type.
+    """
+    source = Source.find(config_name, config_path)
+    source.register()
+    arguments = checked_overrides(overrides, source)
+    with translated_errors(), initialize_config_dir(str(source.directories[0]), version_base="1.3"):
+        return to_config(compose(ENTRY, arguments))
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Hydra's composed configuration as plain dataclasses, interpolations replaced. Raises ConfigError."""
+    with translated_errors():
+        return OmegaConf.to_object(composed)
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML text that `compose_config` reads back to an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)

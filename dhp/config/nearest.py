@@ -1,0 +1,46 @@
+"""The known name that a mistyped one most likely meant."""
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+_SIMILAR = 0.6  # difflib's own default for a close match
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name in `known` most like `name`, or None when none resembles it. Ties: the first one."""
+    scored = [(_similarity(name, candidate), candidate) for candidate in known]
+    score, best = max(scored, key=lambda pair: pair[0], default=(0.0, None))
+    return best if score >= _SIMILAR else None
+
+
+def nearest_key(key: str, known: Iterable[str]) -> list[str]:
+    """Dotted keys that `key` may have meant, several where the section does not tell them apart.
+
+    The last name decides: an equal one anywhere, else a similar one in the same section, else a similar one
+    anywhere.
+    """
+    section, leaf = _split(key)
+    leaves: dict[str, list[str]] = {}
+    for candidate in known:
+        leaves.setdefault(_split(candidate)[1], []).append(candidate)
+    beside = [name for name, paths in leaves.items() if any(_split(path)[0] == section for path in paths)]
+    meant = leaf if leaf in leaves else nearest(leaf, beside) or nearest(leaf, leaves)
+    candidates = leaves.get(meant, []) if meant else []
+    similar = [path for path in candidates if _similarity(section, _split(path)[0]) >= _SIMILAR]
+    return similar or candidates
+
+
+def did_you_mean(names: Iterable[str | None]) -> str:
+    """`; did you mean a or b?`, or nothing when there is no suggestion."""
+    suggestions = [name for name in names if name]
+    return f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""
+
+
+def _similarity(left: str, right: str) -> float:
+    return SequenceMatcher(None, left.lower(), right.lower()).ratio()
+
+
+def _split(key: str) -> tuple[str, str]:
+    """A dotted key's section (empty at the top level) and last name."""
+    section, _, leaf = key.rpartition(".")
+    return section, leaf

@@ -1,0 +1,117 @@
+"""Which values one field may have, whatever the other fields say."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from dhp.config.nearest import did_you_mean, nearest
+from dhp.config.schema import ClusterConfig, DataConfig, TrainingConfig
+from dhp.errors import ConfigError
+
+_SEEDS = 2**32  # numpy takes no larger seed
+
+
+def require(holds: bool, field: str, value: object, rule: str) -> None:
+    """Raise ConfigError naming field, value and the rule (an equation with its remedy) unless `holds`."""
+    if not holds:
+        raise ConfigError(f"{field}={value} is out of range: {rule}")
+
+
+def require_positive(field: str, value: float) -> None:
+    """Raise ConfigError unless the number is finite and at least 1 (whole) or above 0 (fraction)."""
+    lowest = f"{field} >= 1" if isinstance(value, int) else f"{field} > 0 and finite"
+    require(math.isfinite(value) and value > 0, field, value, lowest)
+
+
+def require_choice(field: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ConfigError unless the value is one of the choices."""
+    if value not in choices:
+        suggestion = did_you_mean([nearest(value, choices)])
+        raise ConfigError(f"{field}={value} does not exist; choose from {', '.join(choices)}{suggestion}")
+
+
+def check_seed(seed: int) -> None:
+    """Raises ConfigError for a seed that numpy or torch would refuse."""
+    require(0 <= seed < _SEEDS, "seed", seed, f"0 <= seed < {_SEEDS}")
+
+
+def check_training(training: TrainingConfig) -> None:
+    """Raises ConfigError for the first field out of its range."""
+    for field in ("batch_size", "micro_batch_size", "num_epochs", "log_interval"):
+        require_positive(f"training.{field}", getattr(training, field))
+    if training.max_steps is not None:
+        require_positive("training.max_steps", training.max_steps)
+    for field in ("learning_rate", "eps", "weight_decay"):
+        _require_not_negative(f"training.{field}", getattr(training, field))
+    if training.max_grad_norm is not None:
+        _require_not_negative("training.max_grad_norm", training.max_grad_norm)
+    betas = training.betas
+    fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    require(fits, "training.betas", betas, "two numbers with 0 <= beta < 1, as [0.9, 0.999]")
+    require_choice("training.lr_scheduler_type", training.lr_scheduler_type, ("constant", "linear", "cosine"))
+    _check_warmup(training)
+
+
+def _check_warmup(training: TrainingConfig) -> None:
+    ratio, steps, max_steps = training.warmup_ratio, training.warmup_steps, training.max_steps
+    require(0 <= ratio <= 1, "training.warmup_ratio", ratio, "0 <= warmup_ratio <= 1, a fraction of all steps")
+    if steps is None:
+        return
+    require(steps >= 0, "training.warmup_steps", steps, "warmup_steps >= 0")
+    if max_steps is not None:
+        rule = (
+            f"warmup_steps({steps}) > max_steps({max_steps}), so the learning rate would never arrive; "
+            "lower training.warmup_steps or raise training.max_steps"
+        )
+        require(steps <= max_steps, "training.warmup_steps", steps, rule)
+
+
+def check_data(data: DataConfig) -> None:
+    """Raises ConfigError for values out of range and for datasets that the registry does not have."""
+    require_choice("data.on_bad_sample", data.on_bad_sample, ("error", "skip"))
+    require(data.num_workers >= 0, "data.num_workers", data.num_workers, "num_workers >= 0")
+    for field in ("min_pixels", "max_pixels"):
+        if getattr(data, field) is not None:
+            require_positive(f"data.{field}", getattr(data, field))
+    if data.min_pixels is not None and data.max_pixels is not None:
+        rule = f"min_pixels({data.min_pixels}) > max_pixels({data.max_pixels}); lower one or raise the other"
+        require(data.min_pixels <= data.max_pixels, "data.min_pixels", data.min_pixels, rule)
+    _check_datasets(data)
+
+
+def _check_datasets(data: DataConfig) -> None:
+    registered = list(data.data_registry)
+    if not data.datasets:
+        raise ConfigError(
+            f"data.datasets=[] names no dataset; set data.datasets=[NAME] with names from data.data_registry, "
+            f"which has {', '.join(registered) or 'none yet'}"
+        )
+    for name in data.datasets:
+        if name not in data.data_registry:
+            raise ConfigError(
+                f"data.datasets={data.datasets}: {name} is not in data.data_registry, which has "
+                f"{', '.join(registered) or 'none'}; add data.data_registry.{name}.annotation_path=FILE and "
+                f"data.data_registry.{name}.data_path=DIRECTORY{did_you_mean([nearest(name, registered)])}"
+            )
+        for field in ("annotation_path", "data_path"):
+            if not getattr(data.data_registry[name], field):
+                raise ConfigError(f"data.data_registry.{name}.{field} is not set; give the path")
+
+
+def check_cluster(cluster: ClusterConfig) -> None:
+    """Raises ConfigError for the first field out of its range."""
+    require_choice("cluster.transport", cluster.transport, ("auto", "object_store"))
+    require_choice("cluster.device", cluster.device, ("auto", "cpu", "cuda"))
+    for field in ("start_timeout_s", "step_timeout_s"):
+        require_positive(f"cluster.{field}", getattr(cluster, field))
+    if cluster.threads_per_actor is not None:
+        require_positive("cluster.threads_per_actor", cluster.threads_per_actor)
+    if not re.fullmatch(r"local|auto|(ray://)?[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+", cluster.address):
+        raise ConfigError(
+            f"cluster.address={cluster.address} is not an address; set it to local (a Ray of this run's own), "
+            "auto (the running cluster), ray://host:port or host:port"
+        )
+
+
+def _require_not_negative(field: str, value: float) -> None:
+    require(math.isfinite(value) and value >= 0, field, value, f"{field} >= 0 and finite")

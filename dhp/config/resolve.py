@@ -1,0 +1,124 @@
+"""From what a user wrote to what a run uses: unset values filled in, and everything checked against everything."""
+
+import math
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+from dhp.config.degrees import resolve_part
+from dhp.config.ranges import check_cluster, check_data, check_seed, check_training
+from dhp.config.schema import Config, DatasetEntry
+from dhp.errors import ConfigError
+
+
+def resolve(config: Config) -> Config:
+    """A new configuration with every degree a number and every default that depends on another value set.
+
+    Each rule that needs no file and no model is checked here, so that nothing starts from a configuration
+    that cannot run. Raises ConfigError.
+    """
+    check_seed(config.seed)
+    check_training(config.training)
+    check_data(config.data)
+    check_cluster(config.cluster)
+    model_name = _shared_model_name(config)
+    resolved = replace(
+        deepcopy(config),
+        vision=replace(resolve_part("vision", config.vision), model_name=model_name),
+        text=replace(resolve_part("text", config.text), model_name=model_name),
+    )
+    _fill_paths(resolved)
+    # torch reads 0 as "scale every gradient to nothing"; here 0 and null both mean no clipping.
+    resolved.training.max_grad_norm = config.training.max_grad_norm or None
+    micro_batches(resolved)
+    return resolved
+
+
+def micro_batches(config: Config) -> int:
+    """Micro-batches of a step, from batch_size = text.data × micro_batch_size × micro_batches.
+
+    Takes a resolved configuration. Raises ConfigError when that is no whole number.
+    """
+    batch, micro, replicas = config.training.batch_size, config.training.micro_batch_size, config.text.data
+    together = replicas * micro
+    if batch % together:
+        raise ConfigError(
+            f"training.batch_size={batch} cannot be cut into whole micro-batches: batch_size({batch}) % "
+            f"(text.data({replicas}) × micro_batch_size({micro}) = {together}) = {batch % together} != 0. "
+            + _batch_remedy(batch, micro, replicas)
+        )
+    return batch // together
+
+
+def warmup_steps(config: Config, total_steps: int) -> int:
+    """Steps of the warm-up: training.warmup_steps, else warmup_ratio of `total_steps` rounded up.
+
+    Raises ConfigError when the warm-up is longer than the run.
+    """
+    training = config.training
+    if training.warmup_steps is None:
+        return math.ceil(total_steps * training.warmup_ratio)
+    if training.warmup_steps > total_steps:
+        raise ConfigError(
+            f"training.warmup_steps={training.warmup_steps} is longer than the run: "
+            f"warmup_steps({training.warmup_steps}) > steps({total_steps}). "
+            "Lower it, or raise training.num_epochs or training.max_steps."
+        )
+    return training.warmup_steps
+
+
+def check_model_dir(name: str) -> None:
+    """Raise ConfigError when `name` looks like a path and is no Hugging Face model directory.
+
+    A path starts with `/`, `.` or `~`, has more than one slash, or exists; anything else is a hub id and
+    passes.
+    """
+    path = Path(name).expanduser()
+    if not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.exists()):
+        return
+    remedy = "Give the directory of config.json and the safetensors, or a hub id as Qwen/Qwen2.5-VL-3B-Instruct."
+    if not path.is_dir():
+        raise ConfigError(f"model_name={name} is not a directory ({path.absolute()}). {remedy}")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model_name={name} has no config.json ({path.absolute()}). {remedy}")
+
+
+def _shared_model_name(config: Config) -> str:
+    vision, text = config.vision.model_name, config.text.model_name
+    if not (vision or text):
+        raise ConfigError(
+            "vision.model_name and text.model_name are not set; set one of them to a Hugging Face directory or hub id"
+        )
+    if vision and text and vision != text:
+        raise ConfigError(
+            f"vision.model_name={vision} != text.model_name={text}: both parts come from one checkpoint for now, "
+            "so vision.model_name = text.model_name. Set both alike, or only one."
+        )
+    return _expanded(vision or text)
+
+
+def _fill_paths(config: Config) -> None:
+    config.run_dir = _expanded(config.run_dir)
+    if config.tiny_assets is not None:
+        config.tiny_assets = _expanded(config.tiny_assets)
+    checkpoint_dir = config.training.checkpoint_dir or str(Path(config.run_dir) / "checkpoints")
+    config.training.checkpoint_dir = _expanded(checkpoint_dir)
+    config.data.data_registry = {
+        name: DatasetEntry(_expanded(entry.annotation_path), _expanded(entry.data_path))
+        for name, entry in config.data.data_registry.items()
+    }
+
+
+def _expanded(path: str) -> str:
+    """`~` is replaced here because a shell leaves it alone inside `key=~/value`."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def _batch_remedy(batch: int, micro: int, replicas: int) -> str:
+    together = replicas * micro
+    sizes = sorted({max(1, batch // together) * together, -(-batch // together) * together})
+    remedy = f"Set training.batch_size={' or '.join(map(str, sizes))}"
+    if batch % replicas:
+        return f"{remedy}."
+    fitting = max(size for size in range(1, micro + 1) if batch // replicas % size == 0)
+    return f"{remedy}, or training.micro_batch_size={fitting}."

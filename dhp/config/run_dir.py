@@ -1,0 +1,46 @@
+"""The directory of a run: refused when it holds a run already, emptied of that run when told to overwrite."""
+
+import shutil
+from pathlib import Path
+
+from dhp.config.schema import Config
+from dhp.errors import ConfigError
+
+_MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that a run was here
+_LEAVINGS = (*_MARKS, "trace.json", "tb", "logs", "checkpoints")
+
+
+def check_run_dir(config: Config) -> None:
+    """Raise ConfigError when run_dir is a file, or holds a run and overwrite is false. Changes nothing."""
+    run_dir = Path(config.run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"run_dir={run_dir} is a file; give a directory that is new or empty")
+    marks = [mark for mark in _MARKS if (run_dir / mark).exists()]
+    if marks and not config.overwrite:
+        raise ConfigError(
+            f"run_dir={run_dir} already holds a run ({', '.join(marks)}), and overwrite=false keeps it. "
+            "Choose another run_dir, or set overwrite=true to replace that run and its checkpoints."
+        )
+
+
+def make_run_dir(config: Config) -> Path:
+    """Create run_dir, without anything that an overwritten run left in it, and return it. Raises ConfigError.
+
+    Only what runs write there is removed; other files in the directory stay.
+    """
+    check_run_dir(config)
+    run_dir = Path(config.run_dir)
+    for name in _LEAVINGS if config.overwrite else ():
+        _remove(run_dir / name)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir} cannot be created ({error.strerror}); choose another") from error
+    return run_dir
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,184 @@
+"""The structured configuration of a run: every key, its type, its default, and below each its meaning and unit.
+
+OmegaConf checks types and key names against these classes; what a value must satisfy beyond its type is
+checked in `dhp.config.resolve`. The string under a field is its documentation: `docs/configuration.md` is
+made from it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+
+@dataclass
+class PartConfig:
+    """One part of the model (vision or text): its weights, its actors and how they share the work."""
+
+    model_name: str = ""
+    """Hugging Face directory or hub id. Empty: the other part's."""
+
+    parallelism: str = "none"
+    """How the actors share the work. vision: none | data | sequence; text: none | data | tensor."""
+
+    num_actors: int = 1
+    """Actors of this part (processes, one device each); num_actors = data × ulysses × ring × tensor."""
+
+    data: Optional[int] = None
+    """Replicas that work on different samples. Null: what the other degrees leave with parallelism=data, else 1."""
+
+    ulysses: Optional[int] = None
+    """Actors that split a sequence by all-to-all on heads. Null: what the others leave with sequence, else 1."""
+
+    ring: Optional[int] = None
+    """Actors that split a sequence by passing keys and values around a ring. Null: 1 (the only value yet)."""
+
+    tensor: Optional[int] = None
+    """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor, else 1."""
+
+    dtype: str = "float32"
+    """Number format of weights, activations and gradients: float32 | float64."""
+
+    attention_backend: str = "auto"
+    """Attention kernel: auto | sdpa | flash_attention_2; auto takes the fastest one that is installed."""
+
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them: less memory, about a third more compute."""
+
+    zero_stage: int = 0
+    """DeepSpeed ZeRO stage: 0 keeps the optimizer's state whole in each actor, 1 cuts it over the part's actors.
+    vision: 0 | 1; text: 0."""
+
+
+@dataclass
+class TrainingConfig:
+    """The objective, the optimizer and the length of the run."""
+
+    batch_size: int = 8
+    """Samples a step over all replicas; batch_size = text.data × micro_batch_size × micro-batches a step."""
+
+    micro_batch_size: int = 1
+    """Samples that one text replica holds in one forward pass."""
+
+    learning_rate: float = 1e-3
+    """Peak step size of AdamW, for both parts."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's two decay rates, of the mean and of the mean square of the gradients; each in [0, 1)."""
+
+    eps: float = 1e-8
+    """AdamW's term added to the denominator."""
+
+    weight_decay: float = 0.01
+    """AdamW's decoupled decay of every parameter: each step takes learning_rate × weight_decay of it away."""
+
+    num_epochs: int = 1
+    """Passes over the data (epochs); max_steps, where set, beats it."""
+
+    max_steps: Optional[int] = None
+    """Optimizer steps of the run. Null: as many as num_epochs make."""
+
+    warmup_ratio: float = 0.0
+    """Fraction of all steps over which the learning rate rises from 0; rounded up to whole steps."""
+
+    warmup_steps: Optional[int] = None
+    """Steps over which the learning rate rises from 0; beats warmup_ratio. Null: by warmup_ratio."""
+
+    lr_scheduler_type: str = "constant"
+    """Learning rate after the warm-up: constant | linear (down to 0 at the end) | cosine (half a wave down to 0)."""
+
+    max_grad_norm: Optional[float] = None
+    """Largest global gradient norm, over both parts; larger gradients are scaled to it. Null or 0: no clipping."""
+
+    log_interval: int = 1
+    """Steps between two printed lines; metrics.jsonl has every step all the same."""
+
+    checkpoint_dir: Optional[str] = None
+    """Directory of the checkpoints. Null: `checkpoints` in run_dir."""
+
+
+@dataclass
+class DatasetEntry:
+    """Where one dataset lies."""
+
+    annotation_path: str = ""
+    """LLaVA annotations: a .json file (a list of samples) or a .jsonl file (a sample a line)."""
+
+    data_path: str = ""
+    """Directory that the images' paths start from; none may leave it."""
+
+
+@dataclass
+class DataConfig:
+    """Which samples are read, and how."""
+
+    datasets: list[str] = field(default_factory=list)
+    """Names from data_registry, read as one dataset in this order."""
+
+    data_registry: dict[str, DatasetEntry] = field(default_factory=dict)
+    """Known datasets, by a name of your choice."""
+
+    min_pixels: Optional[int] = None
+    """Smallest area of an image, pixels; smaller ones are enlarged. Null: the model's own setting."""
+
+    max_pixels: Optional[int] = None
+    """Largest area of an image, pixels; larger ones are reduced. Null: the model's own setting."""
+
+    num_workers: int = 0
+    """Processes that decode and preprocess beside the dataset actor. 0: the dataset actor does it itself."""
+
+    shuffle: bool = True
+    """New order of the samples in each epoch, by seed. False: the annotation file's order."""
+
+    on_bad_sample: str = "error"
+    """What a missing or broken image or a malformed sample does: error (the run ends) | skip (named and counted)."""
+
+
+@dataclass
+class ClusterConfig:
+    """The Ray cluster that the actors run on."""
+
+    address: str = "local"
+    """local (a Ray of this run's own) | auto (the running cluster) | ray://host:port | host:port."""
+
+    collocate: bool = True
+    """Vision and text actors share devices; false gives each actor one of its own."""
+
+    transport: str = "auto"
+    """How tensors go between the parts: auto | object_store (Ray's shared memory)."""
+
+    device: str = "auto"
+    """Device of the actors: auto (CUDA where Ray sees a GPU, else CPU) | cpu | cuda."""
+
+    start_timeout_s: float = 300.0
+    """Longest wait for the cluster's resources and for the actors to be ready, seconds."""
+
+    step_timeout_s: float = 1800.0
+    """A step without any progress for this long has failed, seconds."""
+
+    threads_per_actor: Optional[int] = None
+    """CPU threads of one actor's PyTorch. Null: the host's cores divided by its actors, at least 1."""
+
+
+@dataclass
+class Config:
+    """A run: two parts of a model, a training recipe, data, and the cluster to run on."""
+
+    name: str = "run"
+    """The run's name; part of the default run_dir."""
+
+    run_dir: str = "runs/${name}-${now:%Y%m%d-%H%M%S}"
+    """Directory of everything the run leaves behind; created. `${now:...}` is the start's local time."""
+
+    overwrite: bool = False
+    """Replace the run that run_dir already holds, instead of refusing."""
+
+    seed: int = 0
+    """Seed of the data order and of every random number in training; non-negative."""
+
+    tiny_assets: Optional[str] = None
+    """Directory in which the tiny model and dataset are made when absent. Null: nothing is made."""
+
+    vision: PartConfig = field(default_factory=PartConfig)
+    text: PartConfig = field(default_factory=PartConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

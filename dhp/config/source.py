@@ -1,0 +1,100 @@
+"""Where configurations come from: the directories searched, the names found there, and the Hydra entry over one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+
+from dhp.config.nearest import did_you_mean, nearest
+from dhp.config.schema import Config
+from dhp.errors import ConfigError
+
+ENTRY = "_dhp_entry"  # primary config that Hydra composes: schema, then settings of Hydra, then the named YAML
+_SCHEMA = "_dhp_schema"
+
+
+def shipped_directory() -> Path:
+    """The `configs/` that comes with dhp: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A configuration's name and the directories it is looked up in, first match first."""
+
+    name: str | None
+    directories: tuple[Path, ...]
+
+    @classmethod
+    def find(cls, name: str | None, config_path: str | None, more: tuple[str, ...] = ()) -> "Source":
+        """Check that the directories and the named YAML exist; `name` None means the schema's defaults alone.
+
+        `config_path` (relative to the working directory) is searched before dhp's own configs, `more` after
+        it. Raises ConfigError.
+        """
+        directories = []
+        if config_path is not None:
+            directories.append(_directory("--config-path", config_path))
+        directories += [_directory("--config-dir", given) for given in more]
+        if shipped_directory() not in directories:
+            directories.append(shipped_directory())
+        source = cls(name.removesuffix(".yaml") if name else None, tuple(directories))
+        if source.name is not None:
+            source._require_file()
+        return source
+
+    def names(self) -> list[str]:
+        """Names of the configurations that lie directly in the directories."""
+        return sorted({file.stem for directory in self.directories for file in directory.glob("*.yaml")})
+
+    def has_group(self, group: str) -> bool:
+        """Whether `group` is a folder of configurations, which `group=choice` selects from."""
+        return any((directory / group).is_dir() for directory in self.directories)
+
+    def register(self) -> None:
+        """Put the schema and the entry config over this source into Hydra's store.
+
+        The entry makes the schema the base of every YAML, so that a YAML needs no defaults list, and keeps
+        Hydra from writing directories, changing the working directory and configuring logging.
+        """
+        store = ConfigStore.instance()
+        store.store(name=_SCHEMA, node=Config)
+        named = [f"{self.name}@_global_"] if self.name else []
+        quiet = [{"override hydra/job_logging": "disabled"}, {"override hydra/hydra_logging": "disabled"}]
+        store.store(
+            name=ENTRY,
+            node={
+                "defaults": [_SCHEMA, "_self_", *named, *quiet],
+                "hydra": {
+                    "searchpath": [f"file://{directory}" for directory in self.directories[1:]],
+                    "output_subdir": None,
+                    "run": {"dir": "."},
+                    # Runs of one sweep lie side by side, numbered, below the run_dir of the unswept config.
+                    "sweep": {"dir": "${run_dir}", "subdir": "${hydra:job.num}"},
+                    "job": {"name": "train_ray", "chdir": False},
+                    "help": {"app_name": "dhp.train_ray"},
+                },
+            },
+        )
+
+    def _require_file(self) -> None:
+        if any((directory / f"{self.name}.yaml").is_file() for directory in self.directories):
+            return
+        found = self.names()
+        raise ConfigError(
+            f"--config-name={self.name} does not exist{did_you_mean([nearest(self.name, found)])}\n"
+            f"  searched: {', '.join(str(directory) for directory in self.directories)}\n"
+            f"  found: {', '.join(found) or 'none'}"
+        )
+
+
+def _directory(flag: str, given: str) -> Path:
+    directory = Path(given).expanduser().resolve()
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{flag}={given} is not a directory ({directory}); give the directory that holds the YAML, "
+            "absolute or relative to the working directory"
+        )
+    return directory

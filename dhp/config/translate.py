@@ -1,0 +1,91 @@
+"""Errors of Hydra and OmegaConf, told in the user's terms: which key, which value, what was expected."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra.errors import HydraException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    ValidationError,
+)
+from yaml import YAMLError
+
+from dhp.config.keys import Key, find_key, known_paths, type_words
+from dhp.config.nearest import did_you_mean, nearest_key
+from dhp.errors import ConfigError
+
+
+@contextmanager
+def translated_errors() -> Iterator[None]:
+    """Raise ConfigError in place of whatever Hydra or OmegaConf raises within."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _translate(error) from error
+    except YAMLError as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def unknown_key(path: str, where: str = "") -> ConfigError:
+    """The error for a dotted key that the schema does not have, naming the nearest one that it has."""
+    suggestion = did_you_mean(nearest_key(path, known_paths(path)))
+    return ConfigError(f"{where}{path} is not a key{suggestion or _keys_beside(path)}")
+
+
+def _keys_beside(path: str) -> str:
+    section = path.rpartition(".")[0]
+    while section and not find_key(section):
+        section = section.rpartition(".")[0]
+    prefix = f"{section}." if section else ""
+    beside = [known for known in known_paths(path) if known.startswith(prefix) and "." not in known[len(prefix) :]]
+    return f"; {section or 'the top level'} has {', '.join(known[len(prefix) :] for known in beside)}"
+
+
+def _translate(error: Exception) -> ConfigError:
+    cause = _innermost(error)
+    if cause is None:
+        return ConfigError(str(error).strip().replace("'++", "'"))  # the prefix that dhp put before the user's key
+    where, path = _where(error), cause.full_key or ""
+    key = find_key(path.partition("[")[0])
+    if isinstance(cause, ValidationError) and key:
+        return _wrong_type(path, key, cause, where)
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and not (key or _is_hydras(path)):
+        return unknown_key(path, where)
+    told = f"{where}{path}: {_first_line(cause)}" if path else f"{where}{_first_line(cause)}"
+    if isinstance(cause, InterpolationResolutionError):
+        return ConfigError(f"{told}; check the name inside ${{...}}")
+    return ConfigError(told)
+
+
+def _wrong_type(path: str, key: Key, cause: ValidationError, where: str) -> ConfigError:
+    given = re.search(r"Value '(.*?)' ", str(cause), re.DOTALL)
+    shown = f"{path}={given[1]}" if given else path
+    return ConfigError(f"{where}{shown} is of the wrong type; expected {type_words(key.type)}")
+
+
+def _innermost(error: BaseException | None) -> OmegaConfBaseException | None:
+    """The deepest OmegaConf error that knows its key (deeper ones are unfinished), else the deepest at all."""
+    chain = []
+    while error is not None:
+        if isinstance(error, OmegaConfBaseException):
+            chain.append(error)
+        error = error.__cause__ or error.__context__
+    return next((found for found in reversed(chain) if found.full_key), chain[-1] if chain else None)
+
+
+def _where(error: BaseException) -> str:
+    """Which file Hydra was at, as a prefix of the message; an override is recognised by its key alone."""
+    file = re.match(r"In '([^']+)'", str(error))
+    return f"in {file[1].partition('@')[0]}.yaml: " if file else ""
+
+
+def _is_hydras(path: str) -> bool:
+    return not path or path.partition(".")[0] == "hydra"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")

@@ -1,0 +1,159 @@
+"""A record to a sample: chat template, one tokenisation, labels on the answers, images to patches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.image_processing_utils import BaseImageProcessor
+
+from dhp.data.chat import Rendered, render, to_messages
+from dhp.data.images import open_image
+from dhp.data.records import Record, located
+from dhp.data.sample import IGNORED, Sample
+from dhp.errors import ConfigError, DataError, ModelError
+
+Grid = tuple[int, int, int]  # (t, h, w) of an image, in patches
+
+# Templates are compiled once and then shared, and one that tracks its answers is not reentrant.
+# A lock of the module leaves the preprocessor itself picklable. Images are decoded outside of it.
+_TEXT = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised conversation with one token for each image, and which of its tokens are targets."""
+
+    ids: np.ndarray  # int64 [tokens]
+    target: np.ndarray  # bool [tokens]
+
+
+class Preprocessor:
+    """Turns records into samples for one model. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        image_processor: BaseImageProcessor,
+        image_token_id: int,
+        image_tokens: Callable[[Grid], int],
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> None:
+        """image_tokens: how many tokens the text model reserves for an image of a given grid.
+        min_pixels, max_pixels: width × height bounds of a scaled image; None: the image processor's own.
+
+        Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
+        """
+        if not tokenizer.is_fast:
+            raise ModelError(f"tokenizer {tokenizer.name_or_path!r} gives no offsets; a fast tokenizer is needed")
+        if tokenizer.chat_template is None:
+            raise ModelError(f"tokenizer {tokenizer.name_or_path!r} has no chat template, so answers have no place")
+        self._tokenizer = tokenizer
+        self._image_processor = image_processor
+        self._image_token_id = image_token_id
+        self._image_tokens = image_tokens
+        self._scaling = _scaling(image_processor, min_pixels, max_pixels)
+        self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+    def __call__(self, record: Record) -> Sample:
+        """Decode and tokenise one record. DataError, with the record's place, when it cannot be used."""
+        with located(record.where):
+            tokens = self._tokens(record)
+            pictures = [self._patches(path) for path in record.images]
+            return self._assemble(record, tokens, pictures)
+
+    def _tokens(self, record: Record) -> Tokens:
+        with _TEXT:
+            rendered = render(self._tokenizer, to_messages(record.turns))
+            encoding = self._tokenizer(
+                rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+        ids = np.array(encoding["input_ids"], dtype=np.int64)
+        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        tokens = Tokens(ids, self._targets(ids, offsets, rendered))
+        self._check(record, tokens)
+        return tokens
+
+    def _targets(self, ids: np.ndarray, offsets: np.ndarray, rendered: Rendered) -> np.ndarray:
+        """bool [tokens]: tokens that begin inside an answer, up to and with its end-of-turn token."""
+        target = np.zeros(len(ids), dtype=bool)
+        for start, stop in rendered.spans:
+            first, last = np.searchsorted(offsets[:, 0], (start, stop))
+            last = self._end_of_turn(ids, offsets, rendered.text[:stop], first, last)
+            target[first:last] = True
+        return target
+
+    def _end_of_turn(self, ids: np.ndarray, offsets: np.ndarray, text: str, first: int, last: int) -> int:
+        """Move `last` (exclusive) so that the answer ends with its end-of-turn token.
+
+        Templates write a newline after that token, which nothing should learn to say; and some leave
+        the token itself outside their generation block, which would teach the model never to stop.
+        """
+        special = [i for i in range(first, last) if ids[i] in self._special]
+        if special and not text[offsets[special[-1], 1] :].strip():
+            return special[-1] + 1
+        if last < len(ids) and ids[last] == self._tokenizer.eos_token_id:
+            return last + 1
+        return last
+
+    def _check(self, record: Record, tokens: Tokens) -> None:
+        placeholders = int((tokens.ids == self._image_token_id).sum())
+        if placeholders != len(record.images):
+            raise DataError(
+                f"{placeholders} image placeholder tokens for {len(record.images)} images: the text itself "
+                f"holds {self._tokenizer.decode([self._image_token_id])!r}, or the chat template drops images"
+            )
+        if not tokens.target[1:].any():
+            raise DataError("no target token: the chat template writes no answer for this conversation")
+
+    def _patches(self, path: Path) -> tuple[np.ndarray, Grid]:
+        """(pixels float32 [patches, dim], grid) of one image file."""
+        image = open_image(path)
+        try:
+            output = self._image_processor(images=[image], return_tensors="np", **self._scaling)
+        except ValueError as error:  # for example sides too unequal to scale
+            raise DataError(f"image {path} ({image.width} × {image.height}) cannot be scaled: {error}") from error
+        t, h, w = (int(n) for n in output["image_grid_thw"][0])
+        return np.ascontiguousarray(output["pixel_values"], dtype=np.float32), (t, h, w)
+
+    def _assemble(self, record: Record, tokens: Tokens, pictures: list[tuple[np.ndarray, Grid]]) -> Sample:
+        """Repeat each placeholder to the length of its image."""
+        is_image = tokens.ids == self._image_token_id
+        repeats = np.ones(len(tokens.ids), dtype=np.int64)
+        repeats[is_image] = [self._image_tokens(grid) for _, grid in pictures]
+        labels = np.where(tokens.target, tokens.ids, IGNORED)
+        return Sample(
+            dataset=record.dataset,
+            position=record.position,
+            input_ids=np.repeat(tokens.ids, repeats),
+            labels=np.repeat(labels, repeats),
+            mm_token_type_ids=np.repeat(is_image.astype(np.int64), repeats),
+            pixels=tuple(pixels for pixels, _ in pictures),
+            grids=tuple(grid for _, grid in pictures),
+        )
+
+
+def _scaling(processor: BaseImageProcessor, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+    """Arguments of the image processor that bound a scaled image's area; none leaves it its own bounds."""
+    if min_pixels is None and max_pixels is None:
+        return {}
+    if "min_pixels" not in processor.valid_kwargs.__annotations__:
+        raise ConfigError(
+            f"data.min_pixels = {min_pixels}, data.max_pixels = {max_pixels}, but {type(processor).__name__} does "
+            "not scale images by area. Leave both unset (null)"
+        )
+    # Processors that scale by area nevertheless call the two bounds "edges".
+    shortest = processor.size["shortest_edge"] if min_pixels is None else min_pixels
+    longest = processor.size["longest_edge"] if max_pixels is None else max_pixels
+    if not 0 < shortest <= longest:
+        raise ConfigError(
+            f"images need 0 < data.min_pixels <= data.max_pixels, got {shortest} and {longest} "
+            "(the image processor's own value where unset)"
+        )
+    return {"size": {"shortest_edge": shortest, "longest_edge": longest}}

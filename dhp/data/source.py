@@ -1,0 +1,141 @@
+"""The training data as a function of the step number: read, decode and deal out one global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from dhp.config.nearest import did_you_mean, nearest
+from dhp.data.annotations import AnnotationFile, read_annotations
+from dhp.data.records import Record
+from dhp.data.sample import Sample
+from dhp.data.sampler import BatchLayout, epoch_of, slots, step_indices, steps_per_epoch
+from dhp.errors import ConfigError, DataError
+
+
+class DatasetEntry(Protocol):
+    """Where a dataset lies, as the registry states it. data_path: empty for a dataset without images."""
+
+    annotation_path: str
+    data_path: str
+
+
+class Dataset:
+    """Several annotation files, one after another, addressed by one 0-based index."""
+
+    def __init__(self, files: Sequence[AnnotationFile]) -> None:
+        if not files:
+            raise DataError("no dataset to train on. Name at least one in data.datasets")
+        self._files = tuple(files)
+        self._ends = np.array(list(accumulate(len(file) for file in files)))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def record(self, index: int) -> Record:
+        """Parse one annotation. DataError, with its place, if it is defective."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return self._files[file].record(index - int(self._ends[file]) + len(self._files[file]))
+
+
+def open_dataset(names: Sequence[str], registry: Mapping[str, DatasetEntry]) -> Dataset:
+    """Read the annotation files of the named datasets, in that order; a name given twice counts twice.
+
+    DataError for a name that the registry does not hold and for a file that cannot be read.
+    """
+    return Dataset([_read(name, registry) for name in names])
+
+
+def _read(name: str, registry: Mapping[str, DatasetEntry]) -> AnnotationFile:
+    if name not in registry:
+        suggestion = did_you_mean([nearest(name, registry)]) or ". Add it there"
+        raise DataError(f"dataset {name!r} is not in data.data_registry (it holds {sorted(registry)}){suggestion}")
+    entry = registry[name]
+    data_path = Path(entry.data_path) if entry.data_path else None
+    return read_annotations(name, Path(entry.annotation_path), data_path)
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The data of one step. step, epoch: 0-based; samples: [micro_batch][replica] -> its samples;
+    skipped: one message (dataset, position, reason) for each sample left out."""
+
+    step: int
+    epoch: int
+    samples: tuple[tuple[tuple[Sample, ...], ...], ...]
+    skipped: tuple[str, ...]
+
+
+class BatchSource:
+    """Random access to steps: step(k) depends on k and the arguments here alone, never on earlier calls."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        preprocess: Callable[[Record], Sample],
+        layout: BatchLayout,
+        seed: int,
+        shuffle: bool,
+        on_bad_sample: str = "error",
+        num_workers: int = 0,
+    ) -> None:
+        """on_bad_sample: "error" raises the first DataError of a step, "skip" leaves the sample's place empty.
+        num_workers: threads that decode the samples of a step; 0: the calling thread.
+        """
+        if on_bad_sample not in ("error", "skip"):
+            raise ConfigError(f"data.on_bad_sample = {on_bad_sample!r}; it must be 'error' or 'skip'")
+        if num_workers < 0:
+            raise ConfigError(f"data.num_workers = {num_workers}; it must be 0 (no threads) or more")
+        self._dataset = dataset
+        self._preprocess = preprocess
+        self._layout = layout
+        self._seed = seed
+        self._shuffle = shuffle
+        self._skip = on_bad_sample == "skip"
+        self._num_workers = num_workers
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that show each sample once."""
+        return steps_per_epoch(len(self._dataset), self._layout)
+
+    def step(self, step: int) -> StepSamples:
+        """Decode the global batch of one step (0-based). DataError as on_bad_sample says."""
+        indices = step_indices(step, len(self._dataset), self._layout, self._seed, self._shuffle)
+        outcomes = self._decode(indices)
+        # Slots are dealt before bad samples are left out: a skip must not move any other sample.
+        dealt = slots(range(len(indices)), self._layout)
+        return StepSamples(
+            step=step,
+            epoch=epoch_of(step, len(self._dataset), self._layout),
+            samples=tuple(tuple(_usable(outcomes, slot) for slot in row) for row in dealt),
+            skipped=tuple(str(outcome) for outcome in outcomes if isinstance(outcome, DataError)),
+        )
+
+    def _decode(self, indices: Sequence[int]) -> list[Sample | DataError]:
+        """One outcome an index, in order, whatever the number of threads."""
+        if self._num_workers == 0:
+            return [self._prepare(index) for index in indices]
+        # Threads live for one step: nothing to close, and nothing left behind by an error.
+        with ThreadPoolExecutor(self._num_workers) as pool:
+            return list(pool.map(self._prepare, indices))
+
+    def _prepare(self, index: int) -> Sample | DataError:
+        try:
+            return self._preprocess(self._dataset.record(index))
+        except DataError as error:
+            if self._skip:
+                return error
+            raise
+
+
+def _usable(outcomes: Sequence[Sample | DataError], slot: Sequence[int]) -> tuple[Sample, ...]:
+    return tuple(outcomes[i] for i in slot if isinstance(outcomes[i], Sample))

@@ -1,0 +1,181 @@
+"""The run loop: starts both parts and the dataset actor, submits steps, records what they report, saves."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
+from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.watch import Watched, fetch, wait_all
+from dhp.config.load import to_yaml
+from dhp.config.resolve import micro_batches
+from dhp.config.run_dir import make_run_dir
+from dhp.config.schema import Config
+from dhp.feed import make_feed
+from dhp.messages import PartReport, StepInfo
+from dhp.models.registry import auxiliary_files
+from dhp.observe.metrics import StepMetrics
+from dhp.observe.recorder import Recorder
+from dhp.parts import Batch, make_parts
+from dhp.schedule import TEXT, VISION, sequential
+from dhp.step import StepRefs, train_step
+from dhp.trainers.text import TextTrainer
+from dhp.trainers.vision import VisionTrainer
+from dhp.wiring import degrees, feed_settings, part_settings, total_steps
+
+AHEAD = 1  # steps submitted beyond the one that runs: their data is read meanwhile, and no rank waits for the driver
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A submitted step."""
+
+    step: int
+    refs: StepRefs
+    watched: list[Watched]
+
+
+def run(config: Config) -> None:
+    """Train as configured. `config` went through `dhp.preflight.prepare`. Raises DhpError; leaves no Ray process."""
+    run_dir = make_run_dir(config)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    with Recorder(run_dir, config.training.log_interval, _world(config)) as recorder, _interruptible():
+        layout = Layout(
+            actors={"vision": config.vision.num_actors, "text": config.text.num_actors},
+            collocate=config.cluster.collocate,
+            device=config.cluster.device,
+            address=config.cluster.address,
+            threads=config.cluster.threads_per_actor,
+            start_timeout_s=config.cluster.start_timeout_s,
+            step_timeout_s=config.cluster.step_timeout_s,
+            log_dir=str(run_dir / "logs"),
+        )
+        with Cluster(layout) as cluster:
+            Driver(config, cluster, recorder).run()
+
+
+class Driver:
+    """One run on a started cluster. Holds refs, never tensors."""
+
+    def __init__(self, config: Config, cluster: Cluster, recorder: Recorder):
+        self.config, self.cluster, self.recorder = config, cluster, recorder
+        self._micro_batches = micro_batches(config)
+        self._timeout_s = config.cluster.step_timeout_s
+        self._last_end = time.perf_counter()
+        self._skipped = 0
+
+    def run(self) -> None:
+        """Start, train every step, save."""
+        self._start()
+        pending: deque[Pending] = deque()
+        self._last_end = time.perf_counter()
+        for step in range(self.steps):
+            pending.append(self._submit(step))
+            if len(pending) > AHEAD:
+                self._finish(pending.popleft())
+        while pending:
+            self._finish(pending.popleft())
+        self.recorder.checkpoint = self._save()
+
+    def _start(self) -> None:
+        config, cluster = self.config, self.cluster
+        self.recorder.say(f"starting {cluster.describe()}")
+        shape = (self._micro_batches, config.vision.num_actors, config.text.data)
+        self.data = cluster.dataset_actor(make_feed, feed_settings(config), shape=shape)
+        started_s = config.cluster.start_timeout_s
+        steps_per_epoch = self.data.describe("steps_per_epoch")
+        self.steps_per_epoch = fetch(steps_per_epoch, "the dataset actor", "opening the datasets", started_s)
+        self.steps = total_steps(config, self.steps_per_epoch)
+        for part, trainer in (("vision", VisionTrainer), ("text", TextTrainer)):
+            cluster.groups[part].start(trainer, part_settings(config, part, cluster.device, self.steps))
+        wait_all([w for group in cluster.groups.values() for w in group.take_watched()], started_s)
+        groups = cluster.groups
+        self.parts = make_parts(groups["vision"], groups["text"], degrees(config.text), self._micro_batches)
+        self.schedule = sequential(self._micro_batches)
+        self.recorder.begin(self.steps)
+
+    def _submit(self, step: int) -> Pending:
+        refs = train_step(self.parts, self.schedule, Batch(*self.data.next(step)))
+        watched = self.data.take_watched()
+        for part in self.parts.values():
+            watched += part.group.take_watched()
+        return Pending(step, refs, watched)
+
+    def _finish(self, pending: Pending) -> None:
+        info: StepInfo = fetch(pending.refs.info, "the dataset actor", f"step {pending.step + 1}", self._timeout_s)
+        data_ready = time.perf_counter()
+        wait_all(pending.watched, self._timeout_s)
+        end = time.perf_counter()
+        step_s, data_s = end - self._last_end, data_ready - self._last_end
+        self._last_end = end
+        for message in info.skipped:
+            self.recorder.say(f"skipped: {message}")
+        self._skipped += len(info.skipped)
+        reports = {number: self.cluster.values(refs) for number, refs in pending.refs.reports.items()}
+        self.recorder.record(self._metrics(info, reports, step_s, data_s))
+
+    def _metrics(
+        self, info: StepInfo, reports: dict[int, list[PartReport]], step_s: float, data_s: float
+    ) -> StepMetrics:
+        shares = [report.loss for report in self.parts[TEXT].leaders(reports[TEXT])]
+        names = {"vision": VISION, "text": TEXT}
+        memory = {name: [r.memory_bytes for r in reports[n] if r.memory_bytes is not None] for name, n in names.items()}
+        return StepMetrics(
+            step=info.step + 1,
+            epoch=(info.step + 1) / self.steps_per_epoch,
+            loss=sum(shares) if info.target_tokens else None,
+            grad_norm=reports[TEXT][0].grad_norm,
+            lr={name: reports[n][0].lr for name, n in names.items()},
+            tokens=info.tokens,
+            target_tokens=info.target_tokens,
+            vision_tokens=info.vision_tokens,
+            samples=info.samples,
+            images=info.images,
+            step_s=step_s,
+            data_s=data_s,
+            tokens_per_s=info.tokens / step_s,
+            memory_bytes={name: max(peaks) for name, peaks in memory.items()} if all(memory.values()) else None,
+            pad_ratio=1.0 - info.tokens / info.places,
+            skipped_samples=self._skipped,
+        )
+
+    def _save(self) -> Path:
+        """The weights of both parts after the last step, each rank writing its own."""
+        self.recorder.say("saving the final checkpoint")
+        model_name = self.config.text.model_name
+        folder = open_checkpoint(Path(self.config.training.checkpoint_dir), self.steps)
+        for name, group in self.cluster.groups.items():
+            group.execute_all("save", str(folder / name), timeout_s=self._timeout_s, returns=0)
+        about = {"step": self.steps, "model_name": model_name, "parts": list(self.cluster.groups)}
+        return finish_checkpoint(folder, about, auxiliary_files(model_name))
+
+
+def _world(config: Config) -> dict[str, dict[str, Any]]:
+    parts = {"vision": config.vision, "text": config.text}
+    return {
+        name: {"num_actors": part.num_actors, **asdict(degrees(part)), "zero_stage": part.zero_stage}
+        for name, part in parts.items()
+    }
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM (a stopped Ray job, a scheduler) ends a run as Ctrl-C does: actors ended, summary written."""
+
+    def interrupt(_signal: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+

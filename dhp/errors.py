@@ -1,0 +1,25 @@
+"""Errors a person is meant to read: what happened, with which values, why, and what to do next."""
+
+
+class DhpError(Exception):
+    """Base of all errors raised on purpose; its text is complete without a traceback."""
+
+
+class ConfigError(DhpError):
+    """A configuration that cannot run: an unknown key, an impossible value or combination."""
+
+
+class DataError(DhpError):
+    """A dataset, sample or image that cannot be used; the text names dataset, position and reason."""
+
+
+class ModelError(DhpError):
+    """A model directory that cannot be loaded, split or exported."""
+
+
+class CheckpointError(DhpError):
+    """A checkpoint that is missing, incomplete or does not belong to the model."""
+
+
+class PartFailed(DhpError):
+    """A rank of a part raised or died; the text names part, rank and the rank's own error."""

@@ -1,0 +1,245 @@
+"""Deal a step's samples out to the ranks of both parts: joins data, models and parallel, without Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dhp.data.preprocess import Preprocessor
+from dhp.data.sample import IGNORED, Sample
+from dhp.data.sampler import BatchLayout
+from dhp.data.source import BatchSource, DatasetEntry, StepSamples, open_dataset
+from dhp.messages import StepData, StepInfo, TextInput, VisionInput
+from dhp.models.family import Family, ImageLayout
+from dhp.models.registry import load_family, load_image_processor, load_tokenizer
+from dhp.parallel.dispatch import ImageWork, Pieces, shard_images
+
+Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch
+
+
+@dataclass(frozen=True)
+class FeedSettings:
+    """What the dataset actor is told at birth. registry: (annotation_path, data_path) by dataset name.
+
+    replicas × ranks: vision data replicas, and the ranks of each that share a sequence.
+    """
+
+    model_name: str
+    datasets: tuple[str, ...]
+    registry: Mapping[str, DatasetEntry]
+    layout: BatchLayout
+    replicas: int
+    ranks: int
+    min_pixels: int | None
+    max_pixels: int | None
+    seed: int
+    shuffle: bool
+    on_bad_sample: str
+    num_workers: int
+
+
+def make_feed(settings: FeedSettings) -> Feed:
+    """Open the datasets and the model's tokenizer and image processor.
+
+    Raises DataError for an annotation file that cannot be read, ModelError for a model without the needed parts.
+    """
+    family = load_family(settings.model_name)
+    tokenizer = load_tokenizer(settings.model_name)
+    preprocess = Preprocessor(
+        tokenizer,
+        load_image_processor(settings.model_name),
+        family.image_token_id,
+        family.image_tokens,
+        settings.min_pixels,
+        settings.max_pixels,
+    )
+    source = BatchSource(
+        open_dataset(settings.datasets, settings.registry),
+        preprocess,
+        settings.layout,
+        settings.seed,
+        settings.shuffle,
+        settings.on_bad_sample,
+        settings.num_workers,
+    )
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return Feed(source, family, pad or 0, settings.replicas, settings.ranks)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image of a micro-batch: the text replica that needs it, its patches in processor order, its layout."""
+
+    replica: int
+    pixels: Tensor  # [patches, values]
+    layout: ImageLayout
+
+
+class Feed:
+    """Steps as the ranks receive them. `step(k)` depends on k alone."""
+
+    def __init__(self, source: BatchSource, family: Family, pad_token_id: int, replicas: int, ranks: int):
+        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence."""
+        self._source = source
+        self._family = family
+        self._pad = pad_token_id
+        self._replicas, self._ranks = replicas, ranks
+        self._layout = lru_cache(maxsize=1024)(family.image_layout)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that show each sample once."""
+        return self._source.steps_per_epoch
+
+    def step(self, step: int) -> StepData:
+        """Read, decode and deal out one step (0-based). Raises DataError as data.on_bad_sample says."""
+        start = time.perf_counter()
+        samples = self._source.step(step)
+        info = _count(samples)
+        pictures = [self._pictures(rows) for rows in samples.samples]
+        seen = [m for m, found in enumerate(pictures) if found]
+        vision, text = [], []
+        for m, rows in enumerate(samples.samples):
+            shards = self._shard(pictures[m])
+            last = bool(seen) and m == seen[-1]
+            vision.append(tuple(self._vision(pictures[m], shards, rank, len(rows), last) for rank in range(len(shards))))
+            text.append(
+                tuple(self._text(row, d, pictures[m], shards, info.target_tokens) for d, row in enumerate(rows))
+            )
+        places = sum(work.tensors["input_ids"].numel() for row in text for work in row)
+        info = replace(info, places=places, data_s=time.perf_counter() - start)
+        return StepData(info, tuple(vision), tuple(text))
+
+    def model_inputs(self, step: int) -> dict[str, Tensor]:
+        """The step's tensors by `<text data replica>/<micro-batch>/<model argument>`, for a plain model."""
+        tensors = {}
+        for m, rows in enumerate(self._source.step(step).samples):
+            for d, row in enumerate(rows):
+                named = self._rows(row)
+                if any(sample.pixels for sample in row):
+                    named["pixel_values"] = torch.cat([torch.from_numpy(p) for s in row for p in s.pixels])
+                tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in named.items()}
+        return tensors
+
+    def _pictures(self, rows: Sequence[Row]) -> list[Picture]:
+        return [
+            Picture(d, torch.from_numpy(pixels), self._layout(grid))
+            for d, row in enumerate(rows)
+            for sample in row
+            for pixels, grid in zip(sample.pixels, sample.grids, strict=True)
+        ]
+
+    def _shard(self, pictures: Sequence[Picture]) -> list[Pieces]:
+        """Pieces for each vision rank, sequence ranks innermost."""
+        work = [ImageWork(p.replica, p.layout.window_lengths) for p in pictures]
+        return [pieces for replica in shard_images(work, self._replicas, self._ranks) for pieces in replica]
+
+    def _vision(
+        self, pictures: Sequence[Picture], shards: Sequence[Pieces], rank: int, text_replicas: int, last: bool
+    ) -> VisionInput:
+        unit = self._family.merge_unit
+        first = rank - rank % self._ranks
+        group = shards[first : first + self._ranks]
+        cuts = [_cut(pictures[piece.image], piece.first, piece.last) for piece in shards[rank]]
+        rows = [0] * text_replicas
+        for piece, cut in zip(shards[rank], cuts, strict=True):
+            rows[pictures[piece.image].replica] += len(cut.pixels) // unit
+        if not cuts:
+            cuts = [_Cut(torch.zeros(unit, self._family.patch_dim), torch.zeros(unit, 2, dtype=torch.long), (unit,))]
+        images = dict.fromkeys(piece.image for pieces in group for piece in pieces)
+        idle = sum(not pieces for pieces in group)
+        return VisionInput(
+            active=bool(pictures),
+            last=last,
+            pixels=torch.cat([cut.pixels for cut in cuts]),
+            positions=torch.cat([cut.positions for cut in cuts]),
+            window_lengths=tuple(length for cut in cuts for length in cut.window_lengths),
+            # Ranks without work come last in their group, and each dummy window is a segment of its own.
+            frame_lengths=(*(n for i in images for n in pictures[i].layout.frame_lengths), *(unit,) * idle),
+            rank_patches=tuple(_patches(pictures, pieces) or unit for pieces in group),
+            rows=tuple(rows),
+        )
+
+    def _text(
+        self, row: Row, replica: int, pictures: Sequence[Picture], shards: Sequence[Pieces], target_tokens: int
+    ) -> TextInput:
+        starts, total = {}, 0
+        for index, picture in enumerate(pictures):
+            if picture.replica == replica:
+                starts[index], total = total, total + len(picture.layout.order)
+        wanted = [[piece for piece in pieces if piece.image in starts] for pieces in shards]
+        units = [[_units(pictures[p.image].layout, p.first, p.last) + starts[p.image] for p in ps] for ps in wanted]
+        received = [torch.cat(rank) if rank else torch.empty(0, dtype=torch.long) for rank in units]
+        placement = torch.argsort(torch.cat(received)) if total else None
+        return TextInput(self._rows(row), placement, tuple(map(len, received)), target_tokens)
+
+    def _rows(self, row: Row) -> dict[str, Tensor]:
+        """A replica's samples as right-padded rows, by model argument; one row of padding if there are none.
+
+        No attention mask: under causal attention nothing before the padding can see it, and no target is on it.
+        """
+        lengths = torch.tensor([len(sample.input_ids) for sample in row] or [1])
+        named = {
+            "input_ids": _pad_rows([s.input_ids for s in row], self._pad, lengths),
+            "labels": _pad_rows([s.labels for s in row], IGNORED, lengths),
+            "mm_token_type_ids": _pad_rows([s.mm_token_type_ids for s in row], 0, lengths),
+        }
+        grids = [grid for sample in row for grid in sample.grids]
+        if grids:
+            named["image_grid_thw"] = torch.tensor(grids)
+        named["position_ids"] = self._family.position_ids(
+            named["input_ids"], named["mm_token_type_ids"], named.get("image_grid_thw"), lengths
+        )
+        return named
+
+
+@dataclass(frozen=True)
+class _Cut:
+    pixels: Tensor
+    positions: Tensor
+    window_lengths: tuple[int, ...]
+
+
+def _cut(picture: Picture, first: int, last: int) -> _Cut:
+    layout = picture.layout
+    lengths = layout.window_lengths
+    begin, end = sum(lengths[:first]), sum(lengths[:last])
+    return _Cut(picture.pixels[layout.patch_order()[begin:end]], layout.positions[begin:end], lengths[first:last])
+
+
+def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
+    """Merged tokens of windows `first` to `last`, as indices in processor order."""
+    begin, end = (sum(layout.window_lengths[:w]) // layout.unit for w in (first, last))
+    return layout.order[begin:end]
+
+
+def _patches(pictures: Sequence[Picture], pieces: Pieces) -> int:
+    return sum(sum(pictures[p.image].layout.window_lengths[p.first : p.last]) for p in pieces)
+
+
+def _pad_rows(rows: Sequence, fill: int, lengths: Tensor) -> Tensor:
+    padded = torch.full((len(lengths), int(lengths.max())), fill, dtype=torch.long)
+    for place, row in zip(padded, rows, strict=False):
+        place[: len(row)] = torch.from_numpy(row)
+    return padded
+
+
+def _count(samples: StepSamples) -> StepInfo:
+    flat: list[Sample] = [s for rows in samples.samples for row in rows for s in row]
+    return StepInfo(
+        step=samples.step,
+        epoch=samples.epoch,
+        samples=len(flat),
+        images=sum(len(s.pixels) for s in flat),
+        tokens=sum(len(s.input_ids) for s in flat),
+        target_tokens=sum(s.target_tokens for s in flat),
+        vision_tokens=sum(len(p) for s in flat for p in s.pixels),
+        skipped=samples.skipped,
+        places=0,
+        data_s=0.0,
+    )

@@ -1,0 +1,83 @@
+"""What crosses a process: frozen values, named tensors inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What everyone must know of a step: global counts over all replicas and micro-batches.
+
+    tokens: of the decoder, without padding. target_tokens: N_global of the objective. vision_tokens: patches.
+    skipped: one line for each sample left out. places: tokens with padding. data_s: seconds spent reading and decoding.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    images: int
+    tokens: int
+    target_tokens: int
+    vision_tokens: int
+    skipped: tuple[str, ...]
+    places: int
+    data_s: float
+
+
+@dataclass(frozen=True)
+class VisionInput:
+    """One vision rank's work in a micro-batch; patches in tower order.
+
+    pixels: [patches, values]; positions: [patches, 2]. window_lengths: patches of this rank's windows.
+    frame_lengths: patches of the full-attention segments of all ranks that share the sequence, in rank order.
+    rank_patches: patches on each of these ranks. rows: merged rows for each text replica, in order; rows beyond
+    their sum come from a dummy window and are dropped. active: some rank of the part has an image.
+    last: no later micro-batch of the step has one, so gradients are summed after this one's backward.
+    """
+
+    active: bool
+    last: bool
+    pixels: Tensor
+    positions: Tensor
+    window_lengths: tuple[int, ...]
+    frame_lengths: tuple[int, ...]
+    rank_patches: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """One text replica's rows in a micro-batch.
+
+    tensors: the model's own arguments (input_ids, labels, position_ids, …), rows right-padded.
+    placement: for each image token of the rows, in order, its row among the embeddings received from the vision
+    ranks in rank order; None when the rows hold no image. received: rows from each vision rank.
+    """
+
+    tensors: dict[str, Tensor]
+    placement: Tensor | None
+    received: tuple[int, ...]
+    target_tokens: int  # N_global of the step, not of these rows
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """What one rank of a part tells after its optimizer step. loss: its share of the objective, a sum over N_global."""
+
+    rank: int
+    loss: float | None
+    grad_norm: float
+    lr: float
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One step, dealt out: vision[micro-batch][vision rank], text[micro-batch][text replica]."""
+
+    info: StepInfo
+    vision: tuple[tuple[VisionInput, ...], ...]
+    text: tuple[tuple[TextInput, ...], ...]

@@ -1,0 +1,75 @@
+"""What dhp asks of a model family beyond transformers' own contract (`mm_encoder_outputs`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Grid = tuple[int, int, int]  # temporal, height and width of an image in patches
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """How the tower walks through one image.
+
+    order: merged-token index in processor order, for each place in tower order; int64 [units].
+    unit: patches that are merged into one token.
+    window_lengths: patches of each attention window, in tower order.
+    frame_lengths: patches of each full-attention segment, in tower order.
+    positions: rotary position (row, column) of each patch, in tower order; int64 [patches, 2].
+    """
+
+    order: Tensor
+    unit: int
+    window_lengths: tuple[int, ...]
+    frame_lengths: tuple[int, ...]
+    positions: Tensor
+
+    @property
+    def patches(self) -> int:
+        return len(self.positions)
+
+    def patch_order(self) -> Tensor:
+        """Patch index in processor order for each place in tower order; int64 [patches]."""
+        return (self.order[:, None] * self.unit + torch.arange(self.unit)).flatten()
+
+
+class Family(Protocol):
+    """One model family. `config` is the checkpoint's configuration; nothing here needs weights or a device."""
+
+    config: Any
+    vision_modules: tuple[str, ...]  # what the text part drops
+    text_modules: tuple[str, ...]  # what the vision part drops
+    vision_heads: int
+    text_heads: int
+    text_kv_heads: int
+    patch_dim: int  # values in one patch
+    merge_unit: int  # patches that become one token of the text part
+    image_token_id: int
+
+    def image_tokens(self, grid: Grid) -> int:
+        """Placeholder tokens of an image."""
+
+    def image_layout(self, grid: Grid) -> ImageLayout:
+        """How the tower walks through an image."""
+
+    def position_ids(self, input_ids: Tensor, mm_token_type_ids: Tensor, grids: Tensor | None, lengths: Tensor) -> Tensor:
+        """Rotary positions of right-padded rows; int64 [3, rows, tokens], zero on padding."""
+
+    def use_attention(self, model: PreTrainedModel, name: str) -> None:
+        """Make the vision part call the registered attention function `name` once a layer, on all segments."""
+
+    def encode(self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any) -> Tensor:
+        """Merged embeddings of patches in tower order, [patches / unit, hidden].
+
+        `windows` and `frames` reach the registered attention function as they are, in place of the cumulative
+        lengths of window layers and full-attention layers.
+        """
+
+    def hidden_states(self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None) -> Tensor:
+        """Last hidden states of the text part, [rows, tokens, hidden]; `images` in placeholder order."""
+

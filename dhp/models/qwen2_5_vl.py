@@ -1,0 +1,92 @@
+"""Qwen2.5-VL: a native-resolution tower with window attention, and a decoder with three-axis rotary positions."""
+
+from __future__ import annotations
+
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+
+from dhp.models.family import Grid, ImageLayout
+
+
+class Qwen25Vl:
+    """See `dhp.models.family.Family`."""
+
+    vision_modules = ("model.visual",)
+    text_modules = ("model.language_model", "lm_head")
+
+    def __init__(self, config: Any):
+        self.config = config
+        vision, text = config.vision_config, config.get_text_config()
+        self.vision_heads = vision.num_heads
+        self.text_heads = text.num_attention_heads
+        self.text_kv_heads = text.num_key_value_heads
+        self.patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.image_token_id = config.image_token_id
+        self._merge = vision.spatial_merge_size
+        self.merge_unit = self._merge**2
+
+    def image_tokens(self, grid: Grid) -> int:
+        t, h, w = grid
+        return t * h * w // self.merge_unit
+
+    def image_layout(self, grid: Grid) -> ImageLayout:
+        vision, thw = self.config.vision_config, torch.tensor([grid])
+        order, window_bounds = get_vision_window_index(thw, self._merge, vision.window_size, vision.patch_size)
+        unit = self.merge_unit
+        positions = get_vision_position_ids(thw, self._merge)  # [patches, 2]
+        positions = positions.view(-1, unit, 2)[order].view(-1, 2)
+        t, h, w = grid
+        return ImageLayout(
+            order=order,
+            unit=unit,
+            window_lengths=tuple(window_bounds.diff().tolist()),
+            frame_lengths=(h * w,) * t,
+            positions=positions,
+        )
+
+    def position_ids(self, input_ids: Tensor, mm_token_type_ids: Tensor, grids: Tensor | None, lengths: Tensor) -> Tensor:
+        inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
+        model = SimpleNamespace(config=self.config)
+        model.get_vision_position_ids = MethodType(Qwen2_5_VLModel.get_vision_position_ids, model)
+        positions, _ = Qwen2_5_VLModel.get_rope_index(
+            model, input_ids, mm_token_type_ids, image_grid_thw=grids, attention_mask=inside.long()
+        )
+        return positions
+
+    def use_attention(self, model: PreTrainedModel, name: str) -> None:
+        # The attribute behind the property: its setter looks names with "flash" up on the hub, and without
+        # "flash" in the name the tower would call us once per window instead of once per layer.
+        model.model.visual.config._attn_implementation_internal = name
+
+    def encode(self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any) -> Tensor:
+        tower = model.model.visual
+        rows = len(pixels) // self.merge_unit
+        # Everything the tower would derive from the grid is given, so that a shard, which has no grid, runs too.
+        output = tower(
+            pixels.to(tower.dtype),
+            grid_thw=None,
+            position_ids=positions,
+            cu_seqlens=frames,
+            max_seqlen=len(pixels),
+            window_index=torch.arange(rows, device=pixels.device),
+            cu_window_seqlens=windows,
+            max_window_seqlen=len(pixels),
+        )
+        return output.pooler_output
+
+    def hidden_states(self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None) -> Tensor:
+        encoded = {} if images is None else {"image": BaseModelOutputWithPooling(pooler_output=(images,))}
+        output = model.model(
+            input_ids=inputs["input_ids"],
+            position_ids=inputs["position_ids"],
+            mm_encoder_outputs=encoded,
+            use_cache=False,
+        )
+        return output.last_hidden_state

@@ -1,0 +1,86 @@
+"""Which model families can be split, by the `model_type` of config.json."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dhp.errors import ModelError
+
+if TYPE_CHECKING:
+    from dhp.models.family import Family
+
+
+def _qwen2_5_vl(config: Any) -> Family:
+    from dhp.models.qwen2_5_vl import Qwen25Vl
+
+    return Qwen25Vl(config)
+
+
+WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+FAMILIES: dict[str, Callable[[Any], Family]] = {"qwen2_5_vl": _qwen2_5_vl}
+
+
+def load_family(model_name: str) -> Family:
+    """The family of a Hugging Face directory or hub id.
+
+    Raises ModelError when there is no readable config.json or the family has no adapter.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_name)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model_name}: no usable model configuration: {error}") from error
+    if config.model_type not in FAMILIES:
+        near = difflib.get_close_matches(config.model_type, FAMILIES, n=1)
+        hint = f"; the nearest known one is {near[0]}" if near else ""
+        raise ModelError(
+            f"{model_name}: model_type {config.model_type!r} has no adapter in dhp.models.registry "
+            f"(known: {', '.join(sorted(FAMILIES))}{hint})"
+        )
+    return FAMILIES[config.model_type](config)
+
+
+def load_tokenizer(model_name: str) -> Any:
+    """The model's own tokenizer, with its chat template.
+
+    Raises ModelError when the directory has no tokenizer or no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_name)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model_name}: no usable tokenizer: {error}") from error
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"{model_name}: the tokenizer has no chat template, so conversations cannot be rendered; "
+            "put the model's chat_template.jinja (or chat_template.json) into the directory"
+        )
+    return tokenizer
+
+
+def load_image_processor(model_name: str) -> Any:
+    """The model's own image processor, in the flavour that needs no torchvision.
+
+    Raises ModelError when the directory has none.
+    """
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(model_name, backend="pil")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model_name}: no usable image processor: {error}") from error
+
+
+def auxiliary_files(model_name: str) -> list[Path]:
+    """Everything of a model directory or hub id but its weights: configuration, tokenizer, processors, templates."""
+    folder = Path(model_name).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model_name, ignore_patterns=[f"*{end}" for end in WEIGHT_ENDINGS]))
+    return sorted(f for f in folder.iterdir() if f.is_file() and not f.name.endswith(WEIGHT_ENDINGS))

@@ -1,0 +1,110 @@
+"""Load one part of a Hugging Face vision-language model from an ordinary model directory.
+
+The model class itself stays untouched: a part is a subclass whose constructor drops the modules of
+the other part and whose distribution hook shards what remains over the mesh it is given. Loading,
+key renaming between checkpoint and module names, and reading only this rank's slice of each
+safetensors file are transformers' own (`from_pretrained`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from dhp.errors import ModelError
+
+
+class _OneMesh:
+    """What transformers asks of its mesh manager, answered with the one mesh of our own making."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+
+    def get_mesh(self, _names: str | Sequence[str]) -> DeviceMesh:
+        return self.mesh
+
+
+def model_class(model_name: str) -> type[PreTrainedModel]:
+    """The transformers class that `config.json` of `model_name` names."""
+    config = AutoConfig.from_pretrained(model_name)
+    try:
+        return AutoModelForImageTextToText._model_mapping[type(config)]
+    except KeyError:
+        raise ModelError(
+            f"{model_name}: model_type {config.model_type!r} is no vision-language model that transformers "
+            "can load by AutoModelForImageTextToText; give the directory of one that is"
+        ) from None
+
+
+def load_part(
+    model_name: str,
+    dropped: Sequence[str],
+    dtype: torch.dtype,
+    tensor_mesh: DeviceMesh | None = None,
+) -> PreTrainedModel:
+    """Load `model_name` without the modules named in `dropped`, on CPU, in training mode.
+
+    With a `tensor_mesh` of more than one rank, transformers' tensor-parallel plan is applied over it and
+    each rank reads only its own slices; its sharded parameters are DTensors on that mesh.
+
+    Raises ModelError when the directory lacks a weight of this part or holds one of another shape.
+    """
+    base = model_class(model_name)
+    part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh))
+    sharded = tensor_mesh is not None and tensor_mesh.size() > 1
+    distributed = DistributedConfig(tp_size=tensor_mesh.size()) if sharded else None
+    model, info = part.from_pretrained(
+        model_name,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        distributed_config=distributed,
+        output_loading_info=True,
+    )
+    _refuse_incomplete(model_name, info)
+    return model.train()
+
+
+def _overrides(base: type[PreTrainedModel], dropped: Sequence[str], mesh: DeviceMesh | None) -> dict[str, Any]:
+    def build(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        for name in dropped:
+            parent, _, child = name.rpartition(".")
+            setattr(self.get_submodule(parent), child, nn.Module())
+        self.init_parallel_plans()
+
+    def prepare(cls: type, config: DistributedConfig | None, device_map: Any = None) -> tuple[Any, Any, Any]:
+        return config, device_map, None if config is None else _OneMesh(mesh)
+
+    unexpected = [rf"^(.*\.)?{re.escape(name.removeprefix('model.'))}\." for name in dropped]
+    return {
+        "__init__": build,
+        "__module__": base.__module__,
+        "prepare_distribute_model": classmethod(prepare),
+        "_tied_weights_keys": _ties_without(base, dropped),
+        "_keys_to_ignore_on_load_unexpected": unexpected,
+    }
+
+
+def _ties_without(base: type[PreTrainedModel], dropped: Sequence[str]) -> dict[str, str]:
+    ties = base._tied_weights_keys or {}
+    gone: Callable[[str], bool] = lambda key: any(key == name or key.startswith(name + ".") for name in dropped)
+    return {target: source for target, source in ties.items() if not gone(target) and not gone(source)}
+
+
+def _refuse_incomplete(model_name: str, info: dict[str, Any]) -> None:
+    for kind, remedy in (
+        ("missing_keys", "the directory does not hold the whole model: download or save it again"),
+        ("mismatched_keys", "config.json and the safetensors files belong to different models"),
+        ("unexpected_keys", "config.json and the safetensors files belong to different models"),
+    ):
+        keys = sorted(str(key) for key in info.get(kind) or ())
+        if keys:
+            shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+            raise ModelError(f"{model_name}: {kind.replace('_', ' ')}: {shown}. {remedy[0].upper()}{remedy[1:]}.")

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, summary, progress and the closing table. Nothing here steers a run."""

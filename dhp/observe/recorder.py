@@ -1,0 +1,66 @@
+"""One run's record: metrics as steps end, progress on the terminal, summary and closing table however it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dhp.observe.metrics import MetricsWriter, StepMetrics
+from dhp.observe.progress import Progress
+from dhp.observe.report import closing_table
+from dhp.observe.summary import Summary, write_summary
+
+
+class Recorder:
+    """A context around a run. An exception that passes through is recorded, not kept."""
+
+    def __init__(self, run_dir: Path, log_interval: int, world: Mapping[str, Mapping[str, Any]]):
+        self.run_dir = run_dir
+        self.checkpoint: Path | None = None
+        self._log_interval, self._world = log_interval, world
+        self._steps: list[StepMetrics] = []
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Recorder:
+        self._metrics = MetricsWriter(self.run_dir)
+        return self
+
+    def begin(self, total_steps: int) -> None:
+        """Training begins: from here on there is progress to show."""
+        self._progress = Progress(total_steps, self._log_interval)
+
+    def say(self, text: str) -> None:
+        """A line to whoever is watching."""
+        if self._progress is None:
+            print(text, flush=True)
+        else:
+            self._progress.note(text)
+
+    def record(self, metrics: StepMetrics) -> None:
+        """One step has ended."""
+        self._steps.append(metrics)
+        self._metrics.write(metrics)
+        if self._progress is not None:
+            self._progress.update(metrics)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        self._metrics.close()
+        summary = Summary.of(self._steps, status=_status(kind), error=_told(error), world=self._world)
+        write_summary(self.run_dir, summary)
+        print("\n" + closing_table(summary, self.run_dir.absolute(), self.checkpoint), flush=True)
+
+
+def _status(kind: type[BaseException] | None) -> str:
+    if kind is None:
+        return "completed"
+    return "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed"
+
+
+def _told(error: BaseException | None) -> str | None:
+    return None if error is None else str(error) or type(error).__name__

@@ -1,0 +1,44 @@
+"""The table at a run's end: what happened, and where the outputs are."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dhp.observe.numbers import shown
+from dhp.observe.summary import Summary
+
+_DEGREES = ("data", "ulysses", "ring", "tensor")
+
+
+def closing_table(summary: Summary, run_dir: str | Path, checkpoint: str | Path | None = None, **more: str) -> str:
+    """Aligned lines `name  value`, at most 15 with two of `more` (further rows, name to text).
+
+    `checkpoint` is the final checkpoint's directory; without one there is nothing to export and both rows
+    are left out.
+    """
+    run_dir = Path(run_dir)
+    rows = {"status": summary.status}
+    if summary.error:
+        rows["error"] = summary.error.strip().splitlines()[0]
+    rows |= {
+        "steps": str(summary.steps) + (f" (resumed from {summary.resumed_from})" if summary.resumed_from else ""),
+        "loss": f"{shown(summary.first_loss, '.4f')} → {shown(summary.last_loss, '.4f')}",
+        "median step": f"{shown(summary.median_step_s, '.3f')} s",
+        "speed": f"{shown(summary.tokens_per_s, '.0f')} tokens/s",
+    }
+    rows |= {part: _part(world) for part, world in summary.world.items()}
+    rows |= {name.replace("_", " "): text for name, text in more.items()}
+    rows |= {"run directory": str(run_dir), "metrics": str(run_dir / "metrics.jsonl")}
+    if checkpoint is not None:
+        rows |= {"checkpoint": str(checkpoint), "export": f"python -m dhp export {checkpoint} OUT_DIR"}
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _part(world: Mapping[str, Any]) -> str:
+    """`2 actors: ulysses 2` and whatever else is known of a part, degrees of 1 left out."""
+    degrees = [f"{degree} {world[degree]}" for degree in _DEGREES if world.get(degree, 1) > 1]
+    others = [f"{name} {value}" for name, value in world.items() if name not in (*_DEGREES, "num_actors")]
+    actors = world.get("num_actors", 1)
+    told = ", ".join(degrees + others)
+    return f"{actors} actor{'s' if actors != 1 else ''}" + (f": {told}" if told else "")

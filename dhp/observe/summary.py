@@ -1,0 +1,79 @@
+"""The outcome of a run in one JSON object, summary.json: written at its end, however it ends."""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from dhp.observe.metrics import StepMetrics
+from dhp.observe.numbers import json_safe
+
+_PACKAGES = ("dhp", "torch", "transformers", "ray", "deepspeed")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that decide a run's numbers; None for one that is not installed."""
+    return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """How a run ended, in figures."""
+
+    status: Literal["completed", "failed", "interrupted"]
+    error: str | None = None
+    """What a failed run failed of."""
+    steps: int = 0
+    """Optimizer steps done, those before a resume included."""
+    resumed_from: str | None = None
+    """Checkpoint that the run continued."""
+    restarts: int = 0
+    """Times the actors were built anew after a failure."""
+    first_loss: float | None = None
+    last_loss: float | None = None
+    """Losses of this run's first and last step, nats a token."""
+    median_step_s: float | None = None
+    """Median wall time of a step, seconds."""
+    tokens_per_s: float | None = None
+    """All tokens / the wall time of all steps."""
+    world: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Actors and degrees, by part."""
+    versions: Mapping[str, str | None] = field(default_factory=versions)
+
+    @classmethod
+    def of(cls, steps: Sequence[StepMetrics], **known: Any) -> "Summary":
+        """The summary of these steps; `known` gives the other fields (status, world, error …)."""
+        losses = [step.loss for step in steps if step.loss is not None]
+        timed = [step for step in steps if step.step_s is not None]
+        seconds = math.fsum(step.step_s for step in timed)
+        return cls(
+            steps=steps[-1].step if steps else 0,
+            first_loss=losses[0] if losses else None,
+            last_loss=losses[-1] if losses else None,
+            median_step_s=median(step.step_s for step in timed) if timed else None,
+            tokens_per_s=sum(step.tokens or 0 for step in timed) / seconds if seconds else None,
+            **known,
+        )
+
+
+def write_summary(run_dir: str | Path, summary: Summary) -> Path:
+    """Write `<run_dir>/summary.json` whole or not at all, and return its path. Numbers as in metrics.jsonl."""
+    path = Path(run_dir) / "summary.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(json_safe(asdict(summary)), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+    return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

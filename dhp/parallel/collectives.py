@@ -1,0 +1,49 @@
+"""Collectives whose backward is written beside them, and which also run where gloo has no CUDA kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _must_stage(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """gloo moves CPU memory only; ranks that share one GPU cannot use NCCL and stage their tensors."""
+    return tensor.is_cuda and dist.get_backend(group) == "gloo"
+
+
+def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """All-to-all of rows without autograd: `send[r]` rows go to rank r, `receive[r]` rows come from it, in rank order."""
+    staged = _must_stage(rows, group)
+    source = rows.contiguous().cpu() if staged else rows.contiguous()
+    target = source.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(target, source, list(receive), list(send), group=group)
+    return target.to(rows.device) if staged else target
+
+
+class AllToAll(torch.autograd.Function):
+    """`exchange_rows` with gradients: the backward is the inverse exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return exchange_rows(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_rows(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def sum_in_place(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum of `tensor` over the group, written back into it; no autograd."""
+    if dist.get_world_size(group) == 1:
+        return tensor
+    if _must_stage(tensor, group):
+        staged = tensor.cpu()
+        dist.all_reduce(staged, group=group)
+        return tensor.copy_(staged)
+    dist.all_reduce(tensor, group=group)
+    return tensor

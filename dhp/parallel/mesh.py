@@ -1,0 +1,45 @@
+"""The device mesh of one part: data × ring × ulysses × tensor ranks, tensor innermost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("data", "ring", "ulysses", "tensor")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ways a part is split along each axis."""
+
+    data: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.data * self.ring * self.ulysses * self.tensor
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring * self.ulysses
+
+    def __str__(self) -> str:
+        split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return " × ".join(split) or "one rank"
+
+
+def build_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
+    """Mesh over all ranks of the default process group, with the axes of `AXES`.
+
+    Raises ValueError when the group has another number of ranks than the degrees multiply to.
+    """
+    world = dist.get_world_size()
+    if world != degrees.world:
+        raise ValueError(f"data × ring × ulysses × tensor = {degrees.world} ranks, but the process group has {world}")
+    shape = tuple(getattr(degrees, axis) for axis in AXES)
+    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)

@@ -1,0 +1,50 @@
+"""Everything that can be found wrong before any actor starts: paths, model and degrees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dhp.config.checks import check_tensor, check_ulysses
+from dhp.config.resolve import check_model_dir, resolve
+from dhp.config.run_dir import check_run_dir
+from dhp.config.schema import Config
+from dhp.errors import ConfigError
+
+
+def prepare(config: Config) -> Config:
+    """The resolved configuration, after every check that needs no actor.
+
+    Makes the tiny model and dataset first, when tiny_assets asks for them. Raises ConfigError or ModelError.
+    """
+    config = resolve(config)
+    check_run_dir(config)
+    if config.tiny_assets is not None:
+        from dhp.assets import make_tiny_assets
+
+        make_tiny_assets(Path(config.tiny_assets))
+    check_model_dir(config.text.model_name)
+    _check_datasets(config)
+    _check_heads(config)
+    return config
+
+
+def _check_datasets(config: Config) -> None:
+    for name in config.data.datasets:
+        entry = config.data.data_registry[name]
+        for field, path, exists in (
+            ("annotation_path", entry.annotation_path, Path(entry.annotation_path).is_file()),
+            ("data_path", entry.data_path, not entry.data_path or Path(entry.data_path).is_dir()),
+        ):
+            if not exists:
+                raise ConfigError(
+                    f"data.data_registry.{name}.{field}={path} does not exist. Correct the path; relative paths "
+                    f"start from {Path.cwd()}"
+                )
+
+
+def _check_heads(config: Config) -> None:
+    from dhp.models.registry import load_family
+
+    family = load_family(config.text.model_name)
+    check_ulysses(family.vision_heads, config.vision.ulysses)
+    check_tensor(family.text_heads, family.text_kv_heads, config.text.tensor)

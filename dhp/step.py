@@ -1,0 +1,35 @@
+"""One training step, as it reads: the schedule's actions in order, the joint norm, the optimizer steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dhp.parts import Batch, Parts, Ref, Refs
+from dhp.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StepRefs:
+    """What a submitted step will answer: its counts, and a report from each rank of each part."""
+
+    info: Ref
+    reports: dict[int, list[Any]]
+
+
+def train_step(parts: Parts, schedule: Schedule, batch: Batch) -> StepRefs:
+    """Submit one step. Nothing is waited for: refs go from actor to actor, the driver opens none of them."""
+    refs = Refs(batch)
+    for action in schedule:
+        parts[action.part].run(action, refs)
+    norms = [_first(part.group.execute_all_async("grad_norm_sq", batch.info)) for part in parts.values()]
+    reports = {
+        number: [report for (report,) in part.group.execute_all_async("optimizer_step", batch.info, *norms)]
+        for number, part in parts.items()
+    }
+    return StepRefs(batch.info, reports)
+
+
+def _first(of_ranks: list[list[Ref]]) -> Ref:
+    """Every rank knows the norm of its whole part; the first one's answer is as good as any."""
+    return of_ranks[0][0]

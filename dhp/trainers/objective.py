@@ -1,0 +1,31 @@
+"""The objective of a step: Σ token losses / N_global, and its only scaling.
+
+N_global is the number of target tokens of the global batch. Every other file sums: over micro-batches, data,
+sequence and tensor ranks, and over the parts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100
+
+
+def share_of_objective(head: nn.Module, hidden: Tensor, labels: Tensor, target_tokens: int) -> Tensor:
+    """These rows' share of the step's objective, a scalar.
+
+    hidden: [rows, tokens, hidden]; labels: [rows, tokens], not shifted, -100 where there is no target.
+    The head runs on the places that have a target only: image and prompt tokens never cost a row of logits.
+    """
+    targets = labels[:, 1:]
+    wanted = targets != IGNORED
+    states = hidden[:, :-1]
+    if not bool(wanted.any()):
+        # One row keeps the head, its collectives and every parameter in the graph.
+        return head(hidden[:1, 0]).sum() * 0.0
+    logits = head(states[wanted])  # [targets, vocabulary]
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return F.cross_entropy(logits, targets[wanted], reduction="sum") / max(target_tokens, 1)

@@ -1,0 +1,101 @@
+"""What both trainers share: the device, the update of one part, and saving it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dhp.checkpoint.shards import save_shards
+from dhp.errors import PartFailed
+from dhp.messages import PartReport, StepInfo
+from dhp.parallel.mesh import AXES, build_mesh
+from dhp.parallel.update import MakeOptimizer, Replicated
+from dhp.parallel.zero import ZeroSharded
+from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw
+from dhp.trainers.settings import PartSettings, UpdateSettings
+
+
+class Part:
+    """One rank's half of the work after gradients exist: norm, clip, step, save."""
+
+    def __init__(self, settings: PartSettings):
+        torch.manual_seed(settings.seed)
+        self.settings = settings
+        self.dtype = getattr(torch, settings.dtype)
+        self.device = torch.device(settings.device)
+        self.mesh: DeviceMesh = build_mesh(settings.device, settings.degrees)
+        self.rank = dist.get_rank()
+
+    def adopt(self, model: nn.Module, reduce_group: dist.ProcessGroup) -> None:
+        """Take the loaded part: put it on the device and give it its optimizer.
+
+        reduce_group: the ranks over which gradients of the same parameters are summed.
+        """
+        self.model = model.to(self.device)
+        if self.settings.activation_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        make = optimizer_maker(self.settings.update)
+        if self.settings.zero_stage:
+            self.update: Replicated | ZeroSharded = ZeroSharded(model, make, self.settings.zero_stage)
+        else:
+            self.update = Replicated(model, make, reduce_group)
+
+    def finish_step(self, info: StepInfo, norms_sq: Iterable[float], loss: float | None, active: bool) -> PartReport:
+        """Clip by the joint norm of all parts, take the optimizer step, report.
+
+        A part without gradients in this step (`active` false: no image, or no target token) is left as it is,
+        as plain torch leaves parameters whose gradient is None.
+        Raises PartFailed when the joint norm is not finite: such a step would destroy the weights.
+        """
+        settings = self.settings.update
+        norm, coefficient = clip_coefficient(list(norms_sq), settings.max_grad_norm)
+        lr = learning_rate_at(
+            info.step, settings.total_steps, settings.learning_rate, settings.warmup_steps, settings.lr_scheduler_type
+        )
+        if not math.isfinite(norm):
+            raise PartFailed(
+                f"the gradient norm of step {info.step + 1} is {norm}; the step was not taken. "
+                "Lower training.learning_rate, set training.max_grad_norm, or look at the step's data with "
+                f"`python -m dhp inspect batch step={info.step + 1}`."
+            )
+        if active:
+            self.update.step(lr, coefficient)
+        return PartReport(self.rank, loss, norm, lr, self._peak_memory())
+
+    def save(self, folder: str) -> tuple[str, ...]:
+        """Write what this rank alone holds, and on the part's first rank what all hold; names of the files."""
+        replica = sum(self.mesh.get_local_rank(axis) for axis in AXES if axis != "tensor")
+        if replica:
+            return ()
+        return save_shards(self.model, Path(folder), self.mesh.get_local_rank("tensor"))
+
+    def _peak_memory(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+def optimizer_maker(settings: UpdateSettings) -> MakeOptimizer:
+    """AdamW as configured, for whatever parameters an update hands it."""
+    return partial(
+        make_adamw,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A writable copy on `device`: what another process handed over is shared memory and read-only."""
+    return tensor.clone() if device.type == "cpu" else tensor.to(device)
+

@@ -1,0 +1,36 @@
+"""What a worker is told at birth: plain values, decided by the driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dhp.parallel.mesh import Degrees
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """AdamW and its schedule; `total_steps` and `warmup_steps` in optimizer steps."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    lr_scheduler_type: str
+    warmup_steps: int
+    total_steps: int
+    max_grad_norm: float | None
+
+
+@dataclass(frozen=True)
+class PartSettings:
+    """One part: which weights, how they are split, how they are updated. dtype: a torch dtype's name; device: cpu | cuda."""
+
+    part: str
+    model_name: str
+    degrees: Degrees
+    dtype: str
+    device: str
+    activation_checkpointing: bool
+    zero_stage: int
+    update: UpdateSettings
+    seed: int

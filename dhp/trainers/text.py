@@ -1,0 +1,68 @@
+"""The text part on one rank: tokens and embeddings in, its share of the objective and their gradients out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dhp.messages import PartReport, StepInfo, TextInput
+from dhp.models.registry import load_family
+from dhp.models.split import load_part
+from dhp.trainers.objective import share_of_objective
+from dhp.trainers.part import Part, to_device
+from dhp.trainers.settings import PartSettings
+
+
+class TextTrainer:
+    """forward_step, backward_step, optimizer_step of the decoder."""
+
+    def __init__(self, settings: PartSettings):
+        self.part = Part(settings)
+        self.family = load_family(settings.model_name)
+        model = load_part(
+            settings.model_name, self.family.vision_modules, self.part.dtype, self.part.mesh["tensor"]
+        )
+        self.part.adopt(model, self.part.mesh["data"].get_group())
+        self._flights: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._losses: list[Tensor] = []
+
+    def forward_step(self, micro_batch: int, work: TextInput, *embeddings: Tensor) -> None:
+        """Run the decoder on one micro-batch; `embeddings` [rows, hidden] from each vision rank, in rank order."""
+        device = self.part.device
+        leaves = [to_device(rows, device).requires_grad_() for rows in embeddings]
+        inputs = {name: to_device(tensor, device) for name, tensor in work.tensors.items()}
+        images = None if work.placement is None else torch.cat(leaves)[to_device(work.placement, device)]
+        hidden = self.family.hidden_states(self.part.model, inputs, images)
+        head = self.part.model.get_output_embeddings()
+        loss = share_of_objective(head, hidden, inputs["labels"], work.target_tokens)
+        self._flights[micro_batch] = (loss, leaves)
+
+    def backward_step(self, micro_batch: int, last: bool, hand_over: bool) -> tuple[Tensor, ...]:
+        """Back through the decoder; gradient of each vision rank's embeddings, in rank order, with `hand_over`.
+
+        Tensor ranks hold the same rows and so the same gradients: one of them hands over, they are not summed.
+        """
+        loss, leaves = self._flights.pop(micro_batch)
+        self.part.update.backward(loss, last)
+        self._losses.append(loss.detach())
+        return tuple(_gradient(leaf) for leaf in leaves) if hand_over else ()
+
+    def grad_norm_sq(self, info: StepInfo) -> float:
+        """Squared norm of this part's whole gradient, over its tensor ranks too."""
+        return self.part.update.norm_sq()
+
+    def optimizer_step(self, info: StepInfo, *norms_sq: float) -> PartReport:
+        """Clip by the joint norm of all parts and update; the report carries this replica's share of the loss."""
+        loss = float(torch.stack(self._losses).sum())
+        self._losses.clear()
+        if info.target_tokens == 0:
+            self.part.update.drop()
+        return self.part.finish_step(info, norms_sq, loss, active=info.target_tokens > 0)
+
+    def save(self, folder: str) -> tuple[str, ...]:
+        """Write this rank's share of the weights below `folder`."""
+        return self.part.save(folder)
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).cpu()

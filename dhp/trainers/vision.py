@@ -1,0 +1,76 @@
+"""The vision part on one rank: its windows in, merged embeddings out; gradients in, an optimizer step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AttentionInterface
+
+from dhp.messages import PartReport, StepInfo, VisionInput
+from dhp.models.registry import load_family
+from dhp.models.split import load_part
+from dhp.parallel.attention import Exchange, plan_segments, segment_attention
+from dhp.trainers.part import Part, to_device
+from dhp.trainers.settings import PartSettings
+
+# "flash" in the name: the tower then calls once a layer with all segments instead of once per window.
+ATTENTION = "flash_dhp_segments"
+
+
+class VisionTrainer:
+    """forward_step, backward_step, optimizer_step of the vision tower and projector."""
+
+    def __init__(self, settings: PartSettings):
+        self.part = Part(settings)
+        self.family = load_family(settings.model_name)
+        AttentionInterface.register(ATTENTION, segment_attention)
+        model = load_part(settings.model_name, self.family.text_modules, self.part.dtype)
+        self.family.use_attention(model, ATTENTION)
+        self.part.adopt(model, dist.group.WORLD)
+        self._sequence = self.part.mesh["ulysses"]
+        self._outputs: dict[int, Tensor] = {}
+
+    def forward_step(self, micro_batch: int, work: VisionInput) -> tuple[Tensor, ...]:
+        """Encode; embeddings for each text replica, [rows, hidden] each."""
+        if not work.active:
+            return tuple(torch.empty(0, dtype=self.part.dtype) for _ in work.rows)
+        device = self.part.device
+        windows = plan_segments(work.window_lengths, device)
+        frames = plan_segments(work.frame_lengths, device, self._exchange(work))
+        embeddings = self.family.encode(
+            self.part.model, to_device(work.pixels, device), to_device(work.positions, device), windows, frames
+        )
+        self._outputs[micro_batch] = embeddings
+        return tuple(part.detach().cpu() for part in embeddings[: sum(work.rows)].split(work.rows))
+
+    def backward_step(self, micro_batch: int, work: VisionInput, *gradients: Tensor) -> None:
+        """Back through the tower with the gradient of each text replica's embeddings."""
+        if not work.active:
+            return
+        output = self._outputs.pop(micro_batch)
+        given = torch.cat([to_device(g, self.part.device) for g in gradients])
+        # Rows of a dummy window get no gradient, but the rank still walks its backward: others wait for it in the
+        # collectives. Gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes.
+        surrogate = (output[: len(given)] * given).sum() + output[len(given) :].sum() * 0.0
+        self.part.update.backward(surrogate, work.last)
+
+    def grad_norm_sq(self, info: StepInfo) -> float:
+        """Squared norm of this part's whole gradient; 0 in a step without any image."""
+        return self.part.update.norm_sq() if self._active(info) else 0.0
+
+    def optimizer_step(self, info: StepInfo, *norms_sq: float) -> PartReport:
+        """Clip by the joint norm of all parts and update."""
+        return self.part.finish_step(info, norms_sq, None, self._active(info))
+
+    def save(self, folder: str) -> tuple[str, ...]:
+        """Write this rank's share of the weights below `folder`."""
+        return self.part.save(folder)
+
+    def _active(self, info: StepInfo) -> bool:
+        return info.images > 0 and info.target_tokens > 0
+
+    def _exchange(self, work: VisionInput) -> Exchange | None:
+        if len(work.rank_patches) == 1:
+            return None
+        return Exchange(work.rank_patches, self._sequence.get_local_rank(), self._sequence.get_group())

@@ -1,0 +1,68 @@
+"""From a resolved configuration to the plain values that workers and the dataset actor are born with."""
+
+from __future__ import annotations
+
+from dhp.config.resolve import micro_batches, warmup_steps
+from dhp.config.schema import Config, PartConfig
+from dhp.data.sampler import BatchLayout
+from dhp.feed import FeedSettings
+from dhp.parallel.mesh import Degrees
+from dhp.trainers.settings import PartSettings, UpdateSettings
+
+
+def degrees(part: PartConfig) -> Degrees:
+    """How a resolved part is split."""
+    return Degrees(data=part.data, ring=part.ring, ulysses=part.ulysses, tensor=part.tensor)
+
+
+def feed_settings(config: Config) -> FeedSettings:
+    """What the dataset actor needs."""
+    vision = degrees(config.vision)
+    return FeedSettings(
+        model_name=config.vision.model_name,
+        datasets=tuple(config.data.datasets),
+        registry=dict(config.data.data_registry),
+        layout=BatchLayout(config.text.data, micro_batches(config), config.training.micro_batch_size),
+        replicas=vision.data,
+        ranks=vision.sequence,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        on_bad_sample=config.data.on_bad_sample,
+        num_workers=config.data.num_workers,
+    )
+
+
+def total_steps(config: Config, steps_per_epoch: int) -> int:
+    """Optimizer steps of the run: max_steps where given, else num_epochs."""
+    if config.training.max_steps is not None:
+        return config.training.max_steps
+    return config.training.num_epochs * steps_per_epoch
+
+
+def part_settings(config: Config, part: str, device: str, steps: int) -> PartSettings:
+    """What each rank of `part` (vision or text) needs, in a run of `steps` optimizer steps."""
+    own: PartConfig = getattr(config, part)
+    training = config.training
+    update = UpdateSettings(
+        learning_rate=training.learning_rate,
+        betas=(training.betas[0], training.betas[1]),
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        lr_scheduler_type=training.lr_scheduler_type,
+        warmup_steps=warmup_steps(config, steps),
+        total_steps=steps,
+        max_grad_norm=training.max_grad_norm,
+    )
+    return PartSettings(
+        part=part,
+        model_name=own.model_name,
+        degrees=degrees(own),
+        dtype=own.dtype,
+        device=device,
+        activation_checkpointing=own.activation_checkpointing,
+        zero_stage=own.zero_stage,
+        update=update,
+        seed=config.seed,
+    )

@@ -1,0 +1,38 @@
+"""Degrees against head counts."""
+
+import pytest
+
+from dhp.config.checks import check_tensor, check_ulysses
+from dhp.errors import ConfigError
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4, 8, 16])
+def test_ulysses_that_divides_the_heads(ulysses):
+    check_ulysses(16, ulysses)
+
+
+def test_ulysses_that_does_not():
+    with pytest.raises(ConfigError) as caught:
+        check_ulysses(16, 3)
+    assert "vision.ulysses=3" in str(caught.value)
+    assert "heads(16) % ulysses(3) = 1 != 0" in str(caught.value)
+    assert "one of [1, 2, 4, 8, 16]" in str(caught.value)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(16, 2, 1), (16, 2, 2), (16, 2, 4), (16, 2, 16), (28, 4, 2)])
+def test_tensor_that_splits_or_replicates_key_value_heads(heads, kv_heads, tensor):
+    check_tensor(heads, kv_heads, tensor)
+
+
+def test_tensor_that_does_not_divide_the_heads():
+    with pytest.raises(ConfigError) as caught:
+        check_tensor(28, 4, 8)
+    assert "heads(28) % tensor(8) = 4 != 0" in str(caught.value)
+    assert "text.tensor to one of [1, 2, 4, 28]" in str(caught.value)
+
+
+def test_tensor_that_cuts_a_key_value_head():
+    with pytest.raises(ConfigError) as caught:
+        check_tensor(24, 4, 6)
+    assert "kv_heads(4) % tensor(6) = 4 != 0 and tensor(6) % kv_heads(4) = 2 != 0" in str(caught.value)
+    assert "one of [1, 2, 4, 8, 12, 24]" in str(caught.value)

@@ -1,0 +1,119 @@
+"""The command line as a user meets it: exit status, stderr, Hydra's own flags, and no files left behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dhp.config.entry import hydra_entry
+from dhp.config.schema import Config
+from dhp.errors import PartFailed
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "from dhp.config.entry import hydra_entry; hydra_entry(lambda config: print('ran', config.name, config.seed))"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # the entry sets it for the process; give it back afterwards
+
+
+def enter(*argv: str) -> list[Config]:
+    seen: list[Config] = []
+    hydra_entry(seen.append, argv)
+    return seen
+
+
+def refused(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        enter(*argv)
+    assert caught.value.code == 1
+    stderr = capsys.readouterr().err
+    assert "Traceback" not in stderr
+    return stderr
+
+
+def test_the_run_gets_a_typed_config_and_nothing_is_written(tmp_path):
+    (config,) = enter("--config-name=tiny", "training.batch_size=2")
+    assert isinstance(config, Config)
+    assert config.training.batch_size == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_may_come_in_any_order_and_short(tmp_path):
+    (tmp_path / "mine.yaml").write_text("seed: 7\n")
+    (config,) = enter("seed=8", "-cp", ".", "-cn", "mine", "name=x")
+    assert (config.seed, config.name) == (8, "x")
+
+
+def test_the_process_exits_1_with_the_message_alone():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, "--config-name=tiny", "training.batchsize=2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == "ConfigError: training.batchsize is not a key; did you mean training.batch_size?\n"
+
+
+def test_configuration_mistakes_are_told_without_a_traceback(capsys, tmp_path):
+    assert "--config-name=NAME is missing; there are: tiny" in refused(capsys)
+    assert "did you mean tiny?" in refused(capsys, "--config-name=tinny")
+    assert "expected a whole number" in refused(capsys, "--config-name=tiny", "seed=x")
+    (tmp_path / "bad.yaml").write_text("sed: 1\n")
+    assert "in bad.yaml: sed is not a key; did you mean seed?" in refused(capsys, "-cp", ".", "-cn", "bad")
+
+
+def test_an_error_of_the_run_itself_is_told_the_same_way(capsys):
+    def fail(config: Config) -> None:
+        raise PartFailed("text rank 1 died")
+
+    with pytest.raises(SystemExit) as caught:
+        hydra_entry(fail, ["--config-name=tiny"])
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "PartFailed: text rank 1 died\n"
+
+
+def test_an_unforeseen_error_keeps_its_traceback():
+    def fail(config: Config) -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    with pytest.raises(ZeroDivisionError):
+        hydra_entry(fail, ["--config-name=tiny"])
+
+
+def test_the_arguments_of_the_process_are_given_back():
+    before = list(sys.argv)
+    enter("--config-name=tiny")
+    assert sys.argv == before
+
+
+def test_cfg_job_prints_every_key(capsys):
+    assert enter("--config-name=tiny", "--cfg", "job", "seed=3") == []
+    printed = capsys.readouterr().out
+    assert "seed: 3\n" in printed
+    assert "step_timeout_s: 1800.0" in printed
+
+
+def test_help_needs_no_config_name(capsys):
+    with pytest.raises(SystemExit) as caught:
+        enter("--help")
+    assert not caught.value.code
+    assert "micro_batch_size: 1" in capsys.readouterr().out
+
+
+def test_multirun_numbers_the_jobs_below_run_dir(tmp_path):
+    configs = enter("--config-name=tiny", "--multirun", "seed=1,2", "name=sweep")
+    assert [config.seed for config in configs] == [1, 2]
+    first, second = (Path(config.run_dir) for config in configs)
+    assert (first.name, second.name) == ("0", "1")
+    assert first.parent == second.parent
+    assert first.parent.parent == Path("runs")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_multirun_keeps_a_run_dir_of_the_command_line():
+    configs = enter("--config-name=tiny", "-m", "run_dir=a,b")
+    assert [config.run_dir for config in configs] == ["a", "b"]

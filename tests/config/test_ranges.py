@@ -1,0 +1,99 @@
+"""The range of each single field."""
+
+import math
+
+import pytest
+
+from dhp.config.ranges import check_cluster, check_data, check_seed, check_training
+from dhp.config.schema import ClusterConfig, DataConfig, DatasetEntry, TrainingConfig
+from dhp.errors import ConfigError
+
+REGISTRY = {"shapes": DatasetEntry("a.json", "d"), "digits": DatasetEntry("b.json", "d")}
+
+
+def test_the_defaults_are_in_range():
+    check_seed(0)
+    check_training(TrainingConfig())
+    check_cluster(ClusterConfig())
+    check_data(DataConfig(datasets=["shapes"], data_registry=REGISTRY))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seed(seed):
+    with pytest.raises(ConfigError, match=f"seed={seed} is out of range: 0 <= seed < 4294967296"):
+        check_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("batch_size", 0, "training.batch_size >= 1"),
+        ("micro_batch_size", -1, "training.micro_batch_size >= 1"),
+        ("num_epochs", 0, "training.num_epochs >= 1"),
+        ("max_steps", 0, "training.max_steps >= 1"),
+        ("log_interval", 0, "training.log_interval >= 1"),
+        ("learning_rate", -1e-3, "training.learning_rate >= 0 and finite"),
+        ("learning_rate", math.nan, "training.learning_rate=nan"),
+        ("eps", math.inf, "training.eps=inf"),
+        ("weight_decay", -0.1, "training.weight_decay >= 0 and finite"),
+        ("max_grad_norm", -1.0, "training.max_grad_norm >= 0 and finite"),
+        ("betas", [0.9], "training.betas=[0.9]"),
+        ("betas", [0.9, 1.0], "0 <= beta < 1"),
+        ("warmup_ratio", 1.5, "0 <= warmup_ratio <= 1"),
+        ("warmup_steps", -1, "warmup_steps >= 0"),
+        ("lr_scheduler_type", "cosin", "choose from constant, linear, cosine; did you mean cosine?"),
+    ],
+)
+def test_training(field, value, message):
+    with pytest.raises(ConfigError) as caught:
+        check_training(TrainingConfig(**{field: value}))
+    assert message in str(caught.value)
+    assert f"training.{field}={value}" in str(caught.value)
+
+
+def test_a_warmup_beyond_max_steps():
+    with pytest.raises(ConfigError, match=r"warmup_steps\(9\) > max_steps\(8\)"):
+        check_training(TrainingConfig(warmup_steps=9, max_steps=8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"datasets": []}, "data.datasets=[] names no dataset"),
+        ({"datasets": ["shpes"]}, "shpes is not in data.data_registry, which has shapes, digits"),
+        ({"datasets": ["shpes"]}, "did you mean shapes?"),
+        (
+            {"datasets": ["a"], "data_registry": {"a": DatasetEntry("", "d")}},
+            "data.data_registry.a.annotation_path is not set",
+        ),
+        ({"on_bad_sample": "ignore"}, "data.on_bad_sample=ignore does not exist; choose from error, skip"),
+        ({"num_workers": -1}, "num_workers >= 0"),
+        ({"min_pixels": 0}, "data.min_pixels >= 1"),
+        ({"min_pixels": 100, "max_pixels": 50}, "min_pixels(100) > max_pixels(50)"),
+    ],
+)
+def test_data(changes, message):
+    with pytest.raises(ConfigError) as caught:
+        check_data(DataConfig(**({"datasets": ["shapes"], "data_registry": REGISTRY} | changes)))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["local", "auto", "ray://10.0.0.1:10001", "node-1:6379", "[::1]:6379"])
+def test_addresses(address):
+    check_cluster(ClusterConfig(address=address))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"address": "somewhere"}, "cluster.address=somewhere is not an address"),
+        ({"transport": "nccl"}, "cluster.transport=nccl does not exist; choose from auto, object_store"),
+        ({"device": "gpu"}, "cluster.device=gpu does not exist; choose from auto, cpu, cuda"),
+        ({"start_timeout_s": 0.0}, "cluster.start_timeout_s > 0"),
+        ({"threads_per_actor": 0}, "cluster.threads_per_actor >= 1"),
+    ],
+)
+def test_cluster(changes, message):
+    with pytest.raises(ConfigError) as caught:
+        check_cluster(ClusterConfig(**changes))
+    assert message in str(caught.value)

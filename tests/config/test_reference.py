@@ -1,0 +1,29 @@
+"""Every key is documented, in the schema and in docs/configuration.md."""
+
+from pathlib import Path
+
+from dhp.config.keys import field_docs, schema_keys, type_words
+from dhp.config.reference import HEADING, reference
+from dhp.config.schema import PartConfig
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+
+
+def test_every_key_has_a_meaning():
+    assert [path for path, key in schema_keys().items() if not key.doc] == []
+
+
+def test_the_document_holds_the_reference_as_the_schema_has_it():
+    written = DOCUMENT.read_text(encoding="utf-8")
+    assert written[written.index(HEADING) :] == reference(), "run `python -m dhp.config.reference` and paste it"
+
+
+def test_docs_of_several_lines_become_one():
+    assert field_docs(PartConfig)["zero_stage"].endswith("over the part's actors. vision: 0 | 1; text: 0.")
+
+
+def test_types_in_words():
+    keys = schema_keys()
+    assert type_words(keys["training.max_steps"].type) == "a whole number or null"
+    assert type_words(keys["training.betas"].type) == "a list such as [0.9, 0.999]"
+    assert type_words(keys["training"].type) == "a section of keys"

@@ -1,0 +1,177 @@
+"""From the written configuration to the one that runs: filled values, and every rule with its message."""
+
+from copy import deepcopy
+
+import pytest
+
+from dhp.config.resolve import check_model_dir, micro_batches, resolve, warmup_steps
+from dhp.config.schema import Config, DataConfig, DatasetEntry, PartConfig
+from dhp.errors import ConfigError
+
+
+def config(**changes: object) -> Config:
+    """A configuration that runs, with `vision__ring=2` style changes."""
+    base = Config(
+        run_dir="runs/x",
+        text=PartConfig(model_name="m"),
+        data=DataConfig(datasets=["shapes"], data_registry={"shapes": DatasetEntry("a.json", "d")}),
+    )
+    for path, value in changes.items():
+        *sections, field = path.split("__")
+        owner = base
+        for section in sections:
+            owner = getattr(owner, section)
+        setattr(owner, field, value)
+    return base
+
+
+def degrees(part: PartConfig) -> tuple[int | None, ...]:
+    return part.data, part.ulysses, part.ring, part.tensor
+
+
+@pytest.mark.parametrize(
+    ("part", "parallelism", "num_actors", "given", "expected"),
+    [
+        ("vision", "none", 1, {}, (1, 1, 1, 1)),
+        ("vision", "data", 4, {}, (4, 1, 1, 1)),
+        ("vision", "sequence", 2, {}, (1, 2, 1, 1)),
+        ("vision", "sequence", 6, {"data": 3}, (3, 2, 1, 1)),
+        ("vision", "data", 6, {"ulysses": 2}, (3, 2, 1, 1)),
+        ("vision", "sequence", 4, {"data": 2, "ulysses": 2, "ring": 1, "tensor": 1}, (2, 2, 1, 1)),
+        ("text", "tensor", 2, {}, (1, 1, 1, 2)),
+        ("text", "tensor", 4, {"data": 2}, (2, 1, 1, 2)),
+        ("text", "data", 4, {"tensor": 2}, (2, 1, 1, 2)),
+    ],
+)
+def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected):
+    given = {"parallelism": parallelism, "num_actors": num_actors} | given
+    resolved = resolve(config(**{f"{part}__{field}": value for field, value in given.items()}))
+    assert degrees(getattr(resolved, part)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "messages"),
+    [
+        (
+            {"vision__parallelism": "sequence", "vision__num_actors": 2, "vision__ulysses": 3},
+            ["vision: data(1) × ulysses(3) × ring(1) × tensor(1) = 3 != num_actors(2)", "Set vision.num_actors=3"],
+        ),
+        (
+            {"text__parallelism": "tensor", "text__num_actors": 3, "text__data": 2},
+            ["text.num_actors=3", "text.tensor", "data(2) × ulysses(1) × ring(1) = 2 does not divide num_actors(3)"],
+        ),
+        (
+            {"vision__num_actors": 2},
+            ["vision.num_actors=2", "none means num_actors = 1", "vision.parallelism=sequence"],
+        ),
+        ({"vision__data": 2}, ["data(2) × ulysses(1) × ring(1) × tensor(1) = 2 != num_actors(1)"]),
+        (
+            {"vision__parallelism": "sequence", "vision__num_actors": 2, "vision__ring": 2},
+            ["vision.ring=2 does not exist yet", "vision has data and ulysses", "ring = 1"],
+        ),
+        (
+            {"vision__parallelism": "data", "vision__num_actors": 2, "vision__tensor": 2},
+            ["vision.tensor=2 does not exist yet", "none, data, sequence"],
+        ),
+        (
+            {"text__parallelism": "tensor", "text__num_actors": 2, "text__ulysses": 2},
+            ["text.ulysses=2 does not exist yet", "text has data and tensor"],
+        ),
+        ({"vision__parallelism": "tensor"}, ["vision.parallelism=tensor", "choose from none, data, sequence"]),
+        ({"text__parallelism": "sequence"}, ["text.parallelism=sequence", "choose from none, data, tensor"]),
+        ({"vision__parallelism": "sequnce"}, ["did you mean sequence?"]),
+        ({"text__num_actors": 0}, ["text.num_actors=0", "text.num_actors >= 1"]),
+        ({"text__tensor": -2}, ["text.tensor=-2", "text.tensor >= 1"]),
+        ({"text__zero_stage": 1}, ["text.zero_stage=1 does not exist yet; there is text.zero_stage=0"]),
+        (
+            {"vision__zero_stage": 3},
+            ["vision.zero_stage=3 does not exist yet", "vision.zero_stage=0 and vision.zero_stage=1"],
+        ),
+        (
+            {"vision__zero_stage": 1, "vision__dtype": "float64"},
+            ["vision.zero_stage=1 with vision.dtype=float64", "DeepSpeed", "vision.dtype=float32"],
+        ),
+        ({"text__dtype": "bfloat16"}, ["text.dtype=bfloat16 is not there yet", "Set text.dtype=float32"]),
+        ({"text__dtype": "float31"}, ["text.dtype=float31 does not exist", "did you mean float32?"]),
+        ({"vision__attention_backend": "sdp"}, ["vision.attention_backend=sdp", "did you mean sdpa?"]),
+        ({"vision__model_name": "other"}, ["vision.model_name=other != text.model_name=m", "one checkpoint"]),
+        ({"text__model_name": ""}, ["vision.model_name and text.model_name are not set"]),
+        (
+            {"training__batch_size": 10, "training__micro_batch_size": 4},
+            [
+                "training.batch_size=10",
+                "batch_size(10) % (text.data(1) × micro_batch_size(4) = 4) = 2 != 0",
+                "Set training.batch_size=8 or 12, or training.micro_batch_size=2.",
+            ],
+        ),
+        (
+            {"training__batch_size": 2, "training__micro_batch_size": 4},
+            ["Set training.batch_size=4, or training.micro_batch_size=2."],
+        ),
+        (
+            {"training__batch_size": 9, "text__parallelism": "data", "text__num_actors": 2},
+            ["batch_size(9) % (text.data(2) × micro_batch_size(1) = 2) = 1", "Set training.batch_size=8 or 10."],
+        ),
+    ],
+)
+def test_a_broken_rule_is_told_with_its_equation_and_remedy(changes, messages):
+    with pytest.raises(ConfigError) as caught:
+        resolve(config(**changes))
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_one_model_name_serves_both_parts():
+    resolved = resolve(config(text__model_name="", vision__model_name="~/m"))
+    assert resolved.vision.model_name == resolved.text.model_name
+    assert resolved.text.model_name.endswith("/m") and "~" not in resolved.text.model_name
+
+
+def test_defaults_that_depend_on_other_values():
+    resolved = resolve(config(training__max_grad_norm=0.0))
+    assert resolved.training.checkpoint_dir == "runs/x/checkpoints"
+    assert resolved.training.max_grad_norm is None
+    assert resolve(config(training__checkpoint_dir="/c")).training.checkpoint_dir == "/c"
+
+
+def test_the_given_config_stays_as_it_was():
+    given = config(vision__parallelism="sequence", vision__num_actors=2, training__max_grad_norm=0.0)
+    before = deepcopy(given)
+    resolve(given)
+    assert given == before
+
+
+def test_resolving_twice_changes_nothing():
+    once = resolve(config(text__parallelism="tensor", text__num_actors=4, text__data=2))
+    assert resolve(once) == once
+
+
+def test_micro_batches():
+    changes = {"text__parallelism": "data", "text__num_actors": 2}
+    assert micro_batches(resolve(config(training__batch_size=12, training__micro_batch_size=3, **changes))) == 2
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "total", "expected"),
+    [(0.0, None, 60, 0), (0.03, None, 60, 2), (1.0, None, 7, 7), (0.5, 3, 60, 3), (0.5, 0, 60, 0)],
+)
+def test_warmup_steps(ratio, steps, total, expected):
+    assert warmup_steps(config(training__warmup_ratio=ratio, training__warmup_steps=steps), total) == expected
+
+
+def test_a_warmup_longer_than_the_run_is_refused():
+    with pytest.raises(ConfigError, match=r"warmup_steps\(9\) > steps\(8\)"):
+        warmup_steps(config(training__warmup_steps=9), 8)
+
+
+def test_model_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("./missing", "/missing", "~/missing-model", "a/b/c"):
+        with pytest.raises(ConfigError, match=f"model_name={path} is not a directory"):
+            check_model_dir(path)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match="model_name=model has no config.json"):
+        check_model_dir("model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    check_model_dir("model")
+    check_model_dir("Qwen/Qwen2.5-VL-3B-Instruct")

@@ -1,0 +1,60 @@
+"""Small annotation files, pictures and a tokenizer, made where a test needs them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from transformers import PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
+
+from dhp.data.preprocess import Preprocessor
+from dhp.models.tiny import make_tokenizer
+
+CORPUS = ["What colour is the circle?", "Is it blue or red?", "You are a helpful assistant.", "user system"]
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A data_path with a.png (56 × 56), b.jpg (112 × 56) and sub/c.png (84 × 84)."""
+    folder = tmp_path / "images"
+    (folder / "sub").mkdir(parents=True)
+    for name, size in (("a.png", (56, 56)), ("b.jpg", (112, 56)), ("sub/c.png", (84, 84))):
+        Image.new("RGB", size, (200, 30, 40)).save(folder / name)
+    return folder
+
+
+@pytest.fixture
+def write_json(tmp_path: Path) -> Callable[..., Path]:
+    """write_json(samples, name) -> path of an annotation file with them; .jsonl gets one a line."""
+
+    def write(samples: list[Any], name: str = "annotations.json") -> Path:
+        lines = name.endswith(".jsonl")
+        text = "".join(json.dumps(s) + "\n" for s in samples) if lines else json.dumps(samples)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return make_tokenizer(CORPUS, vocab_size=400)
+
+
+@pytest.fixture(scope="session")
+def preprocessor(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Preprocessor]:
+    """preprocessor(**bounds) with patches of 14 pixels and one token for 2 × 2 patches."""
+    processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
+    image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+
+    def make(**changes: Any) -> Preprocessor:
+        arguments = {"tokenizer": tokenizer, "image_processor": processor, **changes}
+        return Preprocessor(
+            image_token_id=image_token_id, image_tokens=lambda grid: grid[0] * grid[1] * grid[2] // 4, **arguments
+        )
+
+    return make

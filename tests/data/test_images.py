@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dhp.data.images import open_image
+from dhp.errors import DataError
+
+
+def save(path: Path, image: Image.Image, **options) -> Path:
+    image.save(path, **options)
+    return path
+
+
+def pixel(path: Path, at: tuple[int, int] = (0, 0)) -> tuple[int, int, int]:
+    image = open_image(path)
+    assert image.mode == "RGB"
+    return image.getpixel(at)
+
+
+@pytest.mark.parametrize(
+    "mode, colour, expected",
+    [
+        ("RGB", (10, 20, 30), (10, 20, 30)),
+        ("L", 77, (77, 77, 77)),
+        ("1", 1, (255, 255, 255)),
+        ("RGBA", (10, 20, 30, 0), (255, 255, 255)),
+        ("RGBA", (10, 20, 30, 255), (10, 20, 30)),
+        ("RGBA", (0, 0, 0, 128), (127, 127, 127)),
+        ("LA", (0, 0), (255, 255, 255)),
+        ("I;16", 0x8000, (0x80, 0x80, 0x80)),
+    ],
+)
+def test_modes_of_png(tmp_path, mode, colour, expected):
+    assert pixel(save(tmp_path / "x.png", Image.new(mode, (2, 2), colour))) == expected
+
+
+def test_16_bit_values_keep_their_order(tmp_path):
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    image = open_image(save(tmp_path / "x.png", Image.fromarray(ramp)))
+    assert np.array_equal(np.asarray(image)[:, :, 1], ramp >> 8)
+
+
+def test_a_palette_with_a_transparent_entry_is_put_on_white(tmp_path):
+    image = Image.new("P", (2, 1))
+    image.putpalette([200, 0, 0, 0, 200, 0])
+    image.putdata([0, 1])
+    path = save(tmp_path / "x.png", image, transparency=0)
+    assert (pixel(path, (0, 0)), pixel(path, (1, 0))) == ((255, 255, 255), (0, 200, 0))
+
+
+def test_cmyk_jpeg(tmp_path):
+    path = save(tmp_path / "x.jpg", Image.new("CMYK", (8, 8), (0, 255, 255, 0)), quality=100)
+    red, green, blue = pixel(path)
+    assert red > 250 and green < 5 and blue < 5
+
+
+def test_the_first_frame_of_an_animation(tmp_path):
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ((255, 0, 0), (0, 255, 0))]
+    assert pixel(save(tmp_path / "x.gif", frames[0], save_all=True, append_images=frames[1:])) == (255, 0, 0)
+
+
+def test_exif_rotation_is_applied(tmp_path):
+    image = Image.new("RGB", (4, 2), (0, 0, 0))
+    image.putpixel((0, 0), (255, 255, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown after a quarter turn clockwise
+    path = save(tmp_path / "x.png", image, exif=exif)
+    assert open_image(path).size == (2, 4)
+    assert pixel(path, (1, 0)) == (255, 255, 255)
+
+
+def broken(kind: str, folder: Path) -> Path:
+    """A file of the kind that a test asks for."""
+    path = folder / "x.png"
+    buffer = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(buffer, "PNG")
+    whole = buffer.getvalue()
+    contents = {"empty": b"", "text": b"not a picture", "half": whole[: len(whole) // 2], "head": whole[:20]}
+    if kind in contents:
+        path.write_bytes(contents[kind])
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "dangling":
+        path.symlink_to(folder / "gone.png")
+    elif kind == "float":
+        path = save(folder / "x.tif", Image.new("F", (2, 2), 0.5))
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        ("missing", "does not exist"),
+        ("dangling", "does not exist"),
+        ("folder", "is a folder"),
+        ("pipe", "is not a regular file"),
+        ("empty", r"is empty \(0 bytes\)"),
+        ("text", "cannot be decoded: cannot identify image file"),
+        ("half", "cannot be decoded: .*truncated"),
+        ("head", "cannot be decoded"),
+        ("float", "cannot be decoded: floating-point pixels"),
+    ],
+)
+def test_unusable_files_are_named_with_the_reason(tmp_path, kind, reason):
+    path = broken(kind, tmp_path)
+    with pytest.raises(DataError, match=f"image {path} {reason}"):
+        open_image(path)
+
+
+def test_a_truncated_jpeg(tmp_path):
+    path = save(tmp_path / "x.jpg", Image.effect_noise((64, 64), 50))
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(DataError, match=r"x\.jpg cannot be decoded: .*truncated"):
+        open_image(path)
+
+
+def test_a_picture_with_too_many_pixels_is_refused_before_decoding(tmp_path):
+    path = save(tmp_path / "x.png", Image.new("1", (100, 50)))
+    with pytest.raises(DataError, match="has 100 × 50 = 5000 pixels, more than the 4999"):
+        open_image(path, max_pixels=4999)
+    assert open_image(path, max_pixels=5000).size == (100, 50)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # ours is the error after it
+@pytest.mark.parametrize("side", [10_000, 20_000])  # above Pillow's warning; above its own error
+def test_a_decompression_bomb_is_refused_by_default(tmp_path, side):
+    path = save(tmp_path / "x.png", Image.new("1", (side, side)))
+    with pytest.raises(DataError, match=r"x\.png (has 10000 × 10000|cannot be decoded: .*decompression bomb)"):
+        open_image(path)

@@ -1,0 +1,67 @@
+"""The plain Hugging Face model in one process, each sample alone: what every layout must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from dhp.data.sample import Sample
+from dhp.trainers.settings import UpdateSettings
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the oracle: loss, gradient norm before clipping, every gradient (None: not touched)."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, Tensor | None]
+
+
+class Oracle:
+    """Plain model, plain AdamW, plain clipping."""
+
+    def __init__(self, model_name: str, dtype: torch.dtype, update: UpdateSettings):
+        self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train()
+        self.update = update
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=update.learning_rate,
+            betas=update.betas,
+            eps=update.eps,
+            weight_decay=update.weight_decay,
+        )
+
+    def weights(self) -> Weights:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def step(self, samples: Sequence[Sample]) -> Step:
+        """Σ token losses / N over the samples, backward, clip by the global norm, AdamW."""
+        total = sum(sample.target_tokens for sample in samples)
+        loss = 0.0
+        for sample in samples:
+            share = self._loss_sum(sample) / total
+            share.backward()
+            loss += float(share.detach())
+        parameters = list(self.model.parameters())
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()}
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.update.max_grad_norm or float("inf")))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Step(loss, norm, gradients)
+
+    def _loss_sum(self, sample: Sample) -> Tensor:
+        inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
+        if sample.pixels:
+            inputs["pixel_values"] = torch.cat([torch.from_numpy(p) for p in sample.pixels])
+            inputs["image_grid_thw"] = torch.tensor(sample.grids)
+            inputs["mm_token_type_ids"] = torch.from_numpy(sample.mm_token_type_ids)[None]
+        logits = self.model(**inputs, use_cache=False).logits[0, :-1]
+        targets = torch.from_numpy(sample.labels)[1:]
+        return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")

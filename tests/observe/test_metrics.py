@@ -1,0 +1,86 @@
+"""metrics.jsonl and the TensorBoard files, read back by the readers that users have."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dhp.observe.metrics import MetricsWriter, StepMetrics, read_metrics
+
+FIELDS = (
+    "step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, step_s, data_s, "
+    "tokens_per_s, mfu, memory_bytes, comm_bytes, dist_ratio, pad_ratio, skipped_samples"
+).split(", ")
+
+
+def lines(run_dir):
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+def test_a_line_has_every_field_in_order_and_null_for_the_unknown(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(StepMetrics(step=1, loss=2.5, lr={"vision": 0.1, "text": 0.2}))
+    (line,) = lines(tmp_path)
+    assert list(line) == FIELDS
+    assert (line["step"], line["loss"], line["lr"]) == (1, 2.5, {"vision": 0.1, "text": 0.2})
+    assert line["mfu"] is None
+
+
+def test_an_extra_field_is_an_error():
+    with pytest.raises(TypeError, match="lossy"):
+        StepMetrics(step=1, lossy=1.0)
+
+
+def test_each_line_is_on_disk_at_once_and_earlier_ones_stay(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(StepMetrics(step=1))
+        assert len(lines(tmp_path)) == 1
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(StepMetrics(step=2))
+        assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_numbers_that_json_has_no_word_for(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(StepMetrics(step=1, loss=math.nan, grad_norm=math.inf, dist_ratio={"text": -math.inf}))
+    (line,) = lines(tmp_path)
+    assert (line["loss"], line["grad_norm"], line["dist_ratio"]) == ("NaN", "Infinity", {"text": "-Infinity"})
+    (metrics,) = read_metrics(tmp_path)
+    assert math.isnan(metrics.loss)
+    assert (metrics.grad_norm, metrics.dist_ratio) == (math.inf, {"text": -math.inf})
+
+
+def test_metrics_read_back_equal(tmp_path):
+    steps = [StepMetrics(step=n, loss=1 / n, comm_bytes={"text": {"all_reduce": n}}, tokens=10 * n) for n in (1, 2, 3)]
+    with MetricsWriter(tmp_path) as writer:
+        for step in steps:
+            writer.write(step)
+    assert read_metrics(tmp_path) == steps
+
+
+def test_tensorboard_reads_the_scalars(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.write(StepMetrics(step=step, loss=4.0 / step, lr={"text": 0.5}, comm_bytes={"text": {"sum": 8}}))
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["comm_bytes/text/sum", "loss", "lr/text"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 4.0), (2, 2.0)]
+
+
+def test_closing_twice_is_harmless(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.close()
+    writer.close()
+
+
+def test_observing_needs_neither_torch_nor_ray():
+    code = (
+        "import sys, dhp.observe.metrics, dhp.observe.report, dhp.observe.progress, dhp.config.entry, "
+        "dhp.config.resolve, dhp.config.run_dir; print({'torch', 'ray', 'tensorflow'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

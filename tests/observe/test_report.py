@@ -1,0 +1,43 @@
+"""The closing table."""
+
+from dhp.observe.report import closing_table
+from dhp.observe.summary import Summary
+
+WORLD = {
+    "vision": {"num_actors": 2, "data": 1, "ulysses": 2, "ring": 1, "tensor": 1, "zero_stage": 1},
+    "text": {"num_actors": 1, "data": 1, "ulysses": 1, "ring": 1, "tensor": 1},
+}
+
+
+def test_a_completed_run():
+    summary = Summary(
+        status="completed",
+        steps=60,
+        first_loss=6.0,
+        last_loss=2.5,
+        median_step_s=0.4114,
+        tokens_per_s=1532.4,
+        world=WORLD,
+    )
+    assert closing_table(summary, "runs/x", "runs/x/checkpoints/step_60").splitlines() == [
+        "status         completed",
+        "steps          60",
+        "loss           6.0000 → 2.5000",
+        "median step    0.411 s",
+        "speed          1532 tokens/s",
+        "vision         2 actors: ulysses 2, zero_stage 1",
+        "text           1 actor",
+        "run directory  runs/x",
+        "metrics        runs/x/metrics.jsonl",
+        "checkpoint     runs/x/checkpoints/step_60",
+        "export         python -m dhp export runs/x/checkpoints/step_60 OUT_DIR",
+    ]
+
+
+def test_a_failed_run_without_a_checkpoint():
+    summary = Summary(status="failed", error="rank 1 died\nTraceback …", steps=3, resumed_from="step_2")
+    table = closing_table(summary, "runs/x", skipped_samples="2 (a.png, b.png)")
+    assert "error            rank 1 died\n" in table
+    assert "steps            3 (resumed from step_2)" in table
+    assert "skipped samples  2 (a.png, b.png)" in table
+    assert "export" not in table and "Traceback" not in table
