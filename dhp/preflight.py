@@ -11,13 +11,14 @@ from dhp.config.schema import Config
 from dhp.errors import ConfigError
 
 
-def prepare(config: Config) -> Config:
-    """The resolved configuration, after every check that needs no actor.
+def prepare(config: Config, new_run: bool = True) -> Config:
+    """The resolved configuration, after every check that needs no actor; with `new_run`, of run_dir too.
 
     Makes the tiny model and dataset first, when tiny_assets asks for them. Raises ConfigError or ModelError.
     """
     config = resolve(config)
-    check_run_dir(config)
+    if new_run:
+        check_run_dir(config)
     if config.tiny_assets is not None:
         from dhp.assets import make_tiny_assets
 

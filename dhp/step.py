@@ -19,9 +19,19 @@ class StepRefs:
 
 def train_step(parts: Parts, schedule: Schedule, batch: Batch) -> StepRefs:
     """Submit one step. Nothing is waited for: refs go from actor to actor, the driver opens none of them."""
+    accumulate_gradients(parts, schedule, batch)
+    return update_weights(parts, batch)
+
+
+def accumulate_gradients(parts: Parts, schedule: Schedule, batch: Batch) -> None:
+    """Submit the schedule's actions in order."""
     refs = Refs(batch)
     for action in schedule:
         parts[action.part].run(action, refs)
+
+
+def update_weights(parts: Parts, batch: Batch) -> StepRefs:
+    """Submit the norm of each part, and to each part an optimizer step clipped by the norm of all."""
     norms = [_first(part.group.execute_all_async("grad_norm_sq", batch.info)) for part in parts.values()]
     reports = {
         number: [report for (report,) in part.group.execute_all_async("optimizer_step", batch.info, *norms)]

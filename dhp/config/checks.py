@@ -1,5 +1,7 @@
 """Rules between a part's degrees and its model's shape, as plain numbers: whoever knows the model calls them."""
 
+from math import gcd
+
 from dhp.errors import ConfigError
 
 
@@ -17,27 +19,18 @@ def check_ulysses(heads: int, ulysses: int) -> None:
 
 
 def check_tensor(heads: int, kv_heads: int, tensor: int) -> None:
-    """Tensor parallelism gives each actor whole query heads, and whole key/value heads or replicas of one.
+    """Tensor parallelism gives each actor whole query heads and whole key/value heads: both are multiples of `tensor`.
 
-    `heads` must be a multiple of `tensor`; of `kv_heads` and `tensor` one must be a multiple of the other.
     Raises ConfigError.
     """
-    if heads % tensor:
-        raise ConfigError(
-            f"text.tensor={tensor} cannot split the text decoder's {heads} attention heads evenly: "
-            f"heads({heads}) % tensor({tensor}) = {heads % tensor} != 0. {_tensor_remedy(heads, kv_heads)}"
-        )
-    if max(kv_heads, tensor) % min(kv_heads, tensor):
-        raise ConfigError(
-            f"text.tensor={tensor} neither splits nor replicates the text decoder's {kv_heads} key/value heads: "
-            f"kv_heads({kv_heads}) % tensor({tensor}) = {kv_heads % tensor} != 0 and "
-            f"tensor({tensor}) % kv_heads({kv_heads}) = {tensor % kv_heads} != 0. {_tensor_remedy(heads, kv_heads)}"
-        )
-
-
-def _tensor_remedy(heads: int, kv_heads: int) -> str:
-    degrees = [n for n in _divisors(heads) if not max(kv_heads, n) % min(kv_heads, n)]
-    return f"Set text.tensor to one of {degrees} and text.num_actors to match."
+    for name, count in (("heads", heads), ("kv_heads", kv_heads)):
+        if count % tensor:
+            kind = "attention" if name == "heads" else "key/value"
+            raise ConfigError(
+                f"text.tensor={tensor} cannot split the text decoder's {count} {kind} heads evenly: "
+                f"{name}({count}) % tensor({tensor}) = {count % tensor} != 0. Set text.tensor to one of "
+                f"{_divisors(gcd(heads, kv_heads))} and text.num_actors to match."
+            )
 
 
 def _divisors(number: int) -> list[int]:

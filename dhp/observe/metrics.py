@@ -34,7 +34,7 @@ class StepMetrics:
     target_tokens: int | None = None
     """Tokens that have a loss."""
     vision_tokens: int | None = None
-    """Image embeddings handed to the text part."""
+    """Patches of the images, as the vision tower sees them."""
     samples: int | None = None
     """Samples of the global batch."""
     images: int | None = None
@@ -52,7 +52,7 @@ class StepMetrics:
     comm_bytes: Mapping[str, Mapping[str, int]] | None = None
     """Bytes sent in the step, by part and kind of communication."""
     dist_ratio: Mapping[str, float] | None = None
-    """Load of the busiest rank / mean load, for vision and text."""
+    """Idle share through imbalance, Σ (busiest rank - rank) / (ranks × busiest rank), for vision and text."""
     pad_ratio: float | None = None
     """Padding tokens / all tokens the model was given."""
     skipped_samples: int | None = None

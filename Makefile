@@ -1,0 +1,37 @@
+# `make` lists the targets. PYTHON names the interpreter that makes the environment, ARGS goes to the command.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PIP_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test clean
+
+help:  ## this list
+	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12] [PIP_ARGS='...']"
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile
+
+install: $(VENV)/.installed  ## make .venv and install requirements.txt, once
+
+train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=runs/mine' overrides its configuration
+	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
+
+test: install  ## run the tests; ARGS='tests/config -x' chooses some
+	@$(VENV)/bin/python -m pytest -q $(ARGS)
+
+clean:  ## remove .venv, caches and the generated tiny model and data; runs/ stays
+	rm -rf $(VENV) assets/tiny build *.egg-info .pytest_cache
+	find dhp tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: requirements.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "$(PYTHON) was not found. Install Python 3.11 or newer, or name one: make train PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "dhp needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
+	    "Name a newer one: make train PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "installing requirements.txt: a minute or two, more on a slow connection"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
+	@touch $@

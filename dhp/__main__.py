@@ -1,0 +1,41 @@
+"""`python -m dhp COMMAND …`: the commands beside training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from dhp.config.nearest import did_you_mean, nearest
+from dhp.errors import DhpError
+
+COMMANDS = {
+    "export": "RUN_OR_CHECKPOINT OUT_DIR: write a checkpoint as an ordinary Hugging Face directory",
+    "inspect": "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command; its exit status."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"{name} is no command of dhp{did_you_mean([nearest(name, COMMANDS)])}\n\n{_usage()}", file=sys.stderr)
+        return 2
+    command: Callable[[Sequence[str]], int] = import_module(f"dhp.cli.{name}").main
+    try:
+        return command(rest)
+    except DhpError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _usage() -> str:
+    lines = [f"  {name:8} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(["usage: python -m dhp COMMAND …", *lines, "Training: python -m dhp.train_ray --config-name=NAME"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""A whole model from its parts' weights, written as an ordinary Hugging Face directory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from dhp.errors import ModelError
+from dhp.models.split import model_class
+
+
+def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) -> None:
+    """Write `weights` (by module name) with the configuration, tokenizer and processors of `model_dir` to `out_dir`.
+
+    transformers' own `save_pretrained` names and splits the files, so `from_pretrained` reads them back.
+    Raises ModelError when weights are missing or too many, or `out_dir` holds something already.
+    """
+    if out_dir.exists() and any(out_dir.iterdir()):
+        raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
+    with torch.device("meta"):
+        model = model_class(str(model_dir))(AutoConfig.from_pretrained(model_dir))
+    result = model.load_state_dict(dict(weights), strict=False, assign=True)
+    model.tie_weights()
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing or result.unexpected_keys:
+        raise ModelError(
+            f"the weights do not fit the model of {model_dir}: missing {missing[:5]}, "
+            f"unexpected {list(result.unexpected_keys)[:5]}"
+        )
+    logging.disable_progress_bar()
+    model.save_pretrained(out_dir)
+    _copy_beside(sorted(model_dir.iterdir()), out_dir)
+
+
+def _copy_beside(files: Sequence[Path], out_dir: Path) -> None:
+    """Everything but config.json, which was just written with the number format of the weights."""
+    for file in files:
+        if file.name != "config.json":
+            shutil.copy(file, out_dir / file.name)

@@ -1,0 +1,19 @@
+"""Shared by all tests: small models made once a session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@pytest.fixture(scope="session")
+def made_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of a Qwen2.5-VL with random weights that no text was ever shown to."""
+    from tests.helpers.tiny import save_model
+
+    return str(save_model(Path(tmp_path_factory.mktemp("models")) / "made"))

@@ -1,0 +1,185 @@
+"""Run both parts of a layout on local ranks beside the oracle, and compare everything there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dhp.data.sample import Sample
+from dhp.data.sampler import BatchLayout, slots
+from dhp.data.source import StepSamples
+from dhp.feed import Feed
+from dhp.models.registry import load_family
+from dhp.parallel.mesh import Degrees
+from dhp.parts import Batch, make_parts
+from dhp.schedule import TEXT, VISION, sequential
+from dhp.step import accumulate_gradients, update_weights
+from dhp.trainers.settings import PartSettings, UpdateSettings
+from dhp.trainers.text import TextTrainer
+from dhp.trainers.vision import VisionTrainer
+from tests.helpers.oracle import Oracle, Step
+from tests.helpers.ranks import LocalGroup
+
+UPDATE = UpdateSettings(
+    learning_rate=1e-3,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    weight_decay=0.01,
+    lr_scheduler_type="constant",
+    warmup_steps=0,
+    total_steps=10,
+    max_grad_norm=1.0,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and a precision."""
+
+    vision: Degrees
+    text: Degrees
+    micro_batches: int = 2
+    dtype: str = "float64"
+    zero_stage: int = 0
+    checkpointing: bool = False
+
+    def __str__(self) -> str:
+        zero = f", zero {self.zero_stage}" if self.zero_stage else ""
+        again = ", recompute" if self.checkpointing else ""
+        vision, text = (str(d).replace(" ", "") for d in (self.vision, self.text))
+        return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}"
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The largest deviations from the oracle: relative, and for gradients above the floor."""
+
+    loss: float
+    norm: float
+    gradient: float
+    gradient_name: str
+    update: float
+    update_name: str
+
+
+class Inspected:
+    """Verbs that tests alone need: whole gradients and weights by name."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        part: Any = self.part
+        if part.settings.zero_stage:
+            from deepspeed.utils import safe_get_full_grad
+
+            return {n: safe_get_full_grad(p).clone() for n, p in part.model.named_parameters()}
+        locals_ = zip(part.model.named_parameters(), part.update._locals, strict=True)
+        return {name: _whole(local.grad, parameter) for (name, parameter), local in locals_}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {n: _whole(p.detach(), p) for n, p in self.part.model.named_parameters()}
+
+
+class InspectedVision(Inspected, VisionTrainer):
+    pass
+
+
+class InspectedText(Inspected, TextTrainer):
+    pass
+
+
+def _whole(value: Tensor, like: Tensor) -> Tensor:
+    if isinstance(like, DTensor):
+        if not isinstance(value, DTensor):
+            value = DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+        return value.full_tensor().clone()
+    return value.clone()
+
+
+def settings(part: str, model: str, case: Case) -> PartSettings:
+    """Settings of one part of a case."""
+    vision = part == "vision"
+    return PartSettings(
+        part=part,
+        model_name=model,
+        degrees=case.vision if vision else case.text,
+        dtype=case.dtype,
+        device="cpu",
+        activation_checkpointing=case.checkpointing,
+        zero_stage=case.zero_stage if vision else 0,
+        update=UPDATE,
+        seed=0,
+    )
+
+
+def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed:
+    """A feed that deals the given samples of each step over the case's micro-batches and replicas."""
+
+    def step(k: int) -> StepSamples:
+        samples = steps[k]
+        size = -(-len(samples) // (case.micro_batches * case.text.data))
+        dealt = slots(samples, BatchLayout(case.text.data, case.micro_batches, size))
+        return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
+
+    source: Any = SimpleNamespace(step=step, steps_per_epoch=len(steps))
+    return Feed(source, load_family(model), 0, case.vision.data, case.vision.sequence)
+
+
+def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Errors:
+    """Train the steps in the case's layout and in the oracle; the largest deviations of all of it."""
+    oracle = Oracle(model, getattr(torch, case.dtype), UPDATE)
+    start = oracle.weights()
+    feed = make_feed(model, case, steps)
+    losses, norms, gradients = [], [], []
+    with (
+        LocalGroup(InspectedVision, case.vision.world, settings("vision", model, case)) as vision,
+        LocalGroup(InspectedText, case.text.world, settings("text", model, case)) as text,
+    ):
+        parts = make_parts(vision, text, case.text, case.micro_batches)
+        for k, samples in enumerate(steps):
+            data = feed.step(k)
+            batch = Batch(data.info, data.vision, data.text)
+            accumulate_gradients(parts, sequential(case.micro_batches), batch)
+            found = _found_gradients(vision, text, data.info.images > 0)
+            reports = update_weights(parts, batch).reports
+            expected = oracle.step(samples)
+            loss = sum(r.loss for r in parts[TEXT].leaders(reports[TEXT]))
+            losses.append(abs(loss / expected.loss - 1))
+            norms += [abs(r.grad_norm / expected.norm - 1) for r in (*reports[VISION], *reports[TEXT])]
+            gradients.append(_worst_gradient(found, expected))
+        trained = [vision.execute_all("weights"), text.execute_all("weights")]
+    update = _worst_update(trained, start, oracle.weights())
+    return Errors(max(losses), max(norms), *max(gradients), *update)
+
+
+def _found_gradients(vision: LocalGroup, text: LocalGroup, images: bool) -> list[dict[str, Tensor]]:
+    """Of every rank: all must agree, not only the first."""
+    return [*(vision.execute_all("gradients") if images else ()), *text.execute_all("gradients")]
+
+
+def _worst_gradient(found: list[dict[str, Tensor]], expected: Step) -> tuple[float, str]:
+    floor = 1e-6 * expected.norm
+    worst = (0.0, "")
+    for of_rank in found:
+        for name, gradient in of_rank.items():
+            wanted = expected.gradients[name]
+            assert wanted is not None, f"{name} got a gradient that the plain model does not have"
+            error = float((gradient.to(wanted) - wanted).norm()) / max(float(wanted.norm()), floor)
+            worst = max(worst, (error, name))
+    missing = {n for n, g in expected.gradients.items() if g is not None} - {n for r in found for n in r}
+    assert not missing, f"no rank has a gradient of {sorted(missing)[:3]}"
+    return worst
+
+
+def _worst_update(trained: list[list[dict[str, Tensor]]], start: dict, end: dict) -> tuple[float, str]:
+    worst = (0.0, "")
+    for of_rank in (rank for part in trained for rank in part):
+        for name, weight in of_rank.items():
+            wanted = end[name] - start[name]
+            error = float((weight.to(wanted) - end[name]).norm() / wanted.norm())
+            worst = max(worst, (error, name))
+    return worst
