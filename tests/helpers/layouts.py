@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from dhp.data.sample import Sample
 from dhp.data.sampler import BatchLayout, slots
 from dhp.data.source import StepSamples
 from dhp.feed import Feed
+from dhp.messages import StepData
 from dhp.models.registry import load_family
 from dhp.parallel.mesh import Degrees
 from dhp.parts import Batch, make_parts
@@ -129,19 +130,29 @@ def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed
     return Feed(source, load_family(model), 0, case.vision.data, case.vision.sequence)
 
 
-def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Errors:
+@dataclass(frozen=True)
+class Fault:
+    """A planted mistake: trainers in place of the right ones, or an edit of what the feed deals out."""
+
+    vision: type = InspectedVision
+    text: type = InspectedText
+    edit: Callable[[StepData], StepData] = lambda data: data
+
+
+def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Errors:
     """Train the steps in the case's layout and in the oracle; the largest deviations of all of it."""
+    fault = fault or Fault()
     oracle = Oracle(model, getattr(torch, case.dtype), UPDATE)
     start = oracle.weights()
     feed = make_feed(model, case, steps)
     losses, norms, gradients = [], [], []
     with (
-        LocalGroup(InspectedVision, case.vision.world, settings("vision", model, case)) as vision,
-        LocalGroup(InspectedText, case.text.world, settings("text", model, case)) as text,
+        LocalGroup(fault.vision, case.vision.world, settings("vision", model, case)) as vision,
+        LocalGroup(fault.text, case.text.world, settings("text", model, case)) as text,
     ):
         parts = make_parts(vision, text, case.text, case.micro_batches)
         for k, samples in enumerate(steps):
-            data = feed.step(k)
+            data = fault.edit(feed.step(k))
             batch = Batch(data.info, data.vision, data.text)
             accumulate_gradients(parts, sequential(case.micro_batches), batch)
             found = _found_gradients(vision, text, data.info.images > 0)

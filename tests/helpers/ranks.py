@@ -85,6 +85,19 @@ class LocalGroup:
         return answers
 
 
+class _Caller:
+    """What `run_on_ranks` serves: a plain function call."""
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+    """`function(*arguments)` on `size` gloo ranks at once; the result of each. PerRank arguments spread."""
+    with LocalGroup(_Caller, size) as group:
+        return group.execute_all("call", function, *arguments)
+
+
 def _serve(pipe: Any, store: str, rank: int, size: int, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist

@@ -1,0 +1,35 @@
+"""Steps of made samples that hold every awkward thing at once."""
+
+from __future__ import annotations
+
+from dhp.data.sample import Sample
+from tests.helpers.tiny import IMAGE_TOKEN, make_sample
+
+
+def _make(grids: list[tuple[int, int, int]], tokens: int, targets: int, seed: int) -> Sample:
+    return make_sample(grids, tokens, targets, seed, IMAGE_TOKEN)
+
+
+def mixed_step() -> list[Sample]:
+    """Unequal windows that no rank count divides, two images in a sample, no image, uneven target tokens."""
+    return [
+        _make([(1, 6, 10)], 5, 3, 1),
+        _make([(1, 4, 6), (1, 8, 2)], 9, 8, 2),
+        _make([], 6, 1, 3),
+        _make([(1, 10, 14)], 4, 2, 4),
+    ]
+
+
+def step_without_image() -> list[Sample]:
+    """Four text-only samples."""
+    return [_make([], n, n - 2, 10 + n) for n in (5, 9, 4, 7)]
+
+
+def step_with_one_window() -> list[Sample]:
+    """A single image of a single window: most ranks have no work."""
+    return [_make([], 8, 5, 21), _make([], 5, 4, 22), _make([(1, 2, 2)], 6, 3, 23), _make([], 4, 1, 24)]
+
+
+def awkward_steps() -> list[list[Sample]]:
+    """All of them, one after another."""
+    return [mixed_step(), step_without_image(), step_with_one_window()]

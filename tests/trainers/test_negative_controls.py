@@ -1,0 +1,144 @@
+"""Each mistake that others shipped, planted on purpose: the parity tests must see it.
+
+The loss alone sees few of them; that is how they went unnoticed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dhp.messages import StepData, StepInfo, TextInput, VisionInput
+from dhp.parallel.mesh import Degrees
+from tests.helpers.batches import mixed_step
+from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
+
+CASE = Case(Degrees(ulysses=2), Degrees(tensor=2))
+REPLICAS = Case(Degrees(data=2), Degrees(data=2), micro_batches=1)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
+        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, shard.contiguous())
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()]
+
+
+class HeadWithoutAllReduce(InspectedText):
+    """The gradient that enters the vocabulary-sharded head stays this rank's part of it."""
+
+    def __init__(self, settings: Any):
+        super().__init__(settings)
+        head = self.part.model.get_output_embeddings()
+        head.forward = lambda states: _Gather.apply(F.linear(states, head.weight.to_local()))
+
+
+class GradientsOfAllTensorRanks(InspectedText):
+    """Gradients of the same tokens summed over tensor replicas."""
+
+    def backward_step(self, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(g * self.part.settings.degrees.tensor for g in super().backward_step(*arguments))
+
+
+class RowsAsTheyCome(InspectedText):
+    """Embeddings put in the order in which ranks send them."""
+
+    def forward_step(self, micro_batch: int, work: TextInput, *embeddings: Tensor) -> None:
+        if work.placement is not None:
+            work = replace(work, placement=torch.arange(len(work.placement)))
+        super().forward_step(micro_batch, work, *embeddings)
+
+
+class MeanOverReplicas(InspectedText):
+    """Gradients averaged over data replicas."""
+
+    def backward_step(self, *arguments: Any) -> tuple[Tensor, ...]:
+        result = super().backward_step(*arguments)
+        for local in self.part.update._locals:
+            local.grad /= self.part.settings.degrees.data
+        return result
+
+
+class NoReduction(InspectedVision):
+    """Each vision rank keeps the gradient of its own windows."""
+
+    def __init__(self, settings: Any):
+        super().__init__(settings)
+        self.part.update._group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+class NoExchange(InspectedVision):
+    """Full-attention layers see this rank's windows alone."""
+
+    def forward_step(self, micro_batch: int, work: VisionInput) -> tuple[Tensor, ...]:
+        own = sum(work.window_lengths)
+        return super().forward_step(micro_batch, replace(work, rank_patches=(own,), frame_lengths=(own,)))
+
+
+class NoNorm(InspectedVision):
+    """Clipping that does not see the vision part."""
+
+    def grad_norm_sq(self, info: StepInfo) -> float:
+        super().grad_norm_sq(info)
+        return 0.0
+
+
+class NoDecay(InspectedText):
+    """Weight decay silently off."""
+
+    def __init__(self, settings: Any):
+        super().__init__(replace(settings, update=replace(settings.update, weight_decay=0.0)))
+
+
+def own_token_count(data: StepData) -> StepData:
+    """Each micro-batch divided by its own number of targets."""
+    count = lambda work: int((work.tensors["labels"][:, 1:] != -100).sum())
+    text = tuple(tuple(replace(work, target_tokens=count(work)) for work in row) for row in data.text)
+    return replace(data, text=text)
+
+
+def same_data_everywhere(data: StepData) -> StepData:
+    """All replicas train on the first one's rows."""
+    text = tuple(tuple(replace(row[0], received=work.received) for work in row) for row in data.text)
+    return replace(data, text=text)
+
+
+FAULTS: list[tuple[str, Case, Fault, Callable[[Errors], bool]]] = [
+    ("head gradient not all-reduced", CASE, Fault(text=HeadWithoutAllReduce), lambda e: e.loss < 1e-9 < 0.1 < e.gradient),
+    ("gradients summed over tensor ranks", CASE, Fault(text=GradientsOfAllTensorRanks), lambda e: 0.9 < e.gradient < 1.1),
+    ("rows in the order of arrival", CASE, Fault(text=RowsAsTheyCome), lambda e: e.loss > 1e-6 and e.gradient > 1e-2),
+    ("vision gradients not reduced", CASE, Fault(vision=NoReduction), lambda e: e.loss < 1e-9 < 0.1 < e.gradient),
+    ("no exchange in full attention", CASE, Fault(vision=NoExchange), lambda e: e.loss > 1e-7 and e.gradient > 1e-2),
+    ("clipping without vision", CASE, Fault(vision=NoNorm), lambda e: e.gradient < 1e-9 < 1e-3 < e.norm),
+    ("no weight decay", CASE, Fault(text=NoDecay), lambda e: e.gradient < 1e-9 < 1e-5 < e.update),
+    ("own token count", CASE, Fault(edit=own_token_count), lambda e: e.loss > 0.1 and e.gradient > 0.1),
+    ("mean over replicas", REPLICAS, Fault(text=MeanOverReplicas), lambda e: e.loss < 1e-9 < 0.4 < e.gradient),
+]
+
+
+@pytest.mark.parametrize(("case", "fault", "seen"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
+def test_a_planted_mistake_is_seen(
+    case: Case, fault: Fault, seen: Callable[[Errors], bool], made_model: str
+) -> None:
+    errors = compare(made_model, case, [mixed_step()], fault)
+    assert seen(errors), errors
+
+
+def test_replicas_with_the_same_data_are_seen(made_model: str) -> None:
+    # Without images, so that rows can be swapped freely between replicas.
+    from tests.helpers.batches import step_without_image
+
+    errors = compare(made_model, REPLICAS, [step_without_image()], Fault(edit=same_data_everywhere))
+    assert errors.loss > 1e-3, errors
