@@ -65,6 +65,7 @@ def load_part(
         dtype=dtype,
         attn_implementation="sdpa",
         distributed_config=distributed,
+        ignore_mismatched_sizes=True,  # reported below, by name, instead of by transformers without one
         output_loading_info=True,
     )
     _refuse_incomplete(model_name, info)

@@ -1,0 +1,39 @@
+"""Checkpoint directories: complete under their final name, or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dhp.checkpoint.folder import find_checkpoint, finish_checkpoint, open_checkpoint, read_about
+from dhp.errors import CheckpointError
+
+
+def write(parent: Path, step: int) -> Path:
+    config = parent / "config.json"
+    config.write_text("{}")
+    return finish_checkpoint(open_checkpoint(parent / "checkpoints", step), {"step": step}, [config])
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    for step in (9, 10, 2):
+        write(tmp_path, step)
+    open_checkpoint(tmp_path / "checkpoints", 30)  # begun, never finished
+    newest = tmp_path.absolute() / "checkpoints" / "step_10"
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "checkpoints") == find_checkpoint(newest) == newest
+    assert read_about(newest) == {"step": 10}
+    assert (newest / "model" / "config.json").is_file()
+
+
+def test_writing_again_replaces(tmp_path: Path) -> None:
+    (write(tmp_path, 3) / "old").touch()
+    assert not (write(tmp_path, 3) / "old").exists()
+
+
+def test_no_checkpoint_is_said(tmp_path: Path) -> None:
+    open_checkpoint(tmp_path / "checkpoints", 1)
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is no directory"):
+        find_checkpoint(tmp_path / "nowhere")

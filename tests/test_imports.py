@@ -1,0 +1,177 @@
+"""Who may import whom: the table of docs/architecture.md, held against every import statement below dhp/.
+
+Imports inside functions and under `if TYPE_CHECKING` count: a hidden dependency is one all the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+EVERYONE = {"errors", "messages", "config"}  # what any file may import
+SIBLINGS = ("models", "parallel", "planner", "data", "checkpoint", "observe", "cluster")  # they meet as values only
+
+# Folder or top-level file of dhp → what it may import besides itself and EVERYONE: a folder, or one file of it.
+TABLE: dict[str, set[str]] = {
+    "errors": set(),
+    "messages": set(),
+    "config": {"errors"},
+    **{sibling: set() for sibling in SIBLINGS},
+    "schedule": set(),
+    "trainers": {"models", "parallel", "checkpoint", "observe"},
+    # Joiners at the top: each says what it joins.
+    "parts": {"cluster.dispatch", "parallel.mesh", "schedule"},
+    "step": {"parts", "schedule"},
+    "feed": {"data", "models", "parallel"},
+    "wiring": {"feed", "data.sampler", "parallel.mesh", "trainers.settings"},
+    "assets": {"data.shapes", "models.tiny"},
+    "preflight": {"assets", "models.registry"},
+    "driver": {
+        "checkpoint.folder", "cluster", "feed", "models.registry", "observe", "parts", "schedule", "step", "trainers",
+        "wiring",
+    },
+    "train_ray": {"preflight", "driver"},
+    "cli": {"checkpoint", "models", "data", "planner", "observe", "feed", "preflight", "wiring", "driver"},
+    "__main__": {"cli"},
+}  # fmt: skip
+SELF_CONTAINED = {"errors", "messages"}  # not even EVERYONE
+
+# Library → the only folders and files of dhp that may import it.
+LIBRARIES: dict[str, set[str]] = {
+    "ray": {"cluster", "train_ray"},
+    "deepspeed": {"parallel.zero"},
+    "hydra": {"config"},
+    "omegaconf": {"config"},
+    "transformers": {"models", "data", "trainers", "assets"},
+    "torch": {
+        "messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "feed", "cli", "planner.profile",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: where, what (dotted), and whether it runs when the module is imported."""
+
+    line: int
+    target: str
+    at_import: bool
+
+
+def imports_of(source: str, module: str) -> Iterator[Import]:
+    """Every import of a module, relative ones resolved, `from a import b` as `a.b`."""
+    tree = ast.parse(source)
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            targets = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            yield Import(node.lineno, target, id(node) not in inside)
+
+
+def violations(source: str, module: str) -> list[str]:
+    """What a module imports against the tables, a line each. `module` is dotted: `dhp.models.split`."""
+    own = module.split(".", 1)[1] if "." in module else ""
+    unit = own.split(".")[0]
+    found = []
+    for entry in imports_of(source, module):
+        where = f"{module}:{entry.line}"
+        library, _, rest = entry.target.partition(".")
+        if library == "dhp":
+            if not _inside(rest, _allowed(unit)):
+                found.append(f"{where} imports dhp.{rest}, which {unit or 'dhp'} may not")
+        elif library in LIBRARIES and not _inside(own, LIBRARIES[library]):
+            found.append(f"{where} imports {entry.target}; only {', '.join(sorted(LIBRARIES[library]))} may")
+        elif library in ("tests", "experiments"):
+            found.append(f"{where} imports {entry.target}: the product does not know its {library}")
+    return found
+
+
+def _allowed(unit: str) -> set[str]:
+    if unit not in TABLE:
+        return set()
+    return TABLE[unit] | {unit} | (set() if unit in SELF_CONTAINED else EVERYONE)
+
+
+def _inside(name: str, places: set[str]) -> bool:
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
+def modules() -> list[tuple[str, Path]]:
+    """(dotted name, file) of every module below dhp/; a package by the name of its folder."""
+    return [
+        (".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), file)
+        for file in sorted((ROOT / "dhp").rglob("*.py"))
+    ]
+
+
+def test_every_module_keeps_to_the_table() -> None:
+    broken = [line for module, file in modules() for line in violations(file.read_text(), module)]
+    assert not broken, "\n" + "\n".join(broken)
+
+
+def test_the_table_knows_every_folder_and_file() -> None:
+    units = {module.split(".")[1] for module, _ in modules() if "." in module}
+    assert units <= set(TABLE), "state in TABLE what these may import"
+
+
+def test_siblings_are_mutually_blind() -> None:
+    for sibling in SIBLINGS:
+        assert not TABLE[sibling], f"{sibling} may import nothing but {sorted(EVERYONE)}"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "named"),
+    [
+        ("dhp.models.made_up", "from dhp.parallel.mesh import Degrees\n", "dhp.parallel.mesh"),
+        ("dhp.data.made_up", "def f():\n    from dhp import cluster\n", "dhp.cluster"),
+        ("dhp.data.made_up", "from ..cluster import worker\n", "dhp.cluster.worker"),
+        ("dhp.trainers.made_up", "import ray.util\n", "ray.util"),
+        ("dhp.driver", "def f():\n    import torch\n", "torch"),
+        ("dhp.config.made_up", "from torch import Tensor\n", "torch.Tensor"),
+        ("dhp.config.made_up", "if TYPE_CHECKING:\n    from dhp.messages import StepData\n    import torch\n", "torch"),
+        ("dhp.planner.search", "import torch\n", "torch"),
+        ("dhp.errors", "import dhp.config.schema\n", "dhp.config.schema"),
+        ("dhp.parts", "from dhp.cluster.worker import Worker\n", "dhp.cluster.worker"),
+        ("dhp.parallel.attention", "import deepspeed\n", "deepspeed"),
+        ("dhp.made_up", "from dhp.data.sampler import BatchLayout\n", "dhp.data.sampler"),
+        ("dhp.feed", "from tests.helpers import oracle\n", "tests.helpers.oracle"),
+    ],
+)
+def test_a_forbidden_import_is_reported(module: str, source: str, named: str) -> None:
+    found = violations(source, module)
+    assert any(named in line for line in found), found
+
+
+def test_allowed_imports_are_not_reported() -> None:
+    source = "import json\nfrom dhp.errors import DataError\nfrom dhp.config.nearest import nearest\nimport numpy\n"
+    assert violations(source, "dhp.data.made_up") == []
+    assert violations("from . import mesh\nfrom .mesh import Degrees\n", "dhp.parallel.made_up") == []
+
+
+@pytest.mark.parametrize("module", ["dhp.train_ray", "dhp.config.load", "dhp.observe.recorder", "dhp.__main__"])
+def test_the_command_line_starts_without_torch_and_ray(module: str) -> None:
+    heavy = ("torch", "ray", "transformers", "deepspeed")
+    code = f"import sys, {module}; print(*[m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.strip(), f"importing {module} brings along: {done.stdout}"
