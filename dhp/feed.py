@@ -115,6 +115,10 @@ class Feed:
         info = replace(info, places=places, data_s=time.perf_counter() - start)
         return StepData(info, tuple(vision), tuple(text))
 
+    def samples(self, step: int) -> StepSamples:
+        """The samples of a step (0-based), before they are dealt out."""
+        return self._source.step(step)
+
     def model_inputs(self, step: int) -> dict[str, Tensor]:
         """The step's tensors by `<text data replica>/<micro-batch>/<model argument>`, for a plain model."""
         tensors = {}

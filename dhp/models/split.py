@@ -81,7 +81,10 @@ def _overrides(base: type[PreTrainedModel], dropped: Sequence[str], mesh: Device
         self.init_parallel_plans()
 
     def prepare(cls: type, config: DistributedConfig | None, device_map: Any = None) -> tuple[Any, Any, Any]:
-        return config, device_map, None if config is None else _OneMesh(mesh)
+        if config is None:
+            return config, device_map, None
+        device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else None
+        return config, device, _OneMesh(mesh)
 
     unexpected = [rf"^(.*\.)?{re.escape(name.removeprefix('model.'))}\." for name in dropped]
     return {

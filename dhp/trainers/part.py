@@ -27,6 +27,7 @@ class Part:
 
     def __init__(self, settings: PartSettings):
         torch.manual_seed(settings.seed)
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32; the patch embedding is a convolution
         self.settings = settings
         self.dtype = getattr(torch, settings.dtype)
         self.device = torch.device(settings.device)

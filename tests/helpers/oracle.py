@@ -27,8 +27,9 @@ class Step:
 class Oracle:
     """Plain model, plain AdamW, plain clipping."""
 
-    def __init__(self, model_name: str, dtype: torch.dtype, update: UpdateSettings):
-        self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train()
+    def __init__(self, model_name: str, dtype: torch.dtype, update: UpdateSettings, device: str = "cpu"):
+        self.device = device
+        self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train().to(device)
         self.update = update
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -62,6 +63,7 @@ class Oracle:
             inputs["pixel_values"] = torch.cat([torch.from_numpy(p) for p in sample.pixels])
             inputs["image_grid_thw"] = torch.tensor(sample.grids)
             inputs["mm_token_type_ids"] = torch.from_numpy(sample.mm_token_type_ids)[None]
+        inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
-        targets = torch.from_numpy(sample.labels)[1:]
+        targets = torch.from_numpy(sample.labels)[1:].to(self.device)
         return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
