@@ -1,0 +1,1 @@
+"""Training of vision-language models, each part with its own parallelism."""

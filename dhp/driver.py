@@ -90,8 +90,8 @@ class Driver:
         shape = (self._micro_batches, config.vision.num_actors, config.text.data)
         self.data = cluster.dataset_actor(make_feed, feed_settings(config), shape=shape)
         started_s = config.cluster.start_timeout_s
-        steps_per_epoch = self.data.describe("steps_per_epoch")
-        self.steps_per_epoch = fetch(steps_per_epoch, "the dataset actor", "opening the datasets", started_s)
+        wait_all(self.data.take_watched(), started_s)
+        self.steps_per_epoch = self.data.describe("steps_per_epoch", started_s)
         self.steps = total_steps(config, self.steps_per_epoch)
         for part, trainer in (("vision", VisionTrainer), ("text", TextTrainer)):
             cluster.groups[part].start(trainer, part_settings(config, part, cluster.device, self.steps))
@@ -177,5 +177,3 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-

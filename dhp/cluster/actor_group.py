@@ -26,8 +26,8 @@ class ActorGroup:
     def start(self, factory: Callable[..., Any], *arguments: Any) -> None:
         """Submit rendezvous and the making of each rank's trainer; `take_watched` tells when it is done."""
         address = self._actors[0].listen.options(num_returns=2).remote()
-        self._submit("join the group", [actor.join.remote(*address) for actor in self._actors])
-        self._submit("load the part", [actor.build.remote(factory, arguments) for actor in self._actors])
+        self._submit("joining the group", [actor.join.remote(*address) for actor in self._actors])
+        self._submit("loading the part", [actor.build.remote(factory, arguments) for actor in self._actors])
 
     def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[Any]]:
         """Submit `method` on every rank; for each rank, the refs of its `returns` results."""
@@ -66,6 +66,5 @@ class ActorGroup:
 
     def _submit(self, what: str, refs: Sequence[Any]) -> None:
         part = self.settings.part
-        self._watched += [Watched(f"{part} rank {rank}", what, ref) for rank, ref in enumerate(refs)]
-
-
+        for rank, (actor, ref) in enumerate(zip(self._actors, refs, strict=True)):
+            self._watched.append(Watched(f"{part} rank {rank}", what, ref, actor._actor_id.hex()))

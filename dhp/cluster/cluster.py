@@ -71,7 +71,7 @@ class Cluster:
 
     def dataset_actor(self, factory: Callable[..., Any], *arguments: Any, shape: tuple[int, int, int]) -> DatasetActor:
         """The actor that reads the data, ended with the cluster."""
-        actor = DatasetActor(factory, *arguments, shape=shape)
+        actor = DatasetActor(factory, *arguments, shape=shape, log_dir=self._layout.log_dir)
         self._stack.callback(actor.stop)
         return actor
 

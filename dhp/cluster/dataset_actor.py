@@ -7,23 +7,36 @@ from typing import Any
 
 import ray
 
+from dhp.cluster.process import named_errors, redirect_output
 from dhp.cluster.watch import Watched
+
+WHO = "the dataset actor"
 
 
 class _Reader:
-    def __init__(self, factory: Callable[..., Any], arguments: tuple[Any, ...], threads: int):
+    """Every method runs under the actor's name, so that whatever it raises says where it comes from."""
+
+    def __init__(self, log_dir: str | None, threads: int):
         import torch
 
+        redirect_output(log_dir, "data")
         torch.set_num_threads(threads)
-        self._feed = factory(*arguments)
+        self._feed: Any = None
+
+    def open(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Make the feed. Not in the constructor: Ray turns an exception there into an actor's death."""
+        with named_errors(WHO, "opening the datasets"):
+            self._feed = factory(*arguments)
 
     def describe(self, attribute: str) -> Any:
         """A value of the feed, such as its steps per epoch."""
-        return getattr(self._feed, attribute)
+        with named_errors(WHO, attribute):
+            return getattr(self._feed, attribute)
 
     def step(self, step: int) -> tuple[Any, ...]:
         """Info, then every vision input, then every text input, micro-batch by micro-batch: one object each."""
-        data = self._feed.step(step)
+        with named_errors(WHO, _reading(step)):
+            data = self._feed.step(step)
         pieces = [piece for side in (data.vision, data.text) for micro_batch in side for piece in micro_batch]
         return data.info, *pieces
 
@@ -31,22 +44,30 @@ class _Reader:
 class DatasetActor:
     """`next(step)` submits a step's reading and returns refs at once; pixels never pass through the driver."""
 
-    def __init__(self, factory: Callable[..., Any], *arguments: Any, shape: tuple[int, int, int], threads: int = 1):
-        """shape: micro-batches, vision ranks, text data replicas."""
+    def __init__(
+        self,
+        factory: Callable[..., Any],
+        *arguments: Any,
+        shape: tuple[int, int, int],
+        threads: int = 1,
+        log_dir: str | None = None,
+    ):
+        """shape: micro-batches, vision ranks, text data replicas. log_dir: None leaves what it prints to Ray."""
         self._micro_batches, self._vision_ranks, self._replicas = shape
         options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        self._actor = ray.remote(_Reader).options(**options).remote(factory, arguments, threads)
+        self._actor = ray.remote(_Reader).options(**options).remote(log_dir, threads)
         self._watched: list[Watched] = []
+        self._watch("opening the datasets", self._actor.open.remote(factory, arguments))
 
     def describe(self, attribute: str) -> Any:
         """Ref of a value of the feed."""
         return self._actor.describe.remote(attribute)
 
     def next(self, step: int) -> tuple[Any, list[list[Any]], list[list[Any]]]:
-        """Refs of one step: info, vision[m][v], text[m][d]."""
+        """Refs of one step (0-based): info, vision[m][v], text[m][d]."""
         count = 1 + self._micro_batches * (self._vision_ranks + self._replicas)
         info, *pieces = self._actor.step.options(num_returns=count, name=f"data.step_{step}").remote(step)
-        self._watched.append(Watched("the dataset actor", f"step {step}", info))
+        self._watch(_reading(step), info)
         cut = self._micro_batches * self._vision_ranks
         return info, _rows(pieces[:cut], self._vision_ranks), _rows(pieces[cut:], self._replicas)
 
@@ -58,6 +79,13 @@ class DatasetActor:
     def stop(self) -> None:
         """End the actor."""
         ray.kill(self._actor, no_restart=True)
+
+    def _watch(self, what: str, ref: Any) -> None:
+        self._watched.append(Watched(WHO, what, ref, self._actor._actor_id.hex()))
+
+
+def _reading(step: int) -> str:
+    return f"reading step {step + 1}"
 
 
 def _rows(refs: list[Any], width: int) -> list[list[Any]]:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from dhp.errors import DhpError, PartFailed
+
+DEATH_TIMEOUT_S = 5.0  # how long a neighbour's death may take to be known after its connections broke
+
+
+class RankRaised(PartFailed):
+    """An unforeseen exception in an actor, named by the actor itself."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A submitted call: who runs it, what it is, and the ref that tells whether it worked."""
+    """A submitted call: who runs it, what it is, the ref that tells whether it worked, Ray's id of the actor."""
 
     who: str
     what: str
     ref: Any
+    actor: str = ""
 
 
 def wait_all(watched: Sequence[Watched], timeout_s: float) -> None:
@@ -27,6 +35,7 @@ def wait_all(watched: Sequence[Watched], timeout_s: float) -> None:
     Raises as soon as one fails, without waiting for ranks that hang in a collective because of it: DhpErrors of a
     worker as they are, anything else as PartFailed. Raises PartFailed when nothing finishes for `timeout_s`.
     """
+    names = {entry.actor: entry.who for entry in watched}
     waiting = {entry.ref: entry for entry in watched}
     while waiting:
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
@@ -34,58 +43,70 @@ def wait_all(watched: Sequence[Watched], timeout_s: float) -> None:
             raise PartFailed(_stuck(list(waiting.values()), timeout_s))
         more, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
         for ref in more or ready:
-            _check(waiting.pop(ref), list(waiting.values()))
+            _check(waiting.pop(ref), list(waiting.values()), names)
 
 
-def fetch(ref: Any, who: str, what: str, timeout_s: float) -> Any:
-    """The value behind a ref, with the errors of `wait_all`."""
-    wait_all([Watched(who, what, ref)], timeout_s)
-    return ray.get(ref)
+def fetch(entry: Watched, timeout_s: float) -> Any:
+    """The value behind a watched ref, with the errors of `wait_all`."""
+    wait_all([entry], timeout_s)
+    return ray.get(entry.ref)
 
 
-def _check(entry: Watched, others: Sequence[Watched]) -> None:
+def _check(entry: Watched, others: Sequence[Watched], names: Mapping[str, str]) -> None:
     try:
         ray.get(entry.ref, timeout=0)
     except GetTimeoutError:
         raise PartFailed(f"{entry.who} finished {entry.what}, but its result is lost") from None
     except RayTaskError as error:
-        raise _readable(entry, error, others) from None
+        raise _readable(entry, error.cause, others, names) from None
     except RayActorError as error:
-        raise PartFailed(_death(entry, error)) from None
+        raise PartFailed(_death(entry, error, names)) from None
     except RayError as error:
         raise PartFailed(f"{entry.who} in {entry.what}: {type(error).__name__}: {error}") from error
 
 
-def _readable(entry: Watched, error: RayTaskError, others: Sequence[Watched]) -> DhpError:
-    cause = error.cause
+def _readable(entry: Watched, cause: Exception, others: Sequence[Watched], names: Mapping[str, str]) -> DhpError:
     if isinstance(cause, RayActorError):
-        return PartFailed(_death(entry, cause))
-    if isinstance(cause, DhpError):
+        return PartFailed(_death(entry, cause, names))
+    if isinstance(cause, DhpError) and not isinstance(cause, RankRaised):
         return cause
-    dead = _find_death(others)
-    if dead is not None:  # a rank that lost its neighbour only sees a broken connection
+    # A rank that lost its neighbour only sees a broken connection.
+    dead = _find_death(others, names)
+    if dead is not None:
         return dead
-    return PartFailed(f"{entry.who} failed in {entry.what}: {type(cause).__name__}: {cause}\n{error}")
+    if isinstance(cause, RankRaised):
+        return PartFailed(str(cause))
+    return PartFailed(f"{entry.who} failed in {entry.what}: {type(cause).__name__}: {cause}")
 
 
-def _find_death(others: Sequence[Watched]) -> PartFailed | None:
-    ready, _ = ray.wait([e.ref for e in others], num_returns=len(others), timeout=1.0) if others else ([], [])
-    entries = {entry.ref: entry for entry in others}
-    for ref in ready:
-        try:
-            ray.get(ref)
-        except ActorDiedError as error:
-            return PartFailed(_death(entries[ref], error))
-        except RayError:
-            continue
+def _find_death(others: Sequence[Watched], names: Mapping[str, str]) -> PartFailed | None:
+    """The death of an actor among the calls that are still open, if one becomes known soon."""
+    waiting = {entry.ref: entry for entry in others}
+    end = time.monotonic() + DEATH_TIMEOUT_S
+    while waiting and time.monotonic() < end:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        for ref in ready:
+            entry = waiting.pop(ref)
+            try:
+                ray.get(ref, timeout=0)
+            except RayActorError as error:
+                return PartFailed(_death(entry, error, names))
+            except RayTaskError as error:
+                if isinstance(error.cause, RayActorError):
+                    return PartFailed(_death(entry, error.cause, names))
+            except RayError:
+                continue
     return None
 
 
-def _death(entry: Watched, error: RayActorError) -> str:
+def _death(entry: Watched, error: RayActorError, names: Mapping[str, str]) -> str:
+    who = names.get(error.actor_id or "", entry.who)
+    when = f"during {entry.what}" if who == entry.who else f"while {entry.who} waited for it in {entry.what}"
+    reason = str(error).split(" Some common causes", 1)[0].strip()
     return (
-        f"{entry.who} died during {entry.what}: {error}\n"
+        f"{who} died {when}: {reason}\n"
         "Potential causes: the process ran out of memory and was killed, a native library crashed, or its node was "
-        "lost. The rank's own log is in the run directory's logs/"
+        "lost. The actor's own log is in the run directory's logs/"
     )
 
 
@@ -93,5 +114,6 @@ def _stuck(waiting: Sequence[Watched], timeout_s: float) -> str:
     shown = "; ".join(f"{entry.who} in {entry.what}" for entry in waiting[:6])
     return (
         f"no call finished for {timeout_s:g} s. Unfinished: {shown}. A slow step needs a larger "
-        "cluster.step_timeout_s; a rank that waits for another one in a collective is a defect: see logs/"
+        "cluster.step_timeout_s (a slow start a larger cluster.start_timeout_s); a rank that waits for another one "
+        "in a collective is a defect: see logs/"
     )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
+
+from dhp.cluster.process import named_errors, redirect_output
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Worker:
 
     def __init__(self, settings: GroupSettings, rank: int):
         self.settings, self.rank = settings, rank
-        _redirect_output(settings, rank)
+        self._who = f"{settings.part} rank {rank}"
+        redirect_output(settings.log_dir, f"{settings.part}-{rank}")
         torch.set_num_threads(settings.threads)
         self._listener: socket.socket | None = None
         self._trainer: Any = None
@@ -47,6 +48,22 @@ class Worker:
 
     def join(self, host: str, port: int) -> None:
         """Enter the process group."""
+        with named_errors(self._who, "joining the group"):
+            self._join(host, port)
+
+    def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Make the trainer; it finds the process group ready."""
+        with named_errors(self._who, "loading the part"):
+            self._trainer = factory(*arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Run a verb of the trainer. Answers (status, *results) as far as there are results."""
+        with named_errors(self._who, method):
+            result = getattr(self._trainer, method)(*arguments)
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        return (None, *results) if results else None
+
+    def _join(self, host: str, port: int) -> None:
         if self.settings.loopback:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         timeout = timedelta(seconds=self.settings.timeout_s)
@@ -57,23 +74,3 @@ class Worker:
         dist.init_process_group(
             self.settings.backend, store=store, rank=self.rank, world_size=self.settings.size, timeout=timeout
         )
-
-    def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Make the trainer; it finds the process group ready."""
-        self._trainer = factory(*arguments)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Run a verb of the trainer. Answers (status, *results) as far as there are results."""
-        result = getattr(self._trainer, method)(*arguments)
-        results = result if isinstance(result, tuple) else () if result is None else (result,)
-        return (None, *results) if results else None
-
-
-def _redirect_output(settings: GroupSettings, rank: int) -> None:
-    """What this rank prints goes to its own file, so that a run's terminal shows the run."""
-    if settings.log_dir is None:
-        return
-    Path(settings.log_dir).mkdir(parents=True, exist_ok=True)
-    log = open(Path(settings.log_dir) / f"{settings.part}-{rank}.log", "a", buffering=1)  # open as long as the actor
-    os.dup2(log.fileno(), sys.stdout.fileno())
-    os.dup2(log.fileno(), sys.stderr.fileno())

@@ -93,9 +93,8 @@ def _check_datasets(data: DataConfig) -> None:
                 f"{', '.join(registered) or 'none'}; add data.data_registry.{name}.annotation_path=FILE and "
                 f"data.data_registry.{name}.data_path=DIRECTORY{did_you_mean([nearest(name, registered)])}"
             )
-        for field in ("annotation_path", "data_path"):
-            if not getattr(data.data_registry[name], field):
-                raise ConfigError(f"data.data_registry.{name}.{field} is not set; give the path")
+        if not data.data_registry[name].annotation_path:
+            raise ConfigError(f"data.data_registry.{name}.annotation_path is not set; give the path")
 
 
 def check_cluster(cluster: ClusterConfig) -> None:

@@ -103,7 +103,7 @@ class DatasetEntry:
     """LLaVA annotations: a .json file (a list of samples) or a .jsonl file (a sample a line)."""
 
     data_path: str = ""
-    """Directory that the images' paths start from; none may leave it."""
+    """Directory that the images' paths start from; none may leave it. Empty: a dataset of text only."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ class DataConfig:
     """Largest area of an image, pixels; larger ones are reduced. Null: the model's own setting."""
 
     num_workers: int = 0
-    """Processes that decode and preprocess beside the dataset actor. 0: the dataset actor does it itself."""
+    """Threads of the dataset actor that decode the samples of a step side by side. 0: one after another."""
 
     shuffle: bool = True
     """New order of the samples in each epoch, by seed. False: the annotation file's order."""
@@ -155,7 +155,7 @@ class ClusterConfig:
     """A step without any progress for this long has failed, seconds."""
 
     threads_per_actor: Optional[int] = None
-    """CPU threads of one actor's PyTorch. Null: the host's cores divided by its actors, at least 1."""
+    """CPU threads of one actor's PyTorch. Null: the cores divided by the larger part's actors (parts take turns)."""
 
 
 @dataclass

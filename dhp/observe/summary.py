@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.numbers import json_safe
+from dhp.version import VERSION
 
-_PACKAGES = ("dhp", "torch", "transformers", "ray", "deepspeed")
+_PACKAGES = ("torch", "transformers", "ray", "deepspeed")
 
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that decide a run's numbers; None for one that is not installed."""
-    return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
+    own = {"python": platform.python_version(), "dhp": VERSION}  # dhp runs from a checkout as well as installed
+    return own | {package: _version(package) for package in _PACKAGES}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,38 @@
+"""What every actor's process does first and last: print to its own file, and name itself in what it raises."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dhp.cluster.watch import RankRaised
+from dhp.errors import DhpError
+
+
+def redirect_output(log_dir: str | None, name: str) -> None:
+    """What this process prints goes to `log_dir`/`name`.log, so that a run's terminal shows the run."""
+    if log_dir is None:
+        return
+    Path(log_dir).mkdir(parents=True, exist_ok=True)
+    log = open(Path(log_dir) / f"{name}.log", "a", buffering=1)  # open as long as the actor
+    os.dup2(log.fileno(), sys.stdout.fileno())
+    os.dup2(log.fileno(), sys.stderr.fileno())
+
+
+@contextmanager
+def named_errors(who: str, what: str) -> Iterator[None]:
+    """Turn an unforeseen exception into RankRaised with its traceback; errors meant for a person pass as they are.
+
+    The name is put in here because a failure also reaches whoever depends on the result, under that one's name.
+    """
+    try:
+        yield
+    except DhpError:
+        raise
+    except Exception as error:
+        text = f"{who} failed in {what}: {type(error).__name__}: {error}"
+        raise RankRaised(f"{text}\n{traceback.format_exc()}") from None

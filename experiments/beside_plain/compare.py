@@ -1,0 +1,63 @@
+"""Train a configuration through the real entry, and the unmodified model in one process beside it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from dhp.checkpoint.folder import find_checkpoint
+from dhp.checkpoint.shards import read_shards
+from dhp.config.schema import Config
+from dhp.driver import run
+from dhp.feed import make_feed
+from dhp.observe.metrics import read_metrics
+from dhp.preflight import prepare
+from dhp.wiring import feed_settings, part_settings
+from tests.helpers.oracle import Oracle, Step
+
+
+def compare(config: Config, device: str) -> dict[str, Any]:
+    """Largest relative deviation of loss and gradient norm over the steps; distance of the final weights from the
+    plain model's over the distance that training went; median step of both, seconds, the first step left out.
+
+    The configuration needs a constant learning rate without warm-up, which is what the plain loop does.
+    """
+    config = prepare(config)
+    run(config)
+    metrics = read_metrics(config.run_dir)
+    start, taken, seconds, end = _plain(config, device, len(metrics))
+    checkpoint = find_checkpoint(Path(config.run_dir))
+    trained = read_shards(checkpoint / "vision") | read_shards(checkpoint / "text")
+    plain_step_s, step_s = median(seconds[1:]), median(m.step_s for m in metrics[1:])
+    return {
+        "loss_error": max(abs(m.loss / p.loss - 1) for m, p in zip(metrics, taken, strict=True)),
+        "norm_error": max(abs(m.grad_norm / p.norm - 1) for m, p in zip(metrics, taken, strict=True)),
+        "update_error": _distance(trained, end) / _distance(start, end),
+        "dhp_step_s": step_s,
+        "plain_step_s": plain_step_s,
+        "ratio": step_s / plain_step_s,
+        "steps": len(metrics),
+        "vision_tokens": metrics[-1].vision_tokens,
+        "tokens": metrics[-1].tokens,
+    }
+
+
+def _plain(config: Config, device: str, steps: int) -> tuple[dict, list[Step], list[float], dict]:
+    update = part_settings(config, "text", device, steps).update
+    oracle = Oracle(config.text.model_name, getattr(torch, config.text.dtype), update, device)
+    torch.backends.cudnn.allow_tf32 = False
+    start, feed, taken, seconds = oracle.weights(), make_feed(feed_settings(config)), [], []
+    for step in range(steps):
+        samples = [s for rows in feed.samples(step).samples for row in rows for s in row]
+        begin = time.perf_counter()
+        taken.append(oracle.step(samples))
+        seconds.append(time.perf_counter() - begin)
+    return start, taken, seconds, oracle.weights()
+
+
+def _distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    return sum(float((left[name].to(w) - w).norm() ** 2) for name, w in right.items()) ** 0.5

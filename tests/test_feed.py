@@ -1,0 +1,111 @@
+"""What each rank receives: its own patches once, in tower order, and a way to put the rows back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dhp.messages import StepData
+from dhp.models.registry import load_family
+from dhp.parallel.mesh import Degrees
+from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
+from tests.helpers.layouts import Case, make_feed
+from tests.helpers.tiny import make_sample
+
+LAYOUTS = [
+    Case(Degrees(), Degrees(), micro_batches=1),
+    Case(Degrees(ulysses=4), Degrees(), micro_batches=1),
+    Case(Degrees(data=2, ulysses=2), Degrees(data=2)),
+    Case(Degrees(data=3), Degrees(data=4), micro_batches=1),
+]
+
+
+def deal(model: str, case: Case, samples: list) -> StepData:
+    return make_feed(model, case, [samples]).step(0)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_every_patch_reaches_exactly_one_rank(made_model: str, case: Case) -> None:
+    samples = mixed_step()
+    data = deal(made_model, case, samples)
+    sent = torch.cat([work.pixels[: 4 * sum(work.rows)] for row in data.vision for work in row])
+    all_pixels = torch.cat([torch.from_numpy(p) for s in samples for p in s.pixels])
+    assert len(sent) == len(all_pixels)
+    key = lambda rows: sorted(map(float, rows[:, 0]))
+    assert key(sent) == key(all_pixels)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_rows_come_back_in_the_order_of_the_placeholders(made_model: str, case: Case) -> None:
+    """Each vision rank "encodes" a merged token as the first value of its first patch; placement undoes the way."""
+    samples = mixed_step()
+    data = deal(made_model, case, samples)
+    rows = iter(samples)
+    for vision, text in zip(data.vision, data.text, strict=True):
+        encoded = [work.pixels[::4, 0][: sum(work.rows)].split(work.rows) for work in vision]
+        for d, work in enumerate(text):
+            own = [next(rows) for _ in range(len(work.tensors["input_ids"]))]
+            expected = [torch.from_numpy(p)[::4, 0] for s in own for p in s.pixels]
+            received = torch.cat([of_rank[d] for of_rank in encoded])
+            assert tuple(len(of_rank[d]) for of_rank in encoded) == work.received
+            if expected:
+                assert torch.equal(received[work.placement], torch.cat(expected))
+            else:
+                assert work.placement is None
+
+
+def test_a_rank_without_work_gets_one_window_of_its_own(made_model: str) -> None:
+    data = deal(made_model, Case(Degrees(ulysses=4), Degrees(), micro_batches=1), step_with_one_window())
+    busy, *idle = data.vision[0]
+    assert busy.rows == (1,) and all(work.rows == (0,) for work in idle)
+    for work in idle:
+        assert work.active and work.window_lengths == (4,) and work.pixels.shape == (4, 3 * 2 * 14 * 14)
+    assert {work.frame_lengths for work in data.vision[0]} == {(4, 4, 4, 4)}
+    assert {work.rank_patches for work in data.vision[0]} == {(4, 4, 4, 4)}
+
+
+def test_a_step_without_images_leaves_the_vision_part_idle(made_model: str) -> None:
+    data = deal(made_model, Case(Degrees(ulysses=2), Degrees()), step_without_image())
+    assert not any(work.active or work.last for row in data.vision for work in row)
+    assert data.info.images == data.info.vision_tokens == 0
+
+
+def test_last_is_the_last_micro_batch_with_an_image(made_model: str) -> None:
+    samples = [*mixed_step()[:2], *step_without_image()[:2]]
+    data = deal(made_model, Case(Degrees(ulysses=2), Degrees(), micro_batches=4), samples)
+    assert [[work.last for work in row] for row in data.vision] == [[False] * 2, [True] * 2, [False] * 2, [False] * 2]
+    assert [row[0].active for row in data.vision] == [True, True, False, False]
+
+
+def test_counts_are_global_and_rows_padded_right(made_model: str) -> None:
+    samples = mixed_step()
+    data = deal(made_model, Case(Degrees(), Degrees(data=2)), samples)
+    assert data.info.samples == 4
+    assert data.info.images == 4
+    assert data.info.target_tokens == 3 + 8 + 1 + 2
+    assert data.info.vision_tokens == 60 + 24 + 16 + 140
+    assert data.info.tokens == sum(len(s.input_ids) for s in samples)
+    assert {work.target_tokens for row in data.text for work in row} == {14}
+
+
+def test_an_empty_place_becomes_one_padding_token_without_target(made_model: str) -> None:
+    data = deal(made_model, Case(Degrees(), Degrees(data=2), micro_batches=1), [make_sample([], 4, 2, 1, 505)])
+    empty = data.text[0][1].tensors
+    assert empty["input_ids"].tolist() == [[0]] and empty["labels"].tolist() == [[-100]]
+    assert data.info.samples == 1 and data.info.target_tokens == 2
+
+
+def test_inputs_for_a_plain_model_are_what_the_ranks_get(made_model: str) -> None:
+    case = Case(Degrees(ulysses=2), Degrees(data=2))
+    feed = make_feed(made_model, case, [mixed_step()])
+    named, data = feed.model_inputs(0), feed.step(0)
+    for m, row in enumerate(data.text):
+        for d, work in enumerate(row):
+            for name, tensor in work.tensors.items():
+                assert torch.equal(named[f"{d}/{m}/{name}"], tensor), name
+    assert {key for key in named if key.endswith("pixel_values")} == {
+        "0/0/pixel_values",
+        "1/0/pixel_values",
+        "1/1/pixel_values",
+    }
+    assert load_family(made_model).image_token_id == 505
