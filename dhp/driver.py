@@ -13,7 +13,7 @@ from typing import Any
 
 from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
 from dhp.cluster.cluster import Cluster, Layout
-from dhp.cluster.watch import Watched, fetch, wait_all
+from dhp.cluster.watch import Watched, wait_all
 from dhp.config.load import to_yaml
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import make_run_dir
@@ -35,10 +35,11 @@ AHEAD = 1  # steps submitted beyond the one that runs: their data is read meanwh
 
 @dataclass(frozen=True)
 class Pending:
-    """A submitted step."""
+    """A submitted step. reading: the call that reads its data; watched: all of its calls."""
 
     step: int
     refs: StepRefs
+    reading: list[Watched]
     watched: list[Watched]
 
 
@@ -55,7 +56,7 @@ def run(config: Config) -> None:
             threads=config.cluster.threads_per_actor,
             start_timeout_s=config.cluster.start_timeout_s,
             step_timeout_s=config.cluster.step_timeout_s,
-            log_dir=str(run_dir / "logs"),
+            log_dir=str(run_dir.absolute() / "logs"),
         )
         with Cluster(layout) as cluster:
             Driver(config, cluster, recorder).run()
@@ -103,18 +104,18 @@ class Driver:
 
     def _submit(self, step: int) -> Pending:
         refs = train_step(self.parts, self.schedule, Batch(*self.data.next(step)))
-        watched = self.data.take_watched()
-        for part in self.parts.values():
-            watched += part.group.take_watched()
-        return Pending(step, refs, watched)
+        reading = self.data.take_watched()
+        of_parts = [w for part in self.parts.values() for w in part.group.take_watched()]
+        return Pending(step, refs, reading, reading + of_parts)
 
     def _finish(self, pending: Pending) -> None:
-        info: StepInfo = fetch(pending.refs.info, "the dataset actor", f"step {pending.step + 1}", self._timeout_s)
+        wait_all(pending.reading, self._timeout_s)
         data_ready = time.perf_counter()
         wait_all(pending.watched, self._timeout_s)
         end = time.perf_counter()
         step_s, data_s = end - self._last_end, data_ready - self._last_end
         self._last_end = end
+        info: StepInfo = self.cluster.values([pending.refs.info])[0]
         for message in info.skipped:
             self.recorder.say(f"skipped: {message}")
         self._skipped += len(info.skipped)

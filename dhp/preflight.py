@@ -25,8 +25,32 @@ def prepare(config: Config, new_run: bool = True) -> Config:
         make_tiny_assets(Path(config.tiny_assets))
     check_model_dir(config.text.model_name)
     _check_datasets(config)
+    _fix_paths(config)
+    _check_device(config)
     _check_heads(config)
     return config
+
+
+def _fix_paths(config: Config) -> None:
+    """Actors of a running cluster start in a directory of their own, so no path may depend on this process's."""
+    for part in (config.vision, config.text):
+        if Path(part.model_name).is_dir():
+            part.model_name = str(Path(part.model_name).absolute())
+    for entry in config.data.data_registry.values():
+        entry.annotation_path = str(Path(entry.annotation_path).absolute())
+        if entry.data_path:
+            entry.data_path = str(Path(entry.data_path).absolute())
+
+
+def _check_device(config: Config) -> None:
+    if config.cluster.device != "cuda" or config.cluster.address != "local":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "cluster.device=cuda, but PyTorch finds no usable GPU on this host; set cluster.device=cpu or auto"
+        )
 
 
 def _check_datasets(config: Config) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from dhp.cluster.process import named_errors, redirect_output
-from dhp.cluster.watch import Watched
+from dhp.cluster.watch import Watched, fetch
 
 WHO = "the dataset actor"
 
@@ -59,9 +59,9 @@ class DatasetActor:
         self._watched: list[Watched] = []
         self._watch("opening the datasets", self._actor.open.remote(factory, arguments))
 
-    def describe(self, attribute: str) -> Any:
-        """Ref of a value of the feed."""
-        return self._actor.describe.remote(attribute)
+    def describe(self, attribute: str, timeout_s: float) -> Any:
+        """A value of the feed, waited for; raises as `wait_all` does."""
+        return fetch(Watched(WHO, attribute, self._actor.describe.remote(attribute)), timeout_s)
 
     def next(self, step: int) -> tuple[Any, list[list[Any]], list[list[Any]]]:
         """Refs of one step (0-based): info, vision[m][v], text[m][d]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from dhp.errors import ConfigError
 
 Resources = dict[str, float]
+RAY_UNITS = 10_000  # Ray counts resources in ten-thousandths
+PATIENCE_S = 5.0  # how long a reservation may take before a person is told what it waits for
 
 
 @dataclass(frozen=True)
@@ -38,35 +41,52 @@ def plan_placement(actors: Mapping[str, int], collocate: bool, gpus: float) -> P
     than bundles, bundles share GPUs evenly.
     """
     count = max(actors.values()) if collocate else sum(actors.values())
-    share = _gpu_share(count, gpus)
-    bundle: Resources = {"CPU": 1.0} | ({"GPU": share} if share else {})
+    sharing = len(actors) if collocate else 1
+    cpu, gpu = _fraction(1, sharing), _gpu_fraction(count, gpus, sharing)
+    bundle: Resources = {"CPU": cpu * sharing} | ({"GPU": gpu * sharing} if gpu else {})
     slots, first = {}, 0
     for part, ranks in actors.items():
-        sharing = len(actors) if collocate else 1
-        slots[part] = tuple(Slot(first + rank, 1.0 / sharing, share / sharing) for rank in range(ranks))
+        slots[part] = tuple(Slot(first + rank, cpu, gpu) for rank in range(ranks))
         first += 0 if collocate else ranks
-    return PlacementPlan((bundle,) * count, slots, share)
+    return PlacementPlan((bundle,) * count, slots, gpu * sharing)
 
 
-def _gpu_share(bundles: int, gpus: float) -> float:
-    if gpus <= 0:
+def _gpu_fraction(bundles: int, gpus: float, sharing: int) -> float:
+    """What one actor gets of a GPU."""
+    if gpus < 1:
         return 0.0
     per_gpu = -(-bundles // int(gpus))  # bundles on the fullest GPU
-    return 1.0 / per_gpu
+    return _fraction(1, per_gpu * sharing)
+
+
+def _fraction(whole: int, among: int) -> float:
+    """`whole` / `among`, rounded down to what Ray counts in: rounded up, the last actor would never find room."""
+    return (whole * RAY_UNITS // among) / RAY_UNITS
 
 
 def reserve(plan: PlacementPlan, timeout_s: float) -> PlacementGroup:
-    """Reserve the plan's bundles. Raises ConfigError, naming what is registered and free, after `timeout_s`."""
+    """Reserve the plan's bundles; says on stderr what it waits for when that takes a while.
+
+    Raises ConfigError, naming what is registered and free, after `timeout_s`.
+    """
     group = placement_group(list(plan.bundles), strategy="PACK")
-    ready, _ = ray.wait([group.ready()], timeout=timeout_s)
+    created = group.ready()
+    patience = min(PATIENCE_S, timeout_s)
+    ready, _ = ray.wait([created], timeout=patience)
+    if not ready and patience < timeout_s:
+        print(f"waiting up to {timeout_s:g} s for {_sum(plan.bundles)}. {_supply()}", file=sys.stderr, flush=True)
+        ready, _ = ray.wait([created], timeout=timeout_s - patience)
     if ready:
         return group
     remove_placement_group(group)
     raise ConfigError(
-        f"the cluster did not give {_sum(plan.bundles)} within cluster.start_timeout_s={timeout_s:g} s. "
-        f"Registered: {_shown(ray.cluster_resources())}; free: {_shown(ray.available_resources())}. "
+        f"the cluster did not give {_sum(plan.bundles)} within cluster.start_timeout_s={timeout_s:g} s. {_supply()}. "
         "Ask for fewer actors, set cluster.collocate=true, or add nodes"
     )
+
+
+def _supply() -> str:
+    return f"Registered: {_shown(ray.cluster_resources())}; free: {_shown(ray.available_resources())}"
 
 
 def _sum(bundles: Sequence[Resources]) -> str:

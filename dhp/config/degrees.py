@@ -12,7 +12,7 @@ PARALLELISMS = {"vision": ("none", "data", "sequence"), "text": ("none", "data",
 _NAMED_DEGREE = {"data": "data", "sequence": "ulysses", "tensor": "tensor"}  # the degree a parallelism names
 _ZERO_STAGES = {"vision": (0, 1), "text": (0,)}
 _DTYPES = ("float32", "float64")
-_BACKENDS = ("auto", "sdpa", "flash_attention_2")
+_BACKENDS = ("auto", "sdpa")
 
 
 def resolve_part(name: str, part: PartConfig) -> PartConfig:
@@ -89,6 +89,11 @@ def _check_formats(name: str, part: PartConfig) -> None:
             f"Set {name}.dtype=float32."
         )
     require_choice(f"{name}.dtype", part.dtype, _DTYPES)
+    if part.attention_backend == "flash_attention_2":
+        raise ConfigError(
+            f"{name}.attention_backend=flash_attention_2 works in 16 bits only, and {name}.dtype={part.dtype}; "
+            f"training in 16 bits comes later. Set {name}.attention_backend=sdpa."
+        )
     require_choice(f"{name}.attention_backend", part.attention_backend, _BACKENDS)
     if part.zero_stage not in _ZERO_STAGES[name]:
         offered = " and ".join(f"{name}.zero_stage={stage}" for stage in _ZERO_STAGES[name])

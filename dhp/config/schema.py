@@ -38,7 +38,7 @@ class PartConfig:
     """Number format of weights, activations and gradients: float32 | float64."""
 
     attention_backend: str = "auto"
-    """Attention kernel: auto | sdpa | flash_attention_2; auto takes the fastest one that is installed."""
+    """Attention kernel: auto | sdpa, both PyTorch's own; flash_attention_2 is refused until there are 16-bit formats."""
 
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, about a third more compute."""

@@ -92,6 +92,10 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["vision.zero_stage=1 with vision.dtype=float64", "DeepSpeed", "vision.dtype=float32"],
         ),
         ({"text__dtype": "bfloat16"}, ["text.dtype=bfloat16 is not there yet", "Set text.dtype=float32"]),
+        (
+            {"text__attention_backend": "flash_attention_2"},
+            ["text.attention_backend=flash_attention_2 works in 16 bits only", "text.dtype=float32"],
+        ),
         ({"text__dtype": "float31"}, ["text.dtype=float31 does not exist", "did you mean float32?"]),
         ({"vision__attention_backend": "sdp"}, ["vision.attention_backend=sdp", "did you mean sdpa?"]),
         ({"vision__model_name": "other"}, ["vision.model_name=other != text.model_name=m", "one checkpoint"]),
