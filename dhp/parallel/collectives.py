@@ -39,11 +39,20 @@ class AllToAll(torch.autograd.Function):
 
 def sum_in_place(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum of `tensor` over the group, written back into it; no autograd."""
+    return _reduce_in_place(tensor, group, dist.ReduceOp.SUM)
+
+
+def largest_in_place(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Elementwise maximum of `tensor` over the group, written back into it; no autograd."""
+    return _reduce_in_place(tensor, group, dist.ReduceOp.MAX)
+
+
+def _reduce_in_place(tensor: Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType) -> Tensor:
     if dist.get_world_size(group) == 1:
         return tensor
     if _must_stage(tensor, group):
         staged = tensor.cpu()
-        dist.all_reduce(staged, group=group)
+        dist.all_reduce(staged, operation, group=group)
         return tensor.copy_(staged)
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, operation, group=group)
     return tensor

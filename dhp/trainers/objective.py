@@ -6,14 +6,14 @@ sequence and tensor ranks, and over the parts.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dhp.parallel.loss import token_loss_sum
 
 IGNORED = -100
 
 
-def share_of_objective(head: nn.Module, hidden: Tensor, labels: Tensor, target_tokens: int) -> Tensor:
+def share_of_objective(head: nn.Linear, hidden: Tensor, labels: Tensor, target_tokens: int) -> Tensor:
     """These rows' share of the step's objective, a scalar.
 
     hidden: [rows, tokens, hidden]; labels: [rows, tokens], not shifted, -100 where there is no target.
@@ -21,11 +21,7 @@ def share_of_objective(head: nn.Module, hidden: Tensor, labels: Tensor, target_t
     """
     targets = labels[:, 1:]
     wanted = targets != IGNORED
-    states = hidden[:, :-1]
     if not bool(wanted.any()):
         # One row keeps the head, its collectives and every parameter in the graph.
-        return head(hidden[:1, 0]).sum() * 0.0
-    logits = head(states[wanted])  # [targets, vocabulary]
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    return F.cross_entropy(logits, targets[wanted], reduction="sum") / max(target_tokens, 1)
+        return token_loss_sum(head, hidden[:1, 0], targets.new_zeros(1)) * 0.0
+    return token_loss_sum(head, hidden[:, :-1][wanted], targets[wanted]) / max(target_tokens, 1)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from dhp.messages import StepData, StepInfo, TextInput, VisionInput
+from dhp.parallel import loss
 from dhp.parallel.mesh import Degrees
 from tests.helpers.batches import mixed_step
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
@@ -24,25 +24,18 @@ CASE = Case(Degrees(ulysses=2), Degrees(tensor=2))
 REPLICAS = Case(Degrees(data=2), Degrees(data=2), micro_batches=1)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor) -> Tensor:
-        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, shard.contiguous())
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()]
-
-
 class HeadWithoutAllReduce(InspectedText):
-    """The gradient that enters the vocabulary-sharded head stays this rank's part of it."""
+    """The gradient that leaves the vocabulary-sharded head stays this rank's part of it."""
 
     def __init__(self, settings: Any):
         super().__init__(settings)
-        head = self.part.model.get_output_embeddings()
-        head.forward = lambda states: _Gather.apply(F.linear(states, head.weight.to_local()))
+        whole = loss._TokenLossSum.backward
+
+        def partial(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+            ctx.group = None
+            return whole(ctx, scale)
+
+        loss._TokenLossSum.backward = staticmethod(partial)
 
 
 class GradientsOfAllTensorRanks(InspectedText):

@@ -27,6 +27,6 @@ def test_the_label_of_the_first_token_is_predicted_by_nothing() -> None:
 
 def test_rows_without_target_give_zero_and_zero_gradients() -> None:
     hidden = HIDDEN.clone().requires_grad_()
-    head = nn.Linear(4, 7)
+    head = nn.Linear(4, 7, bias=False)
     share_of_objective(head, hidden, torch.full((2, 5), -100), 3).backward()
     assert not hidden.grad.any() and not head.weight.grad.any()
