@@ -48,7 +48,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Which tokens attend to each other: every segment to itself, all of it (no causal mask).
+    """Which tokens attend to each other: every segment to itself; causal: only to what came before, itself included.
 
     groups: (length, count) of the segments, equal lengths together, so that each group is one batched kernel call.
     order: tokens sorted by group, or None when they already are. inverse: its inverse.
@@ -59,9 +59,12 @@ class SegmentPlan:
     order: Tensor | None
     inverse: Tensor | None
     exchange: Exchange | None = None
+    causal: bool = False
 
 
-def plan_segments(lengths: Sequence[int], device: torch.device, exchange: Exchange | None = None) -> SegmentPlan:
+def plan_segments(
+    lengths: Sequence[int], device: torch.device, exchange: Exchange | None = None, causal: bool = False
+) -> SegmentPlan:
     """Group consecutive segments of the given lengths (tokens) by length."""
     starts: dict[int, list[int]] = defaultdict(list)
     start = 0
@@ -71,19 +74,24 @@ def plan_segments(lengths: Sequence[int], device: torch.device, exchange: Exchan
     groups = tuple((length, len(places)) for length, places in starts.items())
     order = torch.cat([(torch.tensor(p)[:, None] + torch.arange(n)).flatten() for n, p in starts.items()])
     if bool((order[1:] > order[:-1]).all()):
-        return SegmentPlan(groups, None, None, exchange)
-    return SegmentPlan(groups, order.to(device), torch.argsort(order).to(device), exchange)
+        return SegmentPlan(groups, None, None, exchange, causal)
+    return SegmentPlan(groups, order.to(device), torch.argsort(order).to(device), exchange, causal)
 
 
 def attend_segments(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float) -> Tensor:
-    """Each token of [tokens, heads, dim] attends to its own segment; same shape back."""
+    """Each token of [tokens, heads, dim] attends to its own segment; same shape back.
+
+    Key and value may have fewer heads, each shared by as many query heads in a row (grouped-query attention).
+    """
+    grouped = query.shape[1] != key.shape[1]
     if plan.order is not None:
         query, key, value = (states[plan.order] for states in (query, key, value))
     sizes = [length * count for length, count in plan.groups]
     outputs = []
     for (length, count), *states in zip(plan.groups, *(s.split(sizes) for s in (query, key, value)), strict=True):
         q, k, v = (s.view(count, length, *s.shape[1:]).transpose(1, 2) for s in states)  # [count, heads, length, dim]
-        outputs.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=grouped)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output if plan.inverse is None else output[plan.inverse]
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp.parallel.attention import Exchange, plan_segments, segment_attention
+from dhp.parallel.attention import Exchange, attend_segments, plan_segments, segment_attention
 from tests.helpers.ranks import run_on_ranks
 
 HEADS, DIM = 4, 8
@@ -39,6 +39,28 @@ def test_segments_equal_dense_attention(lengths: list[int]) -> None:
     output, expected = attend(*ours, lengths), dense(*theirs, lengths)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     weight = weight.transpose(1, 2)
+    (output * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [1, 7, 1, 3, 7]])
+def test_causal_segments_with_shared_keys_equal_dense_attention(lengths: list[int], kv_heads: int) -> None:
+    tokens = sum(lengths)
+    query, key, value, weight = (s[0].transpose(0, 1) for s in states(tokens))  # [tokens, heads, dim]
+    key, value = key[:, :kv_heads], value[:, :kv_heads]
+    ours, theirs = ([s.clone().requires_grad_() for s in (query, key, value)] for _ in range(2))
+    output = attend_segments(*ours, plan_segments(lengths, CPU, causal=True), DIM**-0.5)
+    q, k, v = (s.transpose(0, 1) for s in theirs)  # [heads, tokens, dim]
+    k, v = (s.repeat_interleave(HEADS // kv_heads, 0) for s in (k, v))
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(tokens)
+    hidden = (segment[:, None] != segment) | (place[:, None] < place)
+    scores = (q @ k.transpose(1, 2) * DIM**-0.5).masked_fill(hidden, float("-inf"))
+    expected = (scores.softmax(-1) @ v).transpose(0, 1)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     (output * weight).sum().backward()
     (expected * weight).sum().backward()
     for mine, other in zip(ours, theirs, strict=True):
