@@ -26,7 +26,6 @@ def prepare(config: Config, new_run: bool = True) -> Config:
     check_model_dir(config.text.model_name)
     _check_datasets(config)
     _fix_paths(config)
-    _check_device(config)
     _check_heads(config)
     return config
 
@@ -40,17 +39,6 @@ def _fix_paths(config: Config) -> None:
         entry.annotation_path = str(Path(entry.annotation_path).absolute())
         if entry.data_path:
             entry.data_path = str(Path(entry.data_path).absolute())
-
-
-def _check_device(config: Config) -> None:
-    if config.cluster.device != "cuda" or config.cluster.address != "local":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "cluster.device=cuda, but PyTorch finds no usable GPU on this host; set cluster.device=cpu or auto"
-        )
 
 
 def _check_datasets(config: Config) -> None:

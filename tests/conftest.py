@@ -17,3 +17,13 @@ def made_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.helpers.tiny import save_model
 
     return str(save_model(Path(tmp_path_factory.mktemp("models")) / "made"))
+
+
+@pytest.fixture(scope="session")
+def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded default's model and dataset."""
+    from dhp.assets import make_tiny_assets
+
+    folder = tmp_path_factory.mktemp("assets")
+    make_tiny_assets(folder)
+    return folder

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
+import torch
 from ray.util.placement_group import remove_placement_group
 
 from dhp.cluster.actor_group import ActorGroup
@@ -46,8 +47,10 @@ class Cluster:
         self._stack = ExitStack()
 
     def __enter__(self) -> Cluster:
+        layout = self._layout
+        if layout.device == "cuda" and layout.address == LOCAL:
+            choose_device("cuda", torch.cuda.device_count())  # known without starting Ray
         with ExitStack() as stack:  # whatever fails in here takes down what stands already
-            layout = self._layout
             bundles = max(layout.actors.values()) if layout.collocate else sum(layout.actors.values())
             stack.enter_context(ray_session(layout.address, cpus=max(bundles, os.cpu_count() or 1)))
             gpus = cluster_gpus()
@@ -101,11 +104,11 @@ class Cluster:
 
 
 def choose_device(asked: str, gpus: float) -> str:
-    """cpu or cuda. Raises ConfigError when cuda is asked for and the cluster has no GPU."""
+    """cpu or cuda. Raises ConfigError when cuda is asked for and there is no GPU."""
     if asked == "auto":
         return "cuda" if gpus else "cpu"
     if asked == "cuda" and not gpus:
-        raise ConfigError("cluster.device=cuda, but Ray has registered no GPU; set cluster.device=cpu or auto")
+        raise ConfigError("cluster.device=cuda, but there is no GPU; set cluster.device=cpu or auto")
     return asked
 
 

@@ -24,20 +24,23 @@ _ENVIRONMENT = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
 
 @contextmanager
-def ray_session(address: str, cpus: int) -> Iterator[None]:
-    """Ray for the time of a run: its own on loopback with `cpus` logical CPUs for address=local, else a running one.
+def ray_session(address: str, cpus: int, gpus: int | None = None) -> Iterator[None]:
+    """Ray for the time of a run: its own on loopback for address=local, else a running one.
+
+    cpus, gpus: logical resources of a Ray of our own; None: the GPUs that Ray finds.
 
     Raises ConfigError when there is no cluster at `address`.
     """
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA visible to actors without a GPU
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # every failure is reported by us, once
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "dhp"}
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
         with _own_sigterm():
             if address == LOCAL:
                 with _on_loopback():  # workers inherit the environment; a runtime_env would only delay them
-                    ray.init(address=LOCAL, num_cpus=cpus, include_dashboard=False, **common)
+                    ray.init(address=LOCAL, num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **common)
             else:
                 _attach(address, common)
         yield

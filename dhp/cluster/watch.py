@@ -111,7 +111,9 @@ def _death(entry: Watched, error: RayActorError, names: Mapping[str, str]) -> st
 
 
 def _stuck(waiting: Sequence[Watched], timeout_s: float) -> str:
-    shown = "; ".join(f"{entry.who} in {entry.what}" for entry in waiting[:6])
+    # Each actor works in order: what it hangs in is the first of its open calls.
+    first = {entry.who: entry.what for entry in reversed(waiting)}
+    shown = "; ".join(f"{who} in {first[who]}" for who in sorted(first))
     return (
         f"no call finished for {timeout_s:g} s. Unfinished: {shown}. A slow step needs a larger "
         "cluster.step_timeout_s (a slow start a larger cluster.start_timeout_s); a rank that waits for another one "

@@ -1,0 +1,90 @@
+"""Runs through the real entry, in processes of their own, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 240  # against hangs; nothing here should take a quarter of it
+MARK = "DHP_TEST_RUN"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+    left: tuple[str, ...]  # command lines of its processes that were still there some seconds after its end
+
+
+def train(*arguments: str, meanwhile: Callable[[subprocess.Popen[str]], None] | None = None) -> Outcome:
+    """`python -m dhp.train_ray` with the arguments; `meanwhile` is called with the started process."""
+    mark = uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dhp.train_ray", *arguments],
+        cwd=ROOT,
+        env={**os.environ, MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        if meanwhile is not None:
+            meanwhile(process)
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    return Outcome(process.returncode, stdout, stderr, _left(mark))
+
+
+def tiny(assets: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """Arguments of a run of the embedded default with ready-made assets."""
+    return ["--config-name=tiny", f"tiny_assets={assets}", f"run_dir={run_dir}", *overrides]
+
+
+def _left(mark: str) -> tuple[str, ...]:
+    """Ray's processes take a moment to end after their driver."""
+    deadline = time.monotonic() + 20
+    while (found := marked_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return tuple(found.values())
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """Running processes that inherited the mark: command line by process id."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue  # it ended while we looked
+    return {pid: command for pid, command in found.items() if command}
+
+
+def mark_of(process: subprocess.Popen[str]) -> str:
+    """The mark that a process started by `train` carries."""
+    environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    return next(e.decode().partition("=")[2] for e in environment if e.startswith(MARK.encode()))
+
+
+def wait_for_steps(run_dir: Path, steps: int) -> None:
+    """Return when metrics.jsonl has that many lines; raises TimeoutError when it never does."""
+    deadline = time.monotonic() + LIMIT_S
+    metrics = run_dir / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        if metrics.is_file() and len(metrics.read_text().splitlines()) >= steps:
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{metrics} did not reach {steps} lines")

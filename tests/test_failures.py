@@ -1,0 +1,97 @@
+"""What goes wrong during a run ends it with one clear message, status 1, a summary, and nothing of Ray left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.helpers.runs import mark_of, marked_processes, tiny, train, wait_for_steps
+
+FOUR = ["training.batch_size=4", "training.micro_batch_size=2", "training.max_steps=2", "data.shuffle=false"]
+
+
+@pytest.fixture
+def broken_set(tmp_path: Path) -> Path:
+    """Four samples a step for two steps; the sixth one's picture is cut off in the middle."""
+    Image.new("RGB", (60, 60), "red").save(tmp_path / "good.png")
+    (tmp_path / "broken.png").write_bytes((tmp_path / "good.png").read_bytes()[:60])
+    samples = [
+        {
+            "image": "broken.png" if number == 5 else "good.png",
+            "conversations": [{"from": "human", "value": "<image>\nColour?"}, {"from": "gpt", "value": "red"}],
+        }
+        for number in range(8)
+    ]
+    (tmp_path / "set.json").write_text(json.dumps(samples))
+    return tmp_path
+
+
+def on(folder: Path) -> list[str]:
+    registry = "data.data_registry.broken"
+    return [
+        "data.datasets=[broken]",
+        f"{registry}.annotation_path={folder / 'set.json'}",
+        f"{registry}.data_path={folder}",
+        *FOUR,
+    ]
+
+
+def summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def test_a_broken_image_ends_the_run_by_name(tiny_assets: Path, broken_set: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    outcome = train(*tiny(tiny_assets, run_dir, *on(broken_set)))
+    assert outcome.status == 1
+    for told in ("DataError", "broken", "6", "broken.png"):
+        assert told in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert summary(run_dir)["status"] == "failed" and "broken.png" in summary(run_dir)["error"]
+    assert outcome.left == ()
+
+
+def test_a_broken_image_is_skipped_and_counted(tiny_assets: Path, broken_set: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    outcome = train(*tiny(tiny_assets, run_dir, *on(broken_set), "data.on_bad_sample=skip"))
+    assert outcome.status == 0, outcome.stderr
+    assert "skipped: " in outcome.stdout + outcome.stderr and "broken.png" in outcome.stdout + outcome.stderr
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["samples"], line["skipped_samples"]) for line in lines] == [(4, 0), (3, 1)]
+
+
+def kill_a_rank(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    """SIGKILL to one of the run's worker processes, once it trains."""
+    wait_for_steps(run_dir, 1)
+    workers = [pid for pid, command in marked_processes(mark_of(process)).items() if "ray::Worker" in command]
+    os.kill(workers[0], signal.SIGKILL)
+
+
+def test_a_killed_rank_ends_the_run_by_name(tiny_assets: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = tiny(tiny_assets, run_dir, "training.max_steps=1000")
+    outcome = train(*arguments, meanwhile=lambda process: kill_a_rank(run_dir, process))
+    assert outcome.status == 1
+    assert "PartFailed" in outcome.stderr and " rank " in outcome.stderr and "died" in outcome.stderr
+    assert summary(run_dir)["status"] == "failed"
+    assert outcome.left == ()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_so(tiny_assets: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run_dir = tmp_path / "run"
+
+    def interrupt(process: subprocess.Popen[str]) -> None:
+        wait_for_steps(run_dir, 1)
+        process.send_signal(number)
+
+    outcome = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000"), meanwhile=interrupt)
+    assert outcome.status == 130, outcome.stderr
+    assert summary(run_dir)["status"] == "interrupted" and summary(run_dir)["steps"] >= 1
+    assert outcome.left == ()

@@ -1,0 +1,56 @@
+"""What is wrong before any actor starts is found there, with the field, the values and a way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dhp.config.load import compose_config
+from dhp.errors import ConfigError, DhpError
+from dhp.preflight import prepare
+
+
+def check(assets: Path, *overrides: str) -> None:
+    prepare(compose_config("tiny", overrides=[f"tiny_assets={assets}", *overrides]))
+
+
+def test_the_embedded_default_passes(tiny_assets: Path, tmp_path: Path) -> None:
+    check(tiny_assets, f"run_dir={tmp_path / 'new'}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["vision.num_actors=3"], ["heads(4) % ulysses(3) = 1 != 0", "vision.ulysses to one of [1, 2, 4]"]),
+        (["text.num_actors=8"], ["kv_heads(4) % tensor(8) = 4 != 0", "text.tensor to one of [1, 2, 4]"]),
+        (["vision.ulysses=3"], ["ulysses(3)", "num_actors(2)"]),
+        (["training.batch_size=6"], ["batch_size(6)", "micro_batch_size(4)"]),
+        (["vision.model_name=/nowhere/model", "text.model_name=/nowhere/model"], ["/nowhere/model"]),
+        (["data.data_registry.shapes.annotation_path=/nowhere/a.json"], ["annotation_path=/nowhere/a.json"]),
+        (["data.data_registry.shapes.data_path=/nowhere"], ["data_path=/nowhere"]),
+        (["data.datasets=[shape]"], ["shape is not in data.data_registry", "shapes"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_a_mistake_is_told_with_its_values(
+    tiny_assets: Path, tmp_path: Path, overrides: list[str], told: list[str]
+) -> None:
+    with pytest.raises(DhpError) as caught:
+        check(tiny_assets, f"run_dir={tmp_path / 'new'}", *overrides)
+    for part in told:
+        assert part in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_directory_that_holds_a_run_is_refused(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({}))
+    with pytest.raises(ConfigError, match="overwrite"):
+        check(tiny_assets, f"run_dir={tmp_path}")
+    check(tiny_assets, f"run_dir={tmp_path}", "overwrite=true")
+
+
+def test_unknown_keys_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="training.batch_size"):
+        compose_config("tiny", overrides=["training.batchsize=3"])

@@ -1,0 +1,127 @@
+"""The main job as a user runs it: real entry, real actors, real files; against a plain transformers loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from dhp.__main__ import main as dhp
+from tests.helpers.runs import Outcome, tiny, train
+
+STEPS = 3
+SETTINGS = [f"training.max_steps={STEPS}", "training.warmup_ratio=0", "training.log_interval=1"]
+FIELDS = (
+    "step epoch loss grad_norm lr tokens target_tokens vision_tokens samples images step_s data_s tokens_per_s mfu "
+    "memory_bytes comm_bytes dist_ratio pad_ratio skipped_samples"
+).split()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run") / "first"
+
+
+@pytest.fixture(scope="module")
+def outcome(tiny_assets: Path, run_dir: Path) -> Outcome:
+    return train(*tiny(tiny_assets, run_dir, *SETTINGS))
+
+
+@pytest.fixture(scope="module")
+def exported(outcome: Outcome, run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    assert dhp(["export", str(run_dir), str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batches(outcome: Outcome, tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("batches")
+    for step in range(1, STEPS + 1):
+        own = ["inspect", "batch", "--config-name=tiny", f"step={step}", f"out={folder / f'{step}.safetensors'}"]
+        assert dhp([*own, f"tiny_assets={tiny_assets}", *SETTINGS]) == 0
+    return [load_file(folder / f"{step}.safetensors") for step in range(1, STEPS + 1)]
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_completes_and_leaves_what_it_should(outcome: Outcome, run_dir: Path) -> None:
+    assert outcome.status == 0, outcome.stderr
+    assert outcome.left == ()
+    assert [list(line) for line in metrics(run_dir)] == [FIELDS] * STEPS
+    assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["error"] is None and summary["steps"] == STEPS
+    assert summary["first_loss"] == metrics(run_dir)[0]["loss"]
+    assert summary["world"]["vision"]["ulysses"] == 2 and summary["world"]["text"]["tensor"] == 2
+    assert {f.name for f in run_dir.iterdir()} >= {"config.yaml", "tb", "logs", "checkpoints"}
+    assert [f.name for f in (run_dir / "checkpoints").iterdir()] == [f"step_{STEPS}"]
+    assert "step 3/3" in outcome.stderr and "status         completed" in outcome.stdout
+
+
+def plain_step(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
+    """Loss of a step of `inspect`, gradients left on the model: Σ token losses / all targets of the file."""
+    keys = sorted({key.rpartition("/")[0] for key in batch})
+    targets = sum(int((batch[f"{key}/labels"][:, 1:] != -100).sum()) for key in keys)
+    total = 0.0
+    for key in keys:
+        named = {name.rpartition("/")[2]: t for name, t in batch.items() if name.startswith(f"{key}/")}
+        labels = named.pop("labels")
+        logits = model(**named, use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        (loss / targets).backward()
+        total += loss.item() / targets
+    return total
+
+
+def test_every_step_equals_plain_transformers(
+    tiny_assets: Path, run_dir: Path, batches: list[dict[str, Tensor]], exported: Path
+) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(tiny_assets / "model", dtype=torch.float32).train()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3)
+    for batch, told in zip(batches, metrics(run_dir), strict=True):
+        optimizer.zero_grad()
+        assert told["loss"] == pytest.approx(plain_step(model, batch), rel=1e-5)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        assert told["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        optimizer.step()
+    trained = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32)
+    wanted = {name: p.detach() for name, p in model.named_parameters()}
+    apart = sum(float((p.detach() - wanted[n]).pow(2).sum()) for n, p in trained.named_parameters())
+    went = sum(float((p - start[n]).pow(2).sum()) for n, p in wanted.items())
+    assert (apart / went) ** 0.5 < 1e-4
+
+
+def test_an_export_is_an_ordinary_model_directory(exported: Path, run_dir: Path, tiny_assets: Path) -> None:
+    model, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    from dhp.checkpoint.shards import read_shards
+
+    checkpoint = run_dir / "checkpoints" / f"step_{STEPS}"
+    weights = read_shards(checkpoint / "vision") | read_shards(checkpoint / "text")
+    assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Which shape?"}], add_generation_prompt=True)
+    ids = torch.tensor([prompt["input_ids"] if hasattr(prompt, "keys") else prompt])
+    assert model.generate(input_ids=ids, max_new_tokens=4).shape[1] > ids.shape[1]
+    assert dhp(["export", str(run_dir), str(exported)]) == 1  # not over something that is there
+
+
+def test_the_same_configuration_gives_the_same_bits(outcome: Outcome, tiny_assets: Path, run_dir: Path) -> None:
+    again = run_dir.with_name("again")
+    assert train(*tiny(tiny_assets, again, *SETTINGS)).status == 0
+    for field in ("loss", "grad_norm"):
+        assert [line[field] for line in metrics(again)] == [line[field] for line in metrics(run_dir)]
+    for part in ("vision", "text"):
+        for file in (run_dir / "checkpoints" / f"step_{STEPS}" / part).glob("*.safetensors"):
+            mine, theirs = load_file(file), load_file(again / "checkpoints" / f"step_{STEPS}" / part / file.name)
+            assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
