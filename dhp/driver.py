@@ -13,6 +13,7 @@ from typing import Any
 
 from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
 from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.runtime import chosen_address
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.load import to_yaml
 from dhp.config.resolve import micro_batches
@@ -52,7 +53,7 @@ def run(config: Config) -> None:
             actors={"vision": config.vision.num_actors, "text": config.text.num_actors},
             collocate=config.cluster.collocate,
             device=config.cluster.device,
-            address=config.cluster.address,
+            address=chosen_address(config.cluster.address),
             threads=config.cluster.threads_per_actor,
             start_timeout_s=config.cluster.start_timeout_s,
             step_timeout_s=config.cluster.step_timeout_s,

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -16,7 +16,8 @@ from ray._private import ray_constants, services
 
 from dhp.errors import ConfigError
 
-LOCAL, AUTO, CLIENT = "local", "auto", "ray://"
+LOCAL, RUNNING, CLIENT = "local", "auto", "ray://"
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for what `ray job submit` starts
 PROBE_TIMEOUT_S = 5.0
 
 # Tensors go through shared memory and are read in place; without this each is copied and pickled in-band.
@@ -35,8 +36,9 @@ def ray_session(address: str, cpus: int, gpus: int | None = None) -> Iterator[No
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA visible to actors without a GPU
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # every failure is reported by us, once
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "dhp"}
-    with ExitStack() as stack:
-        stack.callback(ray.shutdown)
+    if address != LOCAL:
+        _probe(address)
+    try:
         with _own_sigterm():
             if address == LOCAL:
                 with _on_loopback():  # workers inherit the environment; a runtime_env would only delay them
@@ -44,6 +46,13 @@ def ray_session(address: str, cpus: int, gpus: int | None = None) -> Iterator[No
             else:
                 _attach(address, common)
         yield
+    finally:
+        ray.shutdown()
+
+
+def chosen_address(asked: str) -> str:
+    """`asked`, but for a run submitted as a Ray job the cluster that it was submitted to in place of one of its own."""
+    return RUNNING if asked == LOCAL and SUBMITTED in os.environ else asked
 
 
 def cluster_gpus() -> float:
@@ -53,25 +62,28 @@ def cluster_gpus() -> float:
 
 def _attach(address: str, common: dict[str, Any]) -> None:
     try:
-        _probe(address)
         ray.init(address=address, runtime_env={"env_vars": _ENVIRONMENT}, **common)
-    except (ConnectionError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"cluster.address={address}: no Ray cluster answers there ({error}). "
-            "Start one with `ray start --head`, or set cluster.address=local"
-        ) from error
+    except ConnectionError as error:
+        raise _no_cluster(address, error) from error
 
 
 def _probe(address: str) -> None:
-    """Raise OSError when nothing listens: Ray would try for a minute and then abort the process."""
-    found = address.removeprefix(CLIENT)
-    if found == address:
-        found = services.canonicalize_bootstrap_address(address)
-    host, _, port = found.rpartition(":")
+    """Raise ConfigError when nothing listens there: Ray would try for a minute and then abort the process."""
+    found = address
     try:
+        if not address.startswith(CLIENT):
+            found = services.canonicalize_bootstrap_address(address)
+        host, _, port = found.removeprefix(CLIENT).rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
-    except OSError as error:
-        raise OSError(f"{found}: {error.strerror or error}") from error
+    except OSError as error:  # Ray's ConnectionError is one too
+        raise _no_cluster(address, f"{found}: {error.strerror or error}") from error
+
+
+def _no_cluster(address: str, reason: object) -> ConfigError:
+    return ConfigError(
+        f"cluster.address={address}: no Ray cluster answers there ({reason}). "
+        "Start one with `ray start --head`, or set cluster.address=local"
+    )
 
 
 @contextmanager

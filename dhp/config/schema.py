@@ -137,7 +137,8 @@ class ClusterConfig:
     """The Ray cluster that the actors run on."""
 
     address: str = "local"
-    """local (a Ray of this run's own) | auto (the running cluster) | ray://host:port | host:port."""
+    """local (a Ray of this run's own; in a submitted Ray job, the job's cluster) | auto (the running cluster) |
+    ray://host:port | host:port."""
 
     collocate: bool = True
     """Vision and text actors share devices; false gives each actor one of its own."""

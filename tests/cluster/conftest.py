@@ -1,0 +1,15 @@
+"""One Ray for all tests of this folder: four logical CPUs, two logical GPUs, loopback only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="package")
+def local_ray() -> Iterator[None]:
+    from dhp.cluster.runtime import LOCAL, ray_session
+
+    with ray_session(LOCAL, cpus=4, gpus=2):
+        yield

@@ -1,0 +1,187 @@
+"""Actor groups and the dataset actor on a real Ray: born whole, called together, ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.dataset_actor import DatasetActor
+from dhp.cluster.dispatch import per_rank
+from dhp.cluster.placement import plan_placement, reserve
+from dhp.cluster.watch import wait_all
+from dhp.cluster.worker import GroupSettings
+from dhp.errors import DataError, ModelError, PartFailed
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+WAIT_S = 120.0
+
+
+class Trainer:
+    """Verbs with none, one and several results."""
+
+    def __init__(self, base: int):
+        import torch
+        import torch.distributed as dist
+
+        self.rank = dist.get_rank()
+        ranks = torch.tensor([1.0])
+        dist.all_reduce(ranks)
+        self.base, self.size = base, int(ranks)
+
+    def about(self) -> dict[str, Any]:
+        return {"rank": self.rank, "size": self.size, "base": self.base}
+
+    def nothing(self) -> None:
+        print(f"rank {self.rank} was here")
+
+    def several(self, own: int, shared: int) -> tuple[int, ...]:
+        return tuple(own * 10 + k for k in range(shared))
+
+    def spread(self, count: int) -> tuple[int, ...]:
+        return tuple(range(count))
+
+    def fail_on(self, rank: int) -> None:
+        if self.rank == rank:
+            raise KeyError("lost")
+
+    def die_on(self, rank: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+
+def refuse(*_: Any) -> None:
+    raise ModelError("no such model")
+
+
+@pytest.fixture(scope="module")
+def make_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from ray.util.placement_group import remove_placement_group
+
+    plan = plan_placement({"vision": 2}, collocate=True, gpus=0)
+    reserved = reserve(plan, WAIT_S)
+    made: list[ActorGroup] = []
+    logs = tmp_path_factory.mktemp("logs")
+
+    def make() -> ActorGroup:
+        for old in made:
+            old.stop()
+        settings = GroupSettings("vision", 2, "gloo", 1, 60.0, str(logs), True)
+        made.append(ActorGroup(settings, plan.slots["vision"], reserved))
+        made[-1].logs = logs
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.stop()
+    remove_placement_group(reserved)
+
+
+@pytest.fixture(scope="module")
+def group(make_group: Any) -> ActorGroup:
+    started = make_group()
+    started.start(Trainer, 5)
+    wait_all(started.take_watched(), WAIT_S)
+    return started
+
+
+def test_a_group_is_born_with_its_process_group(group: ActorGroup) -> None:
+    told = group.execute_all("about", timeout_s=WAIT_S)
+    assert told == [{"rank": rank, "size": 2, "base": 5} for rank in (0, 1)]
+
+
+def test_results_come_as_one_ref_each(group: ActorGroup) -> None:
+    import ray
+
+    refs = group.execute_all_async("several", per_rank([1, 2]), 3, returns=3)
+    assert [ray.get(of_rank) for of_rank in refs] == [[10, 11, 12], [20, 21, 22]]
+    refs = group.execute_all_async("spread", per_rank([2, 0]), returns=per_rank([2, 0]))
+    assert [ray.get(of_rank) for of_rank in refs] == [[0, 1], []]
+    wait_all(group.take_watched(), WAIT_S)
+
+
+def test_every_call_is_watched_once(group: ActorGroup) -> None:
+    group.execute_all_async("nothing", returns=0)
+    group.execute_all_async("about")
+    taken = group.take_watched()
+    assert [(w.who, w.what) for w in taken] == [
+        (f"vision rank {rank}", method) for method in ("nothing", "about") for rank in (0, 1)
+    ]
+    assert len({w.actor for w in taken}) == 2
+    assert group.take_watched() == []
+    wait_all(taken, WAIT_S)
+
+
+def test_what_a_rank_prints_is_in_its_own_file(group: ActorGroup) -> None:
+    group.execute_all("nothing", timeout_s=WAIT_S, returns=0)
+    for rank in (0, 1):
+        assert f"rank {rank} was here" in (group.logs / f"vision-{rank}.log").read_text()
+
+
+def test_a_rank_that_raises_is_named_and_the_others_stay_usable(group: ActorGroup) -> None:
+    with pytest.raises(PartFailed, match=r"^vision rank 1 failed in fail_on: KeyError: 'lost'\n"):
+        group.execute_all("fail_on", 1, timeout_s=WAIT_S, returns=0)
+    assert len(group.execute_all("about", timeout_s=WAIT_S)) == 2
+
+
+def test_a_rank_that_dies_in_a_collective_is_named(group: ActorGroup) -> None:
+    """The last test of `group`: its other rank waits in the collective or has lost its connection."""
+    with pytest.raises(PartFailed, match="^vision rank 0 died during die_on: "):
+        group.execute_all("die_on", 0, timeout_s=WAIT_S, returns=0)
+
+
+def test_a_trainer_that_cannot_be_made_says_why(make_group: Any) -> None:
+    made = make_group()
+    made.start(refuse)
+    with pytest.raises(ModelError, match="^no such model$"):
+        wait_all(made.take_watched(), WAIT_S)
+
+
+class Feed:
+    steps_per_epoch = 7
+
+    def step(self, step: int) -> Any:
+        if step == 9:
+            raise DataError("dataset 'made', element 1: broken")
+        two = lambda kind: tuple(tuple(f"{kind} {step} {m} {n}" for n in range(2)) for m in range(3))
+        return SimpleNamespace(info=f"info {step}", vision=two("v"), text=tuple(row[:1] for row in two("t")))
+
+
+def no_feed() -> None:
+    raise DataError("a.json: malformed JSON at line 3")
+
+
+def test_the_dataset_actor_hands_out_refs_in_the_shape_of_the_parts() -> None:
+    import ray
+
+    actor = DatasetActor(Feed, shape=(3, 2, 1))
+    try:
+        assert actor.describe("steps_per_epoch", WAIT_S) == 7
+        info, vision, text = actor.next(4)
+        assert ray.get(info) == "info 4"
+        assert [ray.get(row) for row in vision] == [[f"v 4 {m} 0", f"v 4 {m} 1"] for m in range(3)]
+        assert [ray.get(row) for row in text] == [[f"t 4 {m} 0"] for m in range(3)]
+        assert [w.what for w in actor.take_watched()] == ["opening the datasets", "reading step 5"]
+        actor.next(9)
+        with pytest.raises(DataError, match="^dataset 'made', element 1: broken$"):
+            wait_all(actor.take_watched(), WAIT_S)
+    finally:
+        actor.stop()
+
+
+def test_datasets_that_cannot_be_opened_are_told_as_they_are() -> None:
+    actor = DatasetActor(no_feed, shape=(1, 1, 1))
+    try:
+        with pytest.raises(DataError, match="^a.json: malformed JSON at line 3$"):
+            wait_all(actor.take_watched(), WAIT_S)
+    finally:
+        actor.stop()

@@ -1,0 +1,71 @@
+"""A Ray of our own stays on this host; a missing one is told at once; signals stay ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from dhp.cluster.runtime import cluster_gpus, ray_session
+from dhp.errors import ConfigError
+
+LISTEN = "0A"  # the state of a listening socket in /proc/net/tcp
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def listening_addresses(marked_by: str) -> set[str]:
+    """Addresses, as /proc/net/tcp writes them, on which processes of a Ray session listen."""
+    inodes = set()
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name == str(os.getpid()) or marked_by in (folder / "cmdline").read_text():
+                inodes |= {os.readlink(fd) for fd in (folder / "fd").iterdir()}
+        except OSError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
+@pytest.mark.usefixtures("local_ray")
+def test_a_local_ray_listens_on_loopback_only() -> None:
+    import ray
+
+    session = Path(ray.get_runtime_context().get_session_name()).name
+    found = listening_addresses(session)
+    assert found and found <= LOOPBACK
+    assert ray.util.get_node_ip_address() == "127.0.0.1"
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_logical_gpus_are_counted() -> None:
+    assert cluster_gpus() == 2.0
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_sigterm_is_left_to_whoever_handled_it() -> None:
+    """`ray.init` brings a handler that ends the process; Python's default must be back."""
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_nothing_listens_is_a_mistake_told_at_once(scheme: str) -> None:
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    with pytest.raises(ConfigError) as caught, ray_session(address, cpus=1):
+        pass
+    told = str(caught.value)
+    assert told.startswith(f"cluster.address={address}: no Ray cluster answers there")
+    assert "ray start --head" in told and "cluster.address=local" in told

@@ -1,0 +1,124 @@
+"""Waiting: the first failure of any actor becomes one message that names who failed; nothing waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dhp.cluster.process import named_errors
+from dhp.cluster.watch import RankRaised, Watched, fetch, wait_all
+from dhp.errors import DataError, PartFailed
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+class Rank:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def hand_on(self, *values: Any) -> int:
+        return len(values)
+
+    def sleep(self) -> None:
+        time.sleep(600)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def refuse(self) -> None:
+        raise DataError("dataset 'shapes', element 3: no picture")
+
+    def stumble(self) -> None:
+        with named_errors("vision rank 1", "forward_step"):
+            raise ZeroDivisionError("unforeseen")
+
+    def lose_neighbour(self) -> None:
+        with named_errors("vision rank 1", "forward_step"):
+            raise RuntimeError("Connection closed by peer")
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Any]]:
+    import ray
+
+    made = [ray.remote(Rank).options(num_cpus=0, max_restarts=0).remote() for _ in range(2)]
+    yield made
+    for actor in made:
+        ray.kill(actor)
+
+
+def watched(ranks: list[Any], rank: int, method: str, *arguments: Any) -> Watched:
+    actor = ranks[rank]
+    return Watched(f"vision rank {rank}", method, getattr(actor, method).remote(*arguments), actor._actor_id.hex())
+
+
+def failure(entries: list[Watched], timeout_s: float = 60.0) -> PartFailed:
+    with pytest.raises(PartFailed) as caught:
+        wait_all(entries, timeout_s)
+    assert type(caught.value) is PartFailed  # what a person reads has one name
+    return caught.value
+
+
+def test_it_returns_when_all_calls_have_worked(ranks: list[Any]) -> None:
+    entries = [watched(ranks, rank, "pid") for rank in (0, 1)]
+    wait_all(entries, 60.0)
+    assert fetch(entries[0], 60.0) != fetch(entries[1], 60.0)
+    wait_all([], 0.0)
+
+
+def test_an_error_meant_for_a_person_comes_through_as_it_is_while_others_hang(ranks: list[Any]) -> None:
+    entries = [watched(ranks, 0, "sleep"), watched(ranks, 1, "refuse")]
+    with pytest.raises(DataError) as caught:
+        wait_all(entries, 60.0)
+    assert str(caught.value) == "dataset 'shapes', element 3: no picture"
+
+
+def test_an_unforeseen_error_names_the_rank_and_keeps_its_traceback(ranks: list[Any]) -> None:
+    told = str(failure([watched(ranks, 0, "pid"), watched(ranks, 1, "stumble")]))
+    assert told.startswith("vision rank 1 failed in forward_step: ZeroDivisionError: unforeseen\nTraceback")
+
+
+def test_who_waits_for_a_failed_result_is_not_blamed(ranks: list[Any]) -> None:
+    broken = watched(ranks, 1, "stumble")
+    dependent = watched(ranks, 0, "hand_on", broken.ref)
+    assert str(failure([dependent, broken])).startswith("vision rank 1 failed in forward_step")
+    assert str(failure([dependent])).startswith("vision rank 1 failed in forward_step")
+
+
+def test_a_dead_actor_is_named_while_others_hang(ranks: list[Any]) -> None:
+    told = str(failure([watched(ranks, 0, "sleep"), watched(ranks, 1, "die")]))
+    assert told.startswith("vision rank 1 died during die: ")
+    assert "ran out of memory" in told and "logs/" in told
+
+
+def test_a_broken_connection_is_told_as_the_death_behind_it(ranks: list[Any]) -> None:
+    told = str(failure([watched(ranks, 1, "lose_neighbour"), watched(ranks, 0, "die")]))
+    assert told.startswith("vision rank 0 died during die: ")
+
+
+def test_who_waits_for_a_dead_actor_is_not_taken_for_it(ranks: list[Any]) -> None:
+    dead = watched(ranks, 1, "die")
+    dependent = watched(ranks, 0, "hand_on", dead.ref)
+    assert "vision rank 1 died" in str(failure([dependent, dead]))
+
+
+def test_no_answer_names_the_call_that_each_actor_is_in(ranks: list[Any]) -> None:
+    entries = [watched(ranks, rank, method) for rank in (0, 1) for method in ("sleep", "pid")]
+    told = str(failure(entries, 0.5))
+    assert "no call finished for 0.5 s. Unfinished: vision rank 0 in sleep; vision rank 1 in sleep. " in told
+    assert "cluster.step_timeout_s" in told
+
+
+def test_errors_are_named_where_they_are_raised() -> None:
+    with (
+        pytest.raises(RankRaised, match=r"text rank 0 failed in save: OSError: disk full"),
+        named_errors("text rank 0", "save"),
+    ):
+        raise OSError("disk full")
+    with pytest.raises(DataError, match="as it is"), named_errors("text rank 0", "save"):
+        raise DataError("as it is")

@@ -1,0 +1,111 @@
+"""One step with recorded calls: every ref goes to the rank it belongs to, and to no other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dhp.cluster.dispatch import PerRank, spread
+from dhp.parallel.mesh import Degrees
+from dhp.parts import Batch, TextPart, make_parts
+from dhp.schedule import TEXT, VISION, sequential
+from dhp.step import StepRefs, train_step
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as one rank got it."""
+
+    part: str
+    rank: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class FakeGroup:
+    """Stands in for an actor group: writes down what each rank gets, answers with names for refs."""
+
+    def __init__(self, part: str, size: int, log: list[Call]):
+        self.part, self.size, self.log = part, size, log
+
+    def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[str]]:
+        counts = [count for (count,) in spread((returns,), self.size)]
+        given = spread(arguments, self.size)
+        self.log += [Call(self.part, rank, method, given[rank]) for rank in range(self.size)]
+        micro = f"{given[0][0]}" if method in ("forward_step", "backward_step") else ""
+        name = {"forward_step": "e", "backward_step": "g"}.get(method, method)
+        return [[f"{name}{micro}:{self.part}{rank}->{k}" for k in range(counts[rank])] for rank in range(self.size)]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    calls: list[Call]
+    refs: StepRefs
+
+    def of(self, part: str, method: str) -> list[tuple[Any, ...]]:
+        """Arguments of that method, rank after rank, call after call."""
+        return [call.arguments for call in self.calls if (call.part, call.method) == (part, method)]
+
+
+def step(vision: int, text: Degrees, micro_batches: int = 1) -> Recorded:
+    calls: list[Call] = []
+    parts = make_parts(FakeGroup("v", vision, calls), FakeGroup("t", text.world, calls), text, micro_batches)
+    batch = Batch(
+        "info",
+        [[f"pixels{m}:{v}" for v in range(vision)] for m in range(micro_batches)],
+        [[f"rows{m}:{d}" for d in range(text.data)] for m in range(micro_batches)],
+    )
+    return Recorded(calls, train_step(parts, sequential(micro_batches), batch))
+
+
+def test_each_vision_rank_gets_its_own_pixels() -> None:
+    recorded = step(vision=2, text=Degrees(tensor=2), micro_batches=2)
+    assert recorded.of("v", "forward_step") == [(m, f"pixels{m}:{v}") for m in (0, 1) for v in (0, 1)]
+
+
+def test_a_replica_gets_its_rows_and_its_embeddings_from_every_vision_rank_on_all_its_tensor_ranks() -> None:
+    recorded = step(vision=3, text=Degrees(data=2, tensor=2))
+    of_replica = [(0, f"rows0:{d}", *(f"e0:v{v}->{d}" for v in range(3))) for d in (0, 1)]
+    assert recorded.of("t", "forward_step") == [of_replica[0], of_replica[0], of_replica[1], of_replica[1]]
+
+
+def test_only_the_first_tensor_rank_hands_over_and_gradients_return_to_who_sent_the_embeddings() -> None:
+    recorded = step(vision=2, text=Degrees(data=2, tensor=2))
+    assert recorded.of("t", "backward_step") == [(0, True, lead) for lead in (True, False, True, False)]
+    # Text ranks 0 and 2 lead replicas 0 and 1; result number v is vision rank v's.
+    expected = [(0, f"pixels0:{v}", f"g0:t0->{v}", f"g0:t2->{v}") for v in (0, 1)]
+    assert recorded.of("v", "backward_step") == expected
+
+
+def test_text_sums_its_gradients_after_the_last_micro_batch_only() -> None:
+    recorded = step(vision=1, text=Degrees(), micro_batches=3)
+    assert [arguments[:2] for arguments in recorded.of("t", "backward_step")] == [(0, False), (1, False), (2, True)]
+
+
+def test_the_norm_of_both_parts_goes_to_every_rank() -> None:
+    recorded = step(vision=2, text=Degrees(tensor=2))
+    assert recorded.of("v", "grad_norm_sq") == recorded.of("t", "grad_norm_sq") == [("info",)] * 2
+    both = ("info", "grad_norm_sq:v0->0", "grad_norm_sq:t0->0")
+    assert recorded.of("v", "optimizer_step") == recorded.of("t", "optimizer_step") == [both] * 2
+
+
+def test_a_step_answers_with_the_report_of_every_rank() -> None:
+    recorded = step(vision=1, text=Degrees(tensor=2))
+    assert recorded.refs == StepRefs(
+        "info", {VISION: ["optimizer_step:v0->0"], TEXT: ["optimizer_step:t0->0", "optimizer_step:t1->0"]}
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_calls_are_submitted_in_the_order_of_the_schedule(micro_batches: int) -> None:
+    recorded = step(vision=1, text=Degrees(), micro_batches=micro_batches)
+    there_and_back = [("v", "forward_step"), ("t", "forward_step"), ("t", "backward_step"), ("v", "backward_step")]
+    update = [("v", "grad_norm_sq"), ("t", "grad_norm_sq"), ("v", "optimizer_step"), ("t", "optimizer_step")]
+    assert [(c.part, c.method) for c in recorded.calls] == there_and_back * micro_batches + update
+
+
+def test_leaders_are_the_first_tensor_ranks() -> None:
+    part = TextPart(FakeGroup("t", 4, []), Degrees(data=2, tensor=2), vision_ranks=1, micro_batches=1)
+    assert part.leaders(["r0", "r1", "r2", "r3"]) == ["r0", "r2"]
