@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     command: Callable[[Sequence[str]], int] = import_module(f"dhp.cli.{name}").main
     try:
         return command(rest)
-    except DhpError as error:
+    except (DhpError, OSError) as error:  # an OSError names the file
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
 

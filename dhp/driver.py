@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
@@ -19,13 +20,14 @@ from dhp.config.load import to_yaml
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import make_run_dir
 from dhp.config.schema import Config
+from dhp.errors import ConfigError
 from dhp.feed import make_feed
 from dhp.messages import PartReport, StepInfo
 from dhp.models.registry import auxiliary_files
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 from dhp.parts import Batch, make_parts
-from dhp.schedule import TEXT, VISION, sequential
+from dhp.schedule import SCHEDULES, TEXT, VISION
 from dhp.step import StepRefs, train_step
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
@@ -47,6 +49,7 @@ class Pending:
 def run(config: Config) -> None:
     """Train as configured. `config` went through `dhp.preflight.prepare`. Raises DhpError; leaves no Ray process."""
     run_dir = make_run_dir(config)
+    _make_checkpoint_dir(config)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     with Recorder(run_dir, config.training.log_interval, _world(config)) as recorder, _interruptible():
         layout = Layout(
@@ -100,7 +103,7 @@ class Driver:
         wait_all([w for group in cluster.groups.values() for w in group.take_watched()], started_s)
         groups = cluster.groups
         self.parts = make_parts(groups["vision"], groups["text"], degrees(config.text), self._micro_batches)
-        self.schedule = sequential(self._micro_batches)
+        self.schedule = SCHEDULES[config.training.schedule](self._micro_batches)
         self.recorder.begin(self.steps)
 
     def _submit(self, step: int) -> Pending:
@@ -157,6 +160,17 @@ class Driver:
             group.execute_all("save", str(folder / name), timeout_s=self._timeout_s, returns=0)
         about = {"step": self.steps, "model_name": model_name, "parts": list(self.cluster.groups)}
         return finish_checkpoint(folder, about, auxiliary_files(model_name))
+
+
+def _make_checkpoint_dir(config: Config) -> None:
+    """Now, not after hours of training, is the time to learn that it cannot be written."""
+    folder = Path(str(config.training.checkpoint_dir))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"training.checkpoint_dir={folder} cannot be written ({error}); choose another") from error
 
 
 def _world(config: Config) -> dict[str, dict[str, Any]]:

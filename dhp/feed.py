@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from dhp.data.preprocess import Preprocessor
 from dhp.data.sample import IGNORED, Sample
 from dhp.data.sampler import BatchLayout
 from dhp.data.source import BatchSource, DatasetEntry, StepSamples, open_dataset
+from dhp.errors import ModelError
 from dhp.messages import StepData, StepInfo, TextInput, VisionInput
 from dhp.models.family import Family, ImageLayout
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
@@ -50,6 +52,7 @@ def make_feed(settings: FeedSettings) -> Feed:
     """
     family = load_family(settings.model_name)
     tokenizer = load_tokenizer(settings.model_name)
+    _check_vocabulary(settings.model_name, tokenizer, family)
     preprocess = Preprocessor(
         tokenizer,
         load_image_processor(settings.model_name),
@@ -69,6 +72,17 @@ def make_feed(settings: FeedSettings) -> Feed:
     )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return Feed(source, family, pad or 0, settings.replicas, settings.ranks)
+
+
+def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
+    """A vocabulary split over tensor ranks finds an id beyond its end on no rank: a zero embedding, a wrong loss."""
+    largest, rows = max(tokenizer.get_vocab().values()), family.config.get_text_config().vocab_size
+    if largest >= rows:
+        raise ModelError(
+            f"{model_name}: the tokenizer gives ids up to {largest}, but the model's vocabulary has {rows} rows, so "
+            f"largest id({largest}) < rows({rows}) fails. Use the tokenizer that was saved with the model, or enlarge "
+            "the model with resize_token_embeddings() and save it again."
+        )
 
 
 @dataclass(frozen=True)

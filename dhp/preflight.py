@@ -22,7 +22,12 @@ def prepare(config: Config, new_run: bool = True) -> Config:
     if config.tiny_assets is not None:
         from dhp.assets import make_tiny_assets
 
-        make_tiny_assets(Path(config.tiny_assets))
+        try:
+            make_tiny_assets(Path(config.tiny_assets))
+        except OSError as error:
+            raise ConfigError(
+                f"tiny_assets={config.tiny_assets} cannot be written ({error}); choose another"
+            ) from error
     check_model_dir(config.text.model_name)
     _check_datasets(config)
     _fix_paths(config)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from dhp.data.sampler import BatchLayout
+from dhp.errors import ModelError
+from dhp.feed import FeedSettings
+from dhp.feed import make_feed as make_real_feed
 from dhp.messages import StepData
 from dhp.models.registry import load_family
+from dhp.models.tiny import make_tiny_model
 from dhp.parallel.mesh import Degrees
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, make_feed
@@ -109,3 +117,16 @@ def test_inputs_for_a_plain_model_are_what_the_ranks_get(made_model: str) -> Non
         "1/1/pixel_values",
     }
     assert load_family(made_model).image_token_id == 505
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    """Over tensor ranks such a token would be embedded as zeros, where a plain model stops with an IndexError."""
+    folder = str(make_tiny_model(tmp_path / "model", ["a line of text", "and another one"]))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = load_family(folder).config.get_text_config().vocab_size
+    tokenizer.add_tokens([f"<extra {n}>" for n in range(rows - len(tokenizer) + 1)])
+    tokenizer.save_pretrained(folder)
+    layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
+    settings = FeedSettings(folder, (), {}, layout, 1, 1, None, None, 0, False, "error", 0)
+    with pytest.raises(ModelError, match=f"ids up to {rows}, but the model's vocabulary has {rows} rows"):
+        make_real_feed(settings)

@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dhp.errors import CheckpointError
 
@@ -26,14 +27,10 @@ def save_shards(model: nn.Module, folder: Path, rank: int) -> tuple[str, ...]:
     pieces: dict[str, Tensor] = {}
     places: dict[str, dict[str, list[int]]] = {}
     for name, parameter in model.named_parameters():
-        sharded = isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements)
+        sharded = isinstance(parameter, DTensor) and not all(p.is_replicate() for p in parameter.placements)
         if rank and not sharded:
             continue
-        offset = (0,) * parameter.ndim
-        local = parameter.detach()
-        if isinstance(local, DTensor):
-            _, offset = compute_local_shape_and_global_offset(local.shape, local.device_mesh, local.placements)
-            local = local.to_local()
+        local, offset = _own_piece(parameter.detach())
         pieces[name] = local.cpu().contiguous()
         places[name] = {"shape": list(parameter.shape), "offset": list(offset)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,8 +59,7 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
             for name, place in places.items():
                 piece = file.get_tensor(name)
                 target = whole.setdefault(name, torch.empty(place["shape"], dtype=piece.dtype))
-                span = tuple(slice(o, o + n) for o, n in zip(place["offset"], piece.shape, strict=True))
-                target[span] = piece
+                _place(piece, target, place, f"{weights}: {name}")
                 filled[name] = filled.get(name, 0) + piece.numel()
     for name, tensor in whole.items():
         if filled[name] != tensor.numel():
@@ -72,3 +68,25 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
                 f"has {tensor.numel()}: a rank's file is missing or was added twice"
             )
     return whole
+
+
+def _own_piece(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's slice of a weight, and where in the whole it begins."""
+    if not isinstance(weight, DTensor):
+        return weight, (0,) * weight.ndim
+    # A rank of a fused weight holds a slice of each half, which is no block of the whole: exchanged for one here,
+    # on all tensor ranks at once.
+    blocks = tuple(Shard(p.dim) if isinstance(p, _StridedShard) else p for p in weight.placements)
+    weight = weight.redistribute(placements=blocks)
+    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return weight.to_local(), tuple(offset)
+
+
+def _place(piece: Tensor, whole: Tensor, place: dict[str, list[int]], where: str) -> None:
+    ends = [o + n for o, n in zip(place["offset"], piece.shape, strict=True)]
+    if list(whole.shape) != place["shape"] or any(e > n for e, n in zip(ends, whole.shape, strict=True)):
+        raise CheckpointError(
+            f"{where}: a piece of shape {list(piece.shape)} at {place['offset']} of {place['shape']} does not fit the "
+            f"weight's {list(whole.shape)}: the files belong to different checkpoints"
+        )
+    whole[tuple(slice(o, e) for o, e in zip(place["offset"], ends, strict=True))] = piece

@@ -14,7 +14,7 @@ from dhp.models.whole import save_whole
 def main(arguments: Sequence[str]) -> int:
     """Put the parts of a checkpoint together and write them where plain transformers can load them."""
     parser = argparse.ArgumentParser(prog="python -m dhp export", description=main.__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a run directory (its newest checkpoint is taken) or a checkpoint")
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run directory: its newest one")
     parser.add_argument("out_dir", type=Path, help="a new or empty directory")
     given = parser.parse_args(arguments)
     checkpoint = find_checkpoint(given.checkpoint)

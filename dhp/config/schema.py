@@ -58,6 +58,10 @@ class TrainingConfig:
     micro_batch_size: int = 1
     """Samples that one text replica holds in one forward pass."""
 
+    schedule: str = "sequential"
+    """Order of a step's micro-batches: sequential (one after the other) | vision_ahead (vision encodes the next one
+    while text works on this one; the same gradients, and one more micro-batch of vision activations in memory)."""
+
     learning_rate: float = 1e-3
     """Peak step size of AdamW, for both parts."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
@@ -54,20 +55,23 @@ def load_part(
     With a `tensor_mesh` of more than one rank, transformers' tensor-parallel plan is applied over it and
     each rank reads only its own slices; its sharded parameters are DTensors on that mesh.
 
-    Raises ModelError when the directory lacks a weight of this part or holds one of another shape.
+    Raises ModelError when the directory lacks a weight of this part, holds one of another shape, or cannot be read.
     """
     base = model_class(model_name)
     part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh))
     sharded = tensor_mesh is not None and tensor_mesh.size() > 1
     distributed = DistributedConfig(tp_size=tensor_mesh.size()) if sharded else None
-    model, info = part.from_pretrained(
-        model_name,
-        dtype=dtype,
-        attn_implementation="sdpa",
-        distributed_config=distributed,
-        ignore_mismatched_sizes=True,  # reported below, by name, instead of by transformers without one
-        output_loading_info=True,
-    )
+    try:
+        model, info = part.from_pretrained(
+            model_name,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            distributed_config=distributed,
+            ignore_mismatched_sizes=True,  # reported below, by name, instead of by transformers without one
+            output_loading_info=True,
+        )
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{model_name}: the weights cannot be read: {error}") from error
     _refuse_incomplete(model_name, info)
     return model.train()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dhp.parallel.collectives import largest_in_place, sum_in_place
@@ -25,7 +25,8 @@ def token_loss_sum(head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows:
     """Σ −log softmax(head(states))[targets], a scalar in float32 (float64 for float64 states).
 
     states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]. `head.weight` is a plain tensor or a
-    DTensor sharded by vocabulary. Raises ValueError for a head with a bias, which no known family has.
+    DTensor, replicated or sharded by vocabulary. Raises ValueError for any other split, and for a head with a bias,
+    which no known family has.
     """
     if head.bias is not None:
         raise ValueError("a head with a bias is not supported; add its gradient here and to the tests first")
@@ -37,8 +38,16 @@ def _own_rows(weight: Tensor) -> tuple[Tensor, int, dist.ProcessGroup | None]:
     """This rank's rows of the head, the first one's token id, and the ranks that hold the others."""
     if not isinstance(weight, DTensor):
         return weight, 0, None
+    own = weight.to_local(grad_placements=weight.placements)
+    if all(placement.is_replicate() for placement in weight.placements):
+        return own, 0, None  # summing over ranks that all hold the whole vocabulary would count it several times
+    if weight.placements != (Shard(0),):
+        raise ValueError(
+            f"the head is split as {weight.placements}, but a vocabulary split over one mesh axis, (Shard(dim=0),), "
+            "is what the loss knows; change the model's tensor-parallel plan for the head"
+        )
     _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return weight.to_local(grad_placements=weight.placements), offset[0], weight.device_mesh.get_group()
+    return own, offset[0], weight.device_mesh.get_group()
 
 
 class _TokenLossSum(torch.autograd.Function):

@@ -90,7 +90,8 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
 
 def _mesh_of(parameter: nn.Parameter) -> torch.distributed.device_mesh.DeviceMesh | None:
     """The mesh over which a parameter's elements differ between ranks, or None when all hold the same."""
-    if isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements):
+    # Not `is_shard`, which denies the interleaved slices of fused weights (`_StridedShard`).
+    if isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements):
         return parameter.device_mesh
     return None
 

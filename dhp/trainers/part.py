@@ -68,6 +68,8 @@ class Part:
             )
         if active:
             self.update.step(lr, coefficient)
+        else:
+            self.update.drop()
         return PartReport(self.rank, loss, norm, lr, self._peak_memory())
 
     def save(self, folder: str) -> tuple[str, ...]:

@@ -55,8 +55,6 @@ class TextTrainer:
         """Clip by the joint norm of all parts and update; the report carries this replica's share of the loss."""
         loss = float(torch.stack(self._losses).sum())
         self._losses.clear()
-        if info.target_tokens == 0:
-            self.part.update.drop()
         return self.part.finish_step(info, norms_sq, loss, active=info.target_tokens > 0)
 
     def save(self, folder: str) -> tuple[str, ...]:

@@ -23,8 +23,6 @@ from tests.helpers.oracle import Oracle, Step
 def compare(config: Config, device: str) -> dict[str, Any]:
     """Largest relative deviation of loss and gradient norm over the steps; distance of the final weights from the
     plain model's over the distance that training went; median step of both, seconds, the first step left out.
-
-    The configuration needs a constant learning rate without warm-up, which is what the plain loop does.
     """
     config = prepare(config)
     run(config)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dhp.checkpoint.shards import read_shards, save_shards
 from dhp.errors import CheckpointError
@@ -41,6 +42,30 @@ def test_pieces_of_two_ranks_make_the_whole(tmp_path: Path) -> None:
     assert places[0]["0.weight"] == {"shape": [5, 6], "offset": [0, 0]}
     assert places[1]["0.weight"] == {"shape": [5, 6], "offset": [3, 0]}  # 5 rows over 2 ranks: 3 and 2
     assert "1.weight" in places[0] and "1.weight" not in places[1]  # what all hold is written once
+
+
+def _save_fused(folder: Path) -> tuple[str, ...]:
+    mesh, model = init_device_mesh("cpu", (2,)), nn.Linear(3, 8, bias=False)
+    halves = distribute_tensor(torch.arange(24.0).view(8, 3), mesh, [_StridedShard(0, split_factor=2)])
+    model.weight = nn.Parameter(halves)
+    assert halves.to_local()[:, 0].tolist() == ([0, 3, 12, 15], [6, 9, 18, 21])[mesh.get_local_rank()]
+    return save_shards(model, folder, mesh.get_local_rank())
+
+
+def test_a_fused_weight_of_which_each_rank_holds_a_slice_of_both_halves(tmp_path: Path) -> None:
+    run_on_ranks(_save_fused, 2, tmp_path)
+    assert torch.equal(read_shards(tmp_path)["weight"], torch.arange(24.0).view(8, 3))
+
+
+@pytest.mark.parametrize("place", [{"offset": [4, 0]}, {"shape": [9, 6]}], ids=["beyond the end", "another weight"])
+def test_a_piece_that_does_not_fit(tmp_path: Path, place: dict[str, list[int]]) -> None:
+    run_on_ranks(_save_sharded, 2, tmp_path)
+    file = tmp_path / "rank_00001.json"
+    places = json.loads(file.read_text())
+    places["0.weight"] |= place
+    file.write_text(json.dumps(places))
+    with pytest.raises(CheckpointError, match=r"0\.weight: a piece of shape \[2, 6\] .* does not fit .*\[5, 6\]"):
+        read_shards(tmp_path)
 
 
 def test_a_lost_piece_is_noticed(tmp_path: Path) -> None:

@@ -11,27 +11,7 @@ import pytest
 
 from dhp.cluster.runtime import cluster_gpus, ray_session
 from dhp.errors import ConfigError
-
-LISTEN = "0A"  # the state of a listening socket in /proc/net/tcp
-LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-
-
-def listening_addresses(marked_by: str) -> set[str]:
-    """Addresses, as /proc/net/tcp writes them, on which processes of a Ray session listen."""
-    inodes = set()
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name == str(os.getpid()) or marked_by in (folder / "cmdline").read_text():
-                inodes |= {os.readlink(fd) for fd in (folder / "fd").iterdir()}
-        except OSError:
-            continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == LISTEN and f"socket:[{fields[9]}]" in inodes:
-                found.add(fields[1].partition(":")[0])
-    return found
+from tests.helpers.sockets import LOOPBACK, listening_addresses, processes_naming
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
@@ -40,7 +20,7 @@ def test_a_local_ray_listens_on_loopback_only() -> None:
     import ray
 
     session = Path(ray.get_runtime_context().get_session_name()).name
-    found = listening_addresses(session)
+    found = listening_addresses([os.getpid(), *processes_naming(session)])
     assert found and found <= LOOPBACK
     assert ray.util.get_node_ip_address() == "127.0.0.1"
 

@@ -27,7 +27,8 @@ class Rank:
     def sleep(self) -> None:
         time.sleep(600)
 
-    def die(self) -> None:
+    def die(self, after_s: float = 0.0) -> None:
+        time.sleep(after_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def refuse(self) -> None:
@@ -97,14 +98,18 @@ def test_a_dead_actor_is_named_while_others_hang(ranks: list[Any]) -> None:
 
 
 def test_a_broken_connection_is_told_as_the_death_behind_it(ranks: list[Any]) -> None:
-    told = str(failure([watched(ranks, 1, "lose_neighbour"), watched(ranks, 0, "die")]))
+    told = str(failure([watched(ranks, 1, "lose_neighbour"), watched(ranks, 0, "die", 1.0)]))
     assert told.startswith("vision rank 0 died during die: ")
 
 
 def test_who_waits_for_a_dead_actor_is_not_taken_for_it(ranks: list[Any]) -> None:
+    import ray
+
     dead = watched(ranks, 1, "die")
     dependent = watched(ranks, 0, "hand_on", dead.ref)
-    assert "vision rank 1 died" in str(failure([dependent, dead]))
+    ray.wait([dependent.ref, dead.ref], num_returns=2, timeout=60.0)  # now the dependent one is looked at first
+    told = str(failure([dependent, dead]))
+    assert told.startswith("vision rank 1 died while vision rank 0 waited for it in hand_on: ")
 
 
 def test_no_answer_names_the_call_that_each_actor_is_in(ranks: list[Any]) -> None:

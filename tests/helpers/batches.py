@@ -30,6 +30,11 @@ def step_with_one_window() -> list[Sample]:
     return [_make([], 8, 5, 21), _make([], 5, 4, 22), _make([(1, 2, 2)], 6, 3, 23), _make([], 4, 1, 24)]
 
 
+def step_without_target() -> list[Sample]:
+    """Nothing to learn, images included: no weight may change, not even by decay or momentum."""
+    return [_make([(1, 4, 4)], 5, 0, 31), _make([], 6, 0, 32), _make([(1, 2, 6)], 3, 0, 33), _make([], 4, 0, 34)]
+
+
 def awkward_steps() -> list[list[Sample]]:
     """All of them, one after another."""
-    return [mixed_step(), step_without_image(), step_with_one_window()]
+    return [mixed_step(), step_without_image(), step_without_target(), step_with_one_window()]

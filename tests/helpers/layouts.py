@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from dhp.messages import StepData
 from dhp.models.registry import load_family
 from dhp.parallel.mesh import Degrees
 from dhp.parts import Batch, make_parts
-from dhp.schedule import TEXT, VISION, sequential
+from dhp.schedule import SCHEDULES, TEXT, VISION
 from dhp.step import accumulate_gradients, update_weights
 from dhp.trainers.settings import PartSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
@@ -32,7 +33,7 @@ UPDATE = UpdateSettings(
     betas=(0.9, 0.999),
     eps=1e-8,
     weight_decay=0.01,
-    lr_scheduler_type="constant",
+    lr_scheduler_type="linear",  # another rate in each step, so that a wrong one shows
     warmup_steps=0,
     total_steps=10,
     max_grad_norm=1.0,
@@ -49,12 +50,14 @@ class Case:
     dtype: str = "float64"
     zero_stage: int = 0
     checkpointing: bool = False
+    schedule: str = "sequential"
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
         again = ", recompute" if self.checkpointing else ""
         vision, text = (str(d).replace(" ", "") for d in (self.vision, self.text))
-        return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}"
+        ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
+        return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}"
 
 
 @dataclass(frozen=True)
@@ -139,11 +142,20 @@ class Fault:
     edit: Callable[[StepData], StepData] = lambda data: data
 
 
-def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Errors:
-    """Train the steps in the case's layout and in the oracle; the largest deviations of all of it."""
+@dataclass(frozen=True)
+class Trained:
+    """What a layout did in each step, on every rank: losses[step], norms[step][rank], gradients[step][rank][name];
+    and the weights at the end, weights[part][rank][name]."""
+
+    losses: list[float]
+    norms: list[list[float]]
+    gradients: list[list[dict[str, Tensor]]]
+    weights: list[list[dict[str, Tensor]]]
+
+
+def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Trained:
+    """Train the steps in the case's layout."""
     fault = fault or Fault()
-    oracle = Oracle(model, getattr(torch, case.dtype), UPDATE)
-    start = oracle.weights()
     feed = make_feed(model, case, steps)
     losses, norms, gradients = [], [], []
     with (
@@ -151,20 +163,34 @@ def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fa
         LocalGroup(fault.text, case.text.world, settings("text", model, case)) as text,
     ):
         parts = make_parts(vision, text, case.text, case.micro_batches)
-        for k, samples in enumerate(steps):
+        for k in range(len(steps)):
             data = fault.edit(feed.step(k))
             batch = Batch(data.info, data.vision, data.text)
-            accumulate_gradients(parts, sequential(case.micro_batches), batch)
-            found = _found_gradients(vision, text, data.info.images > 0)
+            accumulate_gradients(parts, SCHEDULES[case.schedule](case.micro_batches), batch)
+            gradients.append(_found_gradients(vision, text, data.info.images > 0))
             reports = update_weights(parts, batch).reports
-            expected = oracle.step(samples)
-            loss = sum(r.loss for r in parts[TEXT].leaders(reports[TEXT]))
-            losses.append(abs(loss / expected.loss - 1))
-            norms += [abs(r.grad_norm / expected.norm - 1) for r in (*reports[VISION], *reports[TEXT])]
-            gradients.append(_worst_gradient(found, expected))
-        trained = [vision.execute_all("weights"), text.execute_all("weights")]
-    update = _worst_update(trained, start, oracle.weights())
+            losses.append(sum(r.loss for r in parts[TEXT].leaders(reports[TEXT])))
+            norms.append([r.grad_norm for r in (*reports[VISION], *reports[TEXT])])
+        return Trained(losses, norms, gradients, [vision.execute_all("weights"), text.execute_all("weights")])
+
+
+def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Errors:
+    """Train the steps in the case's layout and in the oracle; the largest deviations of all of it."""
+    trained = train(model, case, steps, fault)
+    oracle = Oracle(model, getattr(torch, case.dtype), UPDATE)
+    start = oracle.weights()
+    expected = [oracle.step(samples) for samples in steps]
+    losses = [_deviation(found, e.loss) for found, e in zip(trained.losses, expected, strict=True)]
+    norms = [_deviation(n, e.norm) for found, e in zip(trained.norms, expected, strict=True) for n in found]
+    gradients = [_worst_gradient(found, e) for found, e in zip(trained.gradients, expected, strict=True)]
+    update = _worst_update(trained.weights, start, oracle.weights())
     return Errors(max(losses), max(norms), *max(gradients), *update)
+
+
+def _deviation(found: float, wanted: float) -> float:
+    """Relative, or absolute where nothing is wanted; a value that is no number deviates without bound."""
+    error = abs(found - wanted) / (abs(wanted) or 1.0)
+    return math.inf if math.isnan(error) else error  # max() would pass over it
 
 
 def _found_gradients(vision: LocalGroup, text: LocalGroup, images: bool) -> list[dict[str, Tensor]]:
@@ -173,13 +199,13 @@ def _found_gradients(vision: LocalGroup, text: LocalGroup, images: bool) -> list
 
 
 def _worst_gradient(found: list[dict[str, Tensor]], expected: Step) -> tuple[float, str]:
-    floor = 1e-6 * expected.norm
+    floor = 1e-6 * expected.norm or 1.0
     worst = (0.0, "")
     for of_rank in found:
         for name, gradient in of_rank.items():
             wanted = expected.gradients[name]
             assert wanted is not None, f"{name} got a gradient that the plain model does not have"
-            error = float((gradient.to(wanted) - wanted).norm()) / max(float(wanted.norm()), floor)
+            error = _deviation(float((gradient.to(wanted) - wanted).norm()) / max(float(wanted.norm()), floor), 0.0)
             worst = max(worst, (error, name))
     missing = {n for n, g in expected.gradients.items() if g is not None} - {n for r in found for n in r}
     assert not missing, f"no rank has a gradient of {sorted(missing)[:3]}"
@@ -191,6 +217,8 @@ def _worst_update(trained: list[list[dict[str, Tensor]]], start: dict, end: dict
     for of_rank in (rank for part in trained for rank in part):
         for name, weight in of_rank.items():
             wanted = end[name] - start[name]
-            error = float((weight.to(wanted) - end[name]).norm() / wanted.norm())
+            error = _deviation(float((weight.to(wanted) - end[name]).norm()) / (float(wanted.norm()) or 1.0), 0.0)
             worst = max(worst, (error, name))
+    missing = end.keys() - {name for part in trained for of_rank in part for name in of_rank}
+    assert not missing, f"no rank holds {sorted(missing)[:3]}"
     return worst

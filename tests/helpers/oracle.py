@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, get_scheduler
 
 from dhp.data.sample import Sample
 from dhp.trainers.settings import UpdateSettings
@@ -25,7 +25,7 @@ class Step:
 
 
 class Oracle:
-    """Plain model, plain AdamW, plain clipping."""
+    """Plain model, plain AdamW, plain clipping, transformers' own schedule."""
 
     def __init__(self, model_name: str, dtype: torch.dtype, update: UpdateSettings, device: str = "cpu"):
         self.device = device
@@ -38,13 +38,26 @@ class Oracle:
             eps=update.eps,
             weight_decay=update.weight_decay,
         )
+        kind = update.lr_scheduler_type
+        self.schedule = get_scheduler(
+            "constant_with_warmup" if kind == "constant" else kind,
+            self.optimizer,
+            num_warmup_steps=update.warmup_steps,
+            num_training_steps=update.total_steps,
+        )
 
     def weights(self) -> Weights:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def step(self, samples: Sequence[Sample]) -> Step:
-        """Σ token losses / N over the samples, backward, clip by the global norm, AdamW."""
+        """Σ token losses / N over the samples, backward, clip by the global norm, AdamW.
+
+        A step without any target has no gradient and changes no weight; the schedule goes on.
+        """
         total = sum(sample.target_tokens for sample in samples)
+        if total == 0:
+            self.schedule.step()
+            return Step(0.0, 0.0, {n: torch.zeros_like(p) for n, p in self.model.named_parameters()})
         loss = 0.0
         for sample in samples:
             share = self._loss_sum(sample) / total
@@ -54,6 +67,7 @@ class Oracle:
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()}
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.update.max_grad_norm or float("inf")))
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return Step(loss, norm, gradients)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dhp.parallel.loss import token_loss_sum
 from tests.helpers.ranks import run_on_ranks
@@ -32,12 +32,14 @@ def dense(rows: int, vocabulary: int, dtype: torch.dtype) -> Result:
     return loss.detach(), states.grad, weight.grad
 
 
-def ours(rows: int, vocabulary: int, dtype: torch.dtype, chunk: int, ranks: int) -> Result:
+def ours(
+    rows: int, vocabulary: int, dtype: torch.dtype, chunk: int, ranks: int, placement: Placement = Shard(0)
+) -> Result:
     states, weight, targets = inputs(rows, vocabulary, dtype)
     head = nn.Linear(HIDDEN, vocabulary, bias=False)
     head.weight = nn.Parameter(weight)
     if ranks > 1:
-        head.weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (ranks,)), [Shard(0)]))
+        head.weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (ranks,)), [placement]))
     loss = token_loss_sum(head, states, targets, chunk) / 7
     loss.backward()
     grad = head.weight.grad
@@ -56,6 +58,23 @@ def test_split_vocabulary_equals_dense(vocabulary: int, ranks: int) -> None:
     for result in run_on_ranks(ours, ranks, 13, vocabulary, torch.float64, 5, ranks):
         for found, expected in zip(result, wanted, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_head_that_every_rank_holds_whole_is_counted_once() -> None:
+    wanted = dense(13, 11, torch.float64)
+    for result in run_on_ranks(ours, 2, 13, 11, torch.float64, 5, 2, Replicate()):
+        for found, expected in zip(result, wanted, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def _refused() -> str:
+    with pytest.raises(ValueError, match="the head is split as .*, but a vocabulary split") as error:
+        ours(13, 12, torch.float64, 5, 2, Shard(1))
+    return str(error.value)
+
+
+def test_a_head_split_another_way_is_refused() -> None:
+    assert all("Shard(dim=1)" in message for message in run_on_ranks(_refused, 2))
 
 
 def test_large_logits_do_not_overflow() -> None:

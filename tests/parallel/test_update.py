@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dhp.parallel.update import Replicated
 from dhp.parallel.zero import ZeroSharded
@@ -25,6 +29,11 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def rate(step: int) -> float:
+    """Never the one that the optimizer was made with."""
+    return 1e-2 / (step + 2)
+
+
 def data(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
     return torch.randn(4, 7, generator=generator), torch.randn(4, 3, generator=generator)
@@ -40,7 +49,7 @@ def _train(kind: str) -> tuple[list[float], list[Tensor]]:
         for m, (output, (_, gradient)) in enumerate(zip(outputs, inputs, strict=True)):
             update.backward((output * gradient).sum(), last=m == MICRO - 1)
         norms.append(update.norm_sq())
-        update.step(1e-2, 0.3 if step % 2 else 1.0)
+        update.step(rate(step), 0.3 if step % 2 else 1.0)
     return norms, [p.detach().clone() for p in net.parameters()]
 
 
@@ -57,6 +66,7 @@ def _plain(ranks: int) -> tuple[list[float], list[Tensor]]:
         norms.append(sum(float((p.grad.double() ** 2).sum()) for p in net.parameters()))
         for p in net.parameters():
             p.grad *= 0.3 if step % 2 else 1.0
+        optimizer.param_groups[0]["lr"] = rate(step)
         optimizer.step()
     return norms, [p.detach() for p in net.parameters()]
 
@@ -69,6 +79,77 @@ def test_sums_over_ranks_and_micro_batches_equal_one_process(kind: str, ranks: i
         assert found_norms == pytest.approx(norms, rel=1e-5)
         for mine, theirs in zip(found, weights, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+class _Split(nn.Module):
+    """A weight in each way that tensor ranks hold one, and one that not every data replica uses."""
+
+    def __init__(self, mesh: DeviceMesh | None):
+        super().__init__()
+        torch.manual_seed(0)
+        ways = {"rows": Shard(0), "columns": Shard(1), "fused": _StridedShard(0, split_factor=2), "same": Replicate()}
+        for name, placement in ways.items():
+            whole = torch.randn(8, 6)
+            self.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [placement]) if mesh else whole))
+        self.plain, self.sometimes = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+
+
+def _gradient_of(name: str, replica: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * replica)
+    return torch.randn(like.shape, generator=generator)
+
+
+def _split_update() -> tuple[float, dict[str, Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    module, replica, tensor = _Split(mesh["tensor"]), mesh.get_local_rank("data"), mesh["tensor"]
+    update = Replicated(module, make_optimizer, mesh["data"].get_group())
+    for name, parameter in module.named_parameters():
+        gradient = _gradient_of(name, replica, parameter)
+        if isinstance(parameter, DTensor):
+            # Each arrives in a layout that is not the parameter's: whole on every rank, or halves to be added up.
+            arrives = Replicate() if name in ("rows", "fused") else Partial()
+            share = gradient if arrives == Replicate() else gradient / 2
+            gradient = DTensor.from_local(share, tensor, [arrives])
+        if name != "sometimes" or replica == 0:
+            parameter.grad = gradient
+    update.reduce()
+    norm_sq = update.norm_sq()
+    update.step(0.1, 0.5)
+    whole = lambda p: p.full_tensor() if isinstance(p, DTensor) else p
+    return norm_sq, {name: whole(p.detach()) for name, p in module.named_parameters()}
+
+
+def test_weights_split_in_any_way_are_summed_measured_and_updated_as_whole_ones() -> None:
+    module = _Split(None)
+    for name, parameter in module.named_parameters():
+        replicas = (0,) if name == "sometimes" else (0, 1)
+        parameter.grad = sum(_gradient_of(name, replica, parameter) for replica in replicas)
+    expected = sum(float(p.grad.double().square().sum()) for p in module.parameters())
+    optimizer = make_optimizer(module.parameters())
+    optimizer.param_groups[0]["lr"] = 0.1
+    for parameter in module.parameters():
+        parameter.grad *= 0.5
+    optimizer.step()
+    for norm_sq, weights in run_on_ranks(_split_update, 4):
+        assert norm_sq == pytest.approx(expected, rel=1e-6)
+        for name, weight in module.named_parameters():
+            torch.testing.assert_close(weights[name], weight.detach(), rtol=0, atol=1e-6, msg=name)
+
+
+def _not_a_number(kind: str) -> float:
+    net = make_net()
+    update = ZeroSharded(net, make_optimizer) if kind == "zero" else Replicated(net, make_optimizer, dist.group.WORLD)
+    x, gradient = data(0, 0, dist.get_rank())
+    if dist.get_rank() == 1:
+        x[0, 0] = float("nan")
+    update.backward((net(x) * gradient).sum(), last=True)
+    return update.norm_sq()
+
+
+@pytest.mark.parametrize("kind", ["zero", "replicated"])
+def test_a_broken_gradient_on_one_rank_breaks_the_norm_on_all(kind: str) -> None:
+    """DeepSpeed's own norm of a group is -1 then, whose square would pass for a healthy 1."""
+    assert not any(math.isfinite(norm_sq) for norm_sq in run_on_ranks(_not_a_number, 2, kind))
 
 
 def _zero_engine() -> tuple[Any, nn.Module]:

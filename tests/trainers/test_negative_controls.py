@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp.messages import StepData, StepInfo, TextInput, VisionInput
+from dhp.messages import PartReport, StepData, StepInfo, TextInput, VisionInput
 from dhp.parallel import loss
 from dhp.parallel.mesh import Degrees
 from tests.helpers.batches import mixed_step
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
 
 CASE = Case(Degrees(ulysses=2), Degrees(tensor=2))
+ZERO = Case(Degrees(ulysses=2), Degrees(), dtype="float32", zero_stage=1)
 REPLICAS = Case(Degrees(data=2), Degrees(data=2), micro_batches=1)
 
 
@@ -88,11 +89,26 @@ class NoNorm(InspectedVision):
         return 0.0
 
 
-class NoDecay(InspectedText):
+class _NoDecay:
     """Weight decay silently off."""
 
     def __init__(self, settings: Any):
         super().__init__(replace(settings, update=replace(settings.update, weight_decay=0.0)))
+
+
+class NoDecay(_NoDecay, InspectedText):
+    pass
+
+
+class NoDecayUnderZero(_NoDecay, InspectedVision):
+    pass
+
+
+class RateOfTheNextStep(InspectedText):
+    """The learning rate one step ahead."""
+
+    def optimizer_step(self, info: StepInfo, *norms_sq: float) -> PartReport:
+        return super().optimizer_step(replace(info, step=info.step + 1), *norms_sq)
 
 
 def own_token_count(data: StepData) -> StepData:
@@ -116,6 +132,8 @@ FAULTS: list[tuple[str, Case, Fault, Callable[[Errors], bool]]] = [
     ("no exchange in full attention", CASE, Fault(vision=NoExchange), lambda e: e.loss > 1e-7 and e.gradient > 1e-2),
     ("clipping without vision", CASE, Fault(vision=NoNorm), lambda e: e.gradient < 1e-9 < 1e-3 < e.norm),
     ("no weight decay", CASE, Fault(text=NoDecay), lambda e: e.gradient < 1e-9 < 1e-5 < e.update),
+    ("no weight decay under ZeRO", ZERO, Fault(vision=NoDecayUnderZero), lambda e: e.gradient < 1e-4 < 5e-3 < e.update),
+    ("rate of the next step", CASE, Fault(text=RateOfTheNextStep), lambda e: e.gradient < 1e-9 < 0.05 < e.update),
     ("own token count", CASE, Fault(edit=own_token_count), lambda e: e.loss > 0.1 and e.gradient > 0.1),
     ("mean over replicas", REPLICAS, Fault(text=MeanOverReplicas), lambda e: e.loss < 1e-9 < 0.4 < e.gradient),
 ]

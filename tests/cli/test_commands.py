@@ -1,0 +1,72 @@
+"""The commands beside training, as far as they refuse: status, one line on stderr, nothing written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from dhp.__main__ import main
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    return told
+
+
+def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.count("usage: python -m dhp COMMAND") == 2
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["exprot"]) == 2
+    assert "exprot is no command of dhp; did you mean export?" in capsys.readouterr().err
+
+
+def test_export_refuses_what_is_no_finished_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "nowhere is no directory" in refused(capsys, "export", str(tmp_path / "nowhere"), str(tmp_path / "out"))
+    (tmp_path / "checkpoints" / "step_3.partial").mkdir(parents=True)
+    assert "holds no complete checkpoint" in refused(capsys, "export", str(tmp_path), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["out=b.safetensors"], "ConfigError: step is missing; add for example step=1"),
+        (["step=1"], "ConfigError: out is missing"),
+        (["step=0", "out=b.safetensors"], "step=0: steps are whole numbers from 1"),
+        (["step=1", "out=b.safetensors", "training.batchsize=3"], "did you mean training.batch_size?"),
+        (["step=1", "out=."], "out=. is a directory"),
+        (["step=1", "out=file/b.safetensors"], "file"),
+    ],
+)
+def test_inspect_says_what_is_wrong_with_its_settings(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_assets: Path,
+    tmp_path: Path,
+    settings: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("not a directory")
+    arguments = ["inspect", "batch", "--config-name=tiny", f"tiny_assets={tiny_assets}", *settings]
+    assert told in refused(capsys, *arguments)
+    assert [f.name for f in tmp_path.iterdir()] == ["file"]
+
+
+def test_inspect_writes_each_micro_batch_of_each_replica(tiny_assets: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "batch.safetensors"
+    two_replicas = ["text.parallelism=data", "training.micro_batch_size=2"]
+    own = ["inspect", "batch", "--config-name=tiny", "step=2", f"out={out}"]
+    assert main([*own, f"tiny_assets={tiny_assets}", *two_replicas]) == 0
+    tensors = load_file(out)
+    assert {name.rpartition("/")[0] for name in tensors} == {f"{d}/{m}" for d in (0, 1) for m in (0, 1)}
+    rows = {name: tensor.shape[0] for name, tensor in tensors.items() if name.endswith(("/input_ids", "/labels"))}
+    assert set(rows.values()) == {2}

@@ -1,0 +1,115 @@
+"""The run loop on real actors where steps are out of the ordinary: nothing to learn from, hopeless, or hanging."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from dhp.__main__ import main as dhp
+from tests.helpers.runs import mark_of, marked_processes, tiny, train, wait_for_steps
+from tests.helpers.sockets import LOOPBACK, listening_addresses
+
+ONE_ACTOR_EACH = [
+    *("vision.parallelism=none", "vision.num_actors=1", "vision.zero_stage=0"),
+    *("text.parallelism=none", "text.num_actors=1"),
+]
+CONSTANT_RATE = ["training.warmup_steps=0"]
+
+
+@pytest.fixture
+def first_picture_missing(tmp_path: Path, tiny_assets: Path) -> list[str]:
+    """One sample a step, in order, of which the first cannot be read."""
+    samples = json.loads((tiny_assets / "data" / "annotations.json").read_text())
+    with_picture = [sample for sample in samples if isinstance(sample.get("image"), str)][:3]
+    with_picture[0]["image"] = "nowhere.png"
+    annotations = tmp_path / "annotations.json"
+    annotations.write_text(json.dumps(with_picture))
+    return [
+        f"data.data_registry.shapes.annotation_path={annotations}",
+        "data.shuffle=false",
+        "data.on_bad_sample=skip",
+        "training.batch_size=1",
+        "training.micro_batch_size=1",
+        "training.max_steps=3",
+    ]
+
+
+def lines_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def plain_loss(model_dir: Path, batch_file: Path) -> float:
+    """Mean token loss of the untrained model on the only row of a batch of `inspect`."""
+    batch = {key.rpartition("/")[2]: tensor for key, tensor in load_file(batch_file).items()}
+    labels = batch.pop("labels")[0, 1:]
+    with torch.no_grad():
+        logits = AutoModelForImageTextToText.from_pretrained(model_dir)(**batch, use_cache=False).logits[0, :-1]
+    return float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100))
+
+
+def test_a_step_without_any_sample_leaves_the_model_as_it_was(
+    tiny_assets: Path, tmp_path: Path, first_picture_missing: list[str]
+) -> None:
+    run_dir, overrides = tmp_path / "run", [*ONE_ACTOR_EACH, *CONSTANT_RATE, *first_picture_missing]
+    outcome = train(*tiny(tiny_assets, run_dir, *overrides))
+    assert outcome.status == 0, outcome.stderr
+    assert outcome.left == ()
+    empty, second, third = lines_of(run_dir)
+    assert (empty["loss"], empty["grad_norm"], empty["tokens"], empty["target_tokens"]) == (None, 0.0, 0, 0)
+    assert [line["samples"] for line in (empty, second, third)] == [0, 1, 1]
+    assert [line["skipped_samples"] for line in (empty, second, third)] == [1, 1, 1]
+    assert "skipped: dataset 'shapes', element 1 of " in outcome.stderr and "nowhere.png" in outcome.stderr
+    assert summary(run_dir)["first_loss"] == second["loss"]
+    batch = tmp_path / "2.safetensors"
+    own = ["inspect", "batch", "--config-name=tiny", "step=2", f"out={batch}"]
+    assert dhp([*own, *tiny(tiny_assets, run_dir, *overrides)[1:]]) == 0
+    assert second["loss"] == pytest.approx(plain_loss(tiny_assets / "model", batch), rel=1e-5)
+
+
+def test_a_norm_that_is_not_finite_ends_the_run_before_the_weights_are_lost(tiny_assets: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    hopeless = [*ONE_ACTOR_EACH, *CONSTANT_RATE, "training.learning_rate=1e30"]
+    outcome = train(*tiny(tiny_assets, run_dir, *hopeless))
+    assert outcome.status == 1
+    assert "PartFailed: the gradient norm of step 2 is " in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert (summary(run_dir)["status"], summary(run_dir)["steps"]) == ("failed", 1)
+    assert outcome.left == ()
+
+
+def stop_a_rank(run_dir: Path, process: subprocess.Popen[str], listening: set[str]) -> None:
+    """Note where the run listens once it trains, then freeze its last text rank."""
+    wait_for_steps(run_dir, 1)
+    pids = marked_processes(mark_of(process))
+    listening |= listening_addresses(pids)
+    log = os.fspath(run_dir / "logs" / "text-1.log")
+    (frozen,) = [pid for pid in pids if os.readlink(f"/proc/{pid}/fd/1") == log]
+    os.kill(frozen, signal.SIGSTOP)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's tables of processes and sockets")
+def test_a_frozen_rank_ends_the_run_and_nothing_ever_listened_beyond_this_host(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    run_dir, listening = tmp_path / "run", set()
+    arguments = tiny(tiny_assets, run_dir, "training.max_steps=1000", "cluster.step_timeout_s=8")
+    outcome = train(*arguments, meanwhile=lambda process: stop_a_rank(run_dir, process, listening))
+    assert outcome.status == 1
+    assert "PartFailed: no call finished for 8 s. Unfinished: " in outcome.stderr
+    for rank in ("text rank 0", "text rank 1"):
+        assert f"{rank} in " in outcome.stderr
+    assert summary(run_dir)["status"] == "failed"
+    assert outcome.left == ()
+    assert listening and listening <= LOOPBACK
