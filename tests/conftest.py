@@ -20,6 +20,15 @@ def made_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def few_keys_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with 2 key/value heads for 8 query heads, and tied embeddings, as the 3B has."""
+    from tests.helpers.tiny import save_model
+
+    folder = Path(tmp_path_factory.mktemp("models")) / "few_keys"
+    return str(save_model(folder, tied=True, text={"num_key_value_heads": 2}))
+
+
+@pytest.fixture(scope="session")
 def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded default's model and dataset."""
     from dhp.assets import make_tiny_assets

@@ -51,7 +51,7 @@ LIBRARIES: dict[str, set[str]] = {
     "deepspeed": {"parallel.zero"},
     "hydra": {"config"},
     "omegaconf": {"config"},
-    "transformers": {"models", "data", "trainers", "assets"},
+    "transformers": {"models", "data", "trainers", "assets", "parallel.tensor"},
     "torch": {
         "messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "feed", "cli", "planner.profile",
     },

@@ -24,7 +24,7 @@ def test_the_embedded_default_passes(tiny_assets: Path, tmp_path: Path) -> None:
     ("overrides", "told"),
     [
         (["vision.num_actors=3"], ["heads(4) % ulysses(3) = 1 != 0", "vision.ulysses to one of [1, 2, 4]"]),
-        (["text.num_actors=8"], ["kv_heads(4) % tensor(8) = 4 != 0", "text.tensor to one of [1, 2, 4]"]),
+        (["text.num_actors=16"], ["heads(8) % tensor(16) = 8 != 0", "text.tensor to one of [1, 2, 4, 8]"]),
         (["vision.ulysses=3"], ["ulysses(3)", "num_actors(2)"]),
         (["training.batch_size=6"], ["batch_size(6)", "micro_batch_size(4)"]),
         (["vision.model_name=/nowhere/model", "text.model_name=/nowhere/model"], ["/nowhere/model"]),

@@ -1,7 +1,5 @@
 """Rules between a part's degrees and its model's shape, as plain numbers: whoever knows the model calls them."""
 
-from math import gcd
-
 from dhp.errors import ConfigError
 
 
@@ -19,18 +17,24 @@ def check_ulysses(heads: int, ulysses: int) -> None:
 
 
 def check_tensor(heads: int, kv_heads: int, tensor: int) -> None:
-    """Tensor parallelism gives each actor whole query heads and whole key/value heads: both are multiples of `tensor`.
+    """Tensor parallelism gives each actor whole query heads, and whole key/value heads or a share in one.
 
+    `heads` must be a multiple of `tensor`; of `kv_heads` and `tensor` one must be a multiple of the other.
     Raises ConfigError.
     """
-    for name, count in (("heads", heads), ("kv_heads", kv_heads)):
-        if count % tensor:
-            kind = "attention" if name == "heads" else "key/value"
-            raise ConfigError(
-                f"text.tensor={tensor} cannot split the text decoder's {count} {kind} heads evenly: "
-                f"{name}({count}) % tensor({tensor}) = {count % tensor} != 0. Set text.tensor to one of "
-                f"{_divisors(gcd(heads, kv_heads))} and text.num_actors to match."
-            )
+    possible = [n for n in _divisors(heads) if not max(kv_heads, n) % min(kv_heads, n)]
+    remedy = f"Set text.tensor to one of {possible} and text.num_actors to match."
+    if heads % tensor:
+        raise ConfigError(
+            f"text.tensor={tensor} cannot split the text decoder's {heads} attention heads evenly: "
+            f"heads({heads}) % tensor({tensor}) = {heads % tensor} != 0. {remedy}"
+        )
+    if max(kv_heads, tensor) % min(kv_heads, tensor):
+        raise ConfigError(
+            f"text.tensor={tensor} neither splits nor shares the text decoder's {kv_heads} key/value heads evenly: "
+            f"kv_heads({kv_heads}) % tensor({tensor}) = {kv_heads % tensor} != 0 and "
+            f"tensor({tensor}) % kv_heads({kv_heads}) = {tensor % kv_heads} != 0. {remedy}"
+        )
 
 
 def _divisors(number: int) -> list[int]:

@@ -51,6 +51,11 @@ class Family(Protocol):
     merge_unit: int  # patches that become one token of the text part
     image_token_id: int
 
+    text_kv_projections: tuple[str, ...]  # key and value projections of the decoder, `*` for layer numbers
+
+    def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
+        """Tell the text part's attention that a rank has one key/value head, where several ranks share one."""
+
     def image_tokens(self, grid: Grid) -> int:
         """Placeholder tokens of an image."""
 

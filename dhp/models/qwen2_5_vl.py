@@ -20,6 +20,7 @@ class Qwen25Vl:
 
     vision_modules = ("model.visual",)
     text_modules = ("model.language_model", "lm_head")
+    text_kv_projections = tuple(f"model.language_model.layers.*.self_attn.{p}_proj" for p in "kv")
 
     def __init__(self, config: Any):
         self.config = config
@@ -31,6 +32,10 @@ class Qwen25Vl:
         self.image_token_id = config.image_token_id
         self._merge = vision.spatial_merge_size
         self.merge_unit = self._merge**2
+
+    def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
+        for layer in model.model.language_model.layers:
+            layer.self_attn.num_key_value_groups = self.text_heads // ranks
 
     def image_tokens(self, grid: Grid) -> int:
         t, h, w = grid

@@ -49,18 +49,20 @@ def load_part(
     dropped: Sequence[str],
     dtype: torch.dtype,
     tensor_mesh: DeviceMesh | None = None,
+    tensor_plan: dict[str, str] | None = None,
 ) -> PreTrainedModel:
     """Load `model_name` without the modules named in `dropped`, on CPU, in training mode.
 
     With a `tensor_mesh` of more than one rank, transformers' tensor-parallel plan is applied over it and
-    each rank reads only its own slices; its sharded parameters are DTensors on that mesh.
+    each rank reads only its own slices; its sharded parameters are DTensors on that mesh. `tensor_plan` replaces
+    rules of that plan (module name with `*` for layer numbers → style).
 
     Raises ModelError when the directory lacks a weight of this part, holds one of another shape, or cannot be read.
     """
     base = model_class(model_name)
     part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh))
     sharded = tensor_mesh is not None and tensor_mesh.size() > 1
-    distributed = DistributedConfig(tp_size=tensor_mesh.size()) if sharded else None
+    distributed = DistributedConfig(tp_size=tensor_mesh.size(), tp_plan=tensor_plan) if sharded else None
     try:
         model, info = part.from_pretrained(
             model_name,

@@ -63,4 +63,6 @@ def _status(kind: type[BaseException] | None) -> str:
 
 
 def _told(error: BaseException | None) -> str | None:
-    return None if error is None else str(error) or type(error).__name__
+    if error is None or isinstance(error, KeyboardInterrupt):
+        return None
+    return str(error) or type(error).__name__

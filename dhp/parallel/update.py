@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dhp.parallel.collectives import sum_in_place
+from dhp.parallel.tensor import partial_parameters
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 BUCKET_BYTES = 32 << 20
@@ -28,6 +29,7 @@ class Replicated:
         self._locals = [_local_alias(p) for p in self._parameters]
         self.optimizer = make_optimizer(self._locals)
         self._group = group
+        self._partial = {id(parameter): over for parameter, over in partial_parameters(module)}
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate gradients; with `last`, the step's final micro-batch, sum them over the group."""
@@ -39,6 +41,8 @@ class Replicated:
         """Sum the accumulated gradients over the group, in buckets, and lay them beside the local parameters."""
         for parameter, local in zip(self._parameters, self._locals, strict=True):
             local.grad = _local_gradient(parameter)
+            if id(parameter) in self._partial:
+                sum_in_place(local.grad, self._partial[id(parameter)])
         for bucket in _buckets([local.grad for local in self._locals]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             sum_in_place(flat, self._group)

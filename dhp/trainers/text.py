@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dhp.messages import PartReport, StepInfo, TextInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
+from dhp.parallel.tensor import shared_heads_style
 from dhp.trainers.objective import share_of_objective
 from dhp.trainers.part import Part, to_device
 from dhp.trainers.settings import PartSettings
@@ -19,12 +21,20 @@ class TextTrainer:
     def __init__(self, settings: PartSettings):
         self.part = Part(settings)
         self.family = load_family(settings.model_name)
-        model = load_part(
-            settings.model_name, self.family.vision_modules, self.part.dtype, self.part.mesh["tensor"]
-        )
+        model = self._load()
         self.part.adopt(model, self.part.mesh["data"].get_group())
         self._flights: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._losses: list[Tensor] = []
+
+    def _load(self) -> PreTrainedModel:
+        name, family, ranks = self.part.settings.model_name, self.family, self.part.settings.degrees.tensor
+        plan = None
+        if ranks > family.text_kv_heads:
+            plan = dict.fromkeys(family.text_kv_projections, shared_heads_style(family.text_kv_heads))
+        model = load_part(name, family.vision_modules, self.part.dtype, self.part.mesh["tensor"], plan)
+        if plan is not None:
+            family.share_kv_heads(model, ranks)
+        return model
 
     def forward_step(self, micro_batch: int, work: TextInput, *embeddings: Tensor) -> None:
         """Run the decoder on one micro-batch; `embeddings` [rows, hidden] from each vision rank, in rank order."""

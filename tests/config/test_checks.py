@@ -19,8 +19,8 @@ def test_ulysses_that_does_not():
     assert "one of [1, 2, 4, 8, 16]" in str(caught.value)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(16, 2, 1), (16, 2, 2), (28, 4, 2), (64, 8, 8)])
-def test_tensor_that_splits_all_heads(heads, kv_heads, tensor):
+@pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(16, 2, 1), (16, 2, 2), (16, 2, 4), (16, 2, 16), (28, 4, 2)])
+def test_tensor_that_splits_or_shares_key_value_heads(heads, kv_heads, tensor):
     check_tensor(heads, kv_heads, tensor)
 
 
@@ -28,11 +28,11 @@ def test_tensor_that_does_not_divide_the_heads():
     with pytest.raises(ConfigError) as caught:
         check_tensor(28, 4, 8)
     assert "heads(28) % tensor(8) = 4 != 0" in str(caught.value)
-    assert "text.tensor to one of [1, 2, 4]" in str(caught.value)
+    assert "text.tensor to one of [1, 2, 4, 28]" in str(caught.value)
 
 
 def test_tensor_that_cuts_a_key_value_head():
     with pytest.raises(ConfigError) as caught:
         check_tensor(24, 4, 6)
-    assert "kv_heads(4) % tensor(6) = 4 != 0" in str(caught.value)
-    assert "one of [1, 2, 4]" in str(caught.value)
+    assert "kv_heads(4) % tensor(6) = 4 != 0 and tensor(6) % kv_heads(4) = 2 != 0" in str(caught.value)
+    assert "one of [1, 2, 4, 8, 12, 24]" in str(caught.value)

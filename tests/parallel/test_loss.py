@@ -33,13 +33,13 @@ def dense(rows: int, vocabulary: int, dtype: torch.dtype) -> Result:
 
 
 def ours(
-    rows: int, vocabulary: int, dtype: torch.dtype, chunk: int, ranks: int, placement: Placement = Shard(0)
+    rows: int, vocabulary: int, dtype: torch.dtype, chunk: int, ranks: int, placement: Placement | None = None
 ) -> Result:
     states, weight, targets = inputs(rows, vocabulary, dtype)
     head = nn.Linear(HIDDEN, vocabulary, bias=False)
     head.weight = nn.Parameter(weight)
     if ranks > 1:
-        head.weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (ranks,)), [placement]))
+        head.weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (ranks,)), [placement or Shard(0)]))
     loss = token_loss_sum(head, states, targets, chunk) / 7
     loss.backward()
     grad = head.weight.grad

@@ -65,3 +65,19 @@ def test_the_same_run_twice_is_the_same_to_the_bit_on_every_rank(made_model: str
         for name, weight in ours[0].items():
             # Copies that drift apart between ranks would train a model that exists nowhere.
             assert all(torch.equal(weight, of_rank[name]) for of_rank in (*ours, *theirs)), name
+
+
+SHARED_KEYS = [
+    Case(ONE, Degrees(tensor=4)),
+    Case(Degrees(ulysses=2), Degrees(tensor=8), micro_batches=1),
+    Case(ONE, Degrees(data=2, tensor=4)),
+]
+
+
+@pytest.mark.parametrize("case", SHARED_KEYS, ids=str)
+def test_ranks_that_share_a_key_value_head_equal_the_plain_model(case: Case, few_keys_model: str) -> None:
+    errors = compare(few_keys_model, case, awkward_steps())
+    assert errors.loss < 1e-9, errors
+    assert errors.norm < 1e-9, errors
+    assert errors.gradient < 1e-9, errors
+    assert errors.update < 1e-6, errors
