@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from dhp.models.family import Family, ImageLayout
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
 from dhp.parallel.dispatch import ImageWork, Pieces, shard_images
 
+GRIDS = "image_grid_thw"
 Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch
 
 
@@ -43,6 +45,7 @@ class FeedSettings:
     shuffle: bool
     on_bad_sample: str
     num_workers: int
+    packing: bool
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -71,7 +74,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         settings.num_workers,
     )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return Feed(source, family, pad or 0, settings.replicas, settings.ranks)
+    return Feed(source, family, pad or 0, settings.replicas, settings.ranks, settings.packing)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
@@ -97,12 +100,16 @@ class Picture:
 class Feed:
     """Steps as the ranks receive them. `step(k)` depends on k alone."""
 
-    def __init__(self, source: BatchSource, family: Family, pad_token_id: int, replicas: int, ranks: int):
-        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence."""
+    def __init__(
+        self, source: BatchSource, family: Family, pad_token_id: int, replicas: int, ranks: int, packing: bool = False
+    ):
+        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence.
+        packing: one row without padding for each text replica and micro-batch, in place of a row a sample.
+        """
         self._source = source
         self._family = family
         self._pad = pad_token_id
-        self._replicas, self._ranks = replicas, ranks
+        self._replicas, self._ranks, self._packing = replicas, ranks, packing
         self._layout = lru_cache(maxsize=1024)(family.image_layout)
 
     @property
@@ -138,7 +145,9 @@ class Feed:
         tensors = {}
         for m, rows in enumerate(self._source.step(step).samples):
             for d, row in enumerate(rows):
-                named = self._rows(row)
+                named, lengths = self._rows(row)
+                if lengths is not None:
+                    named["cu_seqlens"] = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
                 if any(sample.pixels for sample in row):
                     named["pixel_values"] = torch.cat([torch.from_numpy(p) for s in row for p in s.pixels])
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in named.items()}
@@ -194,10 +203,23 @@ class Feed:
         units = [[_units(pictures[p.image].layout, p.first, p.last) + starts[p.image] for p in ps] for ps in wanted]
         received = [torch.cat(rank) if rank else torch.empty(0, dtype=torch.long) for rank in units]
         placement = torch.argsort(torch.cat(received)) if total else None
-        return TextInput(self._rows(row), placement, tuple(map(len, received)), target_tokens)
+        tensors, lengths = self._rows(row)
+        return TextInput(tensors, lengths, placement, tuple(map(len, received)), target_tokens)
 
-    def _rows(self, row: Row) -> dict[str, Tensor]:
-        """A replica's samples as right-padded rows, by model argument; one row of padding if there are none.
+    def _rows(self, row: Row) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
+        """A replica's samples by model argument, and their lengths if they are packed."""
+        if self._packing and row:
+            packed = [self._padded((sample,)) for sample in row]
+            for named in packed:
+                named["labels"][:, 0] = IGNORED  # or the sample before would have to predict it
+            joined = {name: torch.cat([n[name] for n in packed], dim=-1) for name in packed[0] if name != GRIDS}
+            grids = [named[GRIDS] for named in packed if GRIDS in named]
+            joined |= {GRIDS: torch.cat(grids)} if grids else {}
+            return joined, tuple(len(sample.input_ids) for sample in row)
+        return self._padded(row), (1,) if self._packing else None
+
+    def _padded(self, row: Row) -> dict[str, Tensor]:
+        """Samples as right-padded rows, by model argument; one row of padding if there are none.
 
         No attention mask: under causal attention nothing before the padding can see it, and no target is on it.
         """
@@ -209,9 +231,9 @@ class Feed:
         }
         grids = [grid for sample in row for grid in sample.grids]
         if grids:
-            named["image_grid_thw"] = torch.tensor(grids)
+            named[GRIDS] = torch.tensor(grids)
         named["position_ids"] = self._family.position_ids(
-            named["input_ids"], named["mm_token_type_ids"], named.get("image_grid_thw"), lengths
+            named["input_ids"], named["mm_token_type_ids"], named.get(GRIDS), lengths
         )
         return named
 

@@ -52,12 +52,14 @@ class VisionInput:
 class TextInput:
     """One text replica's rows in a micro-batch.
 
-    tensors: the model's own arguments (input_ids, labels, position_ids, …), rows right-padded.
+    tensors: the model's own arguments (input_ids, labels, position_ids, …), rows right-padded or packed into one.
+    lengths: tokens of each sample of the packed row; None where rows are padded.
     placement: for each image token of the rows, in order, its row among the embeddings received from the vision
     ranks in rank order; None when the rows hold no image. received: rows from each vision rank.
     """
 
     tensors: dict[str, Tensor]
+    lengths: tuple[int, ...] | None
     placement: Tensor | None
     received: tuple[int, ...]
     target_tokens: int  # N_global of the step, not of these rows

@@ -31,6 +31,7 @@ def feed_settings(config: Config) -> FeedSettings:
         shuffle=config.data.shuffle,
         on_bad_sample=config.data.on_bad_sample,
         num_workers=config.data.num_workers,
+        packing=config.data.packing,
     )
 
 
@@ -63,6 +64,7 @@ def part_settings(config: Config, part: str, device: str, steps: int) -> PartSet
         device=device,
         activation_checkpointing=own.activation_checkpointing,
         zero_stage=own.zero_stage,
+        packing=config.data.packing,
         update=update,
         seed=config.seed,
     )

@@ -127,6 +127,29 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: 
     tokenizer.add_tokens([f"<extra {n}>" for n in range(rows - len(tokenizer) + 1)])
     tokenizer.save_pretrained(folder)
     layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
-    settings = FeedSettings(folder, (), {}, layout, 1, 1, None, None, 0, False, "error", 0)
+    settings = FeedSettings(folder, (), {}, layout, 1, 1, None, None, 0, False, "error", 0, False)
     with pytest.raises(ModelError, match=f"ids up to {rows}, but the model's vocabulary has {rows} rows"):
         make_real_feed(settings)
+
+
+def test_a_packed_row_has_no_padding_and_no_target_across_samples(made_model: str) -> None:
+    samples = mixed_step()
+    case = Case(Degrees(), Degrees(data=2), micro_batches=1, packing=True)
+    feed = make_feed(made_model, case, [samples])
+    data = feed.step(0)
+    first, second = data.text[0]
+    assert first.lengths == tuple(len(s.input_ids) for s in samples[:2])
+    assert first.tensors["input_ids"].tolist()[0] == [t for s in samples[:2] for t in s.input_ids]
+    assert data.info.places == data.info.tokens
+    starts = [0, first.lengths[0]]
+    assert first.tensors["labels"][0, starts].tolist() == [-100, -100]
+    assert first.tensors["position_ids"][:, 0, starts].tolist() == [[0, 0]] * 3
+    named = feed.model_inputs(0)
+    assert named["0/0/cu_seqlens"].tolist() == [0, first.lengths[0], sum(first.lengths)]
+    assert named["1/0/cu_seqlens"].tolist()[-1] == sum(second.lengths)
+
+
+def test_an_empty_packed_place_is_one_padding_token(made_model: str) -> None:
+    case = Case(Degrees(), Degrees(data=2), micro_batches=1, packing=True)
+    data = deal(made_model, case, [make_sample([], 4, 2, 1, 505)])
+    assert data.text[0][1].lengths == (1,) and data.text[0][1].tensors["labels"].tolist() == [[-100]]

@@ -126,6 +126,10 @@ class DataConfig:
     max_pixels: Optional[int] = None
     """Largest area of an image, pixels; larger ones are reduced. Null: the model's own setting."""
 
+    packing: bool = False
+    """Lay the samples of a micro-batch one behind another in one row, without padding, each seeing itself only. False:
+    a row a sample, padded to the longest."""
+
     num_workers: int = 0
     """Threads of the dataset actor that decode the samples of a step side by side. 0: one after another."""
 

@@ -75,6 +75,14 @@ class Family(Protocol):
         lengths of window layers and full-attention layers.
         """
 
-    def hidden_states(self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None) -> Tensor:
-        """Last hidden states of the text part, [rows, tokens, hidden]; `images` in placeholder order."""
+    def use_text_attention(self, model: PreTrainedModel, name: str) -> None:
+        """Make the text part call the registered attention function `name`, and build no mask."""
+
+    def hidden_states(
+        self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None, **extra: Any
+    ) -> Tensor:
+        """Last hidden states of the text part, [rows, tokens, hidden]; `images` in placeholder order.
+
+        `extra` reaches the attention function as it is.
+        """
 

@@ -86,12 +86,18 @@ class Qwen25Vl:
         )
         return output.pooler_output
 
-    def hidden_states(self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None) -> Tensor:
+    def use_text_attention(self, model: PreTrainedModel, name: str) -> None:
+        model.model.language_model.config._attn_implementation_internal = name
+
+    def hidden_states(
+        self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None, **extra: Any
+    ) -> Tensor:
         encoded = {} if images is None else {"image": BaseModelOutputWithPooling(pooler_output=(images,))}
         output = model.model(
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
             mm_encoder_outputs=encoded,
             use_cache=False,
+            **extra,
         )
         return output.last_hidden_state

@@ -118,3 +118,21 @@ def segment_attention(
     if plan.exchange is not None:
         output = plan.exchange.tokens_to_rank(output)
     return output[None], None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    segments: SegmentPlan,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface for one packed row: states [1, heads, tokens, dim], output [1, tokens, heads, dim].
+
+    `segments` is a keyword of the model's forward that reaches every layer as it is. No mask of tokens × tokens is built.
+    """
+    states = (s[0].transpose(0, 1) for s in (query, key, value))  # [tokens, heads, dim]
+    return attend_segments(*states, segments, scaling)[None], None

@@ -23,7 +23,10 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class PartSettings:
-    """One part: which weights, how they are split, how they are updated. dtype: a torch dtype's name; device: cpu | cuda."""
+    """One part: which weights, how they are split, how they are updated.
+
+    dtype: a torch dtype's name; device: cpu | cuda.
+    """
 
     part: str
     model_name: str
@@ -32,5 +35,6 @@ class PartSettings:
     device: str
     activation_checkpointing: bool
     zero_stage: int
+    packing: bool  # rows of the text part are packed, so that its attention is ours
     update: UpdateSettings
     seed: int

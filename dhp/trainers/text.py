@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.messages import PartReport, StepInfo, TextInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
+from dhp.parallel.attention import packed_attention, plan_segments
 from dhp.parallel.tensor import shared_heads_style
 from dhp.trainers.objective import share_of_objective
 from dhp.trainers.part import Part, to_device
 from dhp.trainers.settings import PartSettings
+
+# A name that transformers has no mask function for: no mask is built.
+ATTENTION = "dhp_packed"
 
 
 class TextTrainer:
@@ -34,6 +38,9 @@ class TextTrainer:
         model = load_part(name, family.vision_modules, self.part.dtype, self.part.mesh["tensor"], plan)
         if plan is not None:
             family.share_kv_heads(model, ranks)
+        if self.part.settings.packing:
+            AttentionInterface.register(ATTENTION, packed_attention)
+            family.use_text_attention(model, ATTENTION)
         return model
 
     def forward_step(self, micro_batch: int, work: TextInput, *embeddings: Tensor) -> None:
@@ -42,7 +49,10 @@ class TextTrainer:
         leaves = [to_device(rows, device).requires_grad_() for rows in embeddings]
         inputs = {name: to_device(tensor, device) for name, tensor in work.tensors.items()}
         images = None if work.placement is None else torch.cat(leaves)[to_device(work.placement, device)]
-        hidden = self.family.hidden_states(self.part.model, inputs, images)
+        extra = {}
+        if work.lengths is not None:
+            extra["segments"] = plan_segments(work.lengths, device, causal=True)
+        hidden = self.family.hidden_states(self.part.model, inputs, images, **extra)
         head = self.part.model.get_output_embeddings()
         loss = share_of_objective(head, hidden, inputs["labels"], work.target_tokens)
         self._flights[micro_batch] = (loss, leaves)

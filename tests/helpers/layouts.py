@@ -51,13 +51,15 @@ class Case:
     zero_stage: int = 0
     checkpointing: bool = False
     schedule: str = "sequential"
+    packing: bool = False
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
         again = ", recompute" if self.checkpointing else ""
         vision, text = (str(d).replace(" ", "") for d in (self.vision, self.text))
+        packed = ", packed" if self.packing else ""
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
-        return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}"
+        return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ def settings(part: str, model: str, case: Case) -> PartSettings:
         device="cpu",
         activation_checkpointing=case.checkpointing,
         zero_stage=case.zero_stage if vision else 0,
+        packing=case.packing,
         update=UPDATE,
         seed=0,
     )
@@ -130,7 +133,7 @@ def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
     source: Any = SimpleNamespace(step=step, steps_per_epoch=len(steps))
-    return Feed(source, load_family(model), 0, case.vision.data, case.vision.sequence)
+    return Feed(source, load_family(model), 0, case.vision.data, case.vision.sequence, case.packing)
 
 
 @dataclass(frozen=True)

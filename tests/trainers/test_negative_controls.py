@@ -22,6 +22,7 @@ from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedV
 
 CASE = Case(Degrees(ulysses=2), Degrees(tensor=2))
 ZERO = Case(Degrees(ulysses=2), Degrees(), dtype="float32", zero_stage=1)
+PACKED = replace(CASE, packing=True)
 REPLICAS = Case(Degrees(data=2), Degrees(data=2), micro_batches=1)
 
 
@@ -89,6 +90,13 @@ class NoNorm(InspectedVision):
         return 0.0
 
 
+class OneSegment(InspectedText):
+    """Samples of a packed row see the ones before them."""
+
+    def forward_step(self, micro_batch: int, work: TextInput, *embeddings: Tensor) -> None:
+        super().forward_step(micro_batch, replace(work, lengths=(sum(work.lengths),)), *embeddings)
+
+
 class _NoDecay:
     """Weight decay silently off."""
 
@@ -134,6 +142,7 @@ FAULTS: list[tuple[str, Case, Fault, Callable[[Errors], bool]]] = [
     ("no weight decay", CASE, Fault(text=NoDecay), lambda e: e.gradient < 1e-9 < 1e-5 < e.update),
     ("no weight decay under ZeRO", ZERO, Fault(vision=NoDecayUnderZero), lambda e: e.gradient < 1e-4 < 5e-3 < e.update),
     ("rate of the next step", CASE, Fault(text=RateOfTheNextStep), lambda e: e.gradient < 1e-9 < 0.05 < e.update),
+    ("packed samples see each other", PACKED, Fault(text=OneSegment), lambda e: e.loss > 1e-4 and e.gradient > 1e-2),
     ("own token count", CASE, Fault(edit=own_token_count), lambda e: e.loss > 0.1 and e.gradient > 0.1),
     ("mean over replicas", REPLICAS, Fault(text=MeanOverReplicas), lambda e: e.loss < 1e-9 < 0.4 < e.gradient),
 ]

@@ -24,6 +24,9 @@ EXACT = [
     Case(ONE, Degrees(data=2, tensor=2)),
     Case(Degrees(ulysses=2), Degrees(tensor=2), checkpointing=True),
     Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=4, schedule="vision_ahead"),
+    Case(ONE, ONE, micro_batches=1, packing=True),
+    Case(Degrees(ulysses=2), Degrees(tensor=2), packing=True),
+    Case(Degrees(data=2), Degrees(data=2, tensor=2), packing=True, checkpointing=True),
 ]
 SINGLE = [
     Case(ONE, ONE, dtype="float32"),
@@ -71,6 +74,7 @@ SHARED_KEYS = [
     Case(ONE, Degrees(tensor=4)),
     Case(Degrees(ulysses=2), Degrees(tensor=8), micro_batches=1),
     Case(ONE, Degrees(data=2, tensor=4)),
+    Case(ONE, Degrees(tensor=4), micro_batches=1, packing=True),
 ]
 
 
