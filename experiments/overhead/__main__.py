@@ -1,0 +1,174 @@
+"""`python -m experiments.overhead [--rounds N] [--micro-batches M]`: one actor a part against a plain loop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ray
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
+
+from dhp.assets import make_tiny_assets
+from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.watch import wait_all
+from dhp.config.load import compose_config
+from dhp.config.schema import Config
+from dhp.feed import make_feed
+from dhp.messages import StepData
+from dhp.models.registry import load_tokenizer
+from dhp.models.tiny import tiny_config
+from dhp.parts import Batch, Parts, make_parts
+from dhp.preflight import prepare
+from dhp.schedule import TEXT, sequential
+from dhp.step import train_step
+from dhp.trainers.text import TextTrainer
+from dhp.trainers.vision import VisionTrainer
+from dhp.wiring import degrees, feed_settings, part_settings
+
+TEXT_SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
+VISION_SIZE = {"hidden_size": 256, "intermediate_size": 704, "depth": 8, "fullatt_block_indexes": [3, 7]}
+TIMEOUT_S = 600.0
+
+
+def make_model(folder: Path, tiny: Path) -> None:
+    """A medium model beside the tiny one's tokenizer and image processor."""
+    folder.mkdir()
+    for file in tiny.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = tiny_config(load_tokenizer(str(tiny)))
+    for key, value in TEXT_SIZE.items():
+        setattr(config.text_config, key, value)
+    for key, value in VISION_SIZE.items():
+        setattr(config.vision_config, key, value)
+    config.text_config.layer_types = ["full_attention"] * TEXT_SIZE["num_hidden_layers"]
+    config.text_config.rope_parameters["mrope_section"] = [8, 12, 12]
+    config.vision_config.out_hidden_size = TEXT_SIZE["hidden_size"]
+    torch.manual_seed(0)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+
+
+def configure(folder: Path, micro_batches: int) -> Config:
+    """One actor a part, 16 samples a step."""
+    make_tiny_assets(folder)
+    make_model(folder / "medium", folder / "model")
+    size = 16
+    overrides = [
+        f"tiny_assets={folder}",
+        f"run_dir={folder / 'run'}",
+        *(f"{part}.{key}" for part in ("vision", "text") for key in ("parallelism=none", "num_actors=1")),
+        *(f"{part}.model_name={folder / 'medium'}" for part in ("vision", "text")),
+        "vision.zero_stage=0",
+        f"training.batch_size={size}",
+        f"training.micro_batch_size={size // micro_batches}",
+        "training.warmup_ratio=0",
+        "data.min_pixels=40000",
+        "data.max_pixels=60000",
+        f"cluster.threads_per_actor={os.cpu_count()}",
+    ]
+    return prepare(compose_config("tiny", overrides=overrides))
+
+
+class Plain:
+    """The usual loop in this process."""
+
+    def __init__(self, model_name: str, lr: float):
+        torch.set_num_threads(os.cpu_count() or 1)
+        self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=torch.float32).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+
+    def step(self, micro_batches: list[dict[str, Tensor]]) -> float:
+        """One optimizer step; the loss."""
+        targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
+        total = 0.0
+        for batch in micro_batches:
+            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+            logits = self.model(**inputs, use_cache=False).logits[:, :-1]
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum") / targets
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+
+def start(cluster: Cluster, config: Config, micro_batches: int) -> Parts:
+    """Both parts, loaded."""
+    for part, trainer in (("vision", VisionTrainer), ("text", TextTrainer)):
+        cluster.groups[part].start(trainer, part_settings(config, part, cluster.device, 1000))
+    wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
+    return make_parts(cluster.groups["vision"], cluster.groups["text"], degrees(config.text), micro_batches)
+
+
+def put(data: StepData) -> Batch:
+    """The step's data in the object store, as the dataset actor leaves it there."""
+    refs = [[[ray.put(work) for work in row] for row in side] for side in (data.vision, data.text)]
+    return Batch(ray.put(data.info), *refs)
+
+
+def dhp_step(parts: Parts, batch: Batch, micro_batches: int) -> float:
+    """One step, waited for; the loss."""
+    refs = train_step(parts, sequential(micro_batches), batch)
+    wait_all([w for part in parts.values() for w in part.group.take_watched()], TIMEOUT_S)
+    return sum(report.loss for report in ray.get(refs.reports[TEXT]))
+
+
+def measure(rounds: int, micro_batches: int) -> dict[str, Any]:
+    """Interleaved rounds; the first of each is left out."""
+    with tempfile.TemporaryDirectory() as name:
+        config = configure(Path(name), micro_batches)
+        feed = make_feed(feed_settings(config))
+        plain = Plain(config.text.model_name, config.training.learning_rate)
+        layout = Layout({"vision": 1, "text": 1}, True, "cpu", "local", os.cpu_count(), TIMEOUT_S, TIMEOUT_S, name)
+        times: dict[str, list[float]] = {"hf": [], "dhp": []}
+        with Cluster(layout) as cluster:
+            parts = start(cluster, config, micro_batches)
+            for step in range(rounds + 1):
+                batch, named = put(feed.step(step)), _by_micro_batch(feed.model_inputs(step), micro_batches)
+                begin = time.perf_counter()
+                theirs = plain.step(named)
+                between = time.perf_counter()
+                ours = dhp_step(parts, batch, micro_batches)
+                times["hf"].append(between - begin)
+                times["dhp"].append(time.perf_counter() - between)
+    hf_s, dhp_s = (median(times[kind][1:]) for kind in ("hf", "dhp"))
+    ratio = median(d / h for d, h in zip(times["dhp"][1:], times["hf"][1:], strict=True))
+    return {
+        "hf_step_s": hf_s,
+        "dhp_step_s": dhp_s,
+        "ratio": ratio,
+        "micro_batches": micro_batches,
+        "rounds": rounds,
+        "hf_loss": theirs,
+        "dhp_loss": ours,
+    }
+
+
+def _by_micro_batch(named: dict[str, Tensor], micro_batches: int) -> list[dict[str, Tensor]]:
+    return [
+        {key.rpartition("/")[2]: tensor for key, tensor in named.items() if key.startswith(f"0/{m}/")}
+        for m in range(micro_batches)
+    ]
+
+
+def main() -> None:
+    """Print the figures as one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    given = parser.parse_args()
+    print(json.dumps(measure(given.rounds, given.micro_batches)))
+
+
+if __name__ == "__main__":
+    main()
