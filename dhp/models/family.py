@@ -62,7 +62,9 @@ class Family(Protocol):
     def image_layout(self, grid: Grid) -> ImageLayout:
         """How the tower walks through an image."""
 
-    def position_ids(self, input_ids: Tensor, mm_token_type_ids: Tensor, grids: Tensor | None, lengths: Tensor) -> Tensor:
+    def position_ids(
+        self, input_ids: Tensor, mm_token_type_ids: Tensor, grids: Tensor | None, lengths: Tensor
+    ) -> Tensor:
         """Rotary positions of right-padded rows; int64 [3, rows, tokens], zero on padding."""
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:

@@ -56,7 +56,9 @@ class Qwen25Vl:
             positions=positions,
         )
 
-    def position_ids(self, input_ids: Tensor, mm_token_type_ids: Tensor, grids: Tensor | None, lengths: Tensor) -> Tensor:
+    def position_ids(
+        self, input_ids: Tensor, mm_token_type_ids: Tensor, grids: Tensor | None, lengths: Tensor
+    ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
         model = SimpleNamespace(config=self.config)
         model.get_vision_position_ids = MethodType(Qwen2_5_VLModel.get_vision_position_ids, model)

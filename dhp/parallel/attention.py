@@ -130,9 +130,10 @@ def packed_attention(
     segments: SegmentPlan,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface for one packed row: states [1, heads, tokens, dim], output [1, tokens, heads, dim].
+    """transformers' attention interface for one packed row; shapes as in `segment_attention`.
 
-    `segments` is a keyword of the model's forward that reaches every layer as it is. No mask of tokens × tokens is built.
+    `segments` is a keyword of the model's forward that reaches every layer as it is. No mask of tokens × tokens
+    is built.
     """
     states = (s[0].transpose(0, 1) for s in (query, key, value))  # [tokens, heads, dim]
     return attend_segments(*states, segments, scaling)[None], None

@@ -16,7 +16,7 @@ def _must_stage(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """All-to-all of rows without autograd: `send[r]` rows go to rank r, `receive[r]` rows come from it, in rank order."""
+    """All-to-all without autograd: `send[r]` rows go to rank r, `receive[r]` rows come from it, in rank order."""
     staged = _must_stage(rows, group)
     source = rows.contiguous().cpu() if staged else rows.contiguous()
     target = source.new_empty((sum(receive), *rows.shape[1:]))
@@ -28,7 +28,9 @@ class AllToAll(torch.autograd.Function):
     """`exchange_rows` with gradients: the backward is the inverse exchange."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
         return exchange_rows(rows, send, receive, group)
 

@@ -1,4 +1,4 @@
-"""`python -m experiments.gpu_check [--device cuda] [--out results/gpu.json]`: does a GPU give the plain model's numbers?
+"""`python -m experiments.gpu_check [--device cuda] [--out FILE]`: does a GPU give the plain model's numbers?
 
 Trains the tiny model through the real entry with 1+1 and 2+2 actors, and beside it the unmodified transformers model
 in this process on the same device, on the same samples. One JSON object a layout, printed and written to `--out`.

@@ -37,7 +37,8 @@ class LocalGroup:
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context().Pipe()
-            process = context().Process(target=_serve, args=(theirs, store, rank, size, factory, arguments), daemon=True)
+            given = (theirs, store, rank, size, factory, arguments)
+            process = context().Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -98,7 +99,9 @@ def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> li
         return group.execute_all("call", function, *arguments)
 
 
-def _serve(pipe: Any, store: str, rank: int, size: int, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _serve(
+    pipe: Any, store: str, rank: int, size: int, factory: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     import torch
     import torch.distributed as dist
 

@@ -15,7 +15,9 @@ from dhp.data.sample import IGNORED, Sample
 IMAGE_TOKEN = 505
 
 
-def make_sample(grids: Sequence[tuple[int, int, int]], tokens: int, targets: int, seed: int, image_token: int) -> Sample:
+def make_sample(
+    grids: Sequence[tuple[int, int, int]], tokens: int, targets: int, seed: int, image_token: int
+) -> Sample:
     """A sample with random pixels and text: some text, each image, `tokens` of text whose last `targets` are labels."""
     rng = np.random.default_rng(seed)
     text = lambda n: list(rng.integers(3, 300, n))

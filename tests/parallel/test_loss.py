@@ -39,7 +39,8 @@ def ours(
     head = nn.Linear(HIDDEN, vocabulary, bias=False)
     head.weight = nn.Parameter(weight)
     if ranks > 1:
-        head.weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (ranks,)), [placement or Shard(0)]))
+        mesh = init_device_mesh("cpu", (ranks,))
+        head.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement or Shard(0)]))
     loss = token_loss_sum(head, states, targets, chunk) / 7
     loss.backward()
     grad = head.weight.grad

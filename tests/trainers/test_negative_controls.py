@@ -133,8 +133,8 @@ def same_data_everywhere(data: StepData) -> StepData:
 
 
 FAULTS: list[tuple[str, Case, Fault, Callable[[Errors], bool]]] = [
-    ("head gradient not all-reduced", CASE, Fault(text=HeadWithoutAllReduce), lambda e: e.loss < 1e-9 < 0.1 < e.gradient),
-    ("gradients summed over tensor ranks", CASE, Fault(text=GradientsOfAllTensorRanks), lambda e: 0.9 < e.gradient < 1.1),
+    ("head gradient not summed", CASE, Fault(text=HeadWithoutAllReduce), lambda e: e.loss < 1e-9 < 0.1 < e.gradient),
+    ("sum over tensor ranks", CASE, Fault(text=GradientsOfAllTensorRanks), lambda e: 0.9 < e.gradient < 1.1),
     ("rows in the order of arrival", CASE, Fault(text=RowsAsTheyCome), lambda e: e.loss > 1e-6 and e.gradient > 1e-2),
     ("vision gradients not reduced", CASE, Fault(vision=NoReduction), lambda e: e.loss < 1e-9 < 0.1 < e.gradient),
     ("no exchange in full attention", CASE, Fault(vision=NoExchange), lambda e: e.loss > 1e-7 and e.gradient > 1e-2),

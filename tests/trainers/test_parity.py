@@ -35,7 +35,7 @@ SINGLE = [
     Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="float32", zero_stage=1),
     Case(Degrees(ulysses=4), Degrees(tensor=1), dtype="float32", zero_stage=1, micro_batches=4),
     Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=1),
-    Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=4, dtype="float32", zero_stage=1, schedule="vision_ahead"),
+    Case(Degrees(ulysses=2), Degrees(tensor=2), 4, dtype="float32", zero_stage=1, schedule="vision_ahead"),
     Case(Degrees(data=2, ulysses=2), Degrees(tensor=2), dtype="float32", zero_stage=1),
 ]
 
