@@ -97,7 +97,11 @@ def _check_formats(name: str, part: PartConfig) -> None:
     require_choice(f"{name}.attention_backend", part.attention_backend, _BACKENDS)
     if part.zero_stage not in _ZERO_STAGES[name]:
         offered = " and ".join(f"{name}.zero_stage={stage}" for stage in _ZERO_STAGES[name])
-        raise ConfigError(f"{name}.zero_stage={part.zero_stage} does not exist yet; there is {offered}")
+        nearest = min(_ZERO_STAGES[name], key=lambda stage: abs(stage - part.zero_stage))
+        raise ConfigError(
+            f"{name}.zero_stage={part.zero_stage} does not exist yet; there is {offered}. "
+            f"Set {name}.zero_stage={nearest}, the nearest: the same arithmetic, with more memory an actor."
+        )
     if part.zero_stage > 0 and part.dtype == "float64":
         raise ConfigError(
             f"{name}.zero_stage={part.zero_stage} with {name}.dtype=float64: DeepSpeed, which does the ZeRO "

@@ -48,7 +48,7 @@ def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
         except DhpError as error:
             _exit_with(error)
 
-    _call_hydra(job, source, _checked_arguments(rest, source))
+    _call_hydra(job, _checked_arguments(rest, source))
 
 
 def _config_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -81,9 +81,9 @@ def _numbered(config: Config, arguments: list[str]) -> Config:
     return config
 
 
-def _call_hydra(job: Callable[[DictConfig], None], source: Source, arguments: list[str]) -> None:
+def _call_hydra(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of Hydra's own printing
-    command = hydra.main(config_path=str(source.directories[0]), config_name=ENTRY, version_base="1.3")(job)
+    command = hydra.main(config_path=None, config_name=ENTRY, version_base="1.3")(job)
     program, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
         with translated_errors():

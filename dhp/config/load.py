@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize
 from omegaconf import DictConfig, OmegaConf
 
 from dhp.config.overrides import checked_overrides
@@ -20,7 +20,7 @@ def compose_config(config_name: str | None, config_path: str | None = None, over
     source = Source.find(config_name, config_path)
     source.register()
     arguments = checked_overrides(overrides, source)
-    with translated_errors(), initialize_config_dir(str(source.directories[0]), version_base="1.3"):
+    with translated_errors(), initialize(None, version_base="1.3"):
         return to_config(compose(ENTRY, arguments))
 
 

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
+from dhp.config.aliases import has_alias, names_here, translated
 from dhp.config.keys import ANY_NAME, Key, find_key
 from dhp.config.source import Source
 from dhp.config.translate import unknown_key
+from dhp.config.yaml_files import say
 from dhp.errors import ConfigError
 
 
@@ -20,16 +22,44 @@ def checked_overrides(arguments: Sequence[str], source: Source) -> list[str]:
     dictionary need not); `~key` returns it to its default. Overrides of Hydra itself, of config groups and
     deletions of dictionary entries go through as they are.
     """
-    return [_checked(argument, source) for argument in arguments]
+    parsed = [(argument, _parse(argument)) for argument in arguments]
+    of_others = [override for _, override in parsed if _is_alias(override)]
+    return [_checked(*pair, source) for pair in parsed if pair[1] not in of_others] + _translated(parsed, of_others)
 
 
-def _checked(argument: str, source: Source) -> str:
-    override = _parse(argument)
+def _is_alias(override: Override) -> bool:
+    plain = override.package is None and not (override.is_delete() or override.is_sweep_override())
+    return plain and has_alias(override.key_or_group, _value(override))
+
+
+def _translated(parsed: Sequence[tuple[str, Override]], of_others: Sequence[Override]) -> list[str]:
+    """Overrides in the vocabulary of `dhp.config.aliases`, told in ours; each is named on stderr."""
+    if not of_others:
+        return []
+    plain = [override for _, override in parsed if not (override.is_delete() or override.is_sweep_override())]
+    values, notices = translated({override.key_or_group: _value(override) for override in plain})
+    say(notices)
+    own = {override.key_or_group: _value(override) for override in plain if override not in of_others}
+    changed = {key: value for key, value in values.items() if key not in own or value != own[key]}
+    return [f"++{key}={_hydra_literal(value)}" for key, value in changed.items()]
+
+
+def _value(override: Override) -> Any:
+    value = override.value()
+    return value.text if isinstance(value, QuotedString) else value
+
+
+def _checked(argument: str, override: Override, source: Source) -> str:
     name = override.key_or_group
     is_hydras = name == "hydra" or name.startswith(("hydra.", "hydra/"))
-    if is_hydras or override.package is not None or source.has_group(name):
+    is_choice = source.has_group(name) and not isinstance(override.value(), dict)
+    if is_hydras or override.package is not None or is_choice:
         return argument
     key = find_key(name)
+    if key is None and names_here(name):
+        raise ConfigError(
+            f"{name} can be set to one value only; to sweep or unset it, use {', '.join(names_here(name))}"
+        )
     if key is None:
         raise unknown_key(name)
     in_entry = ANY_NAME in key.path

@@ -103,6 +103,7 @@ def _fill_paths(config: Config) -> None:
         config.tiny_assets = _expanded(config.tiny_assets)
     checkpoint_dir = config.training.checkpoint_dir or str(Path(config.run_dir) / "checkpoints")
     config.training.checkpoint_dir = _expanded(checkpoint_dir)
+    config.training.resume = _expanded(config.training.resume)
     config.data.data_registry = {
         name: DatasetEntry(_expanded(entry.annotation_path), _expanded(entry.data_path))
         for name, entry in config.data.data_registry.items()

@@ -11,15 +11,25 @@ _LEAVINGS = (*_MARKS, "trace.json", "tb", "logs", "checkpoints")
 
 
 def check_run_dir(config: Config) -> None:
-    """Raise ConfigError when run_dir is a file, or holds a run and overwrite is false. Changes nothing."""
+    """Raise ConfigError when run_dir is a file, or holds a run that this one neither replaces nor continues.
+
+    Changes nothing.
+    """
     run_dir = Path(config.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir} is a file; give a directory that is new or empty")
+    continues = _continues(config)
+    if continues and config.overwrite:
+        raise ConfigError(
+            f"overwrite=true would remove the checkpoints in run_dir={run_dir} that "
+            f"training.resume={config.training.resume} asks to continue from. Set one of them only."
+        )
     marks = [mark for mark in _MARKS if (run_dir / mark).exists()]
-    if marks and not config.overwrite:
+    if marks and not (config.overwrite or continues):
         raise ConfigError(
             f"run_dir={run_dir} already holds a run ({', '.join(marks)}), and overwrite=false keeps it. "
-            "Choose another run_dir, or set overwrite=true to replace that run and its checkpoints."
+            "Choose another run_dir, set training.resume=auto to continue that run, or overwrite=true to replace it "
+            "and its checkpoints."
         )
 
 
@@ -37,6 +47,15 @@ def make_run_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir} cannot be created ({error.strerror}); choose another") from error
     return run_dir
+
+
+def _continues(config: Config) -> bool:
+    """Whether the run that run_dir may hold is the one to be continued."""
+    resume = config.training.resume
+    if resume in ("auto", "never"):
+        return resume == "auto"
+    run_dir = Path(config.run_dir).resolve()
+    return run_dir in (Path(resume).resolve(), *Path(resume).resolve().parents)
 
 
 def _remove(path: Path) -> None:

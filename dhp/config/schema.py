@@ -38,7 +38,7 @@ class PartConfig:
     """Number format of weights, activations and gradients: float32 | float64."""
 
     attention_backend: str = "auto"
-    """Attention kernel: auto | sdpa, both PyTorch's own; flash_attention_2 is refused until there are 16-bit formats."""
+    """Attention kernel: auto | sdpa, both PyTorch's own; flash_attention_2 is refused until 16-bit formats exist."""
 
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, about a third more compute."""
@@ -95,8 +95,18 @@ class TrainingConfig:
     log_interval: int = 1
     """Steps between two printed lines; metrics.jsonl has every step all the same."""
 
+    dry_run: bool = False
+    """Check everything, print layout and memory by the model's shape, and end: no weights, GPUs, actors or run_dir."""
+
     checkpoint_dir: Optional[str] = None
     """Directory of the checkpoints. Null: `checkpoints` in run_dir."""
+
+    save_steps: Optional[int] = None
+    """Optimizer steps between two checkpoints; there is one at the end in any case. Null: only that one."""
+
+    resume: str = "never"
+    """Where the run begins: never (at step 1) | auto (after the newest complete checkpoint in checkpoint_dir, else at
+    step 1; run_dir may hold the run that stopped) | PATH of a checkpoint or of a run: its newest one."""
 
 
 @dataclass

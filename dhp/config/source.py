@@ -7,6 +7,7 @@ from hydra.core.config_store import ConfigStore
 
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import Config
+from dhp.config.yaml_files import YamlFiles
 from dhp.errors import ConfigError
 
 ENTRY = "_dhp_entry"  # primary config that Hydra composes: schema, then settings of Hydra, then the named YAML
@@ -59,6 +60,7 @@ class Source:
         The entry makes the schema the base of every YAML, so that a YAML needs no defaults list, and keeps
         Hydra from writing directories, changing the working directory and configuring logging.
         """
+        YamlFiles.register()
         store = ConfigStore.instance()
         store.store(name=_SCHEMA, node=Config)
         named = [f"{self.name}@_global_"] if self.name else []
@@ -68,7 +70,7 @@ class Source:
             node={
                 "defaults": [_SCHEMA, "_self_", *named, *quiet],
                 "hydra": {
-                    "searchpath": [f"file://{directory}" for directory in self.directories[1:]],
+                    "searchpath": [f"{YamlFiles.scheme()}://{directory}" for directory in self.directories],
                     "output_subdir": None,
                     "run": {"dir": "."},
                     # Runs of one sweep lie side by side, numbered, below the run_dir of the unswept config.

@@ -12,7 +12,7 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path, mark):
     (tmp_path / mark).write_text("")
     with pytest.raises(ConfigError) as caught:
         check_run_dir(Config(run_dir=str(tmp_path)))
-    for told in (f"run_dir={tmp_path} already holds a run ({mark})", "overwrite=false", "set overwrite=true"):
+    for told in (f"run_dir={tmp_path} already holds a run ({mark})", "overwrite=false", "or overwrite=true"):
         assert told in str(caught.value)
 
 
@@ -50,3 +50,25 @@ def test_a_file_in_its_place_is_refused(tmp_path):
         check_run_dir(Config(run_dir=str(file)))
     with pytest.raises(ConfigError, match="cannot be created"):
         make_run_dir(Config(run_dir=str(file / "below")))
+
+
+@pytest.mark.parametrize("resume", ["auto", "{run_dir}", "{run_dir}/checkpoints/step_2"])
+def test_the_run_to_be_continued_may_be_there(tmp_path, resume):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text("kept")
+    config = Config(run_dir=str(run_dir))
+    config.training.resume = resume.format(run_dir=run_dir)
+    assert make_run_dir(config) == run_dir
+    assert (run_dir / "metrics.jsonl").read_text() == "kept"
+    config.overwrite = True
+    with pytest.raises(ConfigError, match="overwrite=true would remove the checkpoints .* Set one of them only"):
+        check_run_dir(config)
+
+
+def test_a_run_continued_from_elsewhere_does_not_touch_another_one(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    config = Config(run_dir=str(tmp_path))
+    config.training.resume = str(tmp_path.parent / "elsewhere")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        check_run_dir(config)

@@ -1,0 +1,81 @@
+"""YAML files as Hydra reads them: a run's own may be written in the vocabulary of `dhp.config.aliases`.
+
+Hydra's own reader of files is not among its public names; what is imported of it here is pinned with it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
+
+from dhp.config.aliases import has_alias, translated
+from dhp.errors import ConfigError
+
+
+class YamlFiles(FileConfigSource):
+    """A directory of YAML files, given to Hydra as `dhp:///directory`. Files of groups are left as they are."""
+
+    said: set[str] = set()  # Hydra reads a file several times; a person is told once
+
+    @staticmethod
+    def scheme() -> str:
+        return "dhp"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result = super().load_config(config_path)
+        if "/" not in config_path and isinstance(result.config, DictConfig):
+            result.config, notices = _in_our_words(result.config, self._normalize_file_name(config_path))
+            say([notice for notice in notices if notice not in self.said])
+            self.said.update(notices)
+        return result
+
+    @classmethod
+    def register(cls) -> None:
+        """Make Hydra know the scheme, and begin a new configuration."""
+        cls.said.clear()
+        Plugins.instance()  # Hydra's own schemes first
+        SourcesRegistry.instance().register(cls)
+
+
+def say(notices: list[str]) -> None:
+    """One line each on stderr."""
+    for notice in notices:
+        print(notice, file=sys.stderr, flush=True)
+
+
+def _in_our_words(config: DictConfig, file: str) -> tuple[DictConfig, list[str]]:
+    """The configuration and what to say about it: itself and nothing when no key is of the other vocabulary."""
+    flat = _flat(OmegaConf.to_container(config, resolve=False))
+    if not any(has_alias(key, value) for key, value in flat.items()):
+        return config, []
+    try:
+        values, notices = translated(flat)
+    except ConfigError as error:
+        raise ConfigError(f"in {file}: {error}") from error
+    return OmegaConf.create(_nested(values)), [f"in {file}: {notice}" for notice in notices]
+
+
+def _flat(config: dict[Any, Any]) -> dict[str, Any]:
+    """Keys of sections as `section.key`, one level deep: what lies below is a value."""
+    flat = {}
+    for name, value in config.items():
+        section = value if isinstance(value, dict) and value else None
+        flat |= {f"{name}.{key}": below for key, below in section.items()} if section else {str(name): value}
+    return flat
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in values.items():
+        section, _, key = path.partition(".")
+        if key:
+            nested.setdefault(section, {})[key] = value
+        else:
+            nested[section] = value
+    return nested

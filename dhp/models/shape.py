@@ -1,0 +1,109 @@
+"""The shape of a model without its weights: parameters of each part, counted on the meta device.
+
+What a rank holds is what transformers' own parallel styles cut out of these, so a plan that changes there changes
+the count here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+from dhp.config.source import shipped_directory
+from dhp.errors import ModelError
+from dhp.models.split import model_class
+
+
+@dataclass(frozen=True)
+class PartShape:
+    """Parameters of one part.
+
+    total: all of them; per_rank: what the fullest tensor rank holds; replicated: those that each rank holds whole.
+    """
+
+    total: int
+    per_rank: int
+    replicated: int
+
+
+def config_source(model_name: str) -> str:
+    """Where transformers reads the configuration without weights: a directory, a hub id, or a file that dhp ships.
+
+    A directory and a hub id in the local cache are taken as they are. For other hub ids the shipped shape, which holds
+    the fields of config.json that say how large the model is, comes before a download.
+    Raises ModelError when there is none of these.
+    """
+    if Path(model_name).is_dir() or _readable(model_name, local_files_only=True) is None:
+        return model_name
+    shipped = shapes_directory() / f"{model_name}.json"
+    if shipped.is_file():
+        return str(shipped)
+    failure = _readable(model_name)
+    if failure is None:
+        return model_name
+    folder = shapes_directory()
+    known = sorted(str(file.relative_to(folder)).removesuffix(".json") for file in folder.rglob("*.json"))
+    raise ModelError(
+        f"{model_name}: its configuration cannot be read ({failure}), and dhp ships no shape of it. "
+        f"Give a directory with a config.json, or one of {', '.join(known)}"
+    )
+
+
+def _readable(model_name: str, local_files_only: bool = False) -> str | None:
+    """None when transformers can read the model's configuration, else the first line of its complaint."""
+    try:
+        AutoConfig.from_pretrained(model_name, local_files_only=local_files_only)
+    except (OSError, ValueError) as error:
+        return str(error).strip().splitlines()[0].rstrip(".")
+    return None
+
+
+def shapes_directory() -> Path:
+    """Shipped shapes, each below it under its hub id."""
+    return shipped_directory() / "model" / "shapes"
+
+
+def part_shape(source: str, dropped: Sequence[str], tensor: int = 1, whole_modules: Sequence[str] = ()) -> PartShape:
+    """Count the model of `source` without the modules `dropped`, split by its tensor-parallel plan over `tensor` ranks.
+
+    whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says.
+    """
+    with torch.device("meta"):
+        model = model_class(source)(AutoConfig.from_pretrained(source))
+    for name in dropped:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, nn.Module())
+    model.init_parallel_plans()
+    plan = {name: style for name, style in model.tp_plan.items() if name not in whole_modules}
+    mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0) if tensor > 1 else None
+    total = per_rank = replicated = 0
+    for name, parameter in list(model.named_parameters()):  # a tied one comes once
+        held = parameter if mesh is None else _sharded(model, name, plan, mesh)
+        split = isinstance(held, DTensor) and not all(placement.is_replicate() for placement in held.placements)
+        total += parameter.numel()
+        per_rank += held.to_local().numel() if isinstance(held, DTensor) else held.numel()
+        replicated += 0 if split else parameter.numel()
+    return PartShape(total, per_rank, replicated)
+
+
+def _sharded(model: nn.Module, name: str, plan: dict[str, str], mesh: DeviceMesh) -> nn.Parameter:
+    """The parameter as the plan's style leaves it on the first rank, which gets the longest slice."""
+    module_name, _, own = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    style = plan.get(_generic(name)) or plan.get(_generic(module_name))
+    if style is not None:
+        ALL_PARALLEL_STYLES[style].shard_param(module, own, mesh)
+    return module.get_parameter(own)
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,0 +1,37 @@
+"""The ready-made configurations: composed from groups, and right for the models they are made for."""
+
+import pytest
+
+from dhp.config.load import compose_config
+from dhp.config.resolve import micro_batches, resolve
+
+# name → actors of each part, (vision data, vision ulysses), (text data, text tensor)
+READY = {
+    "qwen2_5_vl_3b": (4, (1, 4), (2, 2)),
+    "qwen2_5_vl_7b": (8, (2, 4), (2, 4)),
+    "qwen2_5_vl_32b": (16, (2, 8), (2, 8)),
+    "qwen2_5_vl_72b": (64, (8, 8), (4, 16)),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_degrees_model_and_groups(name):
+    config = resolve(compose_config(name))
+    vision, text = config.vision, config.text
+    found = (vision.num_actors, (vision.data, vision.ulysses), (text.data, text.tensor))
+    assert (found, text.num_actors) == (READY[name], READY[name][0])
+    size = name.rpartition("_")[2].upper()
+    assert vision.model_name == text.model_name == f"Qwen/Qwen2.5-VL-{size}-Instruct"
+    assert (config.name, vision.zero_stage, config.data.datasets) == (name, 1, ["train"])
+    assert micro_batches(config) >= 2
+
+
+def test_a_group_is_exchanged_on_the_command_line():
+    config = compose_config("qwen2_5_vl_7b", overrides=["vision=data_zero1", "vision.data=8", "model=qwen2_5_vl_3b"])
+    assert (config.vision.parallelism, config.vision.num_actors) == ("data", 8)
+    assert config.text.model_name == "Qwen/Qwen2.5-VL-3B-Instruct"
+
+
+def test_a_section_is_still_a_section_where_a_group_has_its_name():
+    config = compose_config("qwen2_5_vl_7b", overrides=["vision={num_actors: 4}", "text.data=1"])
+    assert (config.vision.num_actors, config.vision.data, config.text.data) == (4, 2, 1)
