@@ -7,12 +7,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
+from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.runtime import chosen_address
 from dhp.cluster.watch import Watched, wait_all
@@ -31,27 +32,40 @@ from dhp.schedule import SCHEDULES, TEXT, VISION
 from dhp.step import StepRefs, train_step
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
-from dhp.wiring import degrees, feed_settings, part_settings, total_steps
+from dhp.wiring import degrees, feed_settings, kept_settings, part_settings, total_steps, world
 
 AHEAD = 1  # steps submitted beyond the one that runs: their data is read meanwhile, and no rank waits for the driver
 
 
 @dataclass(frozen=True)
+class Saving:
+    """A submitted checkpoint: the directory that ranks write into after `step` optimizer steps, and their calls."""
+
+    step: int
+    folder: Path
+    watched: list[Watched]
+
+
+@dataclass(frozen=True)
 class Pending:
-    """A submitted step. reading: the call that reads its data; watched: all of its calls."""
+    """A submitted step. reading: the call that reads its data; watched: all of its calls; saving: what follows it."""
 
     step: int
     refs: StepRefs
     reading: list[Watched]
     watched: list[Watched]
+    saving: Saving | None
 
 
 def run(config: Config) -> None:
     """Train as configured. `config` went through `dhp.preflight.prepare`. Raises DhpError; leaves no Ray process."""
+    start = find_start(config.training.resume, Path(str(config.training.checkpoint_dir)))
+    start.check(kept_settings(config))
     run_dir = make_run_dir(config)
     _make_checkpoint_dir(config)
     (run_dir / "config.yaml").write_text(to_yaml(config))
-    with Recorder(run_dir, config.training.log_interval, _world(config)) as recorder, _interruptible():
+    recorder = Recorder(run_dir, config.training.log_interval, world(config), start.checkpoint, start.step)
+    with recorder, _interruptible():
         layout = Layout(
             actors={"vision": config.vision.num_actors, "text": config.text.num_actors},
             collocate=config.cluster.collocate,
@@ -63,33 +77,37 @@ def run(config: Config) -> None:
             log_dir=str(run_dir.absolute() / "logs"),
         )
         with Cluster(layout) as cluster:
-            Driver(config, cluster, recorder).run()
+            Driver(config, cluster, recorder, start).run()
 
 
 class Driver:
     """One run on a started cluster. Holds refs, never tensors."""
 
-    def __init__(self, config: Config, cluster: Cluster, recorder: Recorder):
-        self.config, self.cluster, self.recorder = config, cluster, recorder
+    def __init__(self, config: Config, cluster: Cluster, recorder: Recorder, start: Start):
+        self.config, self.cluster, self.recorder, self.start = config, cluster, recorder, start
         self._micro_batches = micro_batches(config)
         self._timeout_s = config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
-        self._skipped = 0
+        self._skipped = start.skipped_samples
 
     def run(self) -> None:
-        """Start, train every step, save."""
-        self._start()
+        """Start, train every step that is not done yet, save on the way and at the end."""
+        self._open_data()
+        if self.start.step >= self.steps:
+            self.recorder.say(f"nothing is left to train: training.max_steps or num_epochs give {self.steps} steps")
+            return
+        self._start_parts()
         pending: deque[Pending] = deque()
         self._last_end = time.perf_counter()
-        for step in range(self.steps):
+        for step in range(self.start.step, self.steps):
             pending.append(self._submit(step))
             if len(pending) > AHEAD:
                 self._finish(pending.popleft())
         while pending:
             self._finish(pending.popleft())
-        self.recorder.checkpoint = self._save()
 
-    def _start(self) -> None:
+    def _open_data(self) -> None:
+        """Start the dataset actor, and learn from it how long the run is and whether it continues the one before."""
         config, cluster = self.config, self.cluster
         self.recorder.say(f"starting {cluster.describe()}")
         shape = (self._micro_batches, config.vision.num_actors, config.text.data)
@@ -98,10 +116,17 @@ class Driver:
         wait_all(self.data.take_watched(), started_s)
         self.steps_per_epoch = self.data.describe("steps_per_epoch", started_s)
         self.steps = total_steps(config, self.steps_per_epoch)
+        self._kept = kept_settings(config) | {"data.samples": self.data.describe("dataset_size", started_s)}
+        self.start.check(self._kept)
+        if self.start.checkpoint is not None:
+            self.recorder.say(f"continuing after step {self.start.step} from {self.start.checkpoint}")
+
+    def _start_parts(self) -> None:
+        config, cluster, groups = self.config, self.cluster, self.cluster.groups
         for part, trainer in (("vision", VisionTrainer), ("text", TextTrainer)):
-            cluster.groups[part].start(trainer, part_settings(config, part, cluster.device, self.steps))
-        wait_all([w for group in cluster.groups.values() for w in group.take_watched()], started_s)
-        groups = cluster.groups
+            settings = part_settings(config, part, cluster.device, self.steps, self.start.checkpoint)
+            groups[part].start(trainer, settings)
+        wait_all([w for group in groups.values() for w in group.take_watched()], config.cluster.start_timeout_s)
         self.parts = make_parts(groups["vision"], groups["text"], degrees(config.text), self._micro_batches)
         self.schedule = SCHEDULES[config.training.schedule](self._micro_batches)
         self.recorder.begin(self.steps)
@@ -110,7 +135,21 @@ class Driver:
         refs = train_step(self.parts, self.schedule, Batch(*self.data.next(step)))
         reading = self.data.take_watched()
         of_parts = [w for part in self.parts.values() for w in part.group.take_watched()]
-        return Pending(step, refs, reading, reading + of_parts)
+        return Pending(step, refs, reading, reading + of_parts, self._submit_saving(step + 1))
+
+    def _submit_saving(self, step: int) -> Saving | None:
+        """Ask each rank to write what it holds after `step` optimizer steps, if a checkpoint is due then.
+
+        The calls queue behind the step's own, so the next step may be submitted at once and still comes after them.
+        """
+        every = self.config.training.save_steps
+        if step != self.steps and (every is None or step % every):
+            return None
+        folder = open_checkpoint(Path(str(self.config.training.checkpoint_dir)), step)
+        groups = self.cluster.groups
+        for name, group in groups.items():
+            group.execute_all_async("save", str(folder / name), returns=0)
+        return Saving(step, folder, [entry for group in groups.values() for entry in group.take_watched()])
 
     def _finish(self, pending: Pending) -> None:
         wait_all(pending.reading, self._timeout_s)
@@ -125,6 +164,9 @@ class Driver:
         self._skipped += len(info.skipped)
         reports = {number: self.cluster.values(refs) for number, refs in pending.refs.reports.items()}
         self.recorder.record(self._metrics(info, reports, step_s, data_s))
+        if pending.saving is not None:
+            self._finish_saving(pending.saving)
+            self._last_end = time.perf_counter()  # writing is no part of the next step's time
 
     def _metrics(
         self, info: StepInfo, reports: dict[int, list[PartReport]], step_s: float, data_s: float
@@ -151,15 +193,20 @@ class Driver:
             skipped_samples=self._skipped,
         )
 
-    def _save(self) -> Path:
-        """The weights of both parts after the last step, each rank writing its own."""
-        self.recorder.say("saving the final checkpoint")
+    def _finish_saving(self, saving: Saving) -> None:
+        """Once every rank has written, give the checkpoint its name."""
+        if saving.step == self.steps:
+            self.recorder.say("saving the final checkpoint")
+        wait_all(saving.watched, self._timeout_s)
         model_name = self.config.text.model_name
-        folder = open_checkpoint(Path(self.config.training.checkpoint_dir), self.steps)
-        for name, group in self.cluster.groups.items():
-            group.execute_all("save", str(folder / name), timeout_s=self._timeout_s, returns=0)
-        about = {"step": self.steps, "model_name": model_name, "parts": list(self.cluster.groups)}
-        return finish_checkpoint(folder, about, auxiliary_files(model_name))
+        about = {
+            "step": saving.step,
+            "model_name": model_name,
+            "parts": list(self.cluster.groups),
+            "skipped_samples": self._skipped,
+            "settings": self._kept,
+        }
+        self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(model_name))
 
 
 def _make_checkpoint_dir(config: Config) -> None:
@@ -171,14 +218,6 @@ def _make_checkpoint_dir(config: Config) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"training.checkpoint_dir={folder} cannot be written ({error}); choose another") from error
-
-
-def _world(config: Config) -> dict[str, dict[str, Any]]:
-    parts = {"vision": config.vision, "text": config.text}
-    return {
-        name: {"num_actors": part.num_actors, **asdict(degrees(part)), "zero_stage": part.zero_stage}
-        for name, part in parts.items()
-    }
 
 
 @contextmanager

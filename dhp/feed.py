@@ -113,6 +113,11 @@ class Feed:
         self._layout = lru_cache(maxsize=1024)(family.image_layout)
 
     @property
+    def dataset_size(self) -> int:
+        """Samples of all datasets together."""
+        return self._source.dataset_size
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps that show each sample once."""
         return self._source.steps_per_epoch
@@ -128,10 +133,9 @@ class Feed:
         for m, rows in enumerate(samples.samples):
             shards = self._shard(pictures[m])
             last = bool(seen) and m == seen[-1]
-            vision.append(tuple(self._vision(pictures[m], shards, rank, len(rows), last) for rank in range(len(shards))))
-            text.append(
-                tuple(self._text(row, d, pictures[m], shards, info.target_tokens) for d, row in enumerate(rows))
-            )
+            ranks, replicas = range(len(shards)), enumerate(rows)
+            vision.append(tuple(self._vision(pictures[m], shards, rank, len(rows), last) for rank in ranks))
+            text.append(tuple(self._text(row, d, pictures[m], shards, info.target_tokens) for d, row in replicas))
         places = sum(work.tensors["input_ids"].numel() for row in text for work in row)
         info = replace(info, places=places, data_s=time.perf_counter() - start)
         return StepData(info, tuple(vision), tuple(text))

@@ -14,7 +14,8 @@ from dhp.errors import ConfigError
 def prepare(config: Config, new_run: bool = True) -> Config:
     """The resolved configuration, after every check that needs no actor; with `new_run`, of run_dir too.
 
-    Makes the tiny model and dataset first, when tiny_assets asks for them. Raises ConfigError or ModelError.
+    Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
+    and the model may be a hub id whose shape dhp ships. Raises ConfigError or ModelError.
     """
     config = resolve(config)
     if new_run:
@@ -29,7 +30,9 @@ def prepare(config: Config, new_run: bool = True) -> Config:
                 f"tiny_assets={config.tiny_assets} cannot be written ({error}); choose another"
             ) from error
     check_model_dir(config.text.model_name)
-    _check_datasets(config)
+    if not config.training.dry_run:
+        for missing in missing_data(config):
+            raise ConfigError(missing)
     _fix_paths(config)
     _check_heads(config)
     return config
@@ -46,7 +49,9 @@ def _fix_paths(config: Config) -> None:
             entry.data_path = str(Path(entry.data_path).absolute())
 
 
-def _check_datasets(config: Config) -> None:
+def missing_data(config: Config) -> list[str]:
+    """What is wrong with the paths of the datasets, a message each."""
+    missing = []
     for name in config.data.datasets:
         entry = config.data.data_registry[name]
         for field, path, exists in (
@@ -54,15 +59,21 @@ def _check_datasets(config: Config) -> None:
             ("data_path", entry.data_path, not entry.data_path or Path(entry.data_path).is_dir()),
         ):
             if not exists:
-                raise ConfigError(
+                missing.append(
                     f"data.data_registry.{name}.{field}={path} does not exist. Correct the path; relative paths "
                     f"start from {Path.cwd()}"
                 )
+    return missing
 
 
 def _check_heads(config: Config) -> None:
     from dhp.models.registry import load_family
 
-    family = load_family(config.text.model_name)
+    source = config.text.model_name
+    if config.training.dry_run:
+        from dhp.models.shape import config_source
+
+        source = config_source(source)
+    family = load_family(source)
     check_ulysses(family.vision_heads, config.vision.ulysses)
     check_tensor(family.text_heads, family.text_kv_heads, config.text.tensor)

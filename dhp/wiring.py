@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
 from dhp.config.resolve import micro_batches, warmup_steps
 from dhp.config.schema import Config, PartConfig
 from dhp.data.sampler import BatchLayout
@@ -42,8 +46,35 @@ def total_steps(config: Config, steps_per_epoch: int) -> int:
     return config.training.num_epochs * steps_per_epoch
 
 
-def part_settings(config: Config, part: str, device: str, steps: int) -> PartSettings:
-    """What each rank of `part` (vision or text) needs, in a run of `steps` optimizer steps."""
+def world(config: Config) -> dict[str, dict[str, Any]]:
+    """Actors and degrees of each part, by its name."""
+    parts = {"vision": config.vision, "text": config.text}
+    return {
+        name: {"num_actors": part.num_actors, **asdict(degrees(part)), "zero_stage": part.zero_stage}
+        for name, part in parts.items()
+    }
+
+
+def kept_settings(config: Config) -> dict[str, Any]:
+    """What must stay as it is when a run is resumed, by key: all that decides which rank sees and holds what."""
+    of_parts = {f"{name}.{key}": value for name, values in world(config).items() for key, value in values.items()}
+    return {
+        "seed": config.seed,
+        "data.datasets": list(config.data.datasets),
+        "data.shuffle": config.data.shuffle,
+        "training.batch_size": config.training.batch_size,
+        "training.micro_batch_size": config.training.micro_batch_size,
+        **of_parts,
+        "vision.dtype": config.vision.dtype,
+        "text.dtype": config.text.dtype,
+    }
+
+
+def part_settings(config: Config, part: str, device: str, steps: int, checkpoint: Path | None = None) -> PartSettings:
+    """What each rank of `part` (vision or text) needs in a run of `steps` optimizer steps.
+
+    checkpoint: the one that the run continues.
+    """
     own: PartConfig = getattr(config, part)
     training = config.training
     update = UpdateSettings(
@@ -67,4 +98,5 @@ def part_settings(config: Config, part: str, device: str, steps: int) -> PartSet
         packing=config.data.packing,
         update=update,
         seed=config.seed,
+        resume_from=None if checkpoint is None else str(checkpoint / part),
     )

@@ -34,12 +34,13 @@ TABLE: dict[str, set[str]] = {
     "feed": {"data", "models", "parallel"},
     "wiring": {"feed", "data.sampler", "parallel.mesh", "trainers.settings"},
     "assets": {"data.shapes", "models.tiny"},
-    "preflight": {"assets", "models.registry"},
+    "preflight": {"assets", "models.registry", "models.shape"},
+    "dry_run": {"preflight", "models.registry", "models.shape", "wiring"},
     "driver": {
-        "checkpoint.folder", "cluster", "feed", "models.registry", "observe", "parts", "schedule", "step", "trainers",
-        "wiring",
+        "checkpoint.folder", "checkpoint.resume", "cluster", "feed", "models.registry", "observe", "parts", "schedule",
+        "step", "trainers", "wiring",
     },
-    "train_ray": {"preflight", "driver"},
+    "train_ray": {"preflight", "dry_run", "driver"},
     "cli": {"checkpoint", "models", "data", "planner", "observe", "feed", "preflight", "wiring", "driver"},
     "__main__": {"cli"},
 }  # fmt: skip

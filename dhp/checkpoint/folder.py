@@ -43,15 +43,26 @@ def find_checkpoint(run_or_checkpoint: Path) -> Path:
     if (run_or_checkpoint / ABOUT).is_file():
         return run_or_checkpoint
     for parent in (run_or_checkpoint / "checkpoints", run_or_checkpoint):
-        found = [f for f in parent.glob("step_*") if (f / ABOUT).is_file() and f.name[5:].isdigit()]
-        if found:
-            return max(found, key=lambda folder: int(folder.name[5:]))
+        newest = newest_checkpoint(parent)
+        if newest is not None:
+            return newest
     raise CheckpointError(
         f"{run_or_checkpoint} holds no complete checkpoint (a step_N directory with {ABOUT}); "
-        "a run that failed before its end leaves none"
+        "a run leaves one every training.save_steps steps and one at its end"
     )
 
 
+def newest_checkpoint(parent: Path) -> Path | None:
+    """The complete checkpoint of the latest step in a directory of checkpoints, if there is one."""
+    found = [f for f in parent.glob("step_*") if (f / ABOUT).is_file() and f.name[5:].isdigit()]
+    return max(found, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number in a checkpoint's name."""
+    return int(checkpoint.name[5:])
+
+
 def read_about(checkpoint: Path) -> dict[str, Any]:
-    """What was written about the checkpoint: step, model_name, parts."""
+    """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples."""
     return json.loads((checkpoint / ABOUT).read_text())

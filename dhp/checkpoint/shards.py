@@ -1,73 +1,173 @@
-"""A part's weights on disk as its ranks hold them: one safetensors file a rank, and the place of each shard.
+"""A part's tensors on disk as its ranks hold them: one safetensors file a rank, and the place of each piece.
 
-Reading puts the pieces together again whatever the number of ranks was. Nothing is pickled.
+Reading puts pieces together again whatever the number of ranks was. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dhp.errors import CheckpointError
 
+Place = dict[str, Any]  # {"shape": of the whole, and "offset": of a block in it, or "flat": of a range of its elements}
+
+
+class ShardWriter:
+    """Collects what one rank writes into `rank_NNNNN.safetensors` and, with the place of each piece, `.json`."""
+
+    def __init__(self, folder: Path, rank: int):
+        self._folder, self._rank = folder, rank
+        self._pieces: dict[str, Tensor] = {}
+        self._places: dict[str, Place] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A tensor of which all ranks hold the same, written by rank 0 alone, or a DTensor, of which each its slice."""
+        if self._rank and not _is_sharded(tensor):
+            return
+        local, offset = _own_piece(tensor.detach())
+        self._keep(name, local, {"shape": list(tensor.shape), "offset": list(offset)})
+
+    def add_flat(self, name: str, elements: Tensor, start: int, shape: tuple[int, ...]) -> None:
+        """Consecutive elements of a tensor of `shape`, from its `start`-th on in row-major order."""
+        self._keep(name, elements.detach(), {"shape": list(shape), "flat": start})
+
+    def write(self) -> tuple[str, ...]:
+        """Write both files; their names."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = f"rank_{self._rank:05d}"
+        save_file(self._pieces, self._folder / f"{stem}.safetensors")
+        (self._folder / f"{stem}.json").write_text(json.dumps(self._places, indent=1))
+        return f"{stem}.safetensors", f"{stem}.json"
+
+    def _keep(self, name: str, piece: Tensor, place: Place) -> None:
+        self._pieces[name], self._places[name] = piece.cpu().contiguous(), place
+
+
+class ShardReader:
+    """The tensors that the ranks of a part wrote into `folder`, read piece by piece as they are asked for."""
+
+    def __init__(self, folder: Path):
+        """Raises CheckpointError when the directory is no part of a checkpoint, or a file is missing."""
+        self._folder = folder
+        self._pieces: dict[str, list[tuple[Path, Place]]] = {}
+        places_files = sorted(folder.glob("rank_*.json"))
+        if not places_files:
+            raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint")
+        for file in places_files:
+            weights = file.with_suffix(".safetensors")
+            if not weights.is_file():
+                raise CheckpointError(f"{weights} is missing beside {file.name}: the checkpoint is incomplete")
+            for name, place in json.loads(file.read_text()).items():
+                self._pieces.setdefault(name, []).append((weights, place))
+
+    @property
+    def names(self) -> list[str]:
+        """All tensors, in the order of writing."""
+        return list(self._pieces)
+
+    def whole(self, name: str) -> Tensor:
+        """The whole tensor. Raises CheckpointError when a piece is missing or does not fit."""
+        whole, filled = None, 0
+        for file, place in self._of(name):
+            piece = _read(file, name)
+            whole = torch.empty(place["shape"], dtype=piece.dtype) if whole is None else whole
+            _place(piece, whole, place, f"{file}: {name}")
+            filled += piece.numel()
+        if filled != whole.numel():
+            raise CheckpointError(
+                f"{self._folder}: the pieces of {name} hold {filled} values, but its shape {list(whole.shape)} "
+                f"has {whole.numel()}: a rank's file is missing or was added twice"
+            )
+        return whole
+
+    def like(self, name: str, held: Tensor) -> Tensor:
+        """What this rank holds of the tensor if it is laid out as `held`: a slice for a DTensor, else all of it.
+
+        Raises CheckpointError when the tensor was saved with another shape, is missing or is incomplete.
+        """
+        shape = self._of(name)[0][1]["shape"]
+        if shape != list(held.shape):
+            raise CheckpointError(
+                f"{self._folder}: {name} was saved with shape {shape}, but here it has {list(held.shape)}: "
+                "the checkpoint is of another model. Resume with the model that it was trained from"
+            )
+        if not _is_sharded(held):
+            return self.whole(name)
+        return self._slice(name, held)
+
+    def flat(self, name: str, start: int, count: int) -> Tensor:
+        """`count` elements of the tensor from its `start`-th on in row-major order, from whatever pieces hold them."""
+        for file, place in self._of(name):
+            if place.get("flat") == start:
+                piece = _read(file, name)
+                if piece.numel() == count:
+                    return piece
+        return self.whole(name).flatten()[start : start + count].clone()
+
+    def _slice(self, name: str, held: DTensor) -> Tensor:
+        shape, offset = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
+        if not any(isinstance(placement, _StridedShard) for placement in held.placements):
+            for file, place in self._of(name):
+                if place.get("offset") == list(offset):
+                    piece = _read(file, name)
+                    if piece.shape == torch.Size(shape):
+                        return piece
+        # Each rank cuts its own slice out of the whole: no communication, so ranks need not come here together.
+        whole = self.whole(name).to(held.device)
+        return distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None).to_local()
+
+    def _of(self, name: str) -> list[tuple[Path, Place]]:
+        if name not in self._pieces:
+            raise CheckpointError(
+                f"{self._folder} holds no {name}: the checkpoint is of another model, or a rank's file is missing"
+            )
+        return self._pieces[name]
+
 
 def save_shards(model: nn.Module, folder: Path, rank: int) -> tuple[str, ...]:
-    """Write `rank_NNNNN.safetensors` and its `.json`: on rank 0 all this part holds, on others only their own slices.
-
-    Each entry of the JSON says {"shape": the whole parameter's, "offset": where the piece begins}.
-    """
-    pieces: dict[str, Tensor] = {}
-    places: dict[str, dict[str, list[int]]] = {}
+    """Write a part's weights, on rank 0 all that it holds, on others only their own slices; names of the files."""
+    writer = ShardWriter(folder, rank)
     for name, parameter in model.named_parameters():
-        sharded = isinstance(parameter, DTensor) and not all(p.is_replicate() for p in parameter.placements)
-        if rank and not sharded:
-            continue
-        local, offset = _own_piece(parameter.detach())
-        pieces[name] = local.cpu().contiguous()
-        places[name] = {"shape": list(parameter.shape), "offset": list(offset)}
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"rank_{rank:05d}"
-    save_file(pieces, folder / f"{stem}.safetensors")
-    (folder / f"{stem}.json").write_text(json.dumps(places, indent=1))
-    return f"{stem}.safetensors", f"{stem}.json"
+        writer.add(name, parameter)
+    return writer.write()
 
 
-def read_shards(folder: Path) -> dict[str, Tensor]:
-    """The whole parameters of a part by name.
+def load_shards(model: nn.Module, folder: Path) -> None:
+    """Give a part the weights that `save_shards` wrote. Raises CheckpointError when they are not this model's."""
+    reader = ShardReader(folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.copy_(reader.like(name, parameter))
+
+
+def read_shards(folder: Path) -> Mapping[str, Tensor]:
+    """The whole tensors of a part by name.
 
     Raises CheckpointError when a piece is missing or does not fit.
     """
-    whole: dict[str, Tensor] = {}
-    filled: dict[str, int] = {}
-    places_files = sorted(folder.glob("rank_*.json"))
-    if not places_files:
-        raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint")
-    for places_file in places_files:
-        weights = places_file.with_suffix(".safetensors")
-        if not weights.is_file():
-            raise CheckpointError(f"{weights} is missing beside {places_file.name}: the checkpoint is incomplete")
-        places = json.loads(places_file.read_text())
-        with safe_open(weights, framework="pt") as file:
-            for name, place in places.items():
-                piece = file.get_tensor(name)
-                target = whole.setdefault(name, torch.empty(place["shape"], dtype=piece.dtype))
-                _place(piece, target, place, f"{weights}: {name}")
-                filled[name] = filled.get(name, 0) + piece.numel()
-    for name, tensor in whole.items():
-        if filled[name] != tensor.numel():
-            raise CheckpointError(
-                f"{folder}: the pieces of {name} hold {filled[name]} values, but its shape {list(tensor.shape)} "
-                f"has {tensor.numel()}: a rank's file is missing or was added twice"
-            )
-    return whole
+    reader = ShardReader(folder)
+    return {name: reader.whole(name) for name in reader.names}
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as pieces:
+        return pieces.get_tensor(name)
 
 
 def _own_piece(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -82,11 +182,19 @@ def _own_piece(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return weight.to_local(), tuple(offset)
 
 
-def _place(piece: Tensor, whole: Tensor, place: dict[str, list[int]], where: str) -> None:
-    ends = [o + n for o, n in zip(place["offset"], piece.shape, strict=True)]
-    if list(whole.shape) != place["shape"] or any(e > n for e, n in zip(ends, whole.shape, strict=True)):
-        raise CheckpointError(
-            f"{where}: a piece of shape {list(piece.shape)} at {place['offset']} of {place['shape']} does not fit the "
-            f"weight's {list(whole.shape)}: the files belong to different checkpoints"
-        )
-    whole[tuple(slice(o, e) for o, e in zip(place["offset"], ends, strict=True))] = piece
+def _place(piece: Tensor, whole: Tensor, place: Place, where: str) -> None:
+    fits = list(whole.shape) == place["shape"]
+    if "flat" in place:
+        begin = place["flat"]
+        if fits and begin + piece.numel() <= whole.numel():
+            whole.view(-1)[begin : begin + piece.numel()] = piece
+            return
+    else:
+        ends = [o + n for o, n in zip(place["offset"], piece.shape, strict=True)]
+        if fits and all(e <= n for e, n in zip(ends, whole.shape, strict=True)):
+            whole[tuple(slice(o, e) for o, e in zip(place["offset"], ends, strict=True))] = piece
+            return
+    raise CheckpointError(
+        f"{where}: a piece of shape {list(piece.shape)} at {place.get('offset', place.get('flat'))} of "
+        f"{place['shape']} does not fit the weight's {list(whole.shape)}: the files belong to different checkpoints"
+    )

@@ -103,6 +103,11 @@ class BatchSource:
         self._num_workers = num_workers
 
     @property
+    def dataset_size(self) -> int:
+        """Samples of all datasets together."""
+        return len(self._dataset)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps that show each sample once."""
         return steps_per_epoch(len(self._dataset), self._layout)

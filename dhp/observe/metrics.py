@@ -1,9 +1,10 @@
 """What is known about each step: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard."""
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -94,10 +95,29 @@ class MetricsWriter:
         self.close()
 
 
+def keep_steps(run_dir: str | Path, last: int) -> list[StepMetrics]:
+    """Cut off metrics.jsonl whatever a stopped run wrote after step `last`, half a line included; what is left."""
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.exists():
+        return []
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_step_until(line, last)]
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(unfinished, path)
+    return read_metrics(run_dir)
+
+
 def read_metrics(run_dir: str | Path) -> list[StepMetrics]:
     """The steps of a run, oldest first, as written. Raises FileNotFoundError without a metrics.jsonl."""
     with open(Path(run_dir) / "metrics.jsonl", encoding="utf-8") as lines:
         return [StepMetrics(**{key: from_json(value) for key, value in json.loads(line).items()}) for line in lines]
+
+
+def _is_step_until(line: str, last: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= last
+    except ValueError:  # the run was killed while it wrote this
+        return False
 
 
 def _event(step: int, values: dict[str, Any]) -> Event:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dhp.observe.metrics import MetricsWriter, StepMetrics
+from dhp.observe.metrics import MetricsWriter, StepMetrics, keep_steps
 from dhp.observe.progress import Progress
 from dhp.observe.report import closing_table
 from dhp.observe.summary import Summary, write_summary
@@ -16,20 +16,31 @@ from dhp.observe.summary import Summary, write_summary
 class Recorder:
     """A context around a run. An exception that passes through is recorded, not kept."""
 
-    def __init__(self, run_dir: Path, log_interval: int, world: Mapping[str, Mapping[str, Any]]):
+    def __init__(
+        self,
+        run_dir: Path,
+        log_interval: int,
+        world: Mapping[str, Mapping[str, Any]],
+        resumed_from: Path | None = None,
+        done: int = 0,
+    ):
+        """resumed_from: the checkpoint that the run continues; done: the steps before it."""
         self.run_dir = run_dir
-        self.checkpoint: Path | None = None
+        self.checkpoint = self._resumed_from = resumed_from
+        self._done = done
         self._log_interval, self._world = log_interval, world
         self._steps: list[StepMetrics] = []
         self._progress: Progress | None = None
 
     def __enter__(self) -> Recorder:
+        self._steps = keep_steps(self.run_dir, self._done)
+        (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
         self._metrics = MetricsWriter(self.run_dir)
         return self
 
     def begin(self, total_steps: int) -> None:
         """Training begins: from here on there is progress to show."""
-        self._progress = Progress(total_steps, self._log_interval)
+        self._progress = Progress(total_steps, self._log_interval, done=self._done)
 
     def say(self, text: str) -> None:
         """A line to whoever is watching."""
@@ -51,7 +62,14 @@ class Recorder:
         if self._progress is not None:
             self._progress.close()
         self._metrics.close()
-        summary = Summary.of(self._steps, status=_status(kind), error=_told(error), world=self._world)
+        summary = Summary.of(
+            self._steps,
+            self._done,
+            status=_status(kind),
+            error=_told(error),
+            world=self._world,
+            resumed_from=None if self._resumed_from is None else str(self._resumed_from),
+        )
         write_summary(self.run_dir, summary)
         print("\n" + closing_table(summary, self.run_dir.absolute(), self.checkpoint), flush=True)
 

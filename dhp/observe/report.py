@@ -13,7 +13,7 @@ _DEGREES = ("data", "ulysses", "ring", "tensor")
 def closing_table(summary: Summary, run_dir: str | Path, checkpoint: str | Path | None = None, **more: str) -> str:
     """Aligned lines `name  value`, at most 15 with two of `more` (further rows, name to text).
 
-    `checkpoint` is the final checkpoint's directory; without one there is nothing to export and both rows
+    `checkpoint` is the newest checkpoint's directory; without one there is nothing to export and both rows
     are left out.
     """
     run_dir = Path(run_dir)

@@ -49,13 +49,16 @@ class Summary:
     versions: Mapping[str, str | None] = field(default_factory=versions)
 
     @classmethod
-    def of(cls, steps: Sequence[StepMetrics], **known: Any) -> "Summary":
-        """The summary of these steps; `known` gives the other fields (status, world, error …)."""
+    def of(cls, steps: Sequence[StepMetrics], done: int = 0, **known: Any) -> "Summary":
+        """The summary of these steps; `known` gives the other fields (status, world, error …).
+
+        done: steps before them, in a run that another one began.
+        """
         losses = [step.loss for step in steps if step.loss is not None]
         timed = [step for step in steps if step.step_s is not None]
         seconds = math.fsum(step.step_s for step in timed)
         return cls(
-            steps=steps[-1].step if steps else 0,
+            steps=steps[-1].step if steps else done,
             first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,
             median_step_s=median(step.step_s for step in timed) if timed else None,

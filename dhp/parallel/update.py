@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dhp.parallel.collectives import sum_in_place
+from dhp.parallel.state import MOMENTS, STEP, StateSink, StateSource, steps_taken
 from dhp.parallel.tensor import partial_parameters
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -23,7 +24,8 @@ class Replicated:
     """Gradients summed over `group`; parameters that are DTensors are sharded over their own mesh beside it."""
 
     def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer, group: dist.ProcessGroup):
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         # The optimizer works element by element, so it sees plain local shards that share the parameters' memory:
         # torch's fused loops refuse a mixture of DTensors and tensors.
         self._locals = [_local_alias(p) for p in self._parameters]
@@ -75,10 +77,37 @@ class Replicated:
         for parameter, local in zip(self._parameters, self._locals, strict=True):
             parameter.grad = local.grad = None
 
+    def save_state(self, sink: StateSink) -> None:
+        """Hand over the optimizer's state. Ranks that share parameters by slices call it together."""
+        sink.add(STEP, steps_taken(self.optimizer))
+        for name, parameter, local in zip(self._names, self._parameters, self._locals, strict=True):
+            state = self.optimizer.state.get(local, {})
+            for kind in MOMENTS if state else ():
+                sink.add(f"{name}.{kind}", _laid_out_as(parameter, state[kind]))
+
+    def load_state(self, source: StateSource) -> None:
+        """Take back what `save_state` handed over."""
+        step = source.whole(STEP)
+        if not step:
+            return
+        state = {
+            index: {STEP: step.clone()} | {kind: source.like(f"{name}.{kind}", parameter) for kind in MOMENTS}
+            for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True))
+        }
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+
 
 def _local_alias(parameter: nn.Parameter) -> nn.Parameter:
     local = parameter.detach()
     return nn.Parameter(local.to_local() if isinstance(local, DTensor) else local)
+
+
+def _laid_out_as(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """This rank's values of something that is sharded as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -9,13 +9,26 @@ joint norm over all parts is not known inside one engine.
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dhp.parallel.state import MASTER, MOMENTS, STEP, StateSink, StateSource, steps_taken
 from dhp.parallel.update import MakeOptimizer
+
+
+class Range(NamedTuple):
+    """Consecutive elements of a parameter that lie in this rank's partition: `count` of them, from `start` on in the
+    parameter and from `here` on in the partition."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    here: int
+    count: int
 
 
 class ZeroSharded:
@@ -23,6 +36,7 @@ class ZeroSharded:
 
     def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer, stage: int = 1):
         self._ranks = dist.get_world_size()
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._engine = _initialize(module, make_optimizer([p for p in module.parameters() if p.requires_grad]), stage)
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -50,6 +64,46 @@ class ZeroSharded:
     def drop(self) -> None:
         """Forget the step's gradients."""
         self._engine.optimizer.zero_grad()
+
+    # DeepSpeed's own checkpoints are pickled and refuse another number of ranks, so state is taken out of the engine:
+    # its flat float32 copy of this rank's share of the weights, and Adam's moments of the same shape.
+
+    def save_state(self, sink: StateSink) -> None:
+        """Hand over this rank's partition, cut at the borders of parameters."""
+        inner = self._engine.optimizer.optimizer
+        sink.add(STEP, steps_taken(inner))
+        for weights, ranges in self._partitions():
+            state = inner.state.get(weights, {})
+            parts = {MASTER: weights} | {kind: state[kind] for kind in MOMENTS if state}
+            for name, shape, start, here, count in ranges:
+                for kind, flat in parts.items():
+                    sink.add_flat(f"{name}.{kind}", flat[here : here + count], start, shape)
+
+    def load_state(self, source: StateSource) -> None:
+        """Take back what `save_state` handed over. All ranks together: weights are gathered at the end."""
+        optimizer, step = self._engine.optimizer, source.whole(STEP)
+        for weights, ranges in self._partitions():
+            state = {kind: torch.zeros_like(weights) for kind in MOMENTS if step}
+            for name, _, start, here, count in ranges:
+                for kind, flat in ({MASTER: weights.detach()} | state).items():
+                    flat[here : here + count].copy_(source.flat(f"{name}.{kind}", start, count))
+            if step:
+                optimizer.optimizer.state[weights] = {STEP: step.clone(), **state}
+        optimizer.update_lp_params()
+
+    def _partitions(self) -> Iterator[tuple[Tensor, list[Range]]]:
+        """This rank's flat weights of each parameter group, and which elements of which parameters they are."""
+        optimizer = self._engine.optimizer
+        for group, weights in enumerate(optimizer.single_partition_of_fp32_groups):
+            begin = optimizer.partition_size[group] * dist.get_rank()
+            ranges = []
+            parameters, offsets = optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group]
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                first, last = max(begin, offset), min(begin + weights.numel(), offset + parameter.numel())
+                if first < last:
+                    name, shape = self._names[id(parameter)], tuple(parameter.shape)
+                    ranges.append(Range(name, shape, first - offset, first - begin, last - first))
+            yield weights, ranges
 
 
 def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> Any:

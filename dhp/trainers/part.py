@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dhp.checkpoint.shards import save_shards
+from dhp.checkpoint.random_state import load_random_state, save_random_state
+from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards, save_shards
 from dhp.errors import PartFailed
 from dhp.messages import PartReport, StepInfo
 from dhp.parallel.mesh import AXES, build_mesh
@@ -20,6 +21,8 @@ from dhp.parallel.update import MakeOptimizer, Replicated
 from dhp.parallel.zero import ZeroSharded
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw
 from dhp.trainers.settings import PartSettings, UpdateSettings
+
+OPTIMIZER, RANDOM = "optimizer", "random"  # directories beside a part's weights
 
 
 class Part:
@@ -38,8 +41,12 @@ class Part:
         """Take the loaded part: put it on the device and give it its optimizer.
 
         reduce_group: the ranks over which gradients of the same parameters are summed.
+        Raises CheckpointError when the checkpoint to continue from is incomplete or of another model.
         """
         self.model = model.to(self.device)
+        resumed = None if self.settings.resume_from is None else Path(self.settings.resume_from)
+        if resumed is not None:
+            load_shards(model, resumed)
         if self.settings.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         make = optimizer_maker(self.settings.update)
@@ -47,6 +54,9 @@ class Part:
             self.update: Replicated | ZeroSharded = ZeroSharded(model, make, self.settings.zero_stage)
         else:
             self.update = Replicated(model, make, reduce_group)
+        if resumed is not None:
+            self.update.load_state(ShardReader(resumed / OPTIMIZER))
+            load_random_state(resumed / RANDOM, self.rank)
 
     def finish_step(self, info: StepInfo, norms_sq: Iterable[float], loss: float | None, active: bool) -> PartReport:
         """Clip by the joint norm of all parts, take the optimizer step, report.
@@ -73,11 +83,19 @@ class Part:
         return PartReport(self.rank, loss, norm, lr, self._peak_memory())
 
     def save(self, folder: str) -> tuple[str, ...]:
-        """Write what this rank alone holds, and on the part's first rank what all hold; names of the files."""
+        """Write this rank's share of the part below `folder`: weights, optimizer state, random state.
+
+        What several ranks hold alike, the first of them writes. Names of the files of weights.
+        """
+        save_random_state(Path(folder) / RANDOM, self.rank)
         replica = sum(self.mesh.get_local_rank(axis) for axis in AXES if axis != "tensor")
-        if replica:
-            return ()
-        return save_shards(self.model, Path(folder), self.mesh.get_local_rank("tensor"))
+        shard = self.mesh.get_local_rank("tensor")
+        if self.settings.zero_stage or not replica:
+            # Every rank of ZeRO has state of its own.
+            writer = ShardWriter(Path(folder) / OPTIMIZER, self.rank if self.settings.zero_stage else shard)
+            self.update.save_state(writer)
+            writer.write()
+        return () if replica else save_shards(self.model, Path(folder), shard)
 
     def _peak_memory(self) -> int | None:
         if self.device.type != "cuda":
@@ -101,4 +119,3 @@ def optimizer_maker(settings: UpdateSettings) -> MakeOptimizer:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A writable copy on `device`: what another process handed over is shared memory and read-only."""
     return tensor.clone() if device.type == "cpu" else tensor.to(device)
-

@@ -38,3 +38,4 @@ class PartSettings:
     packing: bool  # rows of the text part are packed, so that its attention is ours
     update: UpdateSettings
     seed: int
+    resume_from: str | None = None  # this part's directory in a checkpoint; None: begin with the model's weights

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dhp.checkpoint.shards import read_shards, save_shards
+from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards, read_shards, save_shards
 from dhp.errors import CheckpointError
 from tests.helpers.ranks import run_on_ranks
 
@@ -86,3 +86,54 @@ def test_weights_missing_beside_their_places(tmp_path: Path) -> None:
 def test_an_empty_directory_is_no_part(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no part of a checkpoint"):
         read_shards(tmp_path)
+
+
+def _load_back(folder: Path) -> list[torch.Tensor]:
+    """This rank's slices of a row-wise, a column-wise and a fused weight, and of one that both ranks hold."""
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(48.0).view(8, 6)
+    model = nn.Module()
+    ways = {"rows": Shard(0), "columns": Shard(1), "fused": _StridedShard(0, split_factor=2), "same": Replicate()}
+    for name, placement in ways.items():
+        model.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [placement])))
+    model.plain = nn.Parameter(whole.clone())
+    kept = [p.detach().clone() for p in model.parameters()]
+    save_shards(model, folder, mesh.get_local_rank())
+    torch.distributed.barrier()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_shards(model, folder)
+    return [(p - k).abs().max() for p, k in zip(map(_local, model.parameters()), map(_local, kept), strict=True)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def test_every_rank_gets_its_own_slices_back(tmp_path: Path) -> None:
+    for apart in run_on_ranks(_load_back, 2, tmp_path):
+        assert [float(value) for value in apart] == [0.0] * 5
+
+
+def test_ranges_of_elements_as_two_ranks_or_any_others_hold_them(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    for rank, (first, last) in enumerate([(0, 5), (5, 12)]):
+        writer = ShardWriter(tmp_path, rank)
+        writer.add_flat("weight", whole.flatten()[first:last], first, (3, 4))
+        writer.add("step", torch.tensor(7.0))
+        writer.write()
+    reader = ShardReader(tmp_path)
+    assert torch.equal(reader.whole("weight"), whole) and reader.whole("step") == 7
+    assert reader.flat("weight", 5, 7).tolist() == [5, 6, 7, 8, 9, 10, 11]
+    assert reader.flat("weight", 3, 4).tolist() == [3, 4, 5, 6]  # no rank wrote this range
+    (tmp_path / "rank_00001.json").unlink()
+    with pytest.raises(CheckpointError, match=r"the pieces of weight hold 5 values, but its shape \[3, 4\] has 12"):
+        ShardReader(tmp_path).flat("weight", 3, 4)
+
+
+def test_weights_of_another_model(tmp_path: Path) -> None:
+    save_shards(_model(), tmp_path, 0)
+    with pytest.raises(CheckpointError, match=r"0\.weight was saved with shape \[5, 6\], but here it has \[5, 7\]"):
+        load_shards(nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5)), tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds no weight: the checkpoint is of another model"):
+        load_shards(nn.Linear(6, 5), tmp_path)

@@ -109,7 +109,9 @@ def test_no_question_can_become_a_target(preprocessor, tokenizer, question):
     assert runs(tokenizer, sample) == ["Yes." + END, "No." + END]
 
 
-@pytest.mark.parametrize("answer", ["  padded ", "two\n\nlines\n", "a <|im_end|>\n b", "😀 é", "\nfirst", "assistant\n"])
+@pytest.mark.parametrize(
+    "answer", ["  padded ", "two\n\nlines\n", "a <|im_end|>\n b", "😀 é", "\nfirst", "assistant\n"]
+)
 def test_answers_are_learned_whole(preprocessor, tokenizer, answer):
     sample = preprocessor()(talk("Q?", answer))
     # A token that starts in the newline before the answer is the template's, so a leading one may be lost with it.

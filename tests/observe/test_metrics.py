@@ -8,7 +8,7 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dhp.observe.metrics import MetricsWriter, StepMetrics, read_metrics
+from dhp.observe.metrics import MetricsWriter, StepMetrics, keep_steps, read_metrics
 
 FIELDS = (
     "step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, step_s, data_s, "
@@ -84,3 +84,16 @@ def test_observing_needs_neither_torch_nor_ray():
         "dhp.config.resolve, dhp.config.run_dir; print({'torch', 'ray', 'tensorflow'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_what_came_after_a_checkpoint_is_cut_off(tmp_path):
+    assert keep_steps(tmp_path, 0) == [] and not (tmp_path / "metrics.jsonl").exists()
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write(StepMetrics(step=step, loss=math.inf))
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"step": 4, "lo')  # killed while writing
+    assert [step.step for step in keep_steps(tmp_path, 9)] == [1, 2, 3]
+    kept = keep_steps(tmp_path, 2)
+    assert kept == read_metrics(tmp_path) == [StepMetrics(step=1, loss=math.inf), StepMetrics(step=2, loss=math.inf)]
+    assert [line["loss"] for line in lines(tmp_path)] == ["Infinity", "Infinity"]

@@ -1,0 +1,34 @@
+"""The state of torch's random number generators on one rank, on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dhp.errors import CheckpointError
+
+
+def save_random_state(folder: Path, rank: int) -> None:
+    """Write this rank's generators, the CPU's and where there is one the GPU's, into `folder`."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(states, _file(folder, rank))
+
+
+def load_random_state(folder: Path, rank: int) -> None:
+    """Set this rank's generators. Raises CheckpointError when the rank's file is missing."""
+    file = _file(folder, rank)
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: the checkpoint is incomplete. Resume from an earlier one")
+    states = load_file(file)
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.safetensors"

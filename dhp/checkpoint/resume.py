@@ -1,0 +1,74 @@
+"""Where a run begins: at its first step, or after a checkpoint that was made with the same settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dhp.checkpoint.folder import find_checkpoint, newest_checkpoint, read_about, step_of
+from dhp.errors import CheckpointError
+
+AUTO, NEVER = "auto", "never"
+LAYOUT = ("vision.", "text.")  # beginnings of the settings that say how a part is split
+
+
+@dataclass(frozen=True)
+class Start:
+    """step: steps done before; skipped_samples: counted in them; settings: those of the checkpoint, by key."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    skipped_samples: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self, now: Mapping[str, Any]) -> None:
+        """Refuse to continue a run that would see other samples, or lies otherwise on the ranks.
+
+        now: this run's settings by key; all or some of those in the checkpoint. Raises CheckpointError.
+        """
+        if self.checkpoint is None:
+            return
+        other = [key for key, value in now.items() if self.settings.get(key) != value]
+        if not other:
+            return
+        told = "; ".join(f"{key} was {self.settings.get(key)} and is {now[key]}" for key in other)
+        why = "a resumed run goes on with the samples after those seen, so the data's order and cut must stay"
+        if any(key.startswith(LAYOUT) for key in other):
+            why = "a checkpoint is resumed in the layout that it was saved in; resuming in another layout comes later"
+        raise CheckpointError(
+            f"{self.checkpoint} does not continue as this run is configured: {told}. Reason: {why}. Set what it had, "
+            "or begin anew in another run_dir with training.resume=never"
+        )
+
+
+def find_start(resume: str, checkpoint_dir: Path) -> Start:
+    """What training.resume means for a run that writes its checkpoints to `checkpoint_dir`.
+
+    Raises CheckpointError when the checkpoint that it names is not there, or when newer ones lie where the run's
+    own would come to lie.
+    """
+    if resume == NEVER:
+        return Start()
+    newest = newest_checkpoint(checkpoint_dir)
+    if resume == AUTO:
+        return Start() if newest is None else _start(newest)
+    found = find_checkpoint(Path(resume))
+    if newest is not None and step_of(newest) > read_about(found)["step"]:
+        raise CheckpointError(
+            f"training.resume={resume} begins after step {read_about(found)['step']}, but {checkpoint_dir} holds "
+            f"{newest.name} already, and old and new ones would be mixed. Resume from {newest.name}, choose another "
+            "run_dir, or move the newer checkpoints away"
+        )
+    return _start(found)
+
+
+def _start(checkpoint: Path) -> Start:
+    about = read_about(checkpoint)
+    if "settings" not in about:
+        raise CheckpointError(
+            f"{checkpoint} holds weights alone: an earlier release of dhp wrote it, without optimizer state. It can be "
+            "exported and trained from as a model (model_name), but not resumed"
+        )
+    return Start(checkpoint.absolute(), about["step"], about["skipped_samples"], about["settings"])

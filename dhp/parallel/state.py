@@ -1,0 +1,46 @@
+"""How an update hands over its optimizer's state to be saved, and takes it back: named tensors, each with its place.
+
+Each moment goes by its parameter's name, `<parameter>.exp_avg`; where a rank holds a range of a parameter's elements,
+the range says which. So the names and places tell what belongs where for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter besides its step count
+MASTER = "master"  # the optimizer's own copy of a weight
+STEP = "step"  # optimizer steps taken; parameters of a part step together
+
+
+class StateSink(Protocol):
+    """Where state is handed over: `dhp.checkpoint.shards.ShardWriter`, without parallel knowing it."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A tensor that all ranks hold alike, or a DTensor, of which each holds its slice."""
+
+    def add_flat(self, name: str, elements: Tensor, start: int, shape: tuple[int, ...]) -> None:
+        """A range of the elements of a tensor of `shape`."""
+
+
+class StateSource(Protocol):
+    """Where state comes back from: `dhp.checkpoint.shards.ShardReader`."""
+
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor."""
+
+    def like(self, name: str, held: Tensor) -> Tensor:
+        """This rank's share of a tensor laid out as `held`."""
+
+    def flat(self, name: str, start: int, count: int) -> Tensor:
+        """A range of a tensor's elements."""
+
+
+def steps_taken(optimizer: torch.optim.Optimizer) -> Tensor:
+    """How many steps the optimizer took, a scalar; 0 before its first."""
+    states: list[Mapping[str, Any]] = list(optimizer.state.values())
+    return states[0][STEP].detach().clone() if states else torch.tensor(0.0)

@@ -1,0 +1,63 @@
+"""Which checkpoint a run continues, and when it may."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
+from dhp.checkpoint.resume import Start, find_start
+from dhp.errors import CheckpointError
+
+SETTINGS = {"seed": 1, "vision.tensor": 1, "data.datasets": ["a"]}
+
+
+def write(parent: Path, step: int) -> Path:
+    about = {"step": step, "skipped_samples": 10 * step, "settings": SETTINGS}
+    return finish_checkpoint(open_checkpoint(parent, step), about, [])
+
+
+def test_never_looks_at_nothing(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    assert find_start("never", tmp_path) == Start() == Start(None, 0, 0, {})
+
+
+def test_auto_takes_the_newest_complete_one_or_begins(tmp_path: Path) -> None:
+    assert find_start("auto", tmp_path / "not there") == find_start("auto", tmp_path) == Start()
+    for step in (9, 10):
+        write(tmp_path, step)
+    open_checkpoint(tmp_path, 11)
+    assert find_start("auto", tmp_path) == Start(tmp_path / "step_10", 10, 100, SETTINGS)
+
+
+def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
+    own, run = tmp_path / "own", tmp_path / "run"
+    for step in (2, 4):
+        write(run / "checkpoints", step)
+    assert find_start(str(run), own).step == 4
+    assert find_start(str(run / "checkpoints" / "step_2"), own).step == 2
+    write(own, 3)
+    with pytest.raises(CheckpointError, match=r"begins after step 2, but .* holds step_3 already"):
+        find_start(str(run / "checkpoints" / "step_2"), own)
+    assert find_start(str(run), own).step == 4
+
+
+def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
+    finish_checkpoint(open_checkpoint(tmp_path, 5), {"step": 5, "parts": []}, [])
+    with pytest.raises(CheckpointError, match="step_5 holds weights alone"):
+        find_start("auto", tmp_path)
+
+
+def test_the_same_settings_pass_and_others_are_named(tmp_path: Path) -> None:
+    start = Start(tmp_path, 1, 0, SETTINGS)
+    start.check(SETTINGS)
+    start.check({"seed": 1})
+    Start().check({"seed": 2})
+    told = r"seed was 1 and is 2; data\.datasets was \['a'\] and is \['b'\]\. .* order"
+    with pytest.raises(CheckpointError, match=told):
+        start.check({**SETTINGS, "seed": 2, "data.datasets": ["b"]})
+    with pytest.raises(CheckpointError, match=r"vision\.tensor was 1 and is 2\. .* another layout comes later"):
+        start.check({"vision.tensor": 2})
+    with pytest.raises(CheckpointError, match="data.samples was None and is 3"):
+        start.check({"data.samples": 3})

@@ -1,0 +1,91 @@
+"""Both parts saved after two steps and continued in new processes: the same bits as without a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dhp.checkpoint.shards import read_shards
+from dhp.errors import CheckpointError
+from dhp.parallel.mesh import Degrees
+from dhp.parts import Batch, make_parts
+from dhp.schedule import SCHEDULES, TEXT
+from dhp.step import train_step
+from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
+from tests.helpers.layouts import Case, InspectedText, InspectedVision, Trained, make_feed, settings
+from tests.helpers.ranks import LocalGroup
+
+# The second leaves the vision part as it is, so that its optimizer has taken fewer steps than the run.
+STEPS = [mixed_step(), step_without_image(), step_with_one_window(), mixed_step()]
+CASES = [
+    Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="float32", zero_stage=1),
+    Case(Degrees(data=2), Degrees(data=2), dtype="float32"),
+]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def train(model: str, case: Case, steps: Iterable[int], save: Path, resume: Path | None = None) -> Trained:
+    """Losses of the steps and the weights after them; everything saved to `save`, begun from `resume`."""
+    feed, losses = make_feed(model, case, STEPS), []
+    own = [
+        replace(settings(part, model, case), resume_from=resume and str(resume / part)) for part in ("vision", "text")
+    ]
+    with (
+        LocalGroup(InspectedVision, case.vision.world, own[0]) as vision,
+        LocalGroup(InspectedText, case.text.world, own[1]) as text,
+    ):
+        parts = make_parts(vision, text, case.text, case.micro_batches)
+        for k in steps:
+            data = feed.step(k)
+            refs = train_step(
+                parts, SCHEDULES[case.schedule](case.micro_batches), Batch(data.info, data.vision, data.text)
+            )
+            losses.append(sum(report.loss for report in parts[TEXT].leaders(refs.reports[TEXT])))
+        vision.execute_all("save", str(save / "vision"))
+        text.execute_all("save", str(save / "text"))
+        return Trained(losses, [], [], [vision.execute_all("weights"), text.execute_all("weights")])
+
+
+def assert_same_tensors(folder: Path, other: Path) -> None:
+    mine, theirs = read_shards(folder), read_shards(other)
+    assert mine.keys() == theirs.keys()
+    assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_steps_and_two_more_are_four(case: Case, made_model: str, tmp_path: Path) -> None:
+    whole = train(made_model, case, range(4), tmp_path / "whole")
+    first = train(made_model, case, range(2), tmp_path / "first")
+    rest = train(made_model, case, range(2, 4), tmp_path / "rest", resume=tmp_path / "first")
+    assert first.losses + rest.losses == whole.losses
+    for mine, theirs in zip(sum(rest.weights, []), sum(whole.weights, []), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
+    for part in ("vision", "text"):
+        assert_same_tensors(tmp_path / "rest" / part, tmp_path / "whole" / part)
+        assert_same_tensors(tmp_path / "rest" / part / "optimizer", tmp_path / "whole" / part / "optimizer")
+    steps = [read_shards(tmp_path / "rest" / part / "optimizer")["step"] for part in ("vision", "text")]
+    assert steps == [3.0, 4.0]
+
+
+def test_the_state_of_any_layout_is_one_set_of_named_tensors(made_model: str, tmp_path: Path) -> None:
+    """ZeRO's flat ranges and tensor slices put together have each parameter's moments in its own shape."""
+    train(made_model, CASES[0], range(1), tmp_path)
+    for part, kinds in (("vision", ("master", *MOMENTS)), ("text", MOMENTS)):
+        weights, state = read_shards(tmp_path / part), read_shards(tmp_path / part / "optimizer")
+        assert set(state) == {"step"} | {f"{name}.{kind}" for name in weights for kind in kinds}
+        for name, weight in weights.items():
+            assert all(state[f"{name}.{kind}"].shape == weight.shape for kind in kinds)
+            assert "master" not in kinds or torch.equal(state[f"{name}.master"], weight)
+        assert all(bool((state[name] >= 0).all()) for name in state if name.endswith("exp_avg_sq"))
+
+
+def test_another_models_checkpoint_is_refused(made_model: str, few_keys_model: str, tmp_path: Path) -> None:
+    case = Case(Degrees(), Degrees(), dtype="float32")
+    train(made_model, case, [], tmp_path)
+    with pytest.raises(RuntimeError, match=rf"{CheckpointError.__name__}: .*the checkpoint is of another model"):
+        train(few_keys_model, case, [], tmp_path / "other", resume=tmp_path)

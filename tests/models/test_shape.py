@@ -1,0 +1,75 @@
+"""Counting a model without its weights: by hand, by what ranks really load, and by the published numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dhp.errors import ModelError
+from dhp.models.registry import load_family
+from dhp.models.shape import PartShape, config_source, part_shape
+from dhp.models.split import load_part
+from tests.helpers.ranks import run_on_ranks
+
+# A decoder layer of 64 hidden, 8 query heads of 8, 96 intermediate; weights and biases.
+QUERY, OUT, FEED_FORWARD, NORMS = 64 * 64 + 64, 64 * 64, 3 * 64 * 96, 2 * 64
+VOCABULARY = 512 * 64
+
+
+def test_text_parameters_by_hand(made_model: str) -> None:
+    keys = values = 64 * 32 + 32  # 4 heads of 8
+    layer = QUERY + keys + values + OUT + FEED_FORWARD + NORMS
+    total = 2 * VOCABULARY + 2 * layer + 64
+    whole = 2 * NORMS + 64
+    dropped = load_family(made_model).vision_modules
+    assert part_shape(made_model, dropped) == PartShape(total, total, total)
+    assert part_shape(made_model, dropped, tensor=2) == PartShape(total, (total - whole) // 2 + whole, whole)
+
+
+def test_shared_keys_are_whole_on_every_rank_and_a_tied_head_counts_once(few_keys_model: str) -> None:
+    keys = values = 64 * 16 + 16  # 2 heads of 8
+    total = VOCABULARY + 2 * (QUERY + keys + values + OUT + FEED_FORWARD + NORMS) + 64
+    whole = 2 * (NORMS + keys + values) + 64
+    family = load_family(few_keys_model)
+    counted = part_shape(few_keys_model, family.vision_modules, 4, family.text_kv_projections)
+    assert counted == PartShape(total, (total - whole) // 4 + whole, whole)
+
+
+def test_vision_parameters_by_hand(made_model: str) -> None:
+    patches = 3 * 2 * 14 * 14 * 32
+    block = (32 * 96 + 96) + (32 * 32 + 32) + 2 * (32 * 48 + 48) + (48 * 32 + 32) + 2 * 32
+    merger = 32 + (128 * 128 + 128) + (128 * 64 + 64)
+    total = patches + 4 * block + merger
+    assert part_shape(made_model, load_family(made_model).text_modules) == PartShape(total, total, total)
+
+
+def _held(model: str) -> int:
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tensor",))
+    part = load_part(model, load_family(model).vision_modules, torch.float32, mesh)
+    return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in part.parameters())
+
+
+def test_the_count_is_what_ranks_load(made_model: str) -> None:
+    """Three ranks, so that no matrix splits evenly."""
+    counted = part_shape(made_model, load_family(made_model).vision_modules, tensor=3)
+    held = run_on_ranks(_held, 3, made_model)
+    assert counted.per_rank == max(held) == held[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "published"), [("3B", 3754622976), ("7B", 8292166656), ("32B", 33452718336), ("72B", 73410777344)]
+)
+def test_shipped_shapes_have_the_published_number_of_parameters(size: str, published: int) -> None:
+    source = config_source(f"Qwen/Qwen2.5-VL-{size}-Instruct")
+    family = load_family(source)
+    vision, text = part_shape(source, family.text_modules), part_shape(source, family.vision_modules)
+    assert vision.total + text.total == published
+    assert family.image_token_id == 151655
+
+
+def test_a_directory_is_its_own_source_and_an_unknown_id_is_refused(made_model: str) -> None:
+    assert config_source(made_model) == made_model
+    with pytest.raises(ModelError, match="nobody/nothing: its configuration cannot be read .*Qwen/Qwen2.5-VL-7B"):
+        config_source("nobody/nothing")
