@@ -76,7 +76,7 @@ def run(config: Config) -> None:
             step_timeout_s=config.cluster.step_timeout_s,
             log_dir=str(run_dir.absolute() / "logs"),
         )
-        with Cluster(layout) as cluster:
+        with Cluster(layout) as cluster, recorder.before_teardown():
             Driver(config, cluster, recorder, start).run()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,7 @@ class Recorder:
         self._log_interval, self._world = log_interval, world
         self._steps: list[StepMetrics] = []
         self._progress: Progress | None = None
+        self._concluded = False
 
     def __enter__(self) -> Recorder:
         self._steps = keep_steps(self.run_dir, self._done)
@@ -56,16 +58,34 @@ class Recorder:
         if self._progress is not None:
             self._progress.update(metrics)
 
+    @contextmanager
+    def before_teardown(self) -> Iterator[None]:
+        """Write the record when this block ends, not when the whole run does: a cluster that is already gone can
+        take the process with it while it is being left."""
+        try:
+            yield
+        except BaseException as error:
+            self._conclude(error)
+            raise
+        self._conclude(None)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._conclude(error)
+
+    def _conclude(self, error: BaseException | None) -> None:
+        """Write the summary and print the table, once."""
+        if self._concluded:
+            return
+        self._concluded = True
         if self._progress is not None:
             self._progress.close()
         self._metrics.close()
         summary = Summary.of(
             self._steps,
             self._done,
-            status=_status(kind),
+            status=_status(error),
             error=_told(error),
             world=self._world,
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
@@ -74,10 +94,10 @@ class Recorder:
         print("\n" + closing_table(summary, self.run_dir.absolute(), self.checkpoint), flush=True)
 
 
-def _status(kind: type[BaseException] | None) -> str:
-    if kind is None:
+def _status(error: BaseException | None) -> str:
+    if error is None:
         return "completed"
-    return "interrupted" if issubclass(kind, KeyboardInterrupt) else "failed"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
 def _told(error: BaseException | None) -> str | None:
