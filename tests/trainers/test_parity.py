@@ -7,9 +7,18 @@ import torch
 
 from dhp.parallel.mesh import Degrees
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import Case, compare, train
+from tests.helpers.layouts import Case, Errors, compare, train
 
 ONE = Degrees()
+
+
+
+def assert_exact(errors: Errors) -> None:
+    """The limits of double precision."""
+    assert errors.loss < 1e-9, errors
+    assert errors.norm < 1e-9, errors
+    assert errors.gradient < 1e-9, errors
+    assert errors.update < 1e-6, errors
 
 
 EXACT = [
@@ -43,10 +52,7 @@ SINGLE = [
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_equals_plain_model_in_double_precision(case: Case, made_model: str) -> None:
     errors = compare(made_model, case, awkward_steps())
-    assert errors.loss < 1e-9, errors
-    assert errors.norm < 1e-9, errors
-    assert errors.gradient < 1e-9, errors
-    assert errors.update < 1e-6, errors
+    assert_exact(errors)
 
 
 @pytest.mark.parametrize("case", SINGLE, ids=str)
@@ -81,7 +87,4 @@ SHARED_KEYS = [
 @pytest.mark.parametrize("case", SHARED_KEYS, ids=str)
 def test_ranks_that_share_a_key_value_head_equal_the_plain_model(case: Case, few_keys_model: str) -> None:
     errors = compare(few_keys_model, case, awkward_steps())
-    assert errors.loss < 1e-9, errors
-    assert errors.norm < 1e-9, errors
-    assert errors.gradient < 1e-9, errors
-    assert errors.update < 1e-6, errors
+    assert_exact(errors)
