@@ -11,7 +11,7 @@ DEGREES = ("data", "ulysses", "ring", "tensor")
 PARALLELISMS = {"vision": ("none", "data", "sequence"), "text": ("none", "data", "tensor")}
 _NAMED_DEGREE = {"data": "data", "sequence": "ulysses", "tensor": "tensor"}  # the degree a parallelism names
 _ZERO_STAGES = {"vision": (0, 1), "text": (0,)}
-_DTYPES = ("float32", "float64")
+_DTYPES = ("bfloat16", "float32", "float64")
 _BACKENDS = ("auto", "sdpa")
 
 

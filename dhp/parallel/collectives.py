@@ -44,6 +44,16 @@ def sum_in_place(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _reduce_in_place(tensor, group, dist.ReduceOp.SUM)
 
 
+def begin_sum(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Begin the sum of `tensor` over the group, written back into it; what to wait for, or None when it is done."""
+    if dist.get_world_size(group) == 1:
+        return None
+    if _must_stage(tensor, group):
+        sum_in_place(tensor, group)
+        return None
+    return dist.all_reduce(tensor, group=group, async_op=True)
+
+
 def largest_in_place(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Elementwise maximum of `tensor` over the group, written back into it; no autograd."""
     return _reduce_in_place(tensor, group, dist.ReduceOp.MAX)

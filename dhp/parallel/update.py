@@ -13,49 +13,53 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dhp.parallel.collectives import sum_in_place
-from dhp.parallel.state import MOMENTS, STEP, StateSink, StateSource, steps_taken
+from dhp.parallel.gradients import Gradients
+from dhp.parallel.precision import cast_parameters, exact_dtype
+from dhp.parallel.state import MASTER, MOMENTS, STEP, StateSink, StateSource, steps_taken
 from dhp.parallel.tensor import partial_parameters
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-BUCKET_BYTES = 32 << 20
 
 
 class Replicated:
-    """Gradients summed over `group`; parameters that are DTensors are sharded over their own mesh beside it."""
+    """Gradients summed over `group`; parameters that are DTensors are sharded over their own mesh beside it.
 
-    def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer, group: dist.ProcessGroup):
+    dtype: what the module is to compute in. Its parameters come in `exact_dtype(dtype)`; where that is another
+    format, they become the optimizer's master weights and the module gets rounded copies.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+    ):
+        # The optimizer works element by element, so it sees plain local shards: torch's fused loops refuse a mixture
+        # of DTensors and tensors. Without a cast they share the parameters' memory.
+        self._masters = [_local_alias(p) for p in module.parameters() if p.requires_grad]
+        self._cast = dtype != exact_dtype(dtype)
+        if self._cast:
+            cast_parameters(module, dtype)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
-        # The optimizer works element by element, so it sees plain local shards that share the parameters' memory:
-        # torch's fused loops refuse a mixture of DTensors and tensors.
-        self._locals = [_local_alias(p) for p in self._parameters]
-        self.optimizer = make_optimizer(self._locals)
-        self._group = group
-        self._partial = {id(parameter): over for parameter, over in partial_parameters(module)}
+        self.optimizer = make_optimizer(self._masters)
+        partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
+        self._gradients = Gradients(self._parameters, exact_dtype(dtype), group, partial_over, overlap)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate gradients; with `last`, the step's final micro-batch, sum them over the group."""
-        loss.backward()
+        self._gradients.backward(loss, last)
         if last:
-            self.reduce()
-
-    def reduce(self) -> None:
-        """Sum the accumulated gradients over the group, in buckets, and lay them beside the local parameters."""
-        for parameter, local in zip(self._parameters, self._locals, strict=True):
-            local.grad = _local_gradient(parameter)
-            if id(parameter) in self._partial:
-                sum_in_place(local.grad, self._partial[id(parameter)])
-        for bucket in _buckets([local.grad for local in self._locals]):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            sum_in_place(flat, self._group)
-            for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
+            for master, gradient in zip(self._masters, self._gradients.local(), strict=True):
+                master.grad = gradient
 
     def norm_sq(self) -> float:
         """Squared L2 norm of the whole part's gradient, the same on every rank."""
         replicated, sharded = [], []
-        for parameter, local in zip(self._parameters, self._locals, strict=True):
-            (sharded if _mesh_of(parameter) is not None else replicated).append(local.grad)
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            (sharded if _mesh_of(parameter) is not None else replicated).append(master.grad)
         total = _squares(replicated)
         if sharded:
             mesh = next(m for m in map(_mesh_of, self._parameters) if m is not None)
@@ -64,42 +68,61 @@ class Replicated:
 
     def step(self, lr: float, coefficient: float) -> None:
         """Scale the gradients by `coefficient`, take one optimizer step at `lr`, drop the gradients."""
-        gradients = [local.grad for local in self._locals]
         if coefficient != 1.0:
-            torch._foreach_mul_(gradients, coefficient)
+            torch._foreach_mul_([master.grad for master in self._masters], coefficient)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self._round()
         self.drop()
 
     def drop(self) -> None:
         """Forget the step's gradients."""
-        for parameter, local in zip(self._parameters, self._locals, strict=True):
-            parameter.grad = local.grad = None
+        for master in self._masters:
+            master.grad = None
+        self._gradients.drop()
 
     def save_state(self, sink: StateSink) -> None:
         """Hand over the optimizer's state. Ranks that share parameters by slices call it together."""
         sink.add(STEP, steps_taken(self.optimizer))
-        for name, parameter, local in zip(self._names, self._parameters, self._locals, strict=True):
-            state = self.optimizer.state.get(local, {})
-            for kind in MOMENTS if state else ():
-                sink.add(f"{name}.{kind}", _laid_out_as(parameter, state[kind]))
+        for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
+            state = self.optimizer.state.get(master, {})
+            kinds = {MASTER: master.detach()} if self._cast else {}
+            kinds |= {kind: state[kind] for kind in MOMENTS if state}
+            for kind, values in kinds.items():
+                sink.add(f"{name}.{kind}", _laid_out_as(parameter, values))
 
     def load_state(self, source: StateSource) -> None:
         """Take back what `save_state` handed over."""
+        named = list(zip(self._names, self._parameters, strict=True))
+        if self._cast:
+            with torch.no_grad():
+                for (name, parameter), master in zip(named, self._masters, strict=True):
+                    master.copy_(source.like(f"{name}.{MASTER}", parameter))
+            self._round()
         step = source.whole(STEP)
         if not step:
             return
         state = {
             index: {STEP: step.clone()} | {kind: source.like(f"{name}.{kind}", parameter) for kind in MOMENTS}
-            for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True))
+            for index, (name, parameter) in enumerate(named)
         }
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
 
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Give the module the master weights, rounded to what it computes in."""
+        if self._cast:
+            torch._foreach_copy_([_local(parameter) for parameter in self._parameters], self._masters)
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    value = parameter.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
 
 def _local_alias(parameter: nn.Parameter) -> nn.Parameter:
-    local = parameter.detach()
-    return nn.Parameter(local.to_local() if isinstance(local, DTensor) else local)
+    return nn.Parameter(_local(parameter))
 
 
 def _laid_out_as(parameter: nn.Parameter, local: Tensor) -> Tensor:
@@ -108,17 +131,6 @@ def _laid_out_as(parameter: nn.Parameter, local: Tensor) -> Tensor:
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-
-
-def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    gradient = parameter.grad
-    if isinstance(parameter, DTensor):
-        if gradient is None:
-            return torch.zeros_like(parameter.to_local())
-        if gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(placements=parameter.placements)
-        return gradient.to_local().contiguous()
-    return torch.zeros_like(parameter) if gradient is None else gradient
 
 
 def _mesh_of(parameter: nn.Parameter) -> torch.distributed.device_mesh.DeviceMesh | None:
@@ -134,14 +146,3 @@ def _squares(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     norms = torch.stack(torch._foreach_norm(list(tensors))).double()
     return (norms * norms).sum()
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket

@@ -17,6 +17,7 @@ from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards, save_sh
 from dhp.errors import PartFailed
 from dhp.messages import PartReport, StepInfo
 from dhp.parallel.mesh import AXES, build_mesh
+from dhp.parallel.precision import exact_dtype
 from dhp.parallel.update import MakeOptimizer, Replicated
 from dhp.parallel.zero import ZeroSharded
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw
@@ -32,13 +33,14 @@ class Part:
         torch.manual_seed(settings.seed)
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32; the patch embedding is a convolution
         self.settings = settings
-        self.dtype = getattr(torch, settings.dtype)
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.master_dtype = exact_dtype(self.dtype)
         self.device = torch.device(settings.device)
         self.mesh: DeviceMesh = build_mesh(settings.device, settings.degrees)
         self.rank = dist.get_rank()
 
     def adopt(self, model: nn.Module, reduce_group: dist.ProcessGroup) -> None:
-        """Take the loaded part: put it on the device and give it its optimizer.
+        """Take the part, loaded in `master_dtype`: put it on the device and give it its optimizer.
 
         reduce_group: the ranks over which gradients of the same parameters are summed.
         Raises CheckpointError when the checkpoint to continue from is incomplete or of another model.
@@ -53,7 +55,7 @@ class Part:
         if self.settings.zero_stage:
             self.update: Replicated | ZeroSharded = ZeroSharded(model, make, self.settings.zero_stage)
         else:
-            self.update = Replicated(model, make, reduce_group)
+            self.update = Replicated(model, make, reduce_group, self.dtype)
         if resumed is not None:
             self.update.load_state(ShardReader(resumed / OPTIMIZER))
             load_random_state(resumed / RANDOM, self.rank)

@@ -35,7 +35,7 @@ class TextTrainer:
         plan = None
         if ranks > family.text_kv_heads:
             plan = dict.fromkeys(family.text_kv_projections, shared_heads_style(family.text_kv_heads))
-        model = load_part(name, family.vision_modules, self.part.dtype, self.part.mesh["tensor"], plan)
+        model = load_part(name, family.vision_modules, self.part.master_dtype, self.part.mesh["tensor"], plan)
         if plan is not None:
             family.share_kv_heads(model, ranks)
         if self.part.settings.packing:
@@ -48,7 +48,7 @@ class TextTrainer:
         device = self.part.device
         leaves = [to_device(rows, device).requires_grad_() for rows in embeddings]
         inputs = {name: to_device(tensor, device) for name, tensor in work.tensors.items()}
-        images = None if work.placement is None else torch.cat(leaves)[to_device(work.placement, device)]
+        images = None if work.placement is None else torch.cat(leaves)[to_device(work.placement, device)].to(self.part.dtype)
         extra = {}
         if work.lengths is not None:
             extra["segments"] = plan_segments(work.lengths, device, causal=True)

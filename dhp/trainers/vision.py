@@ -25,7 +25,7 @@ class VisionTrainer:
         self.part = Part(settings)
         self.family = load_family(settings.model_name)
         AttentionInterface.register(ATTENTION, segment_attention)
-        model = load_part(settings.model_name, self.family.text_modules, self.part.dtype)
+        model = load_part(settings.model_name, self.family.text_modules, self.part.master_dtype)
         self.family.use_attention(model, ATTENTION)
         self.part.adopt(model, dist.group.WORLD)
         self._sequence = self.part.mesh["ulysses"]

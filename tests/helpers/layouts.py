@@ -25,7 +25,7 @@ from dhp.step import accumulate_gradients, update_weights
 from dhp.trainers.settings import PartSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
-from tests.helpers.oracle import Oracle, Step
+from tests.helpers.oracle import MixedOracle, Oracle, Step
 from tests.helpers.ranks import LocalGroup
 
 UPDATE = UpdateSettings(
@@ -83,11 +83,25 @@ class Inspected:
             from deepspeed.utils import safe_get_full_grad
 
             return {n: safe_get_full_grad(p).clone() for n, p in part.model.named_parameters()}
-        locals_ = zip(part.model.named_parameters(), part.update._locals, strict=True)
+        locals_ = zip(part.model.named_parameters(), part.update._masters, strict=True)
         return {name: _whole(local.grad, parameter) for (name, parameter), local in locals_}
 
     def weights(self) -> dict[str, Tensor]:
-        return {n: _whole(p.detach(), p) for n, p in self.part.model.named_parameters()}
+        """What the optimizer updates: the master weights, where the module has rounded copies."""
+        part: Any = self.part
+        named = dict(part.model.named_parameters())
+        if part.settings.zero_stage:
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            return {n: safe_get_full_fp32_param(p).clone() for n, p in named.items()}
+        masters = zip(named.items(), part.update._masters, strict=True)
+        return {n: _whole(master.detach(), p) for (n, p), master in masters}
+
+    def rounded(self) -> bool:
+        """Whether every weight that the module computes with is its master weight, rounded."""
+        masters = self.weights()
+        named = self.part.model.named_parameters()
+        return all(torch.equal(_whole(p.detach(), p), masters[n].to(p.dtype)) for n, p in named)
 
 
 class InspectedVision(Inspected, VisionTrainer):
@@ -188,6 +202,55 @@ def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fa
     gradients = [_worst_gradient(found, e) for found, e in zip(trained.gradients, expected, strict=True)]
     update = _worst_update(trained.weights, start, oracle.weights())
     return Errors(max(losses), max(norms), *max(gradients), *update)
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Deviations of a 16-bit layout from double precision, as multiples of those of one plain 16-bit process."""
+
+    loss: float
+    gradient: float
+    gradient_name: str
+    update: float
+
+
+def compare_rounding(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Ratios:
+    """Train the steps in the case's layout, in one plain process of the same precision, and exactly."""
+    trained = train(model, case, steps)
+    exact, plain = Oracle(model, torch.float64, UPDATE), MixedOracle(model, getattr(torch, case.dtype), UPDATE)
+    wanted, rough = [exact.step(s) for s in steps], [plain.step(s) for s in steps]
+    ours = max(_deviation(found, e.loss) for found, e in zip(trained.losses, wanted, strict=True))
+    theirs = max(_deviation(r.loss, e.loss) for r, e in zip(rough, wanted, strict=True))
+    gradients = [
+        _worst_ratio(of_rank, r.gradients, e.gradients, 1e-3 * e.norm)
+        for found, r, e in zip(trained.gradients, rough, wanted, strict=True)
+        for of_rank in found
+    ]
+    ends = (plain.weights(), exact.weights())
+    return Ratios(ours / theirs, *max(gradients), max(_ratio(rank, *ends) for part in trained.weights for rank in part))
+
+
+def _ratio(ours: dict, theirs: dict, exact: dict) -> float:
+    """Of the distances to `exact`, ours / theirs, over all weights at once.
+
+    One by one they say nothing: Adam's first updates are the gradient's sign, so that a gradient near zero decides
+    the whole error of a short bias.
+    """
+    distance = lambda found: math.hypot(*(float((found[name].double() - exact[name]).norm()) for name in ours))
+    return distance(ours) / distance(theirs)
+
+
+def _worst_ratio(ours: dict, theirs: dict, exact: dict, floor: float) -> tuple[float, str]:
+    """Of the distances to `exact`, ours / theirs; theirs not below `floor`, where nothing but chance decides."""
+    worst = (0.0, "")
+    for name, value in ours.items():
+        if theirs[name] is None:
+            continue
+        wanted = exact[name].double()
+        error = float((value.double() - wanted).norm())
+        allowed = max(float((theirs[name].double() - wanted).norm()), floor)
+        worst = max(worst, (_deviation(error, 0.0) / allowed if error else 0.0, name))
+    return worst
 
 
 def _deviation(found: float, wanted: float) -> float:

@@ -30,9 +30,10 @@ class Oracle:
     def __init__(self, model_name: str, dtype: torch.dtype, update: UpdateSettings, device: str = "cpu"):
         self.device = device
         self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train().to(device)
+        self.prepare(model_name)
         self.update = update
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            [p for _, p in self.named()],
             lr=update.learning_rate,
             betas=update.betas,
             eps=update.eps,
@@ -46,8 +47,15 @@ class Oracle:
             num_training_steps=update.total_steps,
         )
 
+    def prepare(self, model_name: str) -> None:
+        """Whatever stands beside the model."""
+
     def weights(self) -> Weights:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return {name: p.detach().clone() for name, p in self.named()}
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """What the optimizer updates, by name."""
+        return list(self.model.named_parameters())
 
     def step(self, samples: Sequence[Sample]) -> Step:
         """Σ token losses / N over the samples, backward, clip by the global norm, AdamW.
@@ -62,14 +70,22 @@ class Oracle:
         for sample in samples:
             share = self._loss_sum(sample) / total
             share.backward()
+            self._collect()
             loss += float(share.detach())
-        parameters = list(self.model.parameters())
-        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()}
+        parameters = [p for _, p in self.named()]
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.named()}
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.update.max_grad_norm or float("inf")))
         self.optimizer.step()
+        self._round()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return Step(loss, norm, gradients)
+
+    def _collect(self) -> None:
+        """After each sample's backward: gradients accumulate where autograd leaves them."""
+
+    def _round(self) -> None:
+        """After each optimizer step: the model holds what was updated."""
 
     def _loss_sum(self, sample: Sample) -> Tensor:
         inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
@@ -81,3 +97,27 @@ class Oracle:
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
         targets = torch.from_numpy(sample.labels)[1:].to(self.device)
         return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+
+class MixedOracle(Oracle):
+    """The plain model in 16 bits as transformers loads it, beside float32 master weights and gradient sums."""
+
+    def prepare(self, model_name: str) -> None:
+        exact = AutoModelForImageTextToText.from_pretrained(model_name, dtype=torch.float32)
+        self.masters = dict(exact.named_parameters())
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        return list(self.masters.items())
+
+    def _collect(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                master = self.masters[name]
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(self.masters[name])

@@ -99,10 +99,24 @@ def _gradient_of(name: str, replica: int, like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=generator)
 
 
+class _Gives(torch.autograd.Function):
+    """A scalar whose gradient by the parameter is what it is told, in whatever layout."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
 def _split_update() -> tuple[float, dict[str, Tensor]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     module, replica, tensor = _Split(mesh["tensor"]), mesh.get_local_rank("data"), mesh["tensor"]
     update = Replicated(module, make_optimizer, mesh["data"].get_group())
+    shares = []
     for name, parameter in module.named_parameters():
         gradient = _gradient_of(name, replica, parameter)
         if isinstance(parameter, DTensor):
@@ -111,8 +125,8 @@ def _split_update() -> tuple[float, dict[str, Tensor]]:
             share = gradient if arrives == Replicate() else gradient / 2
             gradient = DTensor.from_local(share, tensor, [arrives])
         if name != "sometimes" or replica == 0:
-            parameter.grad = gradient
-    update.reduce()
+            shares.append(_Gives.apply(parameter, gradient))
+    update.backward(torch.stack(shares).sum(), last=True)
     norm_sq = update.norm_sq()
     update.step(0.1, 0.5)
     whole = lambda p: p.full_tensor() if isinstance(p, DTensor) else p

@@ -61,7 +61,7 @@ class MeanOverReplicas(InspectedText):
 
     def backward_step(self, *arguments: Any) -> tuple[Tensor, ...]:
         result = super().backward_step(*arguments)
-        for local in self.part.update._locals:
+        for local in self.part.update._masters:
             local.grad /= self.part.settings.degrees.data
         return result
 
@@ -71,7 +71,7 @@ class NoReduction(InspectedVision):
 
     def __init__(self, settings: Any):
         super().__init__(settings)
-        self.part.update._group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self.part.update._gradients._group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 class NoExchange(InspectedVision):

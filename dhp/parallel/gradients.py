@@ -1,0 +1,157 @@
+"""A step's gradients on one rank: summed over micro-batches and ranks, in buckets, while backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dhp.parallel.collectives import begin_sum, sum_in_place
+
+BUCKET_BYTES = 32 << 20
+
+
+class _Bucket:
+    """Consecutive parameters whose gradients are summed over the ranks in one message."""
+
+    def __init__(self, members: Sequence[int], sizes: Sequence[int], over: dist.ProcessGroup | None):
+        self.members, self.sizes, self.over = members, sizes, over
+        self.begun: dist.Work | None = None
+
+    def open(self, shapes: Sequence[torch.Size], like: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Take memory for the gradients: each member and the place of its gradient."""
+        self.flat = like.new_zeros(sum(self.sizes), dtype=dtype)
+        self.missing = len(self.members)
+        for member, shape, place in zip(self.members, shapes, self.flat.split(list(self.sizes)), strict=True):
+            yield member, place.view(shape)
+
+
+class Gradients:
+    """Sums of the gradients of `parameters`, in `dtype`, over micro-batches and over the ranks of `group`.
+
+    partial: by a parameter's id, further ranks over which its gradients are parts of a sum. overlap: begin the sum of
+    a bucket over the ranks as soon as its last gradient is there, not when all are.
+
+    Where there is nothing to sum over and the parameters' own format is `dtype`, gradients stay where autograd
+    accumulates them and nothing is copied.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        partial_over: Mapping[int, dist.ProcessGroup],
+        overlap: bool = True,
+    ):
+        self._parameters, self._dtype, self._group = parameters, dtype, group
+        self._partial, self._overlap = partial_over, overlap
+        self._places: list[Tensor] | None = None
+        self._reducing = False
+        self._direct = dist.get_world_size(group) == 1 and all(p.dtype == dtype for p in parameters)
+        if not self._direct:
+            self._buckets, self._bucket_of = _cut_into_buckets(parameters, dtype, partial_over)
+            for index, parameter in enumerate(parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._take, index))
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate the gradients of `loss`; with `last`, sum what has accumulated over the ranks."""
+        if not self._direct and self._places is None:
+            self._open()
+        self._reducing = last and self._overlap
+        loss.backward()
+        if last:
+            self._finish()
+
+    def local(self) -> list[Tensor]:
+        """The summed gradient of each parameter, this rank's shard where it is a DTensor; zero where there is none."""
+        return self._places
+
+    def drop(self) -> None:
+        """Forget the step's gradients, and give their memory back."""
+        self._places = None
+        for parameter in self._parameters:
+            parameter.grad = None
+        for bucket in () if self._direct else self._buckets:
+            bucket.flat = bucket.begun = None
+
+    def _open(self) -> None:
+        shapes = [_local(parameter).shape for parameter in self._parameters]
+        places: dict[int, Tensor] = {}
+        for bucket in self._buckets:
+            like = _local(self._parameters[bucket.members[0]])
+            places |= bucket.open([shapes[m] for m in bucket.members], like, self._dtype)
+        self._places = [places[index] for index in range(len(self._parameters))]
+        self._next = 0
+
+    def _take(self, index: int, parameter: nn.Parameter) -> None:
+        """Autograd has finished a parameter's gradient: add it to its place, and forget it."""
+        self._places[index] += _local_gradient(parameter)
+        parameter.grad = None
+        if self._reducing:
+            self._buckets[self._bucket_of[index]].missing -= 1
+            self._begin_ready()
+
+    def _begin_ready(self) -> None:
+        """Begin the sums of full buckets, in the order of the buckets: all ranks must send the same one next."""
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._begin(self._buckets[self._next])
+            self._next += 1
+
+    def _begin(self, bucket: _Bucket) -> None:
+        if bucket.over is not None:
+            sum_in_place(bucket.flat, bucket.over)
+        bucket.begun = begin_sum(bucket.flat, self._group)
+
+    def _finish(self) -> None:
+        self._reducing = False
+        if self._direct:
+            self._places = [_local_gradient(parameter) for parameter in self._parameters]
+            for parameter, place in zip(self._parameters, self._places, strict=True):
+                if id(parameter) in self._partial:
+                    sum_in_place(place, self._partial[id(parameter)])
+            return
+        for bucket in self._buckets[self._next :]:
+            self._begin(bucket)
+        for bucket in self._buckets:
+            if bucket.begun is not None:
+                bucket.begun.wait()
+
+
+def _cut_into_buckets(
+    parameters: Sequence[nn.Parameter], dtype: torch.dtype, partial_over: Mapping[int, dist.ProcessGroup]
+) -> tuple[list[_Bucket], dict[int, int]]:
+    """Buckets in the order in which backward comes by, and the bucket of each parameter.
+
+    Those with a sum over further ranks come last, where waiting for it holds nothing up.
+    """
+    order = sorted(reversed(range(len(parameters))), key=lambda index: id(parameters[index]) in partial_over)
+    cuts: list[tuple[dist.ProcessGroup | None, list[int], list[int]]] = []
+    for index in order:
+        over, size = partial_over.get(id(parameters[index])), _local(parameters[index]).numel()
+        if not cuts or cuts[-1][0] is not over or (sum(cuts[-1][2]) + size) * dtype.itemsize > BUCKET_BYTES:
+            cuts.append((over, [], []))
+        cuts[-1][1].append(index)
+        cuts[-1][2].append(size)
+    buckets = [_Bucket(members, sizes, over) for over, members, sizes in cuts]
+    return buckets, {index: at for at, bucket in enumerate(buckets) for index in bucket.members}
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    value = parameter.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor):
+        if gradient is None:
+            return torch.zeros_like(_local(parameter))
+        if gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
+        return gradient.to_local().contiguous()
+    return torch.zeros_like(parameter) if gradient is None else gradient

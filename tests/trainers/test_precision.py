@@ -1,0 +1,92 @@
+"""16-bit training: as good as one plain 16-bit process with float32 master weights, in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dhp.parallel.mesh import Degrees
+from tests.helpers import layouts
+from tests.helpers.batches import awkward_steps, mixed_step
+from tests.helpers.layouts import Case, InspectedText, InspectedVision, compare_rounding, settings
+from tests.helpers.ranks import LocalGroup
+
+ONE = Degrees()
+CASES = [
+    Case(ONE, ONE, dtype="bfloat16"),
+    Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="bfloat16", checkpointing=True),
+    Case(Degrees(data=2), Degrees(data=2, tensor=2), 3, dtype="bfloat16", packing=True),
+    Case(Degrees(data=2, ulysses=2), Degrees(tensor=4), 4, dtype="bfloat16", schedule="vision_ahead"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rounding_is_that_of_one_process(case: Case, made_model: str) -> None:
+    ratios = compare_rounding(made_model, case, awkward_steps())
+    assert ratios.loss < 2.5, ratios
+    assert ratios.gradient < 2.5, ratios
+    assert ratios.update < 2.5, ratios
+
+
+class Watched:
+    """What a rank's module and optimizer hold."""
+
+    def formats(self: Any) -> dict[str, set[torch.dtype]]:
+        part = self.part
+        return {
+            "parameters": {p.dtype for p in part.model.parameters()},
+            "frequencies": {b.dtype for n, b in part.model.named_buffers() if "inv_freq" in n},
+            "masters": {m.dtype for m in part.update._masters},
+            "moments": {s["exp_avg"].dtype for s in part.update.optimizer.state.values()},
+        }
+
+    def frequencies(self: Any) -> dict[str, Tensor]:
+        return {n: b.clone() for n, b in self.part.model.named_buffers() if "inv_freq" in n}
+
+
+class WatchedVision(Watched, InspectedVision):
+    pass
+
+
+class WatchedText(Watched, InspectedText):
+    pass
+
+
+@pytest.mark.parametrize(("part", "trainer"), [("vision", WatchedVision), ("text", WatchedText)])
+def test_weights_are_rounded_and_rotary_frequencies_are_not(part: str, trainer: type, made_model: str) -> None:
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        case = Case(ONE, ONE, dtype=dtype)
+        with LocalGroup(trainer, 1, settings(part, made_model, case)) as group:
+            (formats,), (frequencies,) = group.execute_all("formats"), group.execute_all("frequencies")
+            assert group.execute_all("rounded") == [True]
+        assert formats["parameters"] == {getattr(torch, dtype)}
+        assert formats["frequencies"] == formats["masters"] == {torch.float32}
+        found[dtype] = frequencies
+    assert found["float32"]
+    assert all(torch.equal(found["bfloat16"][name], exact) for name, exact in found["float32"].items())
+
+
+def test_weights_move_at_a_rate_that_bfloat16_alone_would_lose(made_model: str, monkeypatch: Any) -> None:
+    """At 5e-5 an update is below half of bfloat16's spacing for most weights: without masters they stand still."""
+    slow = replace(layouts.UPDATE, learning_rate=5e-5, lr_scheduler_type="constant", weight_decay=0.0)
+    monkeypatch.setattr(layouts, "UPDATE", slow)
+    case = Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="bfloat16")
+    steps = [mixed_step()] * 3
+    trained = layouts.train(made_model, case, steps)
+    start = layouts.Oracle(made_model, torch.float32, slow).weights()
+    still = moved = 0
+    for of_rank in (rank for part in trained.weights for rank in part):
+        for name, weight in of_rank.items():
+            # Tokens that no sample holds have no gradient, and so no update.
+            seen = trained.gradients[-1]
+            touched = next(g[name] for g in seen if name in g) != 0
+            still += int(((weight == start[name]) & touched).sum())
+            moved += int(((weight != start[name]) & touched).sum())
+    assert moved > 100_000
+    assert still < 0.001 * moved
+    assert trained.losses[-1] < trained.losses[0]
