@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dhp.parallel.collectives import begin_sum, sum_in_place
+from dhp.spans import COLLECTIVE, span
 
 BUCKET_BYTES = 32 << 20
 
@@ -117,9 +118,10 @@ class Gradients:
             return
         for bucket in self._buckets[self._next :]:
             self._begin(bucket)
-        for bucket in self._buckets:
-            if bucket.begun is not None:
-                bucket.begun.wait()
+        with span("sums of gradients", COLLECTIVE):
+            for bucket in self._buckets:
+                if bucket.begun is not None:
+                    bucket.begun.wait()
 
 
 def _cut_into_buckets(

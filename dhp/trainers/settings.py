@@ -38,4 +38,5 @@ class PartSettings:
     packing: bool  # rows of the text part are packed, so that its attention is ours
     update: UpdateSettings
     seed: int
+    trace: bool = False  # keep the collectives as spans
     resume_from: str | None = None  # this part's directory in a checkpoint; None: begin with the model's weights

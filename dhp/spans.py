@@ -1,0 +1,59 @@
+"""What a process did when: named stretches of time, kept only while a run is being traced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+# The kinds that a trace tells apart.
+FORWARD, BACKWARD, TRANSFER, COLLECTIVE = "forward", "backward", "transfer", "collective"
+WAIT, DATA, OPTIMIZER, CHECKPOINT = "wait", "data", "optimizer", "checkpoint"
+
+
+@dataclass(frozen=True)
+class Span:
+    """From `start_ns` to `end_ns` on this host's monotonic clock."""
+
+    name: str
+    kind: str
+    start_ns: int
+    end_ns: int
+
+
+_kept: list[Span] | None = None
+
+
+def keep_spans() -> None:
+    """Begin to keep the spans of this process."""
+    global _kept
+    _kept = []
+
+
+def take_spans() -> list[Span]:
+    """The spans kept since the last time."""
+    global _kept
+    taken = _kept or []
+    if _kept is not None:
+        _kept = []
+    return taken
+
+
+def add_span(name: str, kind: str, start_ns: int, end_ns: int) -> None:
+    """Keep a span whose ends are known already."""
+    if _kept is not None:
+        _kept.append(Span(name, kind, start_ns, end_ns))
+
+
+@contextmanager
+def span(name: str, kind: str) -> Iterator[None]:
+    """The time that the block takes."""
+    if _kept is None:
+        yield
+        return
+    start = time.perf_counter_ns()
+    try:
+        yield
+    finally:
+        add_span(name, kind, start, time.perf_counter_ns())

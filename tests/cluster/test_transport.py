@@ -1,0 +1,104 @@
+"""Tensors through memory that two processes have mapped."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from torch import Tensor
+
+from dhp.cluster.transport import SMALLEST, Inbox, Outbox, Parcel
+from dhp.errors import PartFailed
+
+LARGE = SMALLEST  # elements
+
+
+def _receive(pipe: Connection) -> None:
+    """Another process: opens what comes, answers with its sum, shape and format."""
+    inbox = Inbox()
+    while (value := pipe.recv()) is not None:
+        tensor = inbox.open(value)
+        pipe.send((float(tensor.double().sum()), tuple(tensor.shape), tensor.dtype, len(inbox._mapped)))
+
+
+@pytest.fixture
+def receiver() -> Connection:
+    here, there = multiprocessing.get_context("forkserver").Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=_receive, args=(there,), daemon=True)
+    process.start()
+    yield here
+    here.send(None)
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def _crossed(receiver: Connection, value: Parcel | Tensor) -> tuple[float, tuple[int, ...], torch.dtype, int]:
+    receiver.send(value)
+    assert receiver.poll(60)
+    return receiver.recv()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_cross_and_memory_is_mapped_once_for_all_steps(receiver: Connection, dtype: torch.dtype) -> None:
+    outbox = Outbox()
+    for step in range(3):
+        # Two tensors a step, which shrink: both find room in what was mapped first.
+        tensors = [torch.full((LARGE - 100 * step, 2), step + k + 1, dtype=dtype) for k in range(2)]
+        for place, tensor in enumerate(tensors):
+            parcel = outbox.send(tensor)
+            assert (parcel.place, parcel.serial) == (place, place + 1)
+            total, shape, found, mapped = _crossed(receiver, parcel)
+            assert (total, shape, found) == (float(tensor.double().sum()), tuple(tensor.shape), dtype)
+        assert mapped == 2
+        outbox.end_step()
+
+
+def test_a_tensor_that_outgrows_its_memory_gets_more(receiver: Connection) -> None:
+    outbox = Outbox()
+    serials = []
+    for rows in (LARGE, LARGE * 40, LARGE * 41):
+        parcel = outbox.send(torch.ones(rows))
+        serials.append(parcel.serial)
+        assert _crossed(receiver, parcel)[:2] == (float(rows), (rows,))
+        outbox.end_step()
+    assert serials == [1, 2, 2]
+
+
+def test_slices_and_transposes_cross_as_they_look(receiver: Connection) -> None:
+    whole = torch.arange(4.0 * LARGE).view(LARGE, 4)
+    parcel = Outbox().send(whole[:, 1:3])
+    assert _crossed(receiver, parcel)[:2] == (float(whole[:, 1:3].double().sum()), (LARGE, 2))
+
+
+def test_small_tensors_and_other_values_travel_as_they_are() -> None:
+    small = torch.ones(3)
+    assert Outbox().send(small) is small
+    assert Inbox().open("text") == "text"
+
+
+def test_the_sender_keeps_what_it_sends_until_the_step_ends() -> None:
+    outbox = Outbox()
+    first, second = outbox.send(torch.full((LARGE,), 1.0)), outbox.send(torch.full((LARGE,), 2.0))
+    inbox = Inbox()
+    assert [float(inbox.open(parcel)[0]) for parcel in (first, second)] == [1.0, 2.0]
+    outbox.end_step()
+    third = outbox.send(torch.full((LARGE,), 3.0))
+    assert (third.place, third.descriptor) == (first.place, first.descriptor)
+    assert float(inbox.open(third)[0]) == 3.0
+
+
+def test_received_tensors_can_be_leaves() -> None:
+    parcel = Outbox().send(torch.ones(LARGE))
+    leaf = Inbox().open(parcel).requires_grad_()
+    (leaf * 2).sum().backward()
+    assert float(leaf.grad.sum()) == 2.0 * LARGE
+
+
+def test_memory_that_cannot_be_reached_is_an_error_that_says_what_to_do() -> None:
+    parcel = Outbox().send(torch.ones(LARGE))
+    with pytest.raises(PartFailed, match="cluster.transport=object_store"):
+        Inbox().open(replace(parcel, descriptor=9999, pid=os.getpid()))
