@@ -14,11 +14,19 @@ from dhp.errors import DhpError
 
 
 def redirect_output(log_dir: str | None, name: str) -> None:
-    """What this process prints goes to `log_dir`/`name`.log, so that a run's terminal shows the run."""
+    """What this process prints goes to `log_dir`/`name`.log, so that a run's terminal shows the run.
+
+    On a host without the run directory, or where it cannot be written, it stays in Ray's own log, which then says so.
+    """
     if log_dir is None:
         return
-    Path(log_dir).mkdir(parents=True, exist_ok=True)
-    log = open(Path(log_dir) / f"{name}.log", "a", buffering=1)  # open as long as the actor
+    try:
+        # The run directory itself is not made: one of that name on another disk would hide where the logs are.
+        Path(log_dir).mkdir(exist_ok=True)
+        log = open(Path(log_dir) / f"{name}.log", "a", buffering=1)  # open as long as the actor
+    except OSError as error:
+        print(f"{name}: the log stays here, because {log_dir} cannot be written on this host: {error}", flush=True)
+        return
     os.dup2(log.fileno(), sys.stdout.fileno())
     os.dup2(log.fileno(), sys.stderr.fileno())
 

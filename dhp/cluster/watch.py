@@ -106,7 +106,7 @@ def _death(entry: Watched, error: RayActorError, names: Mapping[str, str]) -> st
     return (
         f"{who} died {when}: {reason}\n"
         "Potential causes: the process ran out of memory and was killed, a native library crashed, or its node was "
-        "lost. The actor's own log is in the run directory's logs/"
+        "lost. The actor's own log is in the run directory's logs/, or in Ray's log where its node cannot write there"
     )
 
 

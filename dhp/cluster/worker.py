@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +12,16 @@ import ray
 import torch
 import torch.distributed as dist
 
+from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
+from dhp.cluster.paths import require_beacon, require_paths
 from dhp.cluster.process import named_errors, redirect_output
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What all ranks of a group share. log_dir: None where the run directory is not on this host."""
+    """What all ranks of a group share. log_dir: None leaves what ranks print to Ray. loopback: nothing listens beyond
+    this host. needs: paths that must exist on a rank's node, by configuration key. beacon: what each rank must see of
+    the directory of checkpoints (`dhp.cluster.paths`); None: nothing."""
 
     part: str
     size: int
@@ -27,6 +30,8 @@ class GroupSettings:
     timeout_s: float
     log_dir: str | None
     loopback: bool
+    needs: Mapping[str, str] = field(default_factory=dict)
+    beacon: str | None = None
 
 
 class Worker:
@@ -42,13 +47,17 @@ class Worker:
 
     def listen(self) -> tuple[str, int]:
         """Open the rendezvous of the group on this rank: its address, bound to nothing wider than it must be."""
-        host = "127.0.0.1" if self.settings.loopback else ray.util.get_node_ip_address()
-        self._listener = socket.create_server((host, 0))
-        return host, self._listener.getsockname()[1]
+        with named_errors(self._who, "opening the rendezvous"):
+            host = LOOPBACK if self.settings.loopback else ray.util.get_node_ip_address()
+            self._listener = open_listener(host)
+            return host, self._listener.getsockname()[1]
 
     def join(self, host: str, port: int) -> None:
         """Enter the process group."""
         with named_errors(self._who, "joining the group"):
+            if not self.settings.loopback:
+                require_paths(self._who, self.settings.needs)
+                require_beacon(self._who, self.settings.beacon)
             self._join(host, port)
 
     def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -64,8 +73,9 @@ class Worker:
         return (None, *results) if results else None
 
     def _join(self, host: str, port: int) -> None:
-        if self.settings.loopback:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        loopback = self.settings.loopback
+        address = LOOPBACK if loopback else ray.util.get_node_ip_address()
+        print(f"{self._who} on {address}; network interface: {choose_interface(address, loopback)}", flush=True)
         timeout = timedelta(seconds=self.settings.timeout_s)
         handed = {} if self._listener is None else {"master_listen_fd": self._listener.detach()}
         store = dist.TCPStore(
