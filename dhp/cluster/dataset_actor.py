@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dhp.cluster.nodes import own_node
+from dhp.cluster.paths import require_paths
 from dhp.cluster.process import named_errors, redirect_output
 from dhp.cluster.watch import Watched, fetch
 
@@ -23,9 +26,10 @@ class _Reader:
         torch.set_num_threads(threads)
         self._feed: Any = None
 
-    def open(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def open(self, factory: Callable[..., Any], arguments: tuple[Any, ...], needs: Mapping[str, str]) -> None:
         """Make the feed. Not in the constructor: Ray turns an exception there into an actor's death."""
         with named_errors(WHO, "opening the datasets"):
+            require_paths(WHO, needs)
             self._feed = factory(*arguments)
 
     def describe(self, attribute: str) -> Any:
@@ -42,7 +46,11 @@ class _Reader:
 
 
 class DatasetActor:
-    """`next(step)` submits a step's reading and returns refs at once; pixels never pass through the driver."""
+    """`next(step)` submits a step's reading and returns refs at once; pixels never pass through the driver.
+
+    It runs on the driver's node, where the paths of the datasets were checked and the user sees them, and elsewhere
+    only if that node is gone.
+    """
 
     def __init__(
         self,
@@ -51,13 +59,17 @@ class DatasetActor:
         shape: tuple[int, int, int],
         threads: int = 1,
         log_dir: str | None = None,
+        needs: Mapping[str, str] | None = None,
     ):
-        """shape: micro-batches, vision ranks, text data replicas. log_dir: None leaves what it prints to Ray."""
+        """shape: micro-batches, vision ranks, text data replicas. log_dir: None leaves what it prints to Ray.
+        needs: paths that must exist on its node, by configuration key.
+        """
         self._micro_batches, self._vision_ranks, self._replicas = shape
-        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        beside = NodeAffinitySchedulingStrategy(own_node(), soft=True)
+        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": beside}
         self._actor = ray.remote(_Reader).options(**options).remote(log_dir, threads)
         self._watched: list[Watched] = []
-        self._watch("opening the datasets", self._actor.open.remote(factory, arguments))
+        self._watch("opening the datasets", self._actor.open.remote(factory, arguments, dict(needs or {})))
 
     def describe(self, attribute: str, timeout_s: float) -> Any:
         """A value of the feed, waited for; raises as `wait_all` does."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from dhp.cluster.nodes import read_nodes
+from dhp.cluster.shortage import describe_shortage
 from dhp.errors import ConfigError
 
 Resources = dict[str, float]
@@ -65,37 +67,31 @@ def _fraction(whole: int, among: int) -> float:
 
 
 def reserve(plan: PlacementPlan, timeout_s: float) -> PlacementGroup:
-    """Reserve the plan's bundles; says on stderr what it waits for when that takes a while.
+    """Reserve the plan's bundles, on as few nodes as Ray can; says on stderr what it waits for when that takes a while.
 
-    Raises ConfigError, naming what is registered and free, after `timeout_s`.
+    Raises ConfigError, naming what is missing and what each node has, after `timeout_s`.
     """
     group = placement_group(list(plan.bundles), strategy="PACK")
     created = group.ready()
     patience = min(PATIENCE_S, timeout_s)
     ready, _ = ray.wait([created], timeout=patience)
     if not ready and patience < timeout_s:
-        print(f"waiting up to {timeout_s:g} s for {_sum(plan.bundles)}. {_supply()}", file=sys.stderr, flush=True)
+        print(f"waiting up to {timeout_s:g} s for devices. {_shortage(plan)}", file=sys.stderr, flush=True)
         ready, _ = ray.wait([created], timeout=timeout_s - patience)
     if ready:
         return group
+    told = _shortage(plan)
     remove_placement_group(group)
-    raise ConfigError(
-        f"the cluster did not give {_sum(plan.bundles)} within cluster.start_timeout_s={timeout_s:g} s. {_supply()}. "
-        "Ask for fewer actors, set cluster.collocate=true, or add nodes"
-    )
+    limit = f"cluster.start_timeout_s={timeout_s:g} s"
+    raise ConfigError(f"the cluster did not give the run its devices within {limit}. {told}")
 
 
-def _supply() -> str:
-    return f"Registered: {_shown(ray.cluster_resources())}; free: {_shown(ray.available_resources())}"
+def bundle_nodes(group: PlacementGroup) -> list[str]:
+    """The id of the node of each bundle of a reservation that was granted, by bundle."""
+    by_bundle = placement_group_table(group)["bundles_to_node_id"]
+    return [by_bundle[bundle] for bundle in sorted(by_bundle)]
 
 
-def _sum(bundles: Sequence[Resources]) -> str:
-    total: Resources = {}
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            total[name] = total.get(name, 0.0) + amount
-    return f"{_shown(total)} in {len(bundles)} bundles"
-
-
-def _shown(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(name, 0.0):g} {name}" for name in ("CPU", "GPU"))
+def _shortage(plan: PlacementPlan) -> str:
+    apart = len({slots[0].bundle for slots in plan.slots.values()}) > 1
+    return describe_shortage(plan.bundles[0], len(plan.bundles), apart, read_nodes())
