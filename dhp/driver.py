@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -75,6 +75,9 @@ def run(config: Config) -> None:
             start_timeout_s=config.cluster.start_timeout_s,
             step_timeout_s=config.cluster.step_timeout_s,
             log_dir=str(run_dir.absolute() / "logs"),
+            checkpoint_dir=str(Path(str(config.training.checkpoint_dir)).absolute()),
+            degrees={part: asdict(degrees(getattr(config, part))) for part in ("vision", "text")},
+            needs=_needed_paths(config, start.checkpoint),
         )
         with Cluster(layout) as cluster, recorder.before_teardown():
             Driver(config, cluster, recorder, start).run()
@@ -110,7 +113,7 @@ class Driver:
         """Start the dataset actor, and learn from it how long the run is and whether it continues the one before."""
         config, cluster = self.config, self.cluster
         self.recorder.say(f"starting {cluster.describe()}")
-        shape = (self._micro_batches, config.vision.num_actors, config.text.data)
+        shape = (self._micro_batches, config.vision.num_actors // config.vision.tensor, config.text.data)
         self.data = cluster.dataset_actor(make_feed, feed_settings(config), shape=shape)
         started_s = config.cluster.start_timeout_s
         wait_all(self.data.take_watched(), started_s)
@@ -127,7 +130,9 @@ class Driver:
             settings = part_settings(config, part, cluster.device, self.steps, self.start.checkpoint)
             groups[part].start(trainer, settings)
         wait_all([w for group in groups.values() for w in group.take_watched()], config.cluster.start_timeout_s)
-        self.parts = make_parts(groups["vision"], groups["text"], degrees(config.text), self._micro_batches)
+        self.parts = make_parts(
+            groups["vision"], groups["text"], degrees(config.vision), degrees(config.text), self._micro_batches
+        )
         self.schedule = SCHEDULES[config.training.schedule](self._micro_batches)
         self.recorder.begin(self.steps)
 
@@ -207,6 +212,17 @@ class Driver:
             "settings": self._kept,
         }
         self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(model_name))
+
+
+def _needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str, str]]:
+    """What must lie on the nodes of each part's ranks and of the dataset actor ("data"), by configuration key."""
+    model = config.text.model_name  # both parts' and the processors'; a hub id is found by each node itself
+    shared = {"text.model_name": model} if Path(model).is_dir() else {}
+    of_ranks = shared | ({} if checkpoint is None else {"training.resume": str(checkpoint)})
+    entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in config.data.datasets}
+    files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
+    folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
+    return {"vision": of_ranks, "text": of_ranks, "data": shared | files | folders}
 
 
 def _make_checkpoint_dir(config: Config) -> None:

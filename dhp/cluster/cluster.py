@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +15,12 @@ import torch
 from ray.util.placement_group import remove_placement_group
 
 from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.arrangement import arrange, describe_straddle, find_straddles
 from dhp.cluster.dataset_actor import DatasetActor
-from dhp.cluster.placement import plan_placement, reserve
+from dhp.cluster.homes import Homes, find_homes
+from dhp.cluster.nodes import own_node, read_nodes
+from dhp.cluster.paths import beacon
+from dhp.cluster.placement import Slot, bundle_nodes, plan_placement, reserve
 from dhp.cluster.runtime import LOCAL, cluster_gpus, ray_session
 from dhp.cluster.worker import GroupSettings
 from dhp.errors import ConfigError
@@ -24,9 +28,15 @@ from dhp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Layout:
-    """What to start: actors of each part, on which devices, under which limits."""
+    """What to start: actors of each part, on which devices, under which limits.
+
+    degrees: of each part, ranks by axis of its mesh, outermost axis first. needs: of each part, and of "data", the
+    paths that must exist on its actors' nodes, by configuration key. checkpoint_dir: exists, and must be the same
+    directory on all nodes.
+    """
 
     actors: Mapping[str, int]
+    degrees: Mapping[str, Mapping[str, int]]
     collocate: bool
     device: str
     address: str
@@ -34,6 +44,8 @@ class Layout:
     start_timeout_s: float
     step_timeout_s: float
     log_dir: str
+    checkpoint_dir: str
+    needs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 class Cluster:
@@ -58,10 +70,17 @@ class Cluster:
             plan = plan_placement(layout.actors, layout.collocate, gpus if self.device == "cuda" else 0.0)
             reserved = reserve(plan, layout.start_timeout_s)
             stack.callback(remove_placement_group, reserved)
-            backend = choose_backend(self.device, plan.gpus_per_bundle)
+            homes = find_homes(bundle_nodes(reserved), read_nodes())
+            slots = arrange(plan.slots, homes.of_bundle, layout.degrees)
+            warn_of_straddles(slots, homes, layout.degrees)
+            self._where = f", on nodes {homes.describe(slots)}" if len(homes.nodes) > 1 else ""
+            common = self._common(choose_backend(self.device, plan.gpus_per_bundle), homes.threads(slots))
+            if not homes.only(own_node()):
+                common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
             self.groups = {}
-            for part, slots in plan.slots.items():
-                group = ActorGroup(self._settings(part, len(slots), backend), slots, reserved)
+            for part, of_part in slots.items():
+                settings = GroupSettings(part, len(of_part), needs=layout.needs.get(part, {}), **common)
+                group = ActorGroup(settings, of_part, reserved)
                 stack.callback(group.stop)
                 self.groups[part] = group
             self._stack = stack.pop_all()
@@ -74,7 +93,8 @@ class Cluster:
 
     def dataset_actor(self, factory: Callable[..., Any], *arguments: Any, shape: tuple[int, int, int]) -> DatasetActor:
         """The actor that reads the data, ended with the cluster."""
-        actor = DatasetActor(factory, *arguments, shape=shape, log_dir=self._layout.log_dir)
+        needs = self._layout.needs.get("data", {})
+        actor = DatasetActor(factory, *arguments, shape=shape, log_dir=self._layout.log_dir, needs=needs)
         self._stack.callback(actor.stop)
         return actor
 
@@ -86,21 +106,31 @@ class Cluster:
         """One line: how many actors of each part, where."""
         actors = " and ".join(f"{count} {part}" for part, count in self._layout.actors.items())
         where = "sharing devices" if self._layout.collocate else "each on a device of its own"
-        return f"{actors} actors on {self.device}, {where}"
+        return f"{actors} actors on {self.device}, {where}{self._where}"
 
-    def _settings(self, part: str, size: int, backend: str) -> GroupSettings:
+    def _common(self, backend: str, threads: int) -> dict[str, Any]:
+        """What the settings of both groups have in common. threads: an actor's, as the nodes' CPUs suggest."""
         layout = self._layout
-        # Parts take turns, so the threads of one group are what the cores can carry.
-        cores = os.cpu_count() or 1
-        return GroupSettings(
-            part=part,
-            size=size,
-            backend=backend,
-            threads=layout.threads or max(1, cores // max(layout.actors.values())),
-            timeout_s=max(layout.step_timeout_s, layout.start_timeout_s),
-            log_dir=layout.log_dir,
-            loopback=layout.address == LOCAL,
-        )
+        local = layout.address == LOCAL
+        if local:  # a Ray of our own may have registered more CPUs than there are
+            threads = max(1, (os.cpu_count() or 1) // max(layout.actors.values()))
+        return {
+            "backend": backend,
+            "threads": layout.threads or threads,
+            "timeout_s": max(layout.step_timeout_s, layout.start_timeout_s),
+            "log_dir": layout.log_dir,
+            "loopback": local,
+        }
+
+
+def warn_of_straddles(
+    slots: Mapping[str, Sequence[Slot]], homes: Homes, degrees: Mapping[str, Mapping[str, int]]
+) -> None:
+    """One warning of all groups of the inner axes that lie across nodes, if there are any."""
+    straddles = find_straddles(slots, homes.of_bundle, degrees)
+    if straddles:
+        told = [describe_straddle(straddle, homes.names(slots[straddle.part])) for straddle in straddles]
+        warnings.warn("\n".join(told), stacklevel=2)
 
 
 def choose_device(asked: str, gpus: float) -> str:
