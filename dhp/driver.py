@@ -113,7 +113,7 @@ class Driver:
         """Start the dataset actor, and learn from it how long the run is and whether it continues the one before."""
         config, cluster = self.config, self.cluster
         self.recorder.say(f"starting {cluster.describe()}")
-        shape = (self._micro_batches, config.vision.num_actors // config.vision.tensor, config.text.data)
+        shape = (self._micro_batches, config.vision.num_actors, config.text.data)
         self.data = cluster.dataset_actor(make_feed, feed_settings(config), shape=shape)
         started_s = config.cluster.start_timeout_s
         wait_all(self.data.take_watched(), started_s)
@@ -130,9 +130,7 @@ class Driver:
             settings = part_settings(config, part, cluster.device, self.steps, self.start.checkpoint)
             groups[part].start(trainer, settings)
         wait_all([w for group in groups.values() for w in group.take_watched()], config.cluster.start_timeout_s)
-        self.parts = make_parts(
-            groups["vision"], groups["text"], degrees(config.vision), degrees(config.text), self._micro_batches
-        )
+        self.parts = make_parts(groups["vision"], groups["text"], degrees(config.text), self._micro_batches)
         self.schedule = SCHEDULES[config.training.schedule](self._micro_batches)
         self.recorder.begin(self.steps)
 
