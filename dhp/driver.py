@@ -30,6 +30,8 @@ from dhp.observe.recorder import Recorder
 from dhp.parts import Batch, make_parts
 from dhp.schedule import SCHEDULES, TEXT, VISION
 from dhp.step import StepRefs, train_step
+from dhp.tracing import Refs as SpanRefs
+from dhp.tracing import Tracing
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from dhp.wiring import degrees, feed_settings, kept_settings, part_settings, total_steps, world
@@ -48,13 +50,15 @@ class Saving:
 
 @dataclass(frozen=True)
 class Pending:
-    """A submitted step. reading: the call that reads its data; watched: all of its calls; saving: what follows it."""
+    """A submitted step. reading: the call that reads its data; watched: all of its calls; saving: what follows it;
+    spans: what will tell who did what, in a traced run."""
 
     step: int
     refs: StepRefs
     reading: list[Watched]
     watched: list[Watched]
     saving: Saving | None
+    spans: SpanRefs | None
 
 
 def run(config: Config) -> None:
@@ -77,6 +81,8 @@ def run(config: Config) -> None:
             log_dir=str(run_dir.absolute() / "logs"),
             checkpoint_dir=str(Path(str(config.training.checkpoint_dir)).absolute()),
             degrees={part: asdict(degrees(getattr(config, part))) for part in ("vision", "text")},
+            transport=config.cluster.transport,
+            trace=config.training.trace,
             needs=_needed_paths(config, start.checkpoint),
         )
         with Cluster(layout) as cluster, recorder.before_teardown():
@@ -108,12 +114,14 @@ class Driver:
                 self._finish(pending.popleft())
         while pending:
             self._finish(pending.popleft())
+        if self.tracing is not None:
+            self._write_spans(self.tracing.submit())  # of the final checkpoint
 
     def _open_data(self) -> None:
         """Start the dataset actor, and learn from it how long the run is and whether it continues the one before."""
         config, cluster = self.config, self.cluster
         self.recorder.say(f"starting {cluster.describe()}")
-        shape = (self._micro_batches, config.vision.num_actors, config.text.data)
+        shape = (self._micro_batches, config.vision.num_actors // config.vision.tensor, config.text.data)
         self.data = cluster.dataset_actor(make_feed, feed_settings(config), shape=shape)
         started_s = config.cluster.start_timeout_s
         wait_all(self.data.take_watched(), started_s)
@@ -130,15 +138,23 @@ class Driver:
             settings = part_settings(config, part, cluster.device, self.steps, self.start.checkpoint)
             groups[part].start(trainer, settings)
         wait_all([w for group in groups.values() for w in group.take_watched()], config.cluster.start_timeout_s)
-        self.parts = make_parts(groups["vision"], groups["text"], degrees(config.text), self._micro_batches)
+        self.parts = make_parts(
+            groups["vision"], groups["text"], degrees(config.vision), degrees(config.text), self._micro_batches
+        )
         self.schedule = SCHEDULES[config.training.schedule](self._micro_batches)
+        self.tracing = None
+        if config.training.trace:
+            traced = groups | {"data": self.data}
+            writer = self.recorder.open_trace({name: group.size for name, group in traced.items()})
+            self.tracing = Tracing(traced, writer, config.cluster.start_timeout_s)
         self.recorder.begin(self.steps)
 
     def _submit(self, step: int) -> Pending:
         refs = train_step(self.parts, self.schedule, Batch(*self.data.next(step)))
         reading = self.data.take_watched()
         of_parts = [w for part in self.parts.values() for w in part.group.take_watched()]
-        return Pending(step, refs, reading, reading + of_parts, self._submit_saving(step + 1))
+        spans = None if self.tracing is None else self.tracing.submit()
+        return Pending(step, refs, reading, reading + of_parts, self._submit_saving(step + 1), spans)
 
     def _submit_saving(self, step: int) -> Saving | None:
         """Ask each rank to write what it holds after `step` optimizer steps, if a checkpoint is due then.
@@ -167,9 +183,14 @@ class Driver:
         self._skipped += len(info.skipped)
         reports = {number: self.cluster.values(refs) for number, refs in pending.refs.reports.items()}
         self.recorder.record(self._metrics(info, reports, step_s, data_s))
+        self._write_spans(pending.spans)
         if pending.saving is not None:
             self._finish_saving(pending.saving)
             self._last_end = time.perf_counter()  # writing is no part of the next step's time
+
+    def _write_spans(self, spans: SpanRefs | None) -> None:
+        if spans is not None:
+            self.tracing.write({name: self.cluster.values(refs) for name, refs in spans.items()})
 
     def _metrics(
         self, info: StepInfo, reports: dict[int, list[PartReport]], step_s: float, data_s: float

@@ -44,20 +44,27 @@ class Refs:
 
 
 class VisionPart:
-    """Tower and projector: every rank gets its own windows and hands over its own rows."""
+    """Tower and projector: each place of the mesh but for tensor gets its own windows and hands over its own rows.
 
-    def __init__(self, group: Group, text_replicas: int):
+    Tensor ranks of one place get the same windows; the first of them answers for all.
+    """
+
+    def __init__(self, group: Group, degrees: Degrees, text_replicas: int):
         self.group = group
+        self._tensor = degrees.tensor
         self._text_replicas = text_replicas
 
     def run(self, action: Forward | Backward, refs: Refs) -> None:
         """Submit one action on all ranks."""
         m = action.micro_batch
-        works = per_rank(refs.batch.vision[m])
+        works = _repeated(refs.batch.vision[m], self._tensor)
         if isinstance(action, Forward):
-            refs.embeddings[m] = self.group.execute_all_async("forward_step", m, works, returns=self._text_replicas)
+            leads = _leads(self.group.size, self._tensor)
+            counts = per_rank(self._text_replicas if lead else 0 for lead in leads)
+            returned = self.group.execute_all_async("forward_step", m, works, per_rank(leads), returns=counts)
+            refs.embeddings[m] = returned[:: self._tensor]
         else:
-            gradients = [per_rank(of_replica) for of_replica in refs.gradients.pop(m)]
+            gradients = [_repeated(of_replica, self._tensor) for of_replica in refs.gradients.pop(m)]
             self.group.execute_all_async("backward_step", m, works, *gradients, returns=0)
 
 
@@ -65,6 +72,7 @@ class TextPart:
     """Decoder and head: tensor ranks of a replica get the same rows; the first of them answers for all."""
 
     def __init__(self, group: Group, degrees: Degrees, vision_ranks: int, micro_batches: int):
+        """vision_ranks: those that hand over embeddings, one for each place of the vision mesh but for tensor."""
         self.group = group
         self._tensor = degrees.tensor
         self._vision_ranks = vision_ranks
@@ -75,11 +83,11 @@ class TextPart:
         m = action.micro_batch
         if isinstance(action, Forward):
             embeddings = refs.embeddings.pop(m)
-            rows = self._to_replicas(refs.batch.text[m])
-            by_vision_rank = [self._to_replicas(of_rank) for of_rank in embeddings]
+            rows = _repeated(refs.batch.text[m], self._tensor)
+            by_vision_rank = [_repeated(of_rank, self._tensor) for of_rank in embeddings]
             self.group.execute_all_async("forward_step", m, rows, *by_vision_rank, returns=0)
         else:
-            leads = [rank % self._tensor == 0 for rank in range(self.group.size)]
+            leads = _leads(self.group.size, self._tensor)
             returned = self.group.execute_all_async(
                 "backward_step",
                 m,
@@ -93,16 +101,24 @@ class TextPart:
         """The values of each replica's first tensor rank."""
         return list(of_ranks[:: self._tensor])
 
-    def _to_replicas(self, values: Sequence[Ref]) -> PerRank:
-        return per_rank(values[rank // self._tensor] for rank in range(self.group.size))
+
+def _repeated(values: Sequence[Ref], tensor: int) -> PerRank:
+    """One value for each group of tensor ranks, given to each of them."""
+    return per_rank(value for value in values for _ in range(tensor))
+
+
+def _leads(size: int, tensor: int) -> list[bool]:
+    return [rank % tensor == 0 for rank in range(size)]
 
 
 Parts = dict[int, VisionPart | TextPart]
 
 
-def make_parts(vision: Group, text: Group, text_degrees: Degrees, micro_batches: int) -> Parts:
+def make_parts(
+    vision: Group, text: Group, vision_degrees: Degrees, text_degrees: Degrees, micro_batches: int
+) -> Parts:
     """Both parts by their number in the schedule."""
     return {
-        VISION: VisionPart(vision, text_degrees.data),
-        TEXT: TextPart(text, text_degrees, vision.size, micro_batches),
+        VISION: VisionPart(vision, vision_degrees, text_degrees.data),
+        TEXT: TextPart(text, text_degrees, vision.size // vision_degrees.tensor, micro_batches),
     }

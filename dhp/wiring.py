@@ -98,5 +98,6 @@ def part_settings(config: Config, part: str, device: str, steps: int, checkpoint
         packing=config.data.packing,
         update=update,
         seed=config.seed,
+        trace=training.trace,
         resume_from=None if checkpoint is None else str(checkpoint / part),
     )

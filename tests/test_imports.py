@@ -37,9 +37,10 @@ TABLE: dict[str, set[str]] = {
     "assets": {"data.shapes", "models.tiny"},
     "preflight": {"assets", "models.registry", "models.shape"},
     "dry_run": {"preflight", "models.registry", "models.shape", "wiring"},
+    "tracing": {"observe.trace"},
     "driver": {
         "checkpoint.folder", "checkpoint.resume", "cluster", "feed", "models.registry", "observe", "parts", "schedule",
-        "step", "trainers", "wiring",
+        "step", "tracing", "trainers", "wiring",
     },
     "train_ray": {"preflight", "dry_run", "driver"},
     "cli": {"checkpoint", "models", "data", "planner", "observe", "feed", "preflight", "wiring", "driver"},

@@ -49,9 +49,12 @@ class Recorded:
         return [call.arguments for call in self.calls if (call.part, call.method) == (part, method)]
 
 
-def step(vision: int, text: Degrees, micro_batches: int = 1) -> Recorded:
+def step(vision: int, text: Degrees, micro_batches: int = 1, vision_tensor: int = 1) -> Recorded:
+    """vision: places that get windows of their own, each of `vision_tensor` ranks."""
     calls: list[Call] = []
-    parts = make_parts(FakeGroup("v", vision, calls), FakeGroup("t", text.world, calls), text, micro_batches)
+    tower = Degrees(ulysses=vision, tensor=vision_tensor)
+    groups = FakeGroup("v", tower.world, calls), FakeGroup("t", text.world, calls)
+    parts = make_parts(*groups, tower, text, micro_batches)
     batch = Batch(
         "info",
         [[f"pixels{m}:{v}" for v in range(vision)] for m in range(micro_batches)],
@@ -62,7 +65,15 @@ def step(vision: int, text: Degrees, micro_batches: int = 1) -> Recorded:
 
 def test_each_vision_rank_gets_its_own_pixels() -> None:
     recorded = step(vision=2, text=Degrees(tensor=2), micro_batches=2)
-    assert recorded.of("v", "forward_step") == [(m, f"pixels{m}:{v}") for m in (0, 1) for v in (0, 1)]
+    assert recorded.of("v", "forward_step") == [(m, f"pixels{m}:{v}", True) for m in (0, 1) for v in (0, 1)]
+
+
+def test_tensor_ranks_of_vision_get_the_same_pixels_and_gradients_and_the_first_hands_over() -> None:
+    recorded = step(vision=2, text=Degrees(data=2), vision_tensor=2)
+    places = [(0, True), (0, False), (1, True), (1, False)]
+    assert recorded.of("v", "forward_step") == [(0, f"pixels0:{v}", lead) for v, lead in places]
+    assert recorded.of("t", "forward_step") == [(0, f"rows0:{d}", f"e0:v0->{d}", f"e0:v2->{d}") for d in (0, 1)]
+    assert recorded.of("v", "backward_step") == [(0, f"pixels0:{v}", f"g0:t0->{v}", f"g0:t1->{v}") for v, _ in places]
 
 
 def test_a_replica_gets_its_rows_and_its_embeddings_from_every_vision_rank_on_all_its_tensor_ranks() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dhp.cluster.clock import Reading, offset_ns
 from dhp.cluster.dispatch import PerRank, spread
 from dhp.cluster.placement import Slot
 from dhp.cluster.watch import Watched, wait_all
@@ -47,6 +49,14 @@ class ActorGroup:
         results = [ray.get(of_rank) for of_rank in refs]
         return [of_rank[0] for of_rank in results] if returns == 1 else results
 
+    def take_spans_async(self) -> list[Any]:
+        """For each rank, the ref of what it did since the last time; empty lists when the run is not traced."""
+        return [actor.take_spans.remote() for actor in self._actors]
+
+    def clock_offsets(self, timeout_s: float) -> list[int]:
+        """What to add to each rank's clock to get this process's, nanoseconds."""
+        return [offset_ns(partial(_read_clock, actor, timeout_s)) for actor in self._actors]
+
     def take_watched(self) -> list[Watched]:
         """The calls submitted since the last time, for `wait_all`."""
         taken, self._watched = self._watched, []
@@ -68,3 +78,7 @@ class ActorGroup:
         part = self.settings.part
         for rank, (actor, ref) in enumerate(zip(self._actors, refs, strict=True)):
             self._watched.append(Watched(f"{part} rank {rank}", what, ref, actor._actor_id.hex()))
+
+
+def _read_clock(actor: Any, timeout_s: float) -> Reading:
+    return ray.get(actor.read_clock.remote(), timeout=timeout_s)

@@ -22,6 +22,7 @@ from dhp.cluster.nodes import own_node, read_nodes
 from dhp.cluster.paths import beacon
 from dhp.cluster.placement import Slot, bundle_nodes, plan_placement, reserve
 from dhp.cluster.runtime import LOCAL, cluster_gpus, ray_session
+from dhp.cluster.transport import OBJECT_STORE, SHARED_MEMORY, available
 from dhp.cluster.worker import GroupSettings
 from dhp.errors import ConfigError
 
@@ -32,7 +33,7 @@ class Layout:
 
     degrees: of each part, ranks by axis of its mesh, outermost axis first. needs: of each part, and of "data", the
     paths that must exist on its actors' nodes, by configuration key. checkpoint_dir: exists, and must be the same
-    directory on all nodes.
+    directory on all nodes. transport: of tensors between the parts, see `choose_transport`. trace: actors keep spans.
     """
 
     actors: Mapping[str, int]
@@ -45,6 +46,8 @@ class Layout:
     step_timeout_s: float
     log_dir: str
     checkpoint_dir: str
+    transport: str = "auto"
+    trace: bool = False
     needs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
@@ -75,6 +78,7 @@ class Cluster:
             warn_of_straddles(slots, homes, layout.degrees)
             self._where = f", on nodes {homes.describe(slots)}" if len(homes.nodes) > 1 else ""
             common = self._common(choose_backend(self.device, plan.gpus_per_bundle), homes.threads(slots))
+            common["transport"] = choose_transport(layout.transport, homes.describe(slots), len(homes.nodes))
             if not homes.only(own_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
             self.groups = {}
@@ -94,7 +98,7 @@ class Cluster:
     def dataset_actor(self, factory: Callable[..., Any], *arguments: Any, shape: tuple[int, int, int]) -> DatasetActor:
         """The actor that reads the data, ended with the cluster."""
         needs = self._layout.needs.get("data", {})
-        actor = DatasetActor(factory, *arguments, shape=shape, log_dir=self._layout.log_dir, needs=needs)
+        actor = DatasetActor(factory, *arguments, shape=shape, log_dir=self._layout.log_dir, needs=needs, trace=self._layout.trace)
         self._stack.callback(actor.stop)
         return actor
 
@@ -120,6 +124,7 @@ class Cluster:
             "timeout_s": max(layout.step_timeout_s, layout.start_timeout_s),
             "log_dir": layout.log_dir,
             "loopback": local,
+            "trace": layout.trace,
         }
 
 
@@ -139,6 +144,20 @@ def choose_device(asked: str, gpus: float) -> str:
         return "cuda" if gpus else "cpu"
     if asked == "cuda" and not gpus:
         raise ConfigError("cluster.device=cuda, but there is no GPU; set cluster.device=cpu or auto")
+    return asked
+
+
+def choose_transport(asked: str, nodes: str, count: int) -> str:
+    """shared_memory or object_store, for actors on `count` nodes, described by `nodes`.
+
+    Raises ConfigError when shared memory is asked for and the actors lie on several nodes.
+    """
+    if asked == "auto":
+        return SHARED_MEMORY if count == 1 and available() else OBJECT_STORE
+    if asked == SHARED_MEMORY and count > 1:
+        raise ConfigError(
+            f"cluster.transport=shared_memory, but the actors lie on {count} nodes, {nodes}; set cluster.transport=auto"
+        )
     return asked
 
 

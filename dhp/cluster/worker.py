@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,16 +13,26 @@ import ray
 import torch
 import torch.distributed as dist
 
+from dhp.cluster.clock import Reading, read_clock
 from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
 from dhp.cluster.paths import require_beacon, require_paths
 from dhp.cluster.process import named_errors, redirect_output
+from dhp.cluster.transport import SHARED_MEMORY, Inbox, Outbox
+from dhp.spans import (
+    BACKWARD, CHECKPOINT, FORWARD, OPTIMIZER, TRANSFER, WAIT, Span, add_span, keep_spans, span, take_spans,
+)  # fmt: skip
+
+# What a trace calls a trainer's verbs.
+_KINDS = {"forward_step": FORWARD, "backward_step": BACKWARD, "save": CHECKPOINT}
+_ENDS_STEP = "optimizer_step"
 
 
 @dataclass(frozen=True)
 class GroupSettings:
     """What all ranks of a group share. log_dir: None leaves what ranks print to Ray. loopback: nothing listens beyond
     this host. needs: paths that must exist on a rank's node, by configuration key. beacon: what each rank must see of
-    the directory of checkpoints (`dhp.cluster.paths`); None: nothing."""
+    the directory of checkpoints (`dhp.cluster.paths`); None: nothing. transport: how large
+    results travel, shared_memory or object_store. trace: keep spans of what each rank does."""
 
     part: str
     size: int
@@ -32,6 +43,8 @@ class GroupSettings:
     loopback: bool
     needs: Mapping[str, str] = field(default_factory=dict)
     beacon: str | None = None
+    transport: str = SHARED_MEMORY
+    trace: bool = False
 
 
 class Worker:
@@ -44,6 +57,11 @@ class Worker:
         torch.set_num_threads(settings.threads)
         self._listener: socket.socket | None = None
         self._trainer: Any = None
+        self._inbox = Inbox()
+        self._outbox = Outbox() if settings.transport == SHARED_MEMORY else None
+        self._idle_since = time.perf_counter_ns()
+        if settings.trace:
+            keep_spans()
 
     def listen(self) -> tuple[str, int]:
         """Open the rendezvous of the group on this rank: its address, bound to nothing wider than it must be."""
@@ -67,10 +85,33 @@ class Worker:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Run a verb of the trainer. Answers (status, *results) as far as there are results."""
+        name = f"{method} {arguments[0]}" if arguments and isinstance(arguments[0], int) else method
+        add_span(f"for {name}", WAIT, self._idle_since, time.perf_counter_ns())
         with named_errors(self._who, method):
-            result = getattr(self._trainer, method)(*arguments)
-        results = result if isinstance(result, tuple) else () if result is None else (result,)
+            with span("receive", TRANSFER):
+                given = [self._inbox.open(argument) for argument in arguments]
+            with span(name, _KINDS.get(method, OPTIMIZER)):
+                result = getattr(self._trainer, method)(*given)
+            results = result if isinstance(result, tuple) else () if result is None else (result,)
+            with span("send", TRANSFER):
+                results = tuple(self._hand_over(value) for value in results)
+        if method == _ENDS_STEP and self._outbox is not None:
+            self._outbox.end_step()
+        self._idle_since = time.perf_counter_ns()
         return (None, *results) if results else None
+
+    def take_spans(self) -> list[Span]:
+        """What this rank did since the last time, if the run is traced."""
+        return take_spans()
+
+    def read_clock(self) -> Reading:
+        """The clock of this rank's spans."""
+        return read_clock()
+
+    def _hand_over(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.cpu() if self._outbox is None else self._outbox.send(value)
 
     def _join(self, host: str, port: int) -> None:
         loopback = self.settings.loopback

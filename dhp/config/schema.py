@@ -35,7 +35,8 @@ class PartConfig:
     """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor, else 1."""
 
     dtype: str = "float32"
-    """Number format of weights, activations and gradients: float32 | float64."""
+    """Number format in which the part computes: bfloat16 | float32 | float64. With bfloat16 the optimizer keeps the
+    weights in float32, and gradients are summed in float32 over micro-batches and actors."""
 
     attention_backend: str = "auto"
     """Attention kernel: auto | sdpa, both PyTorch's own; flash_attention_2 is refused until 16-bit formats exist."""
@@ -94,6 +95,10 @@ class TrainingConfig:
 
     log_interval: int = 1
     """Steps between two printed lines; metrics.jsonl has every step all the same."""
+
+    trace: bool = False
+    """Write trace.json in run_dir: what every rank did when (forward, backward, transfer, collective, wait, data,
+    optimizer), for https://ui.perfetto.dev or chrome://tracing. Costs little time, and some 100 KB a step and rank."""
 
     dry_run: bool = False
     """Check everything, print layout and memory by the model's shape, and end: no weights, GPUs, actors or run_dir."""
@@ -162,7 +167,8 @@ class ClusterConfig:
     """Vision and text actors share devices; false gives each actor one of its own."""
 
     transport: str = "auto"
-    """How tensors go between the parts: auto | object_store (Ray's shared memory)."""
+    """How tensors go between the parts: shared_memory (one copy; all actors on one host) | object_store (Ray's, also
+    between hosts) | auto (shared_memory where all actors are on one host, else object_store)."""
 
     device: str = "auto"
     """Device of the actors: auto (CUDA where Ray sees a GPU, else CPU) | cpu | cuda."""

@@ -52,6 +52,11 @@ class Family(Protocol):
     image_token_id: int
 
     text_kv_projections: tuple[str, ...]  # key and value projections of the decoder, `*` for layer numbers
+    vision_tensor_plan: dict[str, str]  # how transformers' styles split the tower and projector, by module
+    vision_fused: dict[str, int]  # modules of the tower that hold several projections in one, and how many
+
+    def split_vision_heads(self, model: PreTrainedModel, ranks: int) -> None:
+        """Tell the tower's attention that it has 1 / ranks of the heads."""
 
     def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
         """Tell the text part's attention that a rank has one key/value head, where several ranks share one."""

@@ -20,6 +20,15 @@ class Qwen25Vl:
 
     vision_modules = ("model.visual",)
     text_modules = ("model.language_model", "lm_head")
+    vision_tensor_plan = {
+        "model.visual.blocks.*.attn.proj": "rowwise",
+        "model.visual.blocks.*.mlp.gate_proj": "colwise",
+        "model.visual.blocks.*.mlp.up_proj": "colwise",
+        "model.visual.blocks.*.mlp.down_proj": "rowwise",
+        "model.visual.merger.mlp.0": "colwise",
+        "model.visual.merger.mlp.2": "rowwise",
+    }
+    vision_fused = {"model.visual.blocks.*.attn.qkv": 3}
     text_kv_projections = tuple(f"model.language_model.layers.*.self_attn.{p}_proj" for p in "kv")
 
     def __init__(self, config: Any):
@@ -32,6 +41,10 @@ class Qwen25Vl:
         self.image_token_id = config.image_token_id
         self._merge = vision.spatial_merge_size
         self.merge_unit = self._merge**2
+
+    def split_vision_heads(self, model: PreTrainedModel, ranks: int) -> None:
+        for block in model.model.visual.blocks:
+            block.attn.num_heads = self.vision_heads // ranks
 
     def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
         for layer in model.model.language_model.layers:

@@ -7,9 +7,10 @@ the count here.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -72,10 +73,17 @@ def shapes_directory() -> Path:
     return shipped_directory() / "model" / "shapes"
 
 
-def part_shape(source: str, dropped: Sequence[str], tensor: int = 1, whole_modules: Sequence[str] = ()) -> PartShape:
+def part_shape(
+    source: str,
+    dropped: Sequence[str],
+    tensor: int = 1,
+    whole_modules: Sequence[str] = (),
+    added_plan: Mapping[str, str] = MappingProxyType({}),
+) -> PartShape:
     """Count the model of `source` without the modules `dropped`, split by its tensor-parallel plan over `tensor` ranks.
 
-    whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says.
+    whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says. added_plan:
+    transformers' style of further modules.
     """
     with torch.device("meta"):
         model = model_class(source)(AutoConfig.from_pretrained(source))
@@ -83,7 +91,7 @@ def part_shape(source: str, dropped: Sequence[str], tensor: int = 1, whole_modul
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, nn.Module())
     model.init_parallel_plans()
-    plan = {name: style for name, style in model.tp_plan.items() if name not in whole_modules}
+    plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
     mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0) if tensor > 1 else None
     total = per_rank = replicated = 0
     for name, parameter in list(model.named_parameters()):  # a tied one comes once
@@ -99,7 +107,8 @@ def _sharded(model: nn.Module, name: str, plan: dict[str, str], mesh: DeviceMesh
     """The parameter as the plan's style leaves it on the first rank, which gets the longest slice."""
     module_name, _, own = name.rpartition(".")
     module = model.get_submodule(module_name)
-    style = plan.get(_generic(name)) or plan.get(_generic(module_name))
+    keys = (name, module_name, _generic(name), _generic(module_name))
+    style = next((plan[key] for key in keys if key in plan), None)
     if style is not None:
         ALL_PARALLEL_STYLES[style].shard_param(module, own, mesh)
     return module.get_parameter(own)

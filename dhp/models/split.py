@@ -9,7 +9,7 @@ safetensors file are transformers' own (`from_pretrained`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,15 +54,16 @@ def load_part(
     """Load `model_name` without the modules named in `dropped`, on CPU, in training mode.
 
     With a `tensor_mesh` of more than one rank, transformers' tensor-parallel plan is applied over it and
-    each rank reads only its own slices; its sharded parameters are DTensors on that mesh. `tensor_plan` replaces
-    rules of that plan (module name with `*` for layer numbers → style).
+    each rank reads only its own slices; its sharded parameters are DTensors on that mesh. `tensor_plan` adds to that
+    plan, or replaces rules of it (module name, with `*` for layer numbers → style).
 
     Raises ModelError when the directory lacks a weight of this part, holds one of another shape, or cannot be read.
     """
     base = model_class(model_name)
-    part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh))
+    generic, exact = _by_kind(tensor_plan or {})
+    part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh, exact))
     sharded = tensor_mesh is not None and tensor_mesh.size() > 1
-    distributed = DistributedConfig(tp_size=tensor_mesh.size(), tp_plan=tensor_plan) if sharded else None
+    distributed = DistributedConfig(tp_size=tensor_mesh.size(), tp_plan=generic or None) if sharded else None
     try:
         model, info = part.from_pretrained(
             model_name,
@@ -78,13 +79,23 @@ def load_part(
     return model.train()
 
 
-def _overrides(base: type[PreTrainedModel], dropped: Sequence[str], mesh: DeviceMesh | None) -> dict[str, Any]:
+def _by_kind(plan: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Rules for modules with `*` for every number, which is all that transformers takes, and rules for single ones."""
+    exact = {name: style for name, style in plan.items() if any(part.isdigit() for part in name.split("."))}
+    return {name: style for name, style in plan.items() if name not in exact}, exact
+
+
+def _overrides(
+    base: type[PreTrainedModel], dropped: Sequence[str], mesh: DeviceMesh | None, exact_plan: dict[str, str]
+) -> dict[str, Any]:
     def build(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
         for name in dropped:
             parent, _, child = name.rpartition(".")
             setattr(self.get_submodule(parent), child, nn.Module())
         self.init_parallel_plans()
+        # A child keeps the rules of its own children as they were when it was made.
+        self._tp_plan = {key: style for key, style in self._tp_plan.items() if not _is_dropped(key, dropped)}
 
     def prepare(cls: type, config: DistributedConfig | None, device_map: Any = None) -> tuple[Any, Any, Any]:
         if config is None:
@@ -92,11 +103,20 @@ def _overrides(base: type[PreTrainedModel], dropped: Sequence[str], mesh: Device
         device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else None
         return config, device, _OneMesh(mesh)
 
+    def resolve(self: PreTrainedModel, config: DistributedConfig) -> tuple[dict[str, str], ...]:
+        """Plans by the full names of modules and of their parameters."""
+        tensor, *others = base._resolve_parallel_plans(self, config)
+        for name, style in exact_plan.items():
+            module = self.get_submodule(name)
+            tensor |= {name: style} | {f"{name}.{own}": style for own, _ in module.named_parameters(recurse=False)}
+        return tensor, *others
+
     unexpected = [rf"^(.*\.)?{re.escape(name.removeprefix('model.'))}\." for name in dropped]
     return {
         "__init__": build,
         "__module__": base.__module__,
         "prepare_distribute_model": classmethod(prepare),
+        "_resolve_parallel_plans": resolve,
         "_tied_weights_keys": _ties_without(base, dropped),
         "_keys_to_ignore_on_load_unexpected": unexpected,
     }
@@ -104,8 +124,12 @@ def _overrides(base: type[PreTrainedModel], dropped: Sequence[str], mesh: Device
 
 def _ties_without(base: type[PreTrainedModel], dropped: Sequence[str]) -> dict[str, str]:
     ties = base._tied_weights_keys or {}
-    gone: Callable[[str], bool] = lambda key: any(key == name or key.startswith(name + ".") for name in dropped)
-    return {target: source for target, source in ties.items() if not gone(target) and not gone(source)}
+    kept = {target: source for target, source in ties.items() if not _is_dropped(target, dropped)}
+    return {target: source for target, source in kept.items() if not _is_dropped(source, dropped)}
+
+
+def _is_dropped(key: str, dropped: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in dropped)
 
 
 def _refuse_incomplete(model_name: str, info: dict[str, Any]) -> None:

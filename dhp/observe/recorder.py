@@ -12,6 +12,7 @@ from dhp.observe.metrics import MetricsWriter, StepMetrics, keep_steps
 from dhp.observe.progress import Progress
 from dhp.observe.report import closing_table
 from dhp.observe.summary import Summary, write_summary
+from dhp.observe.trace import TraceWriter
 
 
 class Recorder:
@@ -32,6 +33,7 @@ class Recorder:
         self._log_interval, self._world = log_interval, world
         self._steps: list[StepMetrics] = []
         self._progress: Progress | None = None
+        self._trace: TraceWriter | None = None
         self._concluded = False
 
     def __enter__(self) -> Recorder:
@@ -39,6 +41,11 @@ class Recorder:
         (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
         self._metrics = MetricsWriter(self.run_dir)
         return self
+
+    def open_trace(self, groups: Mapping[str, int]) -> TraceWriter:
+        """Where the run's trace is written, closed with the record. groups: rows (ranks) of each group, by name."""
+        self._trace = TraceWriter(self.run_dir, groups)
+        return self._trace
 
     def begin(self, total_steps: int) -> None:
         """Training begins: from here on there is progress to show."""
@@ -82,6 +89,8 @@ class Recorder:
         if self._progress is not None:
             self._progress.close()
         self._metrics.close()
+        if self._trace is not None:
+            self._trace.close()
         summary = Summary.of(
             self._steps,
             self._done,

@@ -43,3 +43,10 @@ def build_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
         raise ValueError(f"data × ring × ulysses × tensor = {degrees.world} ranks, but the process group has {world}")
     shape = tuple(getattr(degrees, axis) for axis in AXES)
     return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+
+
+def replicas_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that hold the same parameters as this one: those that differ from it in every axis but tensor."""
+    if mesh["tensor"].size() == 1:
+        return dist.group.WORLD
+    return mesh["data", "ring", "ulysses"]._flatten("replicas").get_group()

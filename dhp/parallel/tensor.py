@@ -1,4 +1,4 @@
-"""Tensor parallelism beyond transformers' own plans: key and value heads shared by several ranks.
+"""Tensor parallelism beyond transformers' own plans: fused projections, and key and value heads that ranks share.
 
 With fewer key/value heads than tensor ranks, `ranks / heads` neighbours need the same head. Each rank keeps the whole
 projection (it is small), computes the one head its query heads attend to, and the projection's gradients, of which
@@ -7,7 +7,7 @@ each rank has the part that its query heads give, are summed over the tensor ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-from transformers.distributed.tensor_parallel import TensorParallelLayer
+from transformers.distributed.tensor_parallel import PackedColwiseParallel, TensorParallelLayer
 
 from dhp.parallel.collectives import sum_in_place
 
@@ -56,6 +58,31 @@ class SharedHeads(TensorParallelLayer):
         module.forward = forward
         setattr(module, PARTIAL_OVER, group)
         return module
+
+
+class FusedProjections(PackedColwiseParallel):
+    """A transformers parallel style for one matrix that holds several side by side, each of which is to be split.
+
+    Its own style of this kind cuts the bias as if it were one vector, so that ranks add others' biases.
+    """
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Give this rank its slice of each of the fused matrices, or vectors."""
+        whole = module._parameters.get(param)
+        if whole is not None:
+            each = _StridedShard(0, split_factor=self.split_factor)
+            slices = distribute_tensor(whole, mesh, [each], src_data_rank=None)
+            module._parameters[param] = nn.Parameter(slices, whole.requires_grad)
+
+
+def with_fused(plan: Mapping[str, str], fused: Mapping[str, int]) -> dict[str, str]:
+    """A tensor plan (style by module) with the modules that are several matrices in one, by their number.
+
+    Their styles are registered with transformers here.
+    """
+    for count in set(fused.values()):
+        ALL_PARALLEL_STYLES.register(f"dhp_fused_{count}", FusedProjections(split_factor=count))
+    return dict(plan) | {name: f"dhp_fused_{count}" for name, count in fused.items()}
 
 
 def shared_heads_style(heads: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from dhp.errors import PartFailed
 from dhp.messages import PartReport, StepInfo
 from dhp.parallel.mesh import AXES, build_mesh
 from dhp.parallel.precision import exact_dtype
+from dhp.parallel.traffic import trace_collectives
 from dhp.parallel.update import MakeOptimizer, Replicated
 from dhp.parallel.zero import ZeroSharded
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw
@@ -38,6 +39,8 @@ class Part:
         self.device = torch.device(settings.device)
         self.mesh: DeviceMesh = build_mesh(settings.device, settings.degrees)
         self.rank = dist.get_rank()
+        if settings.trace:
+            trace_collectives()
 
     def adopt(self, model: nn.Module, reduce_group: dist.ProcessGroup) -> None:
         """Take the part, loaded in `master_dtype`: put it on the device and give it its optimizer.
@@ -53,7 +56,7 @@ class Part:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         make = optimizer_maker(self.settings.update)
         if self.settings.zero_stage:
-            self.update: Replicated | ZeroSharded = ZeroSharded(model, make, self.settings.zero_stage)
+            self.update: Replicated | ZeroSharded = ZeroSharded(model, make, self.settings.zero_stage, self.dtype)
         else:
             self.update = Replicated(model, make, reduce_group, self.dtype)
         if resumed is not None:
@@ -97,7 +100,11 @@ class Part:
             writer = ShardWriter(Path(folder) / OPTIMIZER, self.rank if self.settings.zero_stage else shard)
             self.update.save_state(writer)
             writer.write()
-        return () if replica else save_shards(self.model, Path(folder), shard)
+        if self.settings.zero_stage < 3:
+            return () if replica else save_shards(self.model, Path(folder), shard)
+        writer = ShardWriter(Path(folder), self.rank)
+        self.update.save_weights(writer)
+        return writer.write()
 
     def _peak_memory(self) -> int | None:
         if self.device.type != "cuda":
@@ -119,5 +126,15 @@ def optimizer_maker(settings: UpdateSettings) -> MakeOptimizer:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A writable copy on `device`: what another process handed over is shared memory and read-only."""
+    """The tensor on `device`. On CPU it stays in the memory it was handed over in: nobody may write to it."""
+    return tensor.to(device, non_blocking=True)
+
+
+def own_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device` that the model may write to."""
     return tensor.clone() if device.type == "cpu" else tensor.to(device)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of all tensors, one behind another; a single tensor as it is, without a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -10,9 +10,10 @@ from dhp.messages import PartReport, StepInfo, TextInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import packed_attention, plan_segments
+from dhp.parallel.mesh import replicas_group
 from dhp.parallel.tensor import shared_heads_style
 from dhp.trainers.objective import share_of_objective
-from dhp.trainers.part import Part, to_device
+from dhp.trainers.part import Part, joined, own_copy, to_device
 from dhp.trainers.settings import PartSettings
 
 # A name that transformers has no mask function for: no mask is built.
@@ -26,7 +27,7 @@ class TextTrainer:
         self.part = Part(settings)
         self.family = load_family(settings.model_name)
         model = self._load()
-        self.part.adopt(model, self.part.mesh["data"].get_group())
+        self.part.adopt(model, replicas_group(self.part.mesh))
         self._flights: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._losses: list[Tensor] = []
 
@@ -47,15 +48,20 @@ class TextTrainer:
         """Run the decoder on one micro-batch; `embeddings` [rows, hidden] from each vision rank, in rank order."""
         device = self.part.device
         leaves = [to_device(rows, device).requires_grad_() for rows in embeddings]
-        inputs = {name: to_device(tensor, device) for name, tensor in work.tensors.items()}
-        images = None if work.placement is None else torch.cat(leaves)[to_device(work.placement, device)].to(self.part.dtype)
+        inputs = {name: own_copy(tensor, device) for name, tensor in work.tensors.items()}
+        images = None
+        if work.placement is not None:
+            images = joined(leaves)[to_device(work.placement, device)].to(self.part.dtype)
         extra = {}
         if work.lengths is not None:
             extra["segments"] = plan_segments(work.lengths, device, causal=True)
-        hidden = self.family.hidden_states(self.part.model, inputs, images, **extra)
-        head = self.part.model.get_output_embeddings()
-        loss = share_of_objective(head, hidden, inputs["labels"], work.target_tokens)
-        self._flights[micro_batch] = (loss, leaves)
+
+        def objective() -> Tensor:
+            hidden = self.family.hidden_states(self.part.model, inputs, images, **extra)
+            head = self.part.model.get_output_embeddings()
+            return share_of_objective(head, hidden, inputs["labels"], work.target_tokens)
+
+        self._flights[micro_batch] = (self.part.update.forward(objective), leaves)
 
     def backward_step(self, micro_batch: int, last: bool, hand_over: bool) -> tuple[Tensor, ...]:
         """Back through the decoder; gradient of each vision rank's embeddings, in rank order, with `hand_over`.
@@ -83,4 +89,4 @@ class TextTrainer:
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    return (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).cpu()
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

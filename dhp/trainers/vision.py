@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.messages import PartReport, StepInfo, VisionInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import Exchange, plan_segments, segment_attention
-from dhp.trainers.part import Part, to_device
+from dhp.parallel.mesh import replicas_group
+from dhp.parallel.tensor import with_fused
+from dhp.trainers.part import Part, joined, own_copy, to_device
 from dhp.trainers.settings import PartSettings
 
 # "flash" in the name: the tower then calls once a layer with all segments instead of once per window.
@@ -25,31 +26,40 @@ class VisionTrainer:
         self.part = Part(settings)
         self.family = load_family(settings.model_name)
         AttentionInterface.register(ATTENTION, segment_attention)
-        model = load_part(settings.model_name, self.family.text_modules, self.part.master_dtype)
+        model = self._load()
         self.family.use_attention(model, ATTENTION)
-        self.part.adopt(model, dist.group.WORLD)
+        self.part.adopt(model, replicas_group(self.part.mesh))
         self._sequence = self.part.mesh["ulysses"]
         self._outputs: dict[int, Tensor] = {}
 
-    def forward_step(self, micro_batch: int, work: VisionInput) -> tuple[Tensor, ...]:
-        """Encode; embeddings for each text replica, [rows, hidden] each."""
+    def _load(self) -> PreTrainedModel:
+        part, family = self.part, self.family
+        plan = with_fused(family.vision_tensor_plan, family.vision_fused)
+        model = load_part(part.settings.model_name, family.text_modules, part.master_dtype, part.mesh["tensor"], plan)
+        family.split_vision_heads(model, part.settings.degrees.tensor)
+        return model
+
+    def forward_step(self, micro_batch: int, work: VisionInput, hand_over: bool) -> tuple[Tensor, ...]:
+        """Encode; with `hand_over`, embeddings for each text replica, [rows, hidden] each."""
         if not work.active:
-            return tuple(torch.empty(0, dtype=self.part.dtype) for _ in work.rows)
+            return tuple(torch.empty(0, dtype=self.part.dtype) for _ in work.rows) if hand_over else ()
         device = self.part.device
         windows = plan_segments(work.window_lengths, device)
         frames = plan_segments(work.frame_lengths, device, self._exchange(work))
-        embeddings = self.family.encode(
-            self.part.model, to_device(work.pixels, device), to_device(work.positions, device), windows, frames
+        pixels, positions = to_device(work.pixels, device), own_copy(work.positions, device)
+        embeddings = self.part.update.forward(
+            lambda: self.family.encode(self.part.model, pixels, positions, windows, frames)
         )
         self._outputs[micro_batch] = embeddings
-        return tuple(part.detach().cpu() for part in embeddings[: sum(work.rows)].split(work.rows))
+        given = embeddings.detach()[: sum(work.rows)].split(work.rows)
+        return given if hand_over else ()
 
     def backward_step(self, micro_batch: int, work: VisionInput, *gradients: Tensor) -> None:
         """Back through the tower with the gradient of each text replica's embeddings."""
         if not work.active:
             return
         output = self._outputs.pop(micro_batch)
-        given = torch.cat([to_device(g, self.part.device) for g in gradients])
+        given = joined([to_device(g, self.part.device) for g in gradients])
         # Rows of a dummy window get no gradient, but the rank still walks its backward: others wait for it in the
         # collectives. Gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes.
         surrogate = (output[: len(given)] * given).sum() + output[len(given) :].sum() * 0.0

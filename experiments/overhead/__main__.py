@@ -107,7 +107,9 @@ def start(cluster: Cluster, config: Config, micro_batches: int) -> Parts:
     for part, trainer in (("vision", VisionTrainer), ("text", TextTrainer)):
         cluster.groups[part].start(trainer, part_settings(config, part, cluster.device, 1000))
     wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
-    return make_parts(cluster.groups["vision"], cluster.groups["text"], degrees(config.text), micro_batches)
+    return make_parts(
+        cluster.groups["vision"], cluster.groups["text"], degrees(config.vision), degrees(config.text), micro_batches
+    )
 
 
 def put(data: StepData) -> Batch:

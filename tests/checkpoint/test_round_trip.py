@@ -38,7 +38,7 @@ def train(model: str, case: Case, steps: Iterable[int], save: Path, resume: Path
         LocalGroup(InspectedVision, case.vision.world, own[0]) as vision,
         LocalGroup(InspectedText, case.text.world, own[1]) as text,
     ):
-        parts = make_parts(vision, text, case.text, case.micro_batches)
+        parts = make_parts(vision, text, case.vision, case.text, case.micro_batches)
         for k in steps:
             data = feed.step(k)
             refs = train_step(

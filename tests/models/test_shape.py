@@ -11,6 +11,7 @@ from dhp.errors import ModelError
 from dhp.models.registry import load_family
 from dhp.models.shape import PartShape, config_source, part_shape
 from dhp.models.split import load_part
+from dhp.parallel.tensor import with_fused
 from tests.helpers.ranks import run_on_ranks
 
 # A decoder layer of 64 hidden, 8 query heads of 8, 96 intermediate; weights and biases.
@@ -56,6 +57,21 @@ def test_the_count_is_what_ranks_load(made_model: str) -> None:
     counted = part_shape(made_model, load_family(made_model).vision_modules, tensor=3)
     held = run_on_ranks(_held, 3, made_model)
     assert counted.per_rank == max(held) == held[0]
+
+
+def _held_of_tower(model: str) -> int:
+    mesh, family = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), load_family(model)
+    plan = with_fused(family.vision_tensor_plan, family.vision_fused)
+    part = load_part(model, family.text_modules, torch.float32, mesh, plan)
+    return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in part.parameters())
+
+
+def test_the_count_of_the_tower_is_what_ranks_load(made_model: str) -> None:
+    family = load_family(made_model)
+    plan = with_fused(family.vision_tensor_plan, family.vision_fused)
+    counted = part_shape(made_model, family.text_modules, 2, added_plan=plan)
+    assert run_on_ranks(_held_of_tower, 2, made_model) == [counted.per_rank] * 2
+    assert counted.per_rank == (counted.total - counted.replicated) // 2 + counted.replicated
 
 
 @pytest.mark.parametrize(

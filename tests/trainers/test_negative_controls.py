@@ -77,9 +77,10 @@ class NoReduction(InspectedVision):
 class NoExchange(InspectedVision):
     """Full-attention layers see this rank's windows alone."""
 
-    def forward_step(self, micro_batch: int, work: VisionInput) -> tuple[Tensor, ...]:
+    def forward_step(self, micro_batch: int, work: VisionInput, hand_over: bool) -> tuple[Tensor, ...]:
         own = sum(work.window_lengths)
-        return super().forward_step(micro_batch, replace(work, rank_patches=(own,), frame_lengths=(own,)))
+        alone = replace(work, rank_patches=(own,), frame_lengths=(own,))
+        return super().forward_step(micro_batch, alone, hand_over)
 
 
 class NoNorm(InspectedVision):
