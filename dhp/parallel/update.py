@@ -48,6 +48,10 @@ class Replicated:
         partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
         self._gradients = Gradients(self._parameters, exact_dtype(dtype), group, partial_over, overlap)
 
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        """The tensor that `compute` makes of the module."""
+        return compute()
+
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate gradients; with `last`, the step's final micro-batch, sum them over the group."""
         self._gradients.backward(loss, last)

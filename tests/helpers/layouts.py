@@ -18,6 +18,7 @@ from dhp.data.source import StepSamples
 from dhp.feed import Feed
 from dhp.messages import StepData
 from dhp.models.registry import load_family
+from dhp.parallel import zero
 from dhp.parallel.mesh import Degrees
 from dhp.parts import Batch, make_parts
 from dhp.schedule import SCHEDULES, TEXT, VISION
@@ -52,9 +53,11 @@ class Case:
     checkpointing: bool = False
     schedule: str = "sequential"
     packing: bool = False
+    text_zero_stage: int = 0
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
+        zero += f", text zero {self.text_zero_stage}" if self.text_zero_stage else ""
         again = ", recompute" if self.checkpointing else ""
         vision, text = (str(d).replace(" ", "") for d in (self.vision, self.text))
         packed = ", packed" if self.packing else ""
@@ -76,6 +79,10 @@ class Errors:
 
 class Inspected:
     """Verbs that tests alone need: whole gradients and weights by name."""
+
+    def __init__(self, settings: PartSettings):
+        zero.PERSISTENT_ELEMENTS = 0  # so that stage 3 cuts weights this small too
+        super().__init__(settings)
 
     def gradients(self) -> dict[str, Tensor]:
         part: Any = self.part
@@ -130,7 +137,7 @@ def settings(part: str, model: str, case: Case) -> PartSettings:
         dtype=case.dtype,
         device="cpu",
         activation_checkpointing=case.checkpointing,
-        zero_stage=case.zero_stage if vision else 0,
+        zero_stage=case.zero_stage if vision else case.text_zero_stage,
         packing=case.packing,
         update=UPDATE,
         seed=0,
@@ -179,7 +186,7 @@ def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Faul
         LocalGroup(fault.vision, case.vision.world, settings("vision", model, case)) as vision,
         LocalGroup(fault.text, case.text.world, settings("text", model, case)) as text,
     ):
-        parts = make_parts(vision, text, case.text, case.micro_batches)
+        parts = make_parts(vision, text, case.vision, case.text, case.micro_batches)
         for k in range(len(steps)):
             data = fault.edit(feed.step(k))
             batch = Batch(data.info, data.vision, data.text)

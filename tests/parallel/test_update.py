@@ -1,4 +1,4 @@
-"""Both updates, plain and ZeRO, against one process; and a canary for each behaviour of DeepSpeed we rely on."""
+"""The update of replicas against one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dhp.parallel.update import Replicated
-from dhp.parallel.zero import ZeroSharded
 from tests.helpers.ranks import run_on_ranks
 
 MICRO, STEPS = 3, 4
@@ -39,9 +38,9 @@ def data(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 7, generator=generator), torch.randn(4, 3, generator=generator)
 
 
-def _train(kind: str) -> tuple[list[float], list[Tensor]]:
+def _train() -> tuple[list[float], list[Tensor]]:
     net, rank = make_net(), dist.get_rank()
-    update = ZeroSharded(net, make_optimizer) if kind == "zero" else Replicated(net, make_optimizer, dist.group.WORLD)
+    update = Replicated(net, make_optimizer, dist.group.WORLD)
     norms = []
     for step in range(STEPS):
         inputs = [data(step, m, rank) for m in range(MICRO)]
@@ -53,7 +52,7 @@ def _train(kind: str) -> tuple[list[float], list[Tensor]]:
     return norms, [p.detach().clone() for p in net.parameters()]
 
 
-def _plain(ranks: int) -> tuple[list[float], list[Tensor]]:
+def plain(ranks: int) -> tuple[list[float], list[Tensor]]:
     net = make_net()
     optimizer = make_optimizer(net.parameters())
     norms = []
@@ -72,10 +71,9 @@ def _plain(ranks: int) -> tuple[list[float], list[Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", ["zero", "replicated"])
-def test_sums_over_ranks_and_micro_batches_equal_one_process(kind: str, ranks: int) -> None:
-    norms, weights = _plain(ranks)
-    for found_norms, found in run_on_ranks(_train, ranks, kind):
+def test_sums_over_ranks_and_micro_batches_equal_one_process(ranks: int) -> None:
+    norms, weights = plain(ranks)
+    for found_norms, found in run_on_ranks(_train, ranks):
         assert found_norms == pytest.approx(norms, rel=1e-5)
         for mine, theirs in zip(found, weights, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
@@ -150,9 +148,9 @@ def test_weights_split_in_any_way_are_summed_measured_and_updated_as_whole_ones(
             torch.testing.assert_close(weights[name], weight.detach(), rtol=0, atol=1e-6, msg=name)
 
 
-def _not_a_number(kind: str) -> float:
+def _not_a_number() -> float:
     net = make_net()
-    update = ZeroSharded(net, make_optimizer) if kind == "zero" else Replicated(net, make_optimizer, dist.group.WORLD)
+    update = Replicated(net, make_optimizer, dist.group.WORLD)
     x, gradient = data(0, 0, dist.get_rank())
     if dist.get_rank() == 1:
         x[0, 0] = float("nan")
@@ -160,43 +158,5 @@ def _not_a_number(kind: str) -> float:
     return update.norm_sq()
 
 
-@pytest.mark.parametrize("kind", ["zero", "replicated"])
-def test_a_broken_gradient_on_one_rank_breaks_the_norm_on_all(kind: str) -> None:
-    """DeepSpeed's own norm of a group is -1 then, whose square would pass for a healthy 1."""
-    assert not any(math.isfinite(norm_sq) for norm_sq in run_on_ranks(_not_a_number, 2, kind))
-
-
-def _zero_engine() -> tuple[Any, nn.Module]:
-    net = make_net()
-    return ZeroSharded(net, make_optimizer)._engine, net
-
-
-def _canaries() -> dict[str, Any]:
-    engine, net = _zero_engine()
-    x, gradient = data(0, 0, dist.get_rank())
-    found: dict[str, Any] = {"clipping": engine.gradient_clipping(), "operators": engine.optimizer.overlap_comm}
-    try:
-        engine.backward(net(x))
-    except AssertionError as error:
-        found["non-scalar"] = str(error)
-    engine.set_gradient_accumulation_boundary(True)
-    engine.backward((net(x) * gradient).sum(), scale_wrt_gas=False)
-    own = make_net()
-    (own(x) * gradient).sum().backward()
-    total = [p.grad.clone() for p in own.parameters()]
-    for t in total:
-        dist.all_reduce(t)
-    norm_sq = sum(float((t / dist.get_world_size()).pow(2).sum()) for t in total)
-    found["divides by ranks"] = abs(float(engine.optimizer.scaled_global_norm()) ** 2 / norm_sq - 1) < 1e-5
-    import deepspeed
-
-    found["builds nothing"] = deepspeed.comm.comm.cdb.shm_comm_op is None
-    return found
-
-
-def test_deepspeed_behaves_as_the_adapter_assumes() -> None:
-    for found in run_on_ranks(_canaries, 2):
-        assert found["clipping"] == 0.0
-        assert "scalar" in found["non-scalar"]
-        assert found["divides by ranks"]
-        assert found["builds nothing"]
+def test_a_broken_gradient_on_one_rank_breaks_the_norm_on_all() -> None:
+    assert not any(math.isfinite(norm_sq) for norm_sq in run_on_ranks(_not_a_number, 2))
