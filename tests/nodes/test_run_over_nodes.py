@@ -1,0 +1,35 @@
+"""A run through the real entry with vision on one node and text on the other: the same training as on one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.helpers.runs import tiny, train
+from tests.nodes.conftest import ADDRESSES
+
+STEPS = ["training.max_steps=2", "training.log_interval=1", "cluster.device=cpu", "cluster.threads_per_actor=1"]
+FIELDS = ("loss", "grad_norm", "tokens", "lr")
+
+
+def lines(run_dir: Path) -> list[list[object]]:
+    told = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [[line[field] for field in FIELDS] for line in told]
+
+
+def test_two_nodes_train_what_one_does(two_nodes: str, tiny_assets: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    apart = ["cluster.collocate=false", f"cluster.address={two_nodes}"]
+    outcome = train(*tiny(tiny_assets, two, *STEPS, *apart))
+    assert outcome.status == 0, outcome.stderr
+    first, second = ADDRESSES
+    assert f"on nodes {first} (vision 0-1), {second} (text 0-1)" in outcome.stdout
+    assert "lie across nodes" not in outcome.stderr
+    for rank in (0, 1):
+        assert (two / "logs" / f"vision-{rank}.log").read_text().startswith(f"vision rank {rank} on {first}; ")
+        assert (two / "logs" / f"text-{rank}.log").read_text().startswith(f"text rank {rank} on {second}; ")
+    assert [path.name for path in (two / "checkpoints").iterdir()] == ["step_2"]
+    assert train(*tiny(tiny_assets, one, *STEPS)).status == 0
+    assert lines(two) == lines(one)
+    summary = json.loads((two / "summary.json").read_text())
+    assert summary["status"] == "completed"
