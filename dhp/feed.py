@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -145,13 +144,15 @@ class Feed:
         return self._source.step(step)
 
     def model_inputs(self, step: int) -> dict[str, Tensor]:
-        """The step's tensors by `<text data replica>/<micro-batch>/<model argument>`, for a plain model."""
+        """The step's tensors by `<text data replica>/<micro-batch>/<model argument>`, for a plain model.
+
+        A row a sample, right-padded, also where training packs them: plain transformers would let the samples of a
+        packed row see each other, and what a packed row must equal is each of its samples alone.
+        """
         tensors = {}
         for m, rows in enumerate(self._source.step(step).samples):
             for d, row in enumerate(rows):
-                named, lengths = self._rows(row)
-                if lengths is not None:
-                    named["cu_seqlens"] = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
+                named = self._padded(row)
                 if any(sample.pixels for sample in row):
                     named["pixel_values"] = torch.cat([torch.from_numpy(p) for s in row for p in s.pixels])
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in named.items()}

@@ -141,7 +141,7 @@ class DataConfig:
     max_pixels: Optional[int] = None
     """Largest area of an image, pixels; larger ones are reduced. Null: the model's own setting."""
 
-    packing: bool = False
+    packing: bool = True
     """Lay the samples of a micro-batch one behind another in one row, without padding, each seeing itself only. False:
     a row a sample, padded to the longest."""
 
