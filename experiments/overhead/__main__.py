@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,8 +58,8 @@ def make_model(folder: Path, tiny: Path) -> None:
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
 
 
-def configure(folder: Path, micro_batches: int) -> Config:
-    """One actor a part, 16 samples a step."""
+def configure(folder: Path, micro_batches: int, more: Sequence[str] = ()) -> Config:
+    """One actor a part, 16 samples a step. more: overrides that beat these."""
     make_tiny_assets(folder)
     make_model(folder / "medium", folder / "model")
     size = 16
@@ -74,6 +75,7 @@ def configure(folder: Path, micro_batches: int) -> Config:
         "data.min_pixels=40000",
         "data.max_pixels=60000",
         f"cluster.threads_per_actor={os.cpu_count()}",
+        *more,
     ]
     return prepare(compose_config("tiny", overrides=overrides))
 
@@ -100,6 +102,25 @@ class Plain:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
+
+
+def one_actor_each(folder: str, transport: str = "auto", trace: bool = False) -> Layout:
+    """One actor a part with all threads, on a Ray of their own."""
+    one = {"data": 1, "ring": 1, "ulysses": 1, "tensor": 1}
+    return Layout(
+        actors={"vision": 1, "text": 1},
+        degrees={"vision": one, "text": one},
+        collocate=True,
+        device="cpu",
+        address="local",
+        threads=os.cpu_count(),
+        start_timeout_s=TIMEOUT_S,
+        step_timeout_s=TIMEOUT_S,
+        log_dir=folder,
+        checkpoint_dir=folder,
+        transport=transport,
+        trace=trace,
+    )
 
 
 def start(cluster: Cluster, config: Config, micro_batches: int) -> Parts:
@@ -131,7 +152,7 @@ def measure(rounds: int, micro_batches: int) -> dict[str, Any]:
         config = configure(Path(name), micro_batches)
         feed = make_feed(feed_settings(config))
         plain = Plain(config.text.model_name, config.training.learning_rate)
-        layout = Layout({"vision": 1, "text": 1}, True, "cpu", "local", os.cpu_count(), TIMEOUT_S, TIMEOUT_S, name)
+        layout = one_actor_each(name)
         times: dict[str, list[float]] = {"hf": [], "dhp": []}
         with Cluster(layout) as cluster:
             parts = start(cluster, config, micro_batches)
