@@ -98,7 +98,9 @@ class Cluster:
     def dataset_actor(self, factory: Callable[..., Any], *arguments: Any, shape: tuple[int, int, int]) -> DatasetActor:
         """The actor that reads the data, ended with the cluster."""
         needs = self._layout.needs.get("data", {})
-        actor = DatasetActor(factory, *arguments, shape=shape, log_dir=self._layout.log_dir, needs=needs, trace=self._layout.trace)
+        actor = DatasetActor(
+            factory, *arguments, shape=shape, log_dir=self._layout.log_dir, needs=needs, trace=self._layout.trace
+        )
         self._stack.callback(actor.stop)
         return actor
 

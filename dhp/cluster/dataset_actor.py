@@ -60,8 +60,7 @@ class _Reader:
 class DatasetActor:
     """`next(step)` submits a step's reading and returns refs at once; pixels never pass through the driver.
 
-    It runs on the driver's node, where the paths of the datasets were checked and the user sees them, and elsewhere
-    only if that node is gone.
+    It runs on the driver's node, where the paths of the datasets were checked and the user sees them.
     """
 
     size = 1
@@ -80,7 +79,8 @@ class DatasetActor:
         needs: paths that must exist on its node, by configuration key. trace: keep spans.
         """
         self._micro_batches, self._vision_ranks, self._replicas = shape
-        beside = NodeAffinitySchedulingStrategy(own_node(), soft=True)
+        # Not soft: Ray 2.60 puts a soft one without resources anywhere. The driver's node lives as long as the driver.
+        beside = NodeAffinitySchedulingStrategy(own_node(), soft=False)
         options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": beside}
         self._actor = ray.remote(_Reader).options(**options).remote(log_dir, threads, trace)
         self._watched: list[Watched] = []

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants, services
+from ray.exceptions import AuthenticationError
 
 from dhp.errors import ConfigError
 
@@ -63,8 +64,13 @@ def cluster_gpus() -> float:
 def _attach(address: str, common: dict[str, Any]) -> None:
     try:
         ray.init(address=address, runtime_env={"env_vars": _ENVIRONMENT}, **common)
-    except ConnectionError as error:
-        raise _no_cluster(address, error) from error
+    except (ConnectionError, AuthenticationError) as error:
+        raise ConfigError(
+            f"cluster.address={address}: something listens there, but a connection to Ray failed "
+            f"({str(error).partition('. ')[0]}). If it asks for a token, set RAY_AUTH_MODE=token, and put the "
+            "cluster's own token into ~/.ray/auth_token or RAY_AUTH_TOKEN. Its Ray must have the version of this one, "
+            f"{ray.__version__}"
+        ) from error
 
 
 def _probe(address: str) -> None:

@@ -19,7 +19,17 @@ from dhp.cluster.paths import require_beacon, require_paths
 from dhp.cluster.process import named_errors, redirect_output
 from dhp.cluster.transport import SHARED_MEMORY, Inbox, Outbox
 from dhp.spans import (
-    BACKWARD, CHECKPOINT, FORWARD, OPTIMIZER, TRANSFER, WAIT, Span, add_span, keep_spans, span, take_spans,
+    BACKWARD,
+    CHECKPOINT,
+    FORWARD,
+    OPTIMIZER,
+    TRANSFER,
+    WAIT,
+    Span,
+    add_span,
+    keep_spans,
+    span,
+    take_spans,
 )  # fmt: skip
 
 # What a trace calls a trainer's verbs.
