@@ -13,7 +13,8 @@ from dhp.models.shape import PartShape, config_source, part_shape
 from dhp.preflight import missing_data
 from dhp.wiring import degrees
 
-_VALUE_BYTES = {"float32": 4, "float64": 8}
+_VALUE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+_SUM_BYTES = 4  # gradient sums and optimizer state are never in 16 bits
 _HEADINGS = ("part", "layout", "ranks", "parameters", "a rank", "of these whole", "weights", "gradients", "optimizer")
 
 
@@ -64,18 +65,20 @@ def part_shapes(config: Config, source: str) -> dict[str, PartShape]:
 def rank_bytes(part: PartConfig, shape: PartShape) -> RankBytes:
     """Weights, gradients and AdamW's state of one rank.
 
-    AdamW keeps two averages of each parameter. With ZeRO a rank keeps those of its share alone, and beside them the
-    share's weights, which DeepSpeed updates and then gathers; stage 2 cuts the gradients too, stage 3 the weights.
-    Raises ConfigError for a number format whose memory is not known here.
+    AdamW keeps two averages of each parameter, and its own copy of the weights where it may not update the module's: in
+    16 bits, where sums and state have 32, and under ZeRO, whose ranks update a share and then exchange it. Stage 1 cuts
+    the optimizer to the share, stage 2 the gradients too, stage 3 the weights too, so that in 32 bits they need no
+    copy. Raises ConfigError for a number format whose memory is not known here.
     """
     if part.dtype not in _VALUE_BYTES:
         raise ConfigError(f"dtype={part.dtype}: a dry run knows {' and '.join(_VALUE_BYTES)} only; choose one")
     size = _VALUE_BYTES[part.dtype]
-    whole = shape.per_rank * size
-    if part.zero_stage == 0:
-        return RankBytes(whole, whole, 2 * whole)
-    share = -(-shape.per_rank // (part.num_actors // part.tensor)) * size
-    return RankBytes(whole if part.zero_stage < 3 else share, whole if part.zero_stage < 2 else share, 3 * share)
+    exact = max(size, _SUM_BYTES)
+    whole, stage = shape.per_rank, part.zero_stage
+    share = -(-whole // (part.num_actors // part.tensor)) if stage else whole
+    copies = int(size < exact or stage in (1, 2))
+    weights = size * (share if stage == 3 else whole)
+    return RankBytes(weights, exact * (share if stage >= 2 else whole), exact * (2 + copies) * share)
 
 
 def _row(name: str, part: PartConfig, shape: PartShape, memory: RankBytes) -> tuple[str, ...]:

@@ -41,13 +41,21 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("stage", "expected"),
-    [(0, (400, 400, 800)), (1, (400, 400, 300)), (2, (400, 100, 300)), (3, (100, 100, 300))],
+    ("dtype", "stage", "expected"),
+    [
+        ("float32", 0, (400, 400, 800)),
+        ("float32", 1, (400, 400, 300)),
+        ("float32", 2, (400, 100, 300)),
+        ("float32", 3, (100, 100, 200)),  # a rank's share of the weights is what the optimizer updates
+        ("bfloat16", 0, (200, 400, 1200)),
+        ("bfloat16", 1, (200, 400, 300)),
+        ("bfloat16", 2, (200, 100, 300)),
+        ("bfloat16", 3, (50, 100, 300)),
+    ],
 )
-def test_what_each_zero_stage_cuts(stage: int, expected: tuple[int, int, int]) -> None:
-    assert rank_bytes(PartConfig(num_actors=4, tensor=1, zero_stage=stage), PartShape(100, 100, 100)) == RankBytes(
-        *expected
-    )
+def test_what_each_zero_stage_cuts(dtype: str, stage: int, expected: tuple[int, int, int]) -> None:
+    part = PartConfig(num_actors=4, tensor=1, dtype=dtype, zero_stage=stage)
+    assert rank_bytes(part, PartShape(100, 100, 100)) == RankBytes(*expected)
 
 
 def test_a_float64_value_takes_eight_bytes_and_an_unknown_format_is_refused() -> None:

@@ -1,6 +1,22 @@
-"""Rules between a part's degrees and its model's shape, as plain numbers: whoever knows the model calls them."""
+"""Rules between keys of several sections, and between degrees and a model's shape, which come as plain numbers."""
 
+from dhp.config.schema import Config
 from dhp.errors import ConfigError
+
+
+def check_schedule(config: Config) -> None:
+    """ZeRO stage 3 counts micro-batches by forward passes, so each must go back before the next goes forward.
+
+    Otherwise DeepSpeed loses gradients without a word. Raises ConfigError.
+    """
+    schedule = config.training.schedule
+    for name, stage in (("vision", config.vision.zero_stage), ("text", config.text.zero_stage)):
+        if stage == 3 and schedule != "sequential":
+            raise ConfigError(
+                f"{name}.zero_stage=3 with training.schedule={schedule}: with two micro-batches on their way, ZeRO "
+                "stage 3 loses gradients without a word. Set training.schedule=sequential, or "
+                f"{name}.zero_stage=2, which keeps whole weights on each actor."
+            )
 
 
 def check_ulysses(heads: int, ulysses: int) -> None:

@@ -8,11 +8,12 @@ from dhp.config.schema import PartConfig
 from dhp.errors import ConfigError
 
 DEGREES = ("data", "ulysses", "ring", "tensor")
-PARALLELISMS = {"vision": ("none", "data", "sequence"), "text": ("none", "data", "tensor")}
-_NAMED_DEGREE = {"data": "data", "sequence": "ulysses", "tensor": "tensor"}  # the degree a parallelism names
-_ZERO_STAGES = {"vision": (0, 1), "text": (0,)}
+PARALLELISMS = {"vision": ("none", "data", "sequence", "deepspeed"), "text": ("none", "data", "tensor", "deepspeed")}
+# The degree that a parallelism names.
+_NAMED_DEGREE = {"data": "data", "sequence": "ulysses", "tensor": "tensor", "deepspeed": "data"}
 _DTYPES = ("bfloat16", "float32", "float64")
 _BACKENDS = ("auto", "sdpa")
+ZERO_STAGES = ("0", "1", "2", "3")
 
 
 def resolve_part(name: str, part: PartConfig) -> PartConfig:
@@ -28,6 +29,7 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     degrees = _filled(name, part, degrees)
     _check_product(name, part.num_actors, degrees)
     _check_existing(name, degrees)
+    _check_zero(name, part, degrees["tensor"])
     return replace(part, **degrees)
 
 
@@ -57,7 +59,7 @@ def _check_product(name: str, num_actors: int, degrees: dict[str, int]) -> None:
         raise ConfigError(
             f"{name}: {equation(degrees)} = {product} != num_actors({num_actors}). "
             f"Set {name}.num_actors={product}, or change a degree; an unset degree is 1, except the one "
-            "that parallelism names (data → data, sequence → ulysses, tensor → tensor), which takes what is left."
+            f"that parallelism names ({_names(name)}), which takes what is left."
         )
 
 
@@ -72,38 +74,54 @@ def _check_none(name: str, part: PartConfig) -> None:
 
 def _check_existing(name: str, degrees: dict[str, int]) -> None:
     """Refuse degrees above 1 that no parallelism of this part offers."""
-    offered = {_NAMED_DEGREE[kind] for kind in PARALLELISMS[name][1:]}
+    offered = sorted({_NAMED_DEGREE[kind] for kind in PARALLELISMS[name][1:]})
     for degree, value in degrees.items():
         if value != 1 and degree not in offered:
             raise ConfigError(
-                f"{name}.{degree}={value} does not exist yet: {name} has {' and '.join(sorted(offered))}, so "
+                f"{name}.{degree}={value} does not exist yet: {name} has {' and '.join(offered)}, so "
                 f"{degree} = 1. Unset {name}.{degree}, and choose {name}.parallelism from "
                 f"{', '.join(PARALLELISMS[name])}."
             )
 
 
 def _check_formats(name: str, part: PartConfig) -> None:
-    if part.dtype in ("bfloat16", "bf16", "float16", "fp16"):
+    if part.dtype in ("bf16", "float16", "fp16"):
         raise ConfigError(
-            f"{name}.dtype={part.dtype} is not there yet: training in 16 bits comes later. "
-            f"Set {name}.dtype=float32."
+            f"{name}.dtype={part.dtype} does not exist: of the 16-bit formats there is bfloat16, whose range is that "
+            f"of float32, so that no loss has to be scaled. Set {name}.dtype=bfloat16."
         )
     require_choice(f"{name}.dtype", part.dtype, _DTYPES)
     if part.attention_backend == "flash_attention_2":
         raise ConfigError(
-            f"{name}.attention_backend=flash_attention_2 works in 16 bits only, and {name}.dtype={part.dtype}; "
-            f"training in 16 bits comes later. Set {name}.attention_backend=sdpa."
+            f"{name}.attention_backend=flash_attention_2 is not there yet. Set {name}.attention_backend=sdpa, "
+            "PyTorch's own, which has flash attention in it."
         )
     require_choice(f"{name}.attention_backend", part.attention_backend, _BACKENDS)
-    if part.zero_stage not in _ZERO_STAGES[name]:
-        offered = " and ".join(f"{name}.zero_stage={stage}" for stage in _ZERO_STAGES[name])
-        nearest = min(_ZERO_STAGES[name], key=lambda stage: abs(stage - part.zero_stage))
+
+
+def _check_zero(name: str, part: PartConfig, tensor: int) -> None:
+    """What DeepSpeed's ZeRO, which cuts a part's optimizer, gradients or weights over all of its actors, cannot."""
+    stage = part.zero_stage
+    require_choice(f"{name}.zero_stage", str(stage), ZERO_STAGES)
+    if part.parallelism == "deepspeed" and not stage:
         raise ConfigError(
-            f"{name}.zero_stage={part.zero_stage} does not exist yet; there is {offered}. "
-            f"Set {name}.zero_stage={nearest}, the nearest: the same arithmetic, with more memory an actor."
+            f"{name}.parallelism=deepspeed with {name}.zero_stage=0: DeepSpeed is here for its ZeRO stages, and stage "
+            f"0 cuts nothing. Set {name}.zero_stage=1 (cuts the optimizer's state), 2 (gradients too) or 3 (weights "
+            f"too), or {name}.parallelism=data for replicas without DeepSpeed."
         )
-    if part.zero_stage > 0 and part.dtype == "float64":
+    if stage and part.dtype == "float64":
         raise ConfigError(
-            f"{name}.zero_stage={part.zero_stage} with {name}.dtype=float64: DeepSpeed, which does the ZeRO "
+            f"{name}.zero_stage={stage} with {name}.dtype=float64: DeepSpeed, which does the ZeRO "
             f"stages, has no float64. Set {name}.zero_stage=0 or {name}.dtype=float32."
         )
+    if stage and tensor > 1:
+        raise ConfigError(
+            f"{name}.zero_stage={stage} with {name}.tensor={tensor}: ZeRO cuts what all actors of a part hold alike, "
+            f"but tensor({tensor}) > 1 gives them different slices of each matrix. Set {name}.zero_stage=0 (a matrix's "
+            f"optimizer state is cut by tensor already), or {name}.parallelism=deepspeed with {name}.tensor=1."
+        )
+
+
+def _names(name: str) -> str:
+    """`data → data, sequence → ulysses, deepspeed → data`."""
+    return ", ".join(f"{kind} → {_NAMED_DEGREE[kind]}" for kind in PARALLELISMS[name][1:])

@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+from dhp.config.checks import check_schedule
 from dhp.config.degrees import resolve_part
 from dhp.config.ranges import check_cluster, check_data, check_seed, check_training
 from dhp.config.schema import Config, DatasetEntry
@@ -27,6 +28,7 @@ def resolve(config: Config) -> Config:
         vision=replace(resolve_part("vision", config.vision), model_name=model_name),
         text=replace(resolve_part("text", config.text), model_name=model_name),
     )
+    check_schedule(resolved)
     _fill_paths(resolved)
     # torch reads 0 as "scale every gradient to nothing"; here 0 and null both mean no clipping.
     resolved.training.max_grad_norm = config.training.max_grad_norm or None

@@ -41,6 +41,9 @@ def degrees(part: PartConfig) -> tuple[int | None, ...]:
         ("text", "tensor", 2, {}, (1, 1, 1, 2)),
         ("text", "tensor", 4, {"data": 2}, (2, 1, 1, 2)),
         ("text", "data", 4, {"tensor": 2}, (2, 1, 1, 2)),
+        ("vision", "deepspeed", 4, {"zero_stage": 3}, (4, 1, 1, 1)),
+        ("vision", "deepspeed", 4, {"zero_stage": 1, "ulysses": 2}, (2, 2, 1, 1)),
+        ("text", "deepspeed", 2, {"zero_stage": 2}, (2, 1, 1, 1)),
     ],
 )
 def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected):
@@ -71,30 +74,42 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         ),
         (
             {"vision__parallelism": "data", "vision__num_actors": 2, "vision__tensor": 2},
-            ["vision.tensor=2 does not exist yet", "none, data, sequence"],
+            ["vision.tensor=2 does not exist yet", "none, data, sequence, deepspeed"],
         ),
         (
             {"text__parallelism": "tensor", "text__num_actors": 2, "text__ulysses": 2},
             ["text.ulysses=2 does not exist yet", "text has data and tensor"],
         ),
-        ({"vision__parallelism": "tensor"}, ["vision.parallelism=tensor", "choose from none, data, sequence"]),
-        ({"text__parallelism": "sequence"}, ["text.parallelism=sequence", "choose from none, data, tensor"]),
+        ({"vision__parallelism": "tensor"}, ["vision.parallelism=tensor", "none, data, sequence, deepspeed"]),
+        ({"text__parallelism": "sequence"}, ["text.parallelism=sequence", "choose from none, data, tensor, deepspeed"]),
         ({"vision__parallelism": "sequnce"}, ["did you mean sequence?"]),
         ({"text__num_actors": 0}, ["text.num_actors=0", "text.num_actors >= 1"]),
         ({"text__tensor": -2}, ["text.tensor=-2", "text.tensor >= 1"]),
-        ({"text__zero_stage": 1}, ["text.zero_stage=1 does not exist yet; there is text.zero_stage=0"]),
+        ({"text__zero_stage": 4}, ["text.zero_stage=4 does not exist; choose from 0, 1, 2, 3"]),
         (
-            {"vision__zero_stage": 3},
-            ["vision.zero_stage=3 does not exist yet", "vision.zero_stage=0 and vision.zero_stage=1"],
+            {"vision__parallelism": "deepspeed"},
+            ["vision.parallelism=deepspeed with vision.zero_stage=0", "Set vision.zero_stage=1", "2", "3"],
+        ),
+        (
+            {"text__parallelism": "tensor", "text__num_actors": 2, "text__zero_stage": 2},
+            ["text.zero_stage=2 with text.tensor=2", "Set text.zero_stage=0", "text.parallelism=deepspeed"],
+        ),
+        (
+            {"text__zero_stage": 3, "training__schedule": "vision_ahead"},
+            ["text.zero_stage=3 with training.schedule=vision_ahead", "Set training.schedule=sequential"],
+        ),
+        (
+            {"vision__zero_stage": 3, "training__schedule": "vision_ahead"},
+            ["vision.zero_stage=3 with training.schedule=vision_ahead", "vision.zero_stage=2"],
         ),
         (
             {"vision__zero_stage": 1, "vision__dtype": "float64"},
             ["vision.zero_stage=1 with vision.dtype=float64", "DeepSpeed", "vision.dtype=float32"],
         ),
-        ({"text__dtype": "bfloat16"}, ["text.dtype=bfloat16 is not there yet", "Set text.dtype=float32"]),
+        ({"text__dtype": "bf16"}, ["text.dtype=bf16 does not exist", "Set text.dtype=bfloat16"]),
         (
             {"text__attention_backend": "flash_attention_2"},
-            ["text.attention_backend=flash_attention_2 works in 16 bits only", "text.dtype=float32"],
+            ["text.attention_backend=flash_attention_2 is not there yet", "Set text.attention_backend=sdpa"],
         ),
         ({"text__dtype": "float31"}, ["text.dtype=float31 does not exist", "did you mean float32?"]),
         ({"vision__attention_backend": "sdp"}, ["vision.attention_backend=sdp", "did you mean sdpa?"]),
@@ -136,6 +151,17 @@ def test_defaults_that_depend_on_other_values():
     assert resolved.training.checkpoint_dir == "runs/x/checkpoints"
     assert resolved.training.max_grad_norm is None
     assert resolve(config(training__checkpoint_dir="/c")).training.checkpoint_dir == "/c"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_zero_stage_of_both_parts(stage, dtype):
+    part = {"parallelism": "deepspeed", "num_actors": 2, "zero_stage": stage, "dtype": dtype}
+    changes = {f"{name}__{field}": value for name in ("vision", "text") for field, value in part.items()}
+    resolved = resolve(config(training__batch_size=8, **changes))
+    assert (resolved.vision.data, resolved.text.data, resolved.text.zero_stage) == (2, 2, stage)
+    if stage < 3:
+        resolve(config(training__schedule="vision_ahead", **changes))
 
 
 def test_the_given_config_stays_as_it_was():
