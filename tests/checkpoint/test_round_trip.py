@@ -24,6 +24,9 @@ STEPS = [mixed_step(), step_without_image(), step_with_one_window(), mixed_step(
 CASES = [
     Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="float32", zero_stage=1),
     Case(Degrees(data=2), Degrees(data=2), dtype="float32"),
+    Case(Degrees(ulysses=2), Degrees(data=2), dtype="float32", zero_stage=2, text_zero_stage=3),
+    Case(Degrees(data=3), Degrees(data=2), dtype="bfloat16", zero_stage=3, text_zero_stage=1),
+    Case(Degrees(data=2), Degrees(data=2), dtype="bfloat16", zero_stage=1, text_zero_stage=2),
 ]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -22,6 +22,8 @@ from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedV
 
 CASE = Case(Degrees(ulysses=2), Degrees(tensor=2))
 ZERO = Case(Degrees(ulysses=2), Degrees(), dtype="float32", zero_stage=1)
+ZERO_2 = Case(Degrees(ulysses=2), Degrees(data=2), dtype="float32", zero_stage=2, text_zero_stage=2)
+ZERO_3 = Case(Degrees(ulysses=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=3)
 PACKED = replace(CASE, packing=True)
 REPLICAS = Case(Degrees(data=2), Degrees(data=2), micro_batches=1)
 
@@ -113,6 +115,23 @@ class NoDecayUnderZero(_NoDecay, InspectedVision):
     pass
 
 
+class MeanOverZeroRanks(InspectedText):
+    """DeepSpeed's own average over ranks."""
+
+    def __init__(self, settings: Any):
+        super().__init__(settings)
+        engine = self.part.update._engine
+        engine.gradient_average = engine.optimizer.gradient_average = True
+
+
+class BesideTheEngine(InspectedText):
+    """Forward passes that ZeRO-3 does not count, so that micro-batches overwrite one another."""
+
+    def __init__(self, settings: Any):
+        super().__init__(settings)
+        self.part.update._engine.optimizer.clear_backward_seen_flag = lambda: None
+
+
 class RateOfTheNextStep(InspectedText):
     """The learning rate one step ahead."""
 
@@ -142,6 +161,10 @@ FAULTS: list[tuple[str, Case, Fault, Callable[[Errors], bool]]] = [
     ("clipping without vision", CASE, Fault(vision=NoNorm), lambda e: e.gradient < 1e-9 < 1e-3 < e.norm),
     ("no weight decay", CASE, Fault(text=NoDecay), lambda e: e.gradient < 1e-9 < 1e-5 < e.update),
     ("no weight decay under ZeRO", ZERO, Fault(vision=NoDecayUnderZero), lambda e: e.gradient < 1e-4 < 5e-3 < e.update),
+    ("no weight decay under ZeRO-3", ZERO_3, Fault(text=NoDecay), lambda e: e.gradient < 1e-4 < 5e-3 < e.update),
+    ("clipping without vision under ZeRO-2", ZERO_2, Fault(vision=NoNorm), lambda e: e.gradient < 1e-4 < 1e-3 < e.norm),
+    ("mean over ZeRO's ranks", ZERO_2, Fault(text=MeanOverZeroRanks), lambda e: e.loss < 1e-5 < 0.4 < e.gradient),
+    ("ZeRO-3 beside the engine", ZERO_3, Fault(text=BesideTheEngine), lambda e: e.loss < 1e-5 < 0.1 < e.gradient),
     ("rate of the next step", CASE, Fault(text=RateOfTheNextStep), lambda e: e.gradient < 1e-9 < 0.05 < e.update),
     ("packed samples see each other", PACKED, Fault(text=OneSegment), lambda e: e.loss > 1e-4 and e.gradient > 1e-2),
     ("own token count", CASE, Fault(edit=own_token_count), lambda e: e.loss > 0.1 and e.gradient > 0.1),

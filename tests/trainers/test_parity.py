@@ -50,6 +50,15 @@ SINGLE = [
     Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=1),
     Case(Degrees(ulysses=2), Degrees(tensor=2), 4, dtype="float32", zero_stage=1, schedule="vision_ahead"),
     Case(Degrees(data=2, ulysses=2), Degrees(tensor=2), dtype="float32", zero_stage=1),
+    Case(Degrees(ulysses=2), Degrees(tensor=2), 1, dtype="float32", zero_stage=2),
+    Case(Degrees(data=3), ONE, 3, dtype="float32", zero_stage=3),
+    Case(ONE, Degrees(data=2), 3, dtype="float32", text_zero_stage=1),
+    Case(ONE, Degrees(data=3), 1, dtype="float32", text_zero_stage=3, packing=True),
+    Case(Degrees(ulysses=2), Degrees(data=2), 1, dtype="float32", zero_stage=1, text_zero_stage=1, packing=True),
+    Case(Degrees(data=2), Degrees(data=2), 3, dtype="float32", zero_stage=2, text_zero_stage=2, packing=True),
+    Case(Degrees(data=2), Degrees(data=2), 3, dtype="float32", zero_stage=3, text_zero_stage=3),
+    Case(Degrees(ulysses=2), Degrees(data=2), 4, "float32", 2, schedule="vision_ahead", text_zero_stage=2),
+    Case(Degrees(ulysses=2), Degrees(data=2), 1, "float32", 3, checkpointing=True, packing=True, text_zero_stage=3),
 ]
 
 
@@ -59,9 +68,7 @@ def test_equals_plain_model_in_double_precision(case: Case, made_model: str) -> 
     assert_exact(errors)
 
 
-@pytest.mark.parametrize("case", SINGLE, ids=str)
-def test_equals_plain_model_in_single_precision(case: Case, made_model: str) -> None:
-    errors = compare(made_model, case, awkward_steps())
+def assert_exact_in_single_precision(errors: Errors) -> None:
     assert errors.loss < 1e-5, errors
     assert errors.norm < 1e-5, errors
     assert errors.gradient < 1e-4, errors
@@ -69,8 +76,25 @@ def test_equals_plain_model_in_single_precision(case: Case, made_model: str) -> 
     assert errors.update < 1e-3, errors
 
 
-def test_the_same_run_twice_is_the_same_to_the_bit_on_every_rank(made_model: str) -> None:
-    case = Case(Degrees(data=2), Degrees(tensor=2), dtype="float32", zero_stage=1)
+@pytest.mark.parametrize("case", SINGLE, ids=str)
+def test_equals_plain_model_in_single_precision(case: Case, made_model: str) -> None:
+    assert_exact_in_single_precision(compare(made_model, case, awkward_steps()))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_of_a_head_that_is_the_embedding(stage: int, few_keys_model: str) -> None:
+    case = Case(ONE, Degrees(data=2), dtype="float32", text_zero_stage=stage, packing=stage == 3)
+    assert_exact_in_single_precision(compare(few_keys_model, case, awkward_steps()))
+
+
+REPEATED = [
+    Case(Degrees(data=2), Degrees(tensor=2), dtype="float32", zero_stage=1),
+    Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=2),
+]
+
+
+@pytest.mark.parametrize("case", REPEATED, ids=str)
+def test_the_same_run_twice_is_the_same_to_the_bit_on_every_rank(case: Case, made_model: str) -> None:
     first, second = (train(made_model, case, awkward_steps()) for _ in range(2))
     assert first.losses == second.losses
     assert first.norms == second.norms
