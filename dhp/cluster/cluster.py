@@ -22,7 +22,7 @@ from dhp.cluster.nodes import own_node, read_nodes
 from dhp.cluster.paths import beacon
 from dhp.cluster.placement import Slot, bundle_nodes, plan_placement, reserve
 from dhp.cluster.runtime import LOCAL, cluster_gpus, ray_session
-from dhp.cluster.transport import OBJECT_STORE, SHARED_MEMORY, available
+from dhp.cluster.transport import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
 from dhp.cluster.worker import GroupSettings
 from dhp.errors import ConfigError
 
@@ -78,7 +78,9 @@ class Cluster:
             warn_of_straddles(slots, homes, layout.degrees)
             self._where = f", on nodes {homes.describe(slots)}" if len(homes.nodes) > 1 else ""
             common = self._common(choose_backend(self.device, plan.gpus_per_bundle), homes.threads(slots))
-            common["transport"] = choose_transport(layout.transport, homes.describe(slots), len(homes.nodes))
+            common["transport"] = choose_transport(
+                layout.transport, homes.describe(slots), len(homes.nodes), gpus if self.device == "cuda" else 0.0
+            )
             if not homes.only(own_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
             self.groups = {}
@@ -149,11 +151,17 @@ def choose_device(asked: str, gpus: float) -> str:
     return asked
 
 
-def choose_transport(asked: str, nodes: str, count: int) -> str:
-    """shared_memory or object_store, for actors on `count` nodes, described by `nodes`.
+def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
+    """shared_memory, object_store or cuda_ipc, for actors on `count` nodes, described by `nodes`, that use `gpus`.
 
-    Raises ConfigError when shared memory is asked for and the actors lie on several nodes.
+    Raises ConfigError when shared memory is asked for and the actors lie on several nodes, or CUDA IPC and they do not
+    share one GPU.
     """
+    if asked == CUDA_IPC and (count > 1 or gpus != 1):
+        raise ConfigError(
+            f"cluster.transport=cuda_ipc, but the actors use {gpus:g} GPUs on {count} nodes, and it goes between actors "
+            "that share one GPU; set cluster.transport=auto"
+        )
     if asked == "auto":
         return SHARED_MEMORY if count == 1 and available() else OBJECT_STORE
     if asked == SHARED_MEMORY and count > 1:

@@ -6,21 +6,25 @@ and only a `Parcel` of a few hundred bytes travels through Ray.
 
 The memory is anonymous (memfd), reached by other processes through /proc: nothing has a name on disk or in /dev/shm,
 and nothing is left behind by a killed process.
+
+Where all actors share one GPU, CUDA IPC does the same without any copy: the receiver maps the sender's device memory.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from dhp.errors import PartFailed
 
-SHARED_MEMORY, OBJECT_STORE = "shared_memory", "object_store"
+SHARED_MEMORY, OBJECT_STORE, CUDA_IPC = "shared_memory", "object_store", "cuda_ipc"
 SMALLEST = 64 << 10  # bytes; below, Ray sends a value inside the message that says it is ready
 PAGE = 1 << 21
 
@@ -36,6 +40,14 @@ class Parcel:
     capacity: int  # bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class DeviceParcel:
+    """A tensor that lies in another process's GPU memory: what torch rebuilds it from on the same GPU."""
+
+    rebuild: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
 
 
 class _Segment:
@@ -63,15 +75,21 @@ class Outbox:
     answers after it has used all it received.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_device: bool = False) -> None:
+        """on_device: all receivers share this process's GPU."""
         self._segments: list[_Segment] = []
         self._used = self._serial = 0
+        self._on_device = on_device
+        self._lent: list[Tensor] = []
 
-    def send(self, tensor: Tensor) -> Parcel | Tensor:
+    def send(self, tensor: Tensor) -> Parcel | DeviceParcel | Tensor:
         """Copy `tensor` where others can map it; small ones are returned as they are. Device tensors are copied once,
-        to host memory that is already the shared one."""
+        to host memory that is already the shared one, or not at all where receivers are on the same device."""
         if tensor.nbytes < SMALLEST:
             return tensor.cpu()
+        if tensor.is_cuda and self._on_device:
+            self._lent.append(tensor)  # its memory must not be given away before the receivers are done
+            return DeviceParcel(*reduce_tensor(tensor))
         place, self._used = self._used, self._used + 1
         segment = self._segment(place, tensor.nbytes)
         shape = tuple(tensor.shape)
@@ -81,6 +99,7 @@ class Outbox:
     def end_step(self) -> None:
         """All that was sent has been used: its memory may be written again."""
         self._used = 0
+        self._lent.clear()
 
     def _segment(self, place: int, nbytes: int) -> _Segment:
         if place == len(self._segments) or self._segments[place].capacity < nbytes:
@@ -102,6 +121,8 @@ class Inbox:
     def open(self, value: Any) -> Any:
         """The tensor of a parcel, in place; anything else as it is. It must not be written to, nor read after the
         step. Raises PartFailed when the sender's memory cannot be reached."""
+        if isinstance(value, DeviceParcel):
+            return value.rebuild(*value.arguments)
         if not isinstance(value, Parcel):
             return value
         serial, memory = self._mapped.get((value.pid, value.place), (0, None))

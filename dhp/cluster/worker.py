@@ -17,7 +17,7 @@ from dhp.cluster.clock import Reading, read_clock
 from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
 from dhp.cluster.paths import require_beacon, require_paths
 from dhp.cluster.process import named_errors, redirect_output
-from dhp.cluster.transport import SHARED_MEMORY, Inbox, Outbox
+from dhp.cluster.transport import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, Inbox, Outbox
 from dhp.spans import (
     BACKWARD,
     CHECKPOINT,
@@ -42,7 +42,7 @@ class GroupSettings:
     """What all ranks of a group share. log_dir: None leaves what ranks print to Ray. loopback: nothing listens beyond
     this host. needs: paths that must exist on a rank's node, by configuration key. beacon: what each rank must see of
     the directory of checkpoints (`dhp.cluster.paths`); None: nothing. transport: how large
-    results travel, shared_memory or object_store. trace: keep spans of what each rank does."""
+    results travel, see `choose_transport`. trace: keep spans of what each rank does."""
 
     part: str
     size: int
@@ -68,7 +68,7 @@ class Worker:
         self._listener: socket.socket | None = None
         self._trainer: Any = None
         self._inbox = Inbox()
-        self._outbox = Outbox() if settings.transport == SHARED_MEMORY else None
+        self._outbox = None if settings.transport == OBJECT_STORE else Outbox(settings.transport == CUDA_IPC)
         self._idle_since = time.perf_counter_ns()
         if settings.trace:
             keep_spans()

@@ -103,7 +103,7 @@ def _check_datasets(data: DataConfig) -> None:
 
 def check_cluster(cluster: ClusterConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
-    require_choice("cluster.transport", cluster.transport, ("auto", "shared_memory", "object_store"))
+    require_choice("cluster.transport", cluster.transport, ("auto", "shared_memory", "object_store", "cuda_ipc"))
     require_choice("cluster.device", cluster.device, ("auto", "cpu", "cuda"))
     for field in ("start_timeout_s", "step_timeout_s"):
         require_positive(f"cluster.{field}", getattr(cluster, field))

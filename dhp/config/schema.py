@@ -17,7 +17,8 @@ class PartConfig:
     """Hugging Face directory or hub id. Empty: the other part's."""
 
     parallelism: str = "none"
-    """How the actors share the work. vision: none | data | sequence; text: none | data | tensor."""
+    """How the actors share the work. vision: none | data | sequence | deepspeed; text: none | data | tensor |
+    deepspeed (replicas, as data, beside a zero_stage from 1 on)."""
 
     num_actors: int = 1
     """Actors of this part (processes, one device each); num_actors = data × ulysses × ring × tensor."""
@@ -45,8 +46,8 @@ class PartConfig:
     """Recompute activations in the backward pass instead of keeping them: less memory, about a third more compute."""
 
     zero_stage: int = 0
-    """DeepSpeed ZeRO stage: 0 keeps the optimizer's state whole in each actor, 1 cuts it over the part's actors.
-    vision: 0 | 1; text: 0."""
+    """DeepSpeed ZeRO stage, what is cut over the part's actors: 0 nothing | 1 the optimizer's state | 2 gradients too |
+    3 weights too, gathered module by module; stage 3 only with training.schedule=sequential."""
 
 
 @dataclass
@@ -168,7 +169,8 @@ class ClusterConfig:
 
     transport: str = "auto"
     """How tensors go between the parts: shared_memory (one copy; all actors on one host) | object_store (Ray's, also
-    between hosts) | auto (shared_memory where all actors are on one host, else object_store)."""
+    between hosts) | cuda_ipc (no copy; all actors on one GPU; not yet run on one) | auto (shared_memory where all
+    actors are on one host, else object_store)."""
 
     device: str = "auto"
     """Device of the actors: auto (CUDA where Ray sees a GPU, else CPU) | cpu | cuda."""

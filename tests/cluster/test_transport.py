@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dhp.cluster.cluster import choose_transport
 from dhp.cluster.transport import SMALLEST, Inbox, Outbox, Parcel
-from dhp.errors import PartFailed
+from dhp.errors import ConfigError, PartFailed
 
 LARGE = SMALLEST  # elements
 
@@ -102,3 +103,30 @@ def test_memory_that_cannot_be_reached_is_an_error_that_says_what_to_do() -> Non
     parcel = Outbox().send(torch.ones(LARGE))
     with pytest.raises(PartFailed, match="cluster.transport=object_store"):
         Inbox().open(replace(parcel, descriptor=9999, pid=os.getpid()))
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "gpus", "chosen"),
+    [
+        ("auto", 1, 0, "shared_memory"),
+        ("auto", 1, 8, "shared_memory"),
+        ("auto", 2, 0, "object_store"),
+        ("object_store", 1, 0, "object_store"),
+        ("cuda_ipc", 1, 1, "cuda_ipc"),
+    ],
+)
+def test_the_transport_follows_from_where_the_actors_are(asked: str, nodes: int, gpus: int, chosen: str) -> None:
+    assert choose_transport(asked, "a, b", nodes, gpus) == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "gpus", "told"),
+    [
+        ("shared_memory", 2, 0, "the actors lie on 2 nodes, a, b; set cluster.transport=auto"),
+        ("cuda_ipc", 1, 2, "the actors use 2 GPUs on 1 nodes"),
+        ("cuda_ipc", 1, 0, "the actors use 0 GPUs"),
+    ],
+)
+def test_a_transport_that_cannot_reach_all_actors_is_refused(asked: str, nodes: int, gpus: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        choose_transport(asked, "a, b", nodes, gpus)
