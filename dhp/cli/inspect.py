@@ -20,7 +20,8 @@ def main(arguments: Sequence[str]) -> int:
 
     Keys are `<text data replica>/<micro-batch>/<argument of the model>`, both counted from 0; steps count from 1,
     as in metrics.jsonl. A row is a sample, right-padded, also where training packs the samples of a micro-batch into
-    one row (data.packing): a packed row equals its samples one by one. The objective of the step is the sum of all token losses / all target tokens of the file.
+    one row (data.packing): a packed row equals its samples one by one. The objective of the step is the sum of all
+    token losses / all target tokens of the file.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dhp inspect", description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

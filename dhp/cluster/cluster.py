@@ -166,7 +166,8 @@ def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
         return SHARED_MEMORY if count == 1 and available() else OBJECT_STORE
     if asked == SHARED_MEMORY and count > 1:
         raise ConfigError(
-            f"cluster.transport=shared_memory, but the actors lie on {count} nodes, {nodes}; set cluster.transport=auto"
+            f"cluster.transport={SHARED_MEMORY}, but the actors lie on {count} nodes, {nodes}; set "
+            "cluster.transport=auto"
         )
     return asked
 

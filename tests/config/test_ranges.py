@@ -89,7 +89,7 @@ def test_addresses(address):
     ("changes", "message"),
     [
         ({"address": "somewhere"}, "cluster.address=somewhere is not an address"),
-        ({"transport": "nccl"}, "cluster.transport=nccl does not exist; choose from auto, shared_memory, object_store, cuda_ipc"),
+        ({"transport": "nccl"}, "cluster.transport=nccl does not exist; choose from auto, shared_memory"),
         ({"device": "gpu"}, "cluster.device=gpu does not exist; choose from auto, cpu, cuda"),
         ({"start_timeout_s": 0.0}, "cluster.start_timeout_s > 0"),
         ({"threads_per_actor": 0}, "cluster.threads_per_actor >= 1"),

@@ -1,4 +1,4 @@
-"""Every mode of vision with every mode of text, packed and padded, one and three micro-batches: equal to the plain model.
+"""Every mode of vision with every mode of text, packed and padded, 1 and 3 micro-batches: equal to the plain model.
 
 A quarter of an hour, so only on demand: `make test ARGS='-m grid'`. The cases of test_parity.py, which always run,
 cover each mode and each mechanism.
