@@ -55,8 +55,6 @@ ALIASES: tuple[Alias, ...] = (
         lambda part: Alias(f"{part}.autocast", why=f"{part}.dtype is the format of everything"),
     ),
     Alias("vision.parallelism", value="tensor", instead="vision.parallelism=sequence, the nearest"),
-    Alias("vision.parallelism", ("vision.parallelism",), "deepspeed", "data", why="beside vision.zero_stage"),
-    Alias("text.parallelism", value="deepspeed", instead="text.parallelism=data, or tensor to save memory"),
     Alias("text.parallelism", value="autotp", instead=_AUTOTP),
     Alias("text.autotp_size", ("text.tensor",)),
     Alias("text.tp_overlap_comm", why="PyTorch decides what overlaps"),

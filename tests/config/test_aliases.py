@@ -43,7 +43,7 @@ data:
 def test_a_yaml_in_that_vocabulary_is_read_and_each_key_is_named_once(tmp_path, capsys):
     (tmp_path / "theirs.yaml").write_text(THEIRS)
     config = compose_config("theirs", str(tmp_path))
-    assert (config.vision.parallelism, config.vision.data, config.vision.num_actors) == ("data", 4, 4)
+    assert (config.vision.parallelism, config.vision.data, config.vision.num_actors) == ("deepspeed", 4, 4)
     assert (config.text.parallelism, config.text.num_actors, config.text.tensor) == ("tensor", 2, None)
     assert (config.training.max_steps, config.training.num_epochs) == (60, 3)
     assert (config.cluster.collocate, config.data.packing) == (False, True)
@@ -53,7 +53,7 @@ def test_a_yaml_in_that_vocabulary_is_read_and_each_key_is_named_once(tmp_path, 
     assert "in theirs.yaml: training.parallel_size=2 is text.num_actors=2 here" in said
     assert "in theirs.yaml: vision.parallel_size=1 is vision.num_actors=4 here" in said
     assert sum("pin_memory=true has no effect here: " in line for line in said) == 1
-    assert len(said) == len(set(said)) == 12
+    assert len(said) == len(set(said)) == 11
 
 
 def test_overrides_in_that_vocabulary(capsys):
@@ -77,7 +77,6 @@ def test_an_override_that_is_overruled_is_replaced():
     ("override", "instead"),
     [
         ("vision.parallelism=tensor", "vision.parallelism=sequence"),
-        ("text.parallelism=deepspeed", "text.parallelism=data"),
         ("text.parallelism=autotp", "text.parallelism=tensor"),
         ("training.gradient_accumulation_steps=4", "a training.batch_size that many times as large"),
         ("data.force_fixed_size=true", "data.min_pixels and data.max_pixels"),
