@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dhp.cluster.arrangement import arrange, describe_straddle, find_straddles, ranks_by_group
+from dhp.cluster.cluster import warn_of_straddles
+from dhp.cluster.homes import find_homes
+from dhp.cluster.nodes import Node
 from dhp.cluster.placement import plan_placement
 
 AXES = ("data", "ring", "ulysses", "tensor")
@@ -125,3 +128,15 @@ def test_a_warning_stays_short() -> None:
     assert "1 of 1 groups" in told and "set text.tensor=8" in told
     told = warning([node for node in range(6) for _ in range(3)], tensor=2)
     assert told.count(" on 10.0.0.") == 3 and "set " not in told
+
+
+def test_a_run_warns_once_of_all_that_lies_across(recwarn: pytest.WarningsRecorder) -> None:
+    nodes = [Node(name, name, name, {"CPU": 1.0}, {}) for name in ("10.0.0.5", "10.0.0.6")]
+    homes = find_homes(["10.0.0.5", "10.0.0.6"], nodes)
+    slots = plan_placement({"vision": 2, "text": 2}, collocate=True, gpus=0).slots
+    with pytest.warns(UserWarning) as caught:
+        warn_of_straddles(slots, homes, {"vision": mesh(ulysses=2), "text": mesh(tensor=2)})
+    (told,) = [str(warning.message) for warning in caught]
+    assert "vision.ulysses=2 lie across" in told and "text.tensor=2 lie across" in told
+    warn_of_straddles(slots, homes, {"vision": mesh(data=2), "text": mesh(data=2)})
+    assert not recwarn.list
