@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.runs import tiny, train
 from tests.nodes.conftest import ADDRESSES
 
@@ -17,6 +19,7 @@ def lines(run_dir: Path) -> list[list[object]]:
     return [[line[field] for field in FIELDS] for line in told]
 
 
+@pytest.mark.slow
 def test_two_nodes_train_what_one_does(two_nodes: str, tiny_assets: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     apart = ["cluster.collocate=false", f"cluster.address={two_nodes}"]
