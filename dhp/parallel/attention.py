@@ -1,15 +1,19 @@
-"""Attention over many segments of one flattened sequence, on one rank or split over Ulysses ranks.
+"""Attention over many segments of one flattened sequence, on one rank or split over a ring × Ulysses mesh.
 
 Ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3): each rank holds part of the sequence with all heads;
 an all-to-all turns that into the whole sequence with part of the heads, attention runs, and a second all-to-all
-turns it back. Shards may be of any length: the all-to-all carries split sizes, nothing is padded.
+turns it back. Shards may be of any length: the all-to-all carries split sizes, nothing is padded. With a ring around it
+(USP, Fang and Zhao 2024) "the whole sequence" is a ring rank's chunk, and `dhp.parallel.ring` does the rest. Segments
+that lie in one chunk whole never enter the ring.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dhp.parallel.collectives import AllToAll
+from dhp.parallel.ring import Ring, ring_attention
+from dhp.parallel.shard_plan import ShardPlan, Span
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,22 @@ class Exchange:
     def degree(self) -> int:
         return len(self.rank_tokens)
 
-    def heads_to_rank(self, states: Tensor) -> Tensor:
-        """[own tokens, n, heads, dim] → [all tokens, n, heads / degree, dim]."""
-        tokens, n, heads, dim = states.shape
-        by_rank = states.view(tokens, n, self.degree, heads // self.degree, dim).permute(2, 0, 1, 3, 4)
-        rows = by_rank.reshape(self.degree * tokens, n, heads // self.degree, dim)
-        return AllToAll.apply(rows, (tokens,) * self.degree, self.rank_tokens, self.group)
+    def heads_to_rank(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Each [own tokens, heads, dim] → [all tokens, heads / degree, dim], in one exchange.
+
+        Key and value may have fewer heads; with fewer than ranks, or a number that the degree does not divide, they are
+        repeated first, and autograd sums the gradients of the copies. Raises ValueError when heads cannot be dealt out.
+        """
+        copies = key_copies(query.shape[1], key.shape[1], self.degree)
+        if copies > 1:
+            key, value = (s.repeat_interleave(copies, dim=1) for s in (key, value))
+        tokens, _, dim = query.shape
+        widths = [s.shape[1] // self.degree for s in (query, key, value)]
+        by_rank = [s.view(tokens, self.degree, width, dim) for s, width in zip((query, key, value), widths, strict=True)]
+        rows = torch.cat(by_rank, dim=2).transpose(0, 1).reshape(self.degree * tokens, sum(widths), dim)
+        exchanged = AllToAll.apply(rows, (tokens,) * self.degree, self.rank_tokens, self.group)
+        query, key, value = exchanged.split(widths, dim=1)
+        return query, key, value
 
     def tokens_to_rank(self, output: Tensor) -> Tensor:
         """[all tokens, heads / degree, dim] → [own tokens, heads, dim]."""
@@ -46,13 +62,29 @@ class Exchange:
         return rows.view(self.degree, own, *output.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
+def key_copies(heads: int, kv_heads: int, degree: int) -> int:
+    """How often each key/value head is repeated so that every Ulysses rank gets whole heads, query and key alike.
+
+    Raises ValueError, naming the numbers, when there is no way.
+    """
+    copies = degree // math.gcd(kv_heads, degree)
+    if heads % degree or heads % (kv_heads * copies):
+        raise ValueError(
+            f"{heads} query heads and {kv_heads} key/value heads cannot be dealt out to ulysses={degree} ranks in whole "
+            f"heads: heads % ulysses = {heads % degree}, heads % (kv_heads × {copies} copies) = "
+            f"{heads % (kv_heads * copies)}. Use a degree that divides the query heads, and more ring ranks instead"
+        )
+    return copies
+
+
 @dataclass(frozen=True)
 class SegmentPlan:
     """Which tokens attend to each other: every segment to itself; causal: only to what came before, itself included.
 
-    groups: (length, count) of the segments, equal lengths together, so that each group is one batched kernel call.
-    order: tokens sorted by group, or None when they already are. inverse: its inverse.
-    exchange: set when the segments lie across Ulysses ranks.
+    groups: (length, count) of the segments that are here whole, equal lengths together, so that each group is one
+    batched kernel call. order: tokens sorted by group, those that go through the ring last; None when they already are.
+    inverse: its inverse. exchange: set when the segments lie across Ulysses ranks. ring: set when some lie across ring
+    ranks, on any of these.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -60,22 +92,38 @@ class SegmentPlan:
     inverse: Tensor | None
     exchange: Exchange | None = None
     causal: bool = False
+    ring: Ring | None = None
 
 
 def plan_segments(
     lengths: Sequence[int], device: torch.device, exchange: Exchange | None = None, causal: bool = False
 ) -> SegmentPlan:
     """Group consecutive segments of the given lengths (tokens) by length."""
-    starts: dict[int, list[int]] = defaultdict(list)
-    start = 0
-    for length in lengths:
-        starts[length].append(start)
-        start += length
-    groups = tuple((length, len(places)) for length, places in starts.items())
-    order = torch.cat([(torch.tensor(p)[:, None] + torch.arange(n)).flatten() for n, p in starts.items()])
-    if bool((order[1:] > order[:-1]).all()):
-        return SegmentPlan(groups, None, None, exchange, causal)
-    return SegmentPlan(groups, order.to(device), torch.argsort(order).to(device), exchange, causal)
+    return _plan(tuple(Span(i, 0, length) for i, length in enumerate(lengths)), lengths, device, exchange, causal, None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the ring × Ulysses mesh, and its neighbours there."""
+
+    ring_rank: int
+    ring_group: dist.ProcessGroup
+    ulysses_rank: int
+    ulysses_group: dist.ProcessGroup
+
+
+def plan_shard(
+    shards: ShardPlan, place: Place, device: torch.device, causal: bool = False, gather: bool = False
+) -> SegmentPlan:
+    """What one rank of a mesh has to do. gather: see `dhp.parallel.ring.Ring`."""
+    ring = exchange = None
+    if shards.ulysses > 1:
+        exchange = Exchange(shards.rank_tokens(place.ring_rank), place.ulysses_rank, place.ulysses_group)
+    chunks = [shards.chunk(rank) for rank in range(shards.ring)]
+    divided = tuple(tuple(s for s in chunk if not _is_whole(s, shards.lengths)) for chunk in chunks)
+    if any(divided):
+        ring = Ring(divided, place.ring_rank, place.ring_group, causal, gather)
+    return _plan(chunks[place.ring_rank], shards.lengths, device, exchange, causal, ring)
 
 
 def attend_segments(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float) -> Tensor:
@@ -83,17 +131,58 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan
 
     Key and value may have fewer heads, each shared by as many query heads in a row (grouped-query attention).
     """
-    grouped = query.shape[1] != key.shape[1]
+    if plan.exchange is not None:
+        query, key, value = plan.exchange.heads_to_rank(query, key, value)
     if plan.order is not None:
         query, key, value = (states[plan.order] for states in (query, key, value))
+    outputs = _attend_whole(query, key, value, plan, scale)
+    if plan.ring is not None:
+        rest = slice(sum(length * count for length, count in plan.groups), None)
+        outputs.append(ring_attention(query[rest], key[rest], value[rest], plan.ring, scale))
+    output = outputs[0] if len(outputs) == 1 else torch.cat([query[:0], *outputs])  # none at all on an empty rank
+    output = output if plan.inverse is None else output[plan.inverse]
+    return output if plan.exchange is None else plan.exchange.tokens_to_rank(output)
+
+
+def _attend_whole(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float) -> list[Tensor]:
+    """Outputs of the segments that are here whole, group by group."""
+    grouped = query.shape[1] != key.shape[1]
     sizes = [length * count for length, count in plan.groups]
+    parts = ([*s[: sum(sizes)].split(sizes)] if sizes else [] for s in (query, key, value))
     outputs = []
-    for (length, count), *states in zip(plan.groups, *(s.split(sizes) for s in (query, key, value)), strict=True):
-        q, k, v = (s.view(count, length, *s.shape[1:]).transpose(1, 2) for s in states)  # [count, heads, length, dim]
+    for (length, count), *states in zip(plan.groups, *parts, strict=True):
+        q, k, v = (s.reshape(count, length, *s.shape[1:]).transpose(1, 2) for s in states)  # [count, heads, length, dim]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=grouped)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output if plan.inverse is None else output[plan.inverse]
+    return outputs
+
+
+def _plan(
+    spans: Sequence[Span],
+    lengths: Sequence[int],
+    device: torch.device,
+    exchange: Exchange | None,
+    causal: bool,
+    ring: Ring | None,
+) -> SegmentPlan:
+    """`spans`: what is here after the exchange, in the order of rows."""
+    starts: dict[int, list[int]] = defaultdict(list)
+    divided: list[Tensor] = []
+    for span, start in zip(spans, accumulate((span.count for span in spans), initial=0)):
+        if _is_whole(span, lengths):
+            starts[span.count].append(start)
+        else:
+            divided.append(torch.arange(start, start + span.count))
+    groups = tuple((length, len(places)) for length, places in starts.items())
+    whole = [(torch.tensor(p)[:, None] + torch.arange(n)).flatten() for n, p in starts.items()]
+    order = torch.cat([torch.empty(0, dtype=torch.long), *whole, *divided])
+    if bool((order[1:] > order[:-1]).all()):
+        return SegmentPlan(groups, None, None, exchange, causal, ring)
+    return SegmentPlan(groups, order.to(device), torch.argsort(order).to(device), exchange, causal, ring)
+
+
+def _is_whole(span: Span, lengths: Sequence[int]) -> bool:
+    return span.count == lengths[span.segment]
 
 
 def segment_attention(
@@ -110,14 +199,8 @@ def segment_attention(
 
     `cu_seq_lens_q` carries our plan through the untouched tower, in place of cumulative lengths.
     """
-    plan = cu_seq_lens_q
-    states = torch.stack([s[0].transpose(0, 1) for s in (query, key, value)], dim=1)  # [tokens, 3, heads, dim]
-    if plan.exchange is not None:
-        states = plan.exchange.heads_to_rank(states)
-    output = attend_segments(*states.unbind(1), plan, scaling)
-    if plan.exchange is not None:
-        output = plan.exchange.tokens_to_rank(output)
-    return output[None], None
+    states = (s[0].transpose(0, 1) for s in (query, key, value))  # [tokens, heads, dim]
+    return attend_segments(*states, cu_seq_lens_q, scaling)[None], None
 
 
 def packed_attention(

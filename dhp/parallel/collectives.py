@@ -39,6 +39,30 @@ class AllToAll(torch.autograd.Function):
         return exchange_rows(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
+class Shift:
+    """A tensor on its way to the next rank of a ring, and another one coming from the rank before."""
+
+    def __init__(self, tensor: Tensor, shape: Sequence[int], group: dist.ProcessGroup):
+        """shape: of what comes. Begins at once; what is sent must not be written to before `wait`."""
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._device = tensor.device
+        staged = _must_stage(tensor, group)
+        self._sent = tensor.contiguous().cpu() if staged else tensor.contiguous()
+        self._coming = self._sent.new_empty(tuple(shape))
+        messages = []
+        if self._sent.numel():
+            messages.append(dist.P2POp(dist.isend, self._sent, group=group, group_peer=(rank + 1) % ranks))
+        if self._coming.numel():
+            messages.append(dist.P2POp(dist.irecv, self._coming, group=group, group_peer=(rank - 1) % ranks))
+        self._works = dist.batch_isend_irecv(messages) if messages else []
+
+    def wait(self) -> Tensor:
+        """What has come."""
+        for work in self._works:
+            work.wait()
+        return self._coming.to(self._device)
+
+
 def sum_in_place(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum of `tensor` over the group, written back into it; no autograd."""
     return _reduce_in_place(tensor, group, dist.ReduceOp.SUM)

@@ -1,0 +1,136 @@
+"""Attention of one block of queries to one block of keys, with what a ring needs to put blocks together.
+
+Forward answers with the log-sum-exp of the scores beside the output; backward takes both as they are over *all* blocks,
+and then gives this block's exact share of the gradients (Liu et al. 2023, Ring Attention, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Block(NamedTuple):
+    """How queries see keys: all of them, or, where both are the same tokens of causal attention, those up to their own.
+
+    scale: what scores are multiplied by.
+    """
+
+    diagonal: bool
+    scale: float
+
+
+class Kernel(Protocol):
+    """query [queries, heads, dim]; key, value [keys, kv heads, dim]; lse [heads, queries] in float32 (or float64)."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Output, and log-sum-exp of the scores."""
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
+    ) -> Gradients:
+        """This block's part of the gradients of query, key and value."""
+
+
+class CpuFlash:
+    """PyTorch's flash attention for CPUs. Any head dim; keys may have fewer heads."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        states = (_heads_first(s) for s in (query, key, value))
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *states, 0.0, block.diagonal, scale=block.scale
+        )
+        return output[0].transpose(0, 1), lse[0]
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
+    ) -> Gradients:
+        given = (_heads_first(s) for s in (grad, query, key, value, output))
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, lse[None].contiguous(), 0.0, block.diagonal, scale=block.scale
+        )
+        query_, key_, value_ = (g[0].transpose(0, 1) for g in gradients)
+        return query_, key_, value_
+
+
+class Dense:
+    """Written out in float32 (float64 for float64 inputs), on any device: the reference, and for what has no kernel."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        scores, _, _, v = self._scores(query, key, value, block)
+        lse = scores.logsumexp(-1)
+        output = (scores - lse[..., None]).exp() @ v
+        return output.transpose(0, 1).to(query.dtype), lse
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
+    ) -> Gradients:
+        scores, q, k, v = self._scores(query, key, value, block)
+        weights = (scores - lse[..., None]).exp()
+        g, o = (s.transpose(0, 1).to(v.dtype) for s in (grad, output))
+        slopes = weights * (g @ v.transpose(1, 2) - (g * o).sum(-1, keepdim=True)) * block.scale
+        shared = lambda s: s.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)  # over queries of one key head
+        return (
+            (slopes @ k).transpose(0, 1).to(query.dtype),
+            shared(slopes.transpose(1, 2) @ q).to(key.dtype),
+            shared(weights.transpose(1, 2) @ g).to(value.dtype),
+        )
+
+    def _scores(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, ...]:
+        """Scores [heads, queries, keys], and the states with heads first in the exact format."""
+        exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+        q, k, v = (s.transpose(0, 1).to(exact) for s in (query, key, value))
+        k, v = (s.repeat_interleave(q.shape[0] // s.shape[0], 0) for s in (k, v))
+        scores = q @ k.transpose(1, 2) * block.scale
+        if block.diagonal:
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return scores, q, k, v
+
+
+class CudaFlash:
+    """PyTorch's flash attention for GPUs, 16-bit formats."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        states = (_heads_first(s) for s in (query, key, value))
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            *states, 0.0, block.diagonal, False, scale=block.scale
+        )
+        return output[0].transpose(0, 1), lse[0]
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
+    ) -> Gradients:
+        given = [_heads_first(s) for s in (grad, query, key, value, output)]
+        none = torch.empty(0, dtype=torch.long, device=query.device)
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *given,
+            lse[None].contiguous(),
+            None,
+            None,
+            len(query),
+            len(key),
+            0.0,
+            block.diagonal,
+            none,
+            none,
+            scale=block.scale,
+        )
+        query_, key_, value_ = (g[0].transpose(0, 1) for g in gradients)
+        return query_, key_, value_
+
+
+def choose_kernel(query: Tensor) -> Kernel:
+    """The fastest kernel for tensors like this one."""
+    if query.device.type == "cpu":
+        return CpuFlash()
+    return CudaFlash() if query.dtype in (torch.float16, torch.bfloat16) else Dense()
+
+
+def _heads_first(states: Tensor) -> Tensor:
+    """[tokens, heads, dim] → [1, heads, tokens, dim]."""
+    return states.transpose(0, 1)[None]

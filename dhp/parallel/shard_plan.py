@@ -1,0 +1,126 @@
+"""Which tokens of a flattened sequence each rank of a ring × Ulysses mesh holds: data, made without any process group.
+
+A sequence is made of segments (images, frames, documents); a token attends within its own segment. A shard is a list
+of spans, so uneven shards, many segments, and layouts that deal a segment out in pieces are all the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+
+@dataclass(frozen=True)
+class Span:
+    """`count` consecutive tokens of a segment, from its `first`-th on."""
+
+    segment: int
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+Shard = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """shards[ring rank][Ulysses rank]: the spans of a rank, in the order of its rows. lengths: of the segments."""
+
+    lengths: tuple[int, ...]
+    shards: tuple[tuple[Shard, ...], ...]
+
+    @property
+    def ring(self) -> int:
+        return len(self.shards)
+
+    @property
+    def ulysses(self) -> int:
+        return len(self.shards[0])
+
+    def rank_tokens(self, ring_rank: int) -> tuple[int, ...]:
+        """Tokens of each Ulysses rank of a ring rank."""
+        return tuple(count_tokens(shard) for shard in self.shards[ring_rank])
+
+    def chunk(self, ring_rank: int) -> Shard:
+        """What the Ulysses ranks of a ring rank hold together, in the order of their rows."""
+        return _joined(span for shard in self.shards[ring_rank] for span in shard)
+
+    def places(self, ring_rank: int, ulysses_rank: int) -> list[int]:
+        """For each row of a rank, its place in the whole sequence, segments one behind another."""
+        starts = [0, *accumulate(self.lengths)]
+        shard = self.shards[ring_rank][ulysses_rank]
+        return [starts[s.segment] + place for s in shard for place in range(s.first, s.end)]
+
+
+def contiguous_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
+    """Each rank the next part of the sequence, equal to within one token."""
+    return given_plan(lengths, _even(sum(lengths), ring * ulysses), ring)
+
+
+def given_plan(lengths: Sequence[int], rank_tokens: Sequence[int], ring: int) -> ShardPlan:
+    """Each rank the next part of the sequence, of the given number of tokens; Ulysses ranks innermost.
+
+    For vision shards, whose borders are those of attention windows. Raises ValueError when the numbers do not fit.
+    """
+    if sum(rank_tokens) != sum(lengths):
+        raise ValueError(f"the ranks hold {sum(rank_tokens)} tokens, but the segments have {sum(lengths)}")
+    whole = tuple(Span(segment, 0, length) for segment, length in enumerate(lengths) if length)
+    shards = cut_spans(whole, rank_tokens)
+    ulysses = len(rank_tokens) // ring
+    return ShardPlan(tuple(lengths), tuple(tuple(shards[r * ulysses : (r + 1) * ulysses]) for r in range(ring)))
+
+
+def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
+    """For causal attention: each segment in 2 × ring pieces, of which ring rank r gets the r-th and the r-th from the
+    end, so that all have the same work; the Ulysses ranks share a ring rank's tokens in order.
+
+    Pieces of a segment are equal to within one token: no length has to be a multiple of anything.
+    """
+    chunks: list[list[Span]] = [[] for _ in range(ring)]
+    for segment, length in enumerate(lengths):
+        pieces = cut_spans((Span(segment, 0, length),), _even(length, 2 * ring))
+        for r in range(ring):
+            chunks[r] += [*pieces[r], *pieces[2 * ring - 1 - r]]
+    return ShardPlan(
+        tuple(lengths),
+        tuple(tuple(cut_spans(chunk, _even(count_tokens(chunk), ulysses))) for chunk in chunks),
+    )
+
+
+def count_tokens(spans: Iterable[Span]) -> int:
+    """Tokens of all spans together."""
+    return sum(span.count for span in spans)
+
+
+def cut_spans(spans: Sequence[Span], counts: Sequence[int]) -> list[Shard]:
+    """Consecutive parts of the given numbers of tokens."""
+    starts = [0, *accumulate(span.count for span in spans)]
+    parts = []
+    for begin, end in pairwise((0, *accumulate(counts))):
+        cut = []
+        for span, start in zip(spans, starts):
+            first, last = max(begin - start, 0), min(end - start, span.count)
+            if first < last:
+                cut.append(Span(span.segment, span.first + first, last - first))
+        parts.append(tuple(cut))
+    return parts
+
+
+def _even(total: int, parts: int) -> tuple[int, ...]:
+    return tuple(total * (i + 1) // parts - total * i // parts for i in range(parts))
+
+
+def _joined(spans: Iterable[Span]) -> Shard:
+    """Neighbours that continue each other made one."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1].segment == span.segment and joined[-1].end == span.first:
+            joined[-1] = Span(span.segment, joined[-1].first, joined[-1].count + span.count)
+        else:
+            joined.append(span)
+    return tuple(joined)
