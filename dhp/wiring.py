@@ -95,6 +95,7 @@ def part_settings(config: Config, part: str, device: str, steps: int, checkpoint
         device=device,
         activation_checkpointing=own.activation_checkpointing,
         zero_stage=own.zero_stage,
+        autotp=own.parallelism == "autotp",
         packing=config.data.packing,
         update=update,
         seed=config.seed,

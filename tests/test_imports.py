@@ -51,7 +51,7 @@ SELF_CONTAINED = {"errors", "messages", "version", "spans"}  # not even EVERYONE
 # Library → the only folders and files of dhp that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"cluster", "train_ray"},
-    "deepspeed": {"parallel.zero"},
+    "deepspeed": {"parallel.zero", "parallel.autotp"},
     "hydra": {"config"},
     "omegaconf": {"config"},
     "transformers": {"models", "data", "trainers", "assets", "parallel.tensor"},

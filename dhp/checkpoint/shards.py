@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -135,21 +135,21 @@ class ShardReader:
         return self._pieces[name]
 
 
-def save_shards(model: nn.Module, folder: Path, rank: int) -> tuple[str, ...]:
+def save_shards(weights: Mapping[str, Tensor], folder: Path, rank: int) -> tuple[str, ...]:
     """Write a part's weights, on rank 0 all that it holds, on others only their own slices; names of the files."""
     writer = ShardWriter(folder, rank)
-    for name, parameter in model.named_parameters():
-        writer.add(name, parameter)
+    for name, weight in weights.items():
+        writer.add(name, weight)
     return writer.write()
 
 
-def load_shards(model: nn.Module, folder: Path) -> None:
+def load_shards(weights: Mapping[str, Tensor], folder: Path) -> None:
     """Give a part the weights that `save_shards` wrote. Raises CheckpointError when they are not this model's."""
     reader = ShardReader(folder)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(reader.like(name, parameter))
+        for name, weight in weights.items():
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            local.copy_(reader.like(name, weight))
 
 
 def read_shards(folder: Path) -> Mapping[str, Tensor]:

@@ -42,7 +42,6 @@ def _both(*rows: Callable[[str], Alias]) -> Iterator[Alias]:
         yield from (row("vision"), row("text"))
 
 
-_AUTOTP = "text.parallelism=tensor, which splits each matrix by the model's own plan"
 _ONE_STEP = "training.micro_batch_size cuts a batch"
 _LARGER = "a training.batch_size that many times as large, which training.micro_batch_size cuts"
 
@@ -55,7 +54,6 @@ ALIASES: tuple[Alias, ...] = (
         lambda part: Alias(f"{part}.autocast", why=f"{part}.dtype is the format of everything"),
     ),
     Alias("vision.parallelism", value="tensor", instead="vision.parallelism=sequence, the nearest"),
-    Alias("text.parallelism", value="autotp", instead=_AUTOTP),
     Alias("text.autotp_size", ("text.tensor",)),
     Alias("text.tp_overlap_comm", why="PyTorch decides what overlaps"),
     Alias("training.num_iterations", ("training.max_steps",), times="training.num_epochs"),

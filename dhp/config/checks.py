@@ -53,5 +53,19 @@ def check_tensor(heads: int, kv_heads: int, tensor: int) -> None:
         )
 
 
+def check_autotp(kv_heads: int, tensor: int) -> None:
+    """DeepSpeed's tensor parallelism gives each actor whole key/value heads: `kv_heads` a multiple of `tensor`.
+
+    Raises ConfigError.
+    """
+    if kv_heads % tensor:
+        raise ConfigError(
+            f"text.parallelism=autotp with text.tensor={tensor} cannot split the text decoder's {kv_heads} key/value "
+            f"heads: kv_heads({kv_heads}) % tensor({tensor}) = {kv_heads % tensor} != 0, and DeepSpeed would leave "
+            f"actors without any. Set text.parallelism=tensor, where actors share heads, or text.tensor to one of "
+            f"{_divisors(kv_heads)} and text.num_actors to match."
+        )
+
+
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]

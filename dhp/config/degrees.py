@@ -8,9 +8,12 @@ from dhp.config.schema import PartConfig
 from dhp.errors import ConfigError
 
 DEGREES = ("data", "ulysses", "ring", "tensor")
-PARALLELISMS = {"vision": ("none", "data", "sequence", "deepspeed"), "text": ("none", "data", "tensor", "deepspeed")}
+PARALLELISMS = {
+    "vision": ("none", "data", "sequence", "deepspeed"),
+    "text": ("none", "data", "tensor", "deepspeed", "autotp"),
+}
 # The degree that a parallelism names.
-_NAMED_DEGREE = {"data": "data", "sequence": "ulysses", "tensor": "tensor", "deepspeed": "data"}
+_NAMED_DEGREE = {"data": "data", "sequence": "ulysses", "tensor": "tensor", "deepspeed": "data", "autotp": "tensor"}
 _DTYPES = ("bfloat16", "float32", "float64")
 _BACKENDS = ("auto", "sdpa")
 ZERO_STAGES = ("0", "1", "2", "3")

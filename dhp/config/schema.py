@@ -18,7 +18,8 @@ class PartConfig:
 
     parallelism: str = "none"
     """How the actors share the work. vision: none | data | sequence | deepspeed; text: none | data | tensor |
-    deepspeed (replicas, as data, beside a zero_stage from 1 on)."""
+    deepspeed | autotp. deepspeed: replicas, as data, beside a zero_stage from 1 on; autotp: as tensor, with DeepSpeed's
+    layers."""
 
     num_actors: int = 1
     """Actors of this part (processes, one device each); num_actors = data × ulysses × ring × tensor."""
@@ -33,7 +34,7 @@ class PartConfig:
     """Actors that split a sequence by passing keys and values around a ring. Null: 1 (the only value yet)."""
 
     tensor: Optional[int] = None
-    """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor, else 1."""
+    """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor or autotp, else 1."""
 
     dtype: str = "float32"
     """Number format in which the part computes: bfloat16 | float32 | float64. With bfloat16 the optimizer keeps the

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dhp.parallel.collectives import largest_in_place, sum_in_place
+from dhp.parallel.slices import laid_out
 
 CHUNK_ROWS = 2048
 
@@ -30,7 +31,7 @@ def token_loss_sum(head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows:
     """
     if head.bias is not None:
         raise ValueError("a head with a bias is not supported; add its gradient here and to the tests first")
-    weight, first, group = _own_rows(head.weight)
+    weight, first, group = _own_rows(laid_out(head, "weight"))
     return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from dhp.parallel.collectives import sum_in_place
 from dhp.parallel.gradients import Gradients
 from dhp.parallel.precision import cast_parameters, exact_dtype
+from dhp.parallel.slices import all_laid_out
 from dhp.parallel.state import MASTER, MOMENTS, STEP, StateSink, StateSource, steps_taken
 from dhp.parallel.tensor import partial_parameters
 
@@ -44,6 +45,8 @@ class Replicated:
             cast_parameters(module, dtype)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        layouts = all_laid_out(module)
+        self._layouts = [layouts[name].detach() for name in self._names]
         self.optimizer = make_optimizer(self._masters)
         partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
         self._gradients = Gradients(self._parameters, exact_dtype(dtype), group, partial_over, overlap)
@@ -62,11 +65,11 @@ class Replicated:
     def norm_sq(self) -> float:
         """Squared L2 norm of the whole part's gradient, the same on every rank."""
         replicated, sharded = [], []
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            (sharded if _mesh_of(parameter) is not None else replicated).append(master.grad)
+        for layout, master in zip(self._layouts, self._masters, strict=True):
+            (sharded if _mesh_of(layout) is not None else replicated).append(master.grad)
         total = _squares(replicated)
         if sharded:
-            mesh = next(m for m in map(_mesh_of, self._parameters) if m is not None)
+            mesh = next(m for m in map(_mesh_of, self._layouts) if m is not None)
             total = total + sum_in_place(_squares(sharded), mesh.get_group())
         return float(total)
 
@@ -89,27 +92,27 @@ class Replicated:
     def save_state(self, sink: StateSink) -> None:
         """Hand over the optimizer's state. Ranks that share parameters by slices call it together."""
         sink.add(STEP, steps_taken(self.optimizer))
-        for name, parameter, master in zip(self._names, self._parameters, self._masters, strict=True):
+        for name, layout, master in zip(self._names, self._layouts, self._masters, strict=True):
             state = self.optimizer.state.get(master, {})
             kinds = {MASTER: master.detach()} if self._cast else {}
             kinds |= {kind: state[kind] for kind in MOMENTS if state}
             for kind, values in kinds.items():
-                sink.add(f"{name}.{kind}", _laid_out_as(parameter, values))
+                sink.add(f"{name}.{kind}", _laid_out_as(layout, values))
 
     def load_state(self, source: StateSource) -> None:
         """Take back what `save_state` handed over."""
-        named = list(zip(self._names, self._parameters, strict=True))
+        named = list(zip(self._names, self._layouts, strict=True))
         if self._cast:
             with torch.no_grad():
-                for (name, parameter), master in zip(named, self._masters, strict=True):
-                    master.copy_(source.like(f"{name}.{MASTER}", parameter))
+                for (name, layout), master in zip(named, self._masters, strict=True):
+                    master.copy_(source.like(f"{name}.{MASTER}", layout))
             self._round()
         step = source.whole(STEP)
         if not step:
             return
         state = {
-            index: {STEP: step.clone()} | {kind: source.like(f"{name}.{kind}", parameter) for kind in MOMENTS}
-            for index, (name, parameter) in enumerate(named)
+            index: {STEP: step.clone()} | {kind: source.like(f"{name}.{kind}", layout) for kind in MOMENTS}
+            for index, (name, layout) in enumerate(named)
         }
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
 
@@ -129,19 +132,19 @@ def _local_alias(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(_local(parameter))
 
 
-def _laid_out_as(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """This rank's values of something that is sharded as the parameter is."""
-    if not isinstance(parameter, DTensor):
+def _laid_out_as(layout: Tensor, local: Tensor) -> Tensor:
+    """This rank's values of something that is sharded as `layout` is."""
+    if not isinstance(layout, DTensor):
         return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+    mesh, placements = layout.device_mesh, layout.placements
+    return DTensor.from_local(local, mesh, placements, shape=layout.shape, stride=layout.stride())
 
 
-def _mesh_of(parameter: nn.Parameter) -> torch.distributed.device_mesh.DeviceMesh | None:
+def _mesh_of(layout: Tensor) -> torch.distributed.device_mesh.DeviceMesh | None:
     """The mesh over which a parameter's elements differ between ranks, or None when all hold the same."""
     # Not `is_shard`, which denies the interleaved slices of fused weights (`_StridedShard`).
-    if isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements):
-        return parameter.device_mesh
+    if isinstance(layout, DTensor) and not all(placement.is_replicate() for placement in layout.placements):
+        return layout.device_mesh
     return None
 
 

@@ -148,7 +148,8 @@ class _Entry(nn.Module):
         return compute()
 
 
-def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, dtype: torch.dtype) -> Any:
+def import_deepspeed() -> Any:
+    """The package, told which accelerator there is and not to compile anything."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -159,8 +160,13 @@ def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int,
     # calls: half a minute and a C++ compiler for nothing.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-    # It calls what torch renamed, and its 16-bit optimizer prints memory.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # it calls these
+    return deepspeed
+
+
+def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, dtype: torch.dtype) -> Any:
+    deepspeed = import_deepspeed()
+    # Its 16-bit optimizer prints memory.
     with redirect_stdout(io.StringIO()):
         config = _configuration(stage, dtype)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)

@@ -18,6 +18,7 @@ from dhp.errors import PartFailed
 from dhp.messages import PartReport, StepInfo
 from dhp.parallel.mesh import AXES, build_mesh
 from dhp.parallel.precision import exact_dtype
+from dhp.parallel.slices import all_laid_out
 from dhp.parallel.traffic import trace_collectives
 from dhp.parallel.update import MakeOptimizer, Replicated
 from dhp.parallel.zero import ZeroSharded
@@ -51,7 +52,7 @@ class Part:
         self.model = model.to(self.device)
         resumed = None if self.settings.resume_from is None else Path(self.settings.resume_from)
         if resumed is not None:
-            load_shards(model, resumed)
+            load_shards(all_laid_out(model), resumed)
         if self.settings.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         make = optimizer_maker(self.settings.update)
@@ -101,7 +102,7 @@ class Part:
             self.update.save_state(writer)
             writer.write()
         if self.settings.zero_stage < 3:
-            return () if replica else save_shards(self.model, Path(folder), shard)
+            return () if replica else save_shards(all_laid_out(self.model), Path(folder), shard)
         writer = ShardWriter(Path(folder), self.rank)
         self.update.save_weights(writer)
         return writer.write()

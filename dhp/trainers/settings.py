@@ -35,6 +35,7 @@ class PartSettings:
     device: str
     activation_checkpointing: bool
     zero_stage: int
+    autotp: bool  # DeepSpeed splits the matrices over degrees.tensor ranks, not transformers
     packing: bool  # rows of the text part are packed, so that its attention is ours
     update: UpdateSettings
     seed: int

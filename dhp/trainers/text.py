@@ -10,6 +10,7 @@ from dhp.messages import PartReport, StepInfo, TextInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import packed_attention, plan_segments
+from dhp.parallel.autotp import split_by_autotp
 from dhp.parallel.mesh import replicas_group
 from dhp.parallel.tensor import shared_heads_style
 from dhp.trainers.objective import share_of_objective
@@ -32,6 +33,13 @@ class TextTrainer:
         self._losses: list[Tensor] = []
 
     def _load(self) -> PreTrainedModel:
+        model = self._split_by_deepspeed() if self.part.settings.autotp else self._split()
+        if self.part.settings.packing:
+            AttentionInterface.register(ATTENTION, packed_attention)
+            self.family.use_text_attention(model, ATTENTION)
+        return model
+
+    def _split(self) -> PreTrainedModel:
         name, family, ranks = self.part.settings.model_name, self.family, self.part.settings.degrees.tensor
         plan = None
         if ranks > family.text_kv_heads:
@@ -39,9 +47,11 @@ class TextTrainer:
         model = load_part(name, family.vision_modules, self.part.master_dtype, self.part.mesh["tensor"], plan)
         if plan is not None:
             family.share_kv_heads(model, ranks)
-        if self.part.settings.packing:
-            AttentionInterface.register(ATTENTION, packed_attention)
-            family.use_text_attention(model, ATTENTION)
+        return model
+
+    def _split_by_deepspeed(self) -> PreTrainedModel:
+        model = load_part(self.part.settings.model_name, self.family.vision_modules, self.part.master_dtype)
+        split_by_autotp(model, self.part.mesh["tensor"])
         return model
 
     def forward_step(self, micro_batch: int, work: TextInput, *embeddings: Tensor) -> None:

@@ -27,6 +27,7 @@ CASES = [
     Case(Degrees(ulysses=2), Degrees(data=2), dtype="float32", zero_stage=2, text_zero_stage=3),
     Case(Degrees(data=3), Degrees(data=2), dtype="bfloat16", zero_stage=3, text_zero_stage=1),
     Case(Degrees(data=2), Degrees(data=2), dtype="bfloat16", zero_stage=1, text_zero_stage=2),
+    Case(Degrees(), Degrees(data=2, tensor=2), dtype="bfloat16", autotp=True),
 ]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -17,6 +17,10 @@ from dhp.errors import CheckpointError
 from tests.helpers.ranks import run_on_ranks
 
 
+def named(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters())
+
+
 def _model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
@@ -28,7 +32,7 @@ def _save_sharded(folder: Path) -> tuple[str, ...]:
     for name, dim in (("weight", 0), ("bias", 0)):
         whole = getattr(model[0], name)
         setattr(model[0], name, nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(dim)])))
-    return save_shards(model, folder, mesh.get_local_rank())
+    return save_shards(named(model), folder, mesh.get_local_rank())
 
 
 def test_pieces_of_two_ranks_make_the_whole(tmp_path: Path) -> None:
@@ -49,7 +53,7 @@ def _save_fused(folder: Path) -> tuple[str, ...]:
     halves = distribute_tensor(torch.arange(24.0).view(8, 3), mesh, [_StridedShard(0, split_factor=2)])
     model.weight = nn.Parameter(halves)
     assert halves.to_local()[:, 0].tolist() == ([0, 3, 12, 15], [6, 9, 18, 21])[mesh.get_local_rank()]
-    return save_shards(model, folder, mesh.get_local_rank())
+    return save_shards(named(model), folder, mesh.get_local_rank())
 
 
 def test_a_fused_weight_of_which_each_rank_holds_a_slice_of_both_halves(tmp_path: Path) -> None:
@@ -77,7 +81,7 @@ def test_a_lost_piece_is_noticed(tmp_path: Path) -> None:
 
 
 def test_weights_missing_beside_their_places(tmp_path: Path) -> None:
-    save_shards(_model(), tmp_path, 0)
+    save_shards(named(_model()), tmp_path, 0)
     (tmp_path / "rank_00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match="rank_00000.safetensors is missing"):
         read_shards(tmp_path)
@@ -97,12 +101,12 @@ def _load_back(folder: Path) -> list[torch.Tensor]:
         model.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [placement])))
     model.plain = nn.Parameter(whole.clone())
     kept = [p.detach().clone() for p in model.parameters()]
-    save_shards(model, folder, mesh.get_local_rank())
+    save_shards(named(model), folder, mesh.get_local_rank())
     torch.distributed.barrier()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    load_shards(model, folder)
+    load_shards(named(model), folder)
     return [(p - k).abs().max() for p, k in zip(map(_local, model.parameters()), map(_local, kept), strict=True)]
 
 
@@ -132,8 +136,8 @@ def test_ranges_of_elements_as_two_ranks_or_any_others_hold_them(tmp_path: Path)
 
 
 def test_weights_of_another_model(tmp_path: Path) -> None:
-    save_shards(_model(), tmp_path, 0)
+    save_shards(named(_model()), tmp_path, 0)
     with pytest.raises(CheckpointError, match=r"0\.weight was saved with shape \[5, 6\], but here it has \[5, 7\]"):
-        load_shards(nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5)), tmp_path)
+        load_shards(named(nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5))), tmp_path)
     with pytest.raises(CheckpointError, match=r"holds no weight: the checkpoint is of another model"):
-        load_shards(nn.Linear(6, 5), tmp_path)
+        load_shards(named(nn.Linear(6, 5)), tmp_path)

@@ -7,6 +7,7 @@ import pytest
 from dhp.config.aliases import ALIASES, table, translated
 from dhp.config.keys import find_key
 from dhp.config.load import compose_config
+from dhp.config.resolve import resolve
 from dhp.errors import ConfigError
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -68,6 +69,12 @@ def test_overrides_in_that_vocabulary(capsys):
     ]
 
 
+def test_deepspeeds_modes_go_by_the_same_words():
+    vision, text = ["vision.parallelism=deepspeed", "vision.zero_stage=2"], ["text.parallelism=autotp"]
+    config = resolve(compose_config("tiny", overrides=[*vision, *text, "+text.autotp_size=2"]))
+    assert (config.vision.data, config.vision.zero_stage, config.text.tensor) == (2, 2, 2)
+
+
 def test_an_override_that_is_overruled_is_replaced():
     overrides = ["training.clip_grad_norm=false", "training.max_grad_norm=2.0"]
     assert compose_config("tiny", overrides=overrides).training.max_grad_norm is None
@@ -77,7 +84,6 @@ def test_an_override_that_is_overruled_is_replaced():
     ("override", "instead"),
     [
         ("vision.parallelism=tensor", "vision.parallelism=sequence"),
-        ("text.parallelism=autotp", "text.parallelism=tensor"),
         ("training.gradient_accumulation_steps=4", "a training.batch_size that many times as large"),
         ("data.force_fixed_size=true", "data.min_pixels and data.max_pixels"),
     ],
@@ -89,8 +95,8 @@ def test_what_is_not_there_is_refused_with_what_to_write(override, instead):
 
 
 def test_a_refusal_in_a_yaml_names_the_file(tmp_path):
-    (tmp_path / "bad.yaml").write_text("text: {parallelism: autotp}\n")
-    with pytest.raises(ConfigError, match="in bad.yaml: text.parallelism=autotp is not there yet"):
+    (tmp_path / "bad.yaml").write_text("training: {gradient_accumulation_steps: 2}\n")
+    with pytest.raises(ConfigError, match="in bad.yaml: training.gradient_accumulation_steps=2 is not there yet"):
         compose_config("bad", str(tmp_path))
 
 

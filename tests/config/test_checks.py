@@ -2,7 +2,7 @@
 
 import pytest
 
-from dhp.config.checks import check_tensor, check_ulysses
+from dhp.config.checks import check_autotp, check_tensor, check_ulysses
 from dhp.errors import ConfigError
 
 
@@ -36,3 +36,11 @@ def test_tensor_that_cuts_a_key_value_head():
         check_tensor(24, 4, 6)
     assert "kv_heads(4) % tensor(6) = 4 != 0 and tensor(6) % kv_heads(4) = 2 != 0" in str(caught.value)
     assert "one of [1, 2, 4, 8, 12, 24]" in str(caught.value)
+
+
+def test_autotp_wants_whole_key_value_heads():
+    check_autotp(4, 2)
+    with pytest.raises(ConfigError) as caught:
+        check_autotp(2, 4)
+    assert "kv_heads(2) % tensor(4) = 2 != 0" in str(caught.value)
+    assert "Set text.parallelism=tensor" in str(caught.value) and "one of [1, 2]" in str(caught.value)

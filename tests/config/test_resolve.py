@@ -44,6 +44,7 @@ def degrees(part: PartConfig) -> tuple[int | None, ...]:
         ("vision", "deepspeed", 4, {"zero_stage": 3}, (4, 1, 1, 1)),
         ("vision", "deepspeed", 4, {"zero_stage": 1, "ulysses": 2}, (2, 2, 1, 1)),
         ("text", "deepspeed", 2, {"zero_stage": 2}, (2, 1, 1, 1)),
+        ("text", "autotp", 4, {"data": 2}, (2, 1, 1, 2)),
     ],
 )
 def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected):
@@ -81,7 +82,7 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.ulysses=2 does not exist yet", "text has data and tensor"],
         ),
         ({"vision__parallelism": "tensor"}, ["vision.parallelism=tensor", "none, data, sequence, deepspeed"]),
-        ({"text__parallelism": "sequence"}, ["text.parallelism=sequence", "choose from none, data, tensor, deepspeed"]),
+        ({"text__parallelism": "sequence"}, ["text.parallelism=sequence", "none, data, tensor, deepspeed, autotp"]),
         ({"vision__parallelism": "sequnce"}, ["did you mean sequence?"]),
         ({"text__num_actors": 0}, ["text.num_actors=0", "text.num_actors >= 1"]),
         ({"text__tensor": -2}, ["text.tensor=-2", "text.tensor >= 1"]),

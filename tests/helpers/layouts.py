@@ -54,10 +54,12 @@ class Case:
     schedule: str = "sequential"
     packing: bool = False
     text_zero_stage: int = 0
+    autotp: bool = False
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
         zero += f", text zero {self.text_zero_stage}" if self.text_zero_stage else ""
+        zero += ", autotp" if self.autotp else ""
         again = ", recompute" if self.checkpointing else ""
         vision, text = (str(d).replace(" ", "") for d in (self.vision, self.text))
         packed = ", packed" if self.packing else ""
@@ -90,8 +92,9 @@ class Inspected:
             from deepspeed.utils import safe_get_full_grad
 
             return {n: safe_get_full_grad(p).clone() for n, p in part.model.named_parameters()}
-        locals_ = zip(part.model.named_parameters(), part.update._masters, strict=True)
-        return {name: _whole(local.grad, parameter) for (name, parameter), local in locals_}
+        update = part.update
+        masters = zip(update._names, update._layouts, update._masters, strict=True)
+        return {name: _whole(master.grad, layout) for name, layout, master in masters}
 
     def weights(self) -> dict[str, Tensor]:
         """What the optimizer updates: the master weights, where the module has rounded copies."""
@@ -101,8 +104,9 @@ class Inspected:
             from deepspeed.utils import safe_get_full_fp32_param
 
             return {n: safe_get_full_fp32_param(p).clone() for n, p in named.items()}
-        masters = zip(named.items(), part.update._masters, strict=True)
-        return {n: _whole(master.detach(), p) for (n, p), master in masters}
+        update = part.update
+        masters = zip(update._names, update._layouts, update._masters, strict=True)
+        return {n: _whole(master.detach(), layout) for n, layout, master in masters}
 
     def rounded(self) -> bool:
         """Whether every weight that the module computes with is its master weight, rounded."""
@@ -138,6 +142,7 @@ def settings(part: str, model: str, case: Case) -> PartSettings:
         device="cpu",
         activation_checkpointing=case.checkpointing,
         zero_stage=case.zero_stage if vision else case.text_zero_stage,
+        autotp=case.autotp and not vision,
         packing=case.packing,
         update=UPDATE,
         seed=0,

@@ -186,7 +186,7 @@ def _resumed(folder: str, stage: int, dtype: str) -> list[bool]:
     dist.barrier()
     again = make_net()
     torch.nn.init.zeros_(next(again.parameters()))
-    load_shards(again, Path(folder) / "weights")
+    load_shards(dict(again.named_parameters()), Path(folder) / "weights")
     resumed, _ = make_update(stage, dtype, again)
     resumed.load_state(ShardReader(Path(folder) / "state"))
     for step in range(2, 4):

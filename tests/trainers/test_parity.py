@@ -40,6 +40,8 @@ EXACT = [
     Case(ONE, ONE, micro_batches=1, packing=True),
     Case(Degrees(ulysses=2), Degrees(tensor=2), packing=True),
     Case(Degrees(data=2), Degrees(data=2, tensor=2), packing=True, checkpointing=True),
+    Case(Degrees(ulysses=2), Degrees(tensor=4), 3, autotp=True),
+    Case(ONE, Degrees(data=2, tensor=2), packing=True, checkpointing=True, autotp=True),
 ]
 SINGLE = [
     Case(ONE, ONE, dtype="float32"),
@@ -79,6 +81,10 @@ def assert_exact_in_single_precision(errors: Errors) -> None:
 @pytest.mark.parametrize("case", SINGLE, ids=str)
 def test_equals_plain_model_in_single_precision(case: Case, made_model: str) -> None:
     assert_exact_in_single_precision(compare(made_model, case, awkward_steps()))
+
+
+def test_autotp_of_a_head_that_is_the_embedding(few_keys_model: str) -> None:
+    assert_exact(compare(few_keys_model, Case(ONE, Degrees(tensor=2), autotp=True), awkward_steps()))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -24,6 +24,7 @@ CASES = [
     Case(Degrees(data=2), Degrees(data=2), 3, dtype="bfloat16", zero_stage=1, text_zero_stage=1, packing=True),
     Case(Degrees(ulysses=2), Degrees(data=2), 4, "bfloat16", 2, schedule="vision_ahead", text_zero_stage=2),
     Case(Degrees(data=2), Degrees(data=2), 3, "bfloat16", 3, checkpointing=True, text_zero_stage=3),
+    Case(ONE, Degrees(data=2, tensor=2), 2, dtype="bfloat16", packing=True, autotp=True),
 ]
 
 
