@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from dhp.errors import ModelError
 from dhp.messages import StepData, StepInfo, TextInput, VisionInput
 from dhp.models.family import Family, ImageLayout
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
-from dhp.parallel.dispatch import ImageWork, Pieces, shard_images
+from dhp.parallel.dispatch import ImageWork, Piece, Pieces, shard_images
 
 GRIDS = "image_grid_thw"
 Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch
@@ -168,8 +168,9 @@ class Feed:
 
     def _shard(self, pictures: Sequence[Picture]) -> list[Pieces]:
         """Pieces for each vision rank, sequence ranks innermost."""
-        work = [ImageWork(p.replica, p.layout.window_lengths) for p in pictures]
-        return [pieces for replica in shard_images(work, self._replicas, self._ranks) for pieces in replica]
+        work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
+        sharded = shard_images(work, self._replicas, self._ranks, self._family.vision_knee)
+        return [pieces for replica in sharded for pieces in replica]
 
     def _vision(
         self, pictures: Sequence[Picture], shards: Sequence[Pieces], rank: int, text_replicas: int, last: bool
@@ -183,17 +184,15 @@ class Feed:
             rows[pictures[piece.image].replica] += len(cut.pixels) // unit
         if not cuts:
             cuts = [_Cut(torch.zeros(unit, self._family.patch_dim), torch.zeros(unit, 2, dtype=torch.long), (unit,))]
-        images = dict.fromkeys(piece.image for pieces in group for piece in pieces)
-        idle = sum(not pieces for pieces in group)
+        segment_lengths, shards = _lay_out(pictures, group, unit)
         return VisionInput(
             active=bool(pictures),
             last=last,
             pixels=torch.cat([cut.pixels for cut in cuts]),
             positions=torch.cat([cut.positions for cut in cuts]),
             window_lengths=tuple(length for cut in cuts for length in cut.window_lengths),
-            # Ranks without work come last in their group, and each dummy window is a segment of its own.
-            frame_lengths=(*(n for i in images for n in pictures[i].layout.frame_lengths), *(unit,) * idle),
-            rank_patches=tuple(_patches(pictures, pieces) or unit for pieces in group),
+            segment_lengths=segment_lengths,
+            shards=shards,
             rows=tuple(rows),
         )
 
@@ -263,8 +262,40 @@ def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
     return layout.order[begin:end]
 
 
-def _patches(pictures: Sequence[Picture], pieces: Pieces) -> int:
-    return sum(sum(pictures[p.image].layout.window_lengths[p.first : p.last]) for p in pieces)
+def _lay_out(
+    pictures: Sequence[Picture], group: Sequence[Pieces], unit: int
+) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, int, int], ...], ...]]:
+    """Lengths of the full-attention segments of a group of ranks, and each rank's spans of them.
+
+    A rank without pieces has a dummy window, which is a segment of its own.
+    """
+    numbers: dict[tuple[int, int], int] = {}  # of a segment by image and place in it
+    lengths: list[int] = []
+    shards = []
+    for pieces in group:
+        spans = []
+        for piece in pieces:
+            for frame, first, count in _frames(pictures[piece.image].layout, piece):
+                number = numbers.setdefault((piece.image, frame), len(lengths))
+                if number == len(lengths):
+                    lengths.append(pictures[piece.image].layout.frame_lengths[frame])
+                spans.append((number, first, count))
+        if not pieces:
+            spans.append((len(lengths), 0, unit))
+            lengths.append(unit)
+        shards.append(tuple(spans))
+    return tuple(lengths), tuple(shards)
+
+
+def _frames(layout: ImageLayout, piece: Piece) -> Iterator[tuple[int, int, int]]:
+    """The frames that a piece touches, with its first patch in each and the number of its patches there."""
+    begin, end = (sum(layout.window_lengths[:w]) for w in (piece.first, piece.last))
+    start = 0
+    for frame, length in enumerate(layout.frame_lengths):
+        first, last = max(begin - start, 0), min(end - start, length)
+        if first < last:
+            yield frame, first, last - first
+        start += length
 
 
 def _pad_rows(rows: Sequence, fill: int, lengths: Tensor) -> Tensor:

@@ -32,8 +32,9 @@ class VisionInput:
     """One vision rank's work in a micro-batch; patches in tower order.
 
     pixels: [patches, values]; positions: [patches, 2]. window_lengths: patches of this rank's windows.
-    frame_lengths: patches of the full-attention segments of all ranks that share the sequence, in rank order.
-    rank_patches: patches on each of these ranks. rows: merged rows for each text replica, in order; rows beyond
+    segment_lengths: patches of the full-attention segments of all ranks that share the sequence. shards: for each of
+    these ranks (Ulysses innermost), what it holds of them, in the order of its rows: (segment, first patch, patches).
+    rows: merged rows for each text replica, in order; rows beyond
     their sum come from a dummy window and are dropped. active: some rank of the part has an image.
     last: no later micro-batch of the step has one, so gradients are summed after this one's backward.
     """
@@ -43,8 +44,8 @@ class VisionInput:
     pixels: Tensor
     positions: Tensor
     window_lengths: tuple[int, ...]
-    frame_lengths: tuple[int, ...]
-    rank_patches: tuple[int, ...]
+    segment_lengths: tuple[int, ...]
+    shards: tuple[tuple[tuple[int, int, int], ...], ...]
     rows: tuple[int, ...]
 
 

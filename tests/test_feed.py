@@ -68,8 +68,23 @@ def test_a_rank_without_work_gets_one_window_of_its_own(made_model: str) -> None
     assert busy.rows == (1,) and all(work.rows == (0,) for work in idle)
     for work in idle:
         assert work.active and work.window_lengths == (4,) and work.pixels.shape == (4, 3 * 2 * 14 * 14)
-    assert {work.frame_lengths for work in data.vision[0]} == {(4, 4, 4, 4)}
-    assert {work.rank_patches for work in data.vision[0]} == {(4, 4, 4, 4)}
+    for work in data.vision[0]:  # a dummy window is a segment that nobody else sees
+        assert work.segment_lengths == (4, 4, 4, 4)
+        assert work.shards == (((0, 0, 4),), ((1, 0, 4),), ((2, 0, 4),), ((3, 0, 4),))
+
+
+def test_small_images_stay_whole_and_a_large_one_is_divided(made_model: str) -> None:
+    samples = [make_sample([(1, 16, 16), (1, 4, 4), (1, 4, 4)], 4, 2, 1, 505)]
+    data = deal(made_model, Case(Degrees(ulysses=2), Degrees(), micro_batches=1), samples)
+    work = data.vision[0][0]
+    spans = [span for shard in work.shards for span in shard]
+    assert sorted(work.segment_lengths) == [16, 16, 256]
+    assert sum(count for _, _, count in spans) == sum(work.segment_lengths)
+    large = work.segment_lengths.index(256)
+    assert sorted(segment for segment, _, count in spans if count == work.segment_lengths[segment]) == [
+        n for n in range(3) if n != large
+    ]
+    assert len([1 for segment, _, _ in spans if segment == large]) == 2
 
 
 def test_a_step_without_images_leaves_the_vision_part_idle(made_model: str) -> None:

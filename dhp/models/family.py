@@ -50,6 +50,7 @@ class Family(Protocol):
     patch_dim: int  # values in one patch
     merge_unit: int  # patches that become one token of the text part
     image_token_id: int
+    vision_knee: float  # patches of a segment at which full attention costs as much as all the rest of the tower
 
     text_kv_projections: tuple[str, ...]  # key and value projections of the decoder, `*` for layer numbers
     vision_tensor_plan: dict[str, str]  # how transformers' styles split the tower and projector, by module

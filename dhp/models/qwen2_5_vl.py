@@ -39,6 +39,10 @@ class Qwen25Vl:
         self.text_kv_heads = text.num_key_value_heads
         self.patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.image_token_id = config.image_token_id
+        # Multiply-adds a patch: of the matrices of all blocks, and of full attention for each patch of the segment.
+        matrices = vision.depth * vision.hidden_size * (4 * vision.hidden_size + 3 * vision.intermediate_size)
+        attention = len(vision.fullatt_block_indexes) * 2 * vision.hidden_size
+        self.vision_knee = matrices / attention if attention else float("inf")
         self._merge = vision.spatial_merge_size
         self.merge_unit = self._merge**2
 

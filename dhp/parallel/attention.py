@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dhp.parallel.collectives import AllToAll
 from dhp.parallel.ring import Ring, ring_attention
-from dhp.parallel.shard_plan import ShardPlan, Span
+from dhp.parallel.shard_plan import ShardPlan, Span, is_whole
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Exchange:
             key, value = (s.repeat_interleave(copies, dim=1) for s in (key, value))
         tokens, _, dim = query.shape
         widths = [s.shape[1] // self.degree for s in (query, key, value)]
-        by_rank = [s.view(tokens, self.degree, width, dim) for s, width in zip((query, key, value), widths, strict=True)]
+        states = zip((query, key, value), widths, strict=True)
+        by_rank = [s.reshape(tokens, self.degree, width, dim) for s, width in states]
         rows = torch.cat(by_rank, dim=2).transpose(0, 1).reshape(self.degree * tokens, sum(widths), dim)
         exchanged = AllToAll.apply(rows, (tokens,) * self.degree, self.rank_tokens, self.group)
         query, key, value = exchanged.split(widths, dim=1)
@@ -70,9 +71,9 @@ def key_copies(heads: int, kv_heads: int, degree: int) -> int:
     copies = degree // math.gcd(kv_heads, degree)
     if heads % degree or heads % (kv_heads * copies):
         raise ValueError(
-            f"{heads} query heads and {kv_heads} key/value heads cannot be dealt out to ulysses={degree} ranks in whole "
-            f"heads: heads % ulysses = {heads % degree}, heads % (kv_heads × {copies} copies) = "
-            f"{heads % (kv_heads * copies)}. Use a degree that divides the query heads, and more ring ranks instead"
+            f"{heads} query heads and {kv_heads} key/value heads cannot be dealt out to ulysses={degree} ranks whole: "
+            f"heads % ulysses = {heads % degree}, heads % (kv_heads × {copies} copies) = {heads % (kv_heads * copies)}. "
+            "Use a degree that divides the query heads, and more ring ranks instead"
         )
     return copies
 
@@ -82,24 +83,23 @@ class SegmentPlan:
     """Which tokens attend to each other: every segment to itself; causal: only to what came before, itself included.
 
     groups: (length, count) of the segments that are here whole, equal lengths together, so that each group is one
-    batched kernel call. order: tokens sorted by group, those that go through the ring last; None when they already are.
-    inverse: its inverse. exchange: set when the segments lie across Ulysses ranks. ring: set when some lie across ring
-    ranks, on any of these.
+    batched kernel call. order: tokens sorted by group, those of divided segments last; None when they already are.
+    inverse: its inverse. rest: what the tokens of divided segments do, if any rank has some.
     """
 
     groups: tuple[tuple[int, int], ...]
     order: Tensor | None
     inverse: Tensor | None
-    exchange: Exchange | None = None
     causal: bool = False
-    ring: Ring | None = None
+    rest: Ulysses | Ring | None = None
 
 
-def plan_segments(
-    lengths: Sequence[int], device: torch.device, exchange: Exchange | None = None, causal: bool = False
-) -> SegmentPlan:
-    """Group consecutive segments of the given lengths (tokens) by length."""
-    return _plan(tuple(Span(i, 0, length) for i, length in enumerate(lengths)), lengths, device, exchange, causal, None)
+@dataclass(frozen=True)
+class Ulysses:
+    """Divided segments are exchanged with the Ulysses ranks, and attend as `plan` says between the two exchanges."""
+
+    exchange: Exchange
+    plan: SegmentPlan
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,30 @@ class Place:
     ulysses_group: dist.ProcessGroup
 
 
+def plan_segments(lengths: Sequence[int], device: torch.device, causal: bool = False) -> SegmentPlan:
+    """Consecutive segments of the given lengths (tokens), all of them here."""
+    return _plan([Span(i, 0, length) for i, length in enumerate(lengths)], lengths, device, causal, None)
+
+
 def plan_shard(
     shards: ShardPlan, place: Place, device: torch.device, causal: bool = False, gather: bool = False
 ) -> SegmentPlan:
-    """What one rank of a mesh has to do. gather: see `dhp.parallel.ring.Ring`."""
-    ring = exchange = None
-    if shards.ulysses > 1:
-        exchange = Exchange(shards.rank_tokens(place.ring_rank), place.ulysses_rank, place.ulysses_group)
-    chunks = [shards.chunk(rank) for rank in range(shards.ring)]
-    divided = tuple(tuple(s for s in chunk if not _is_whole(s, shards.lengths)) for chunk in chunks)
-    if any(divided):
-        ring = Ring(divided, place.ring_rank, place.ring_group, causal, gather)
-    return _plan(chunks[place.ring_rank], shards.lengths, device, exchange, causal, ring)
+    """What one rank of a mesh has to do. gather: see `dhp.parallel.ring.Ring`.
+
+    Segments that lie on one rank whole need no communication; those that lie in one ring rank's chunk, none but the
+    exchange among its Ulysses ranks.
+    """
+    divided = shards.without_whole_segments()
+    rest: Ulysses | Ring | None = None
+    if divided.count_tokens():
+        chunks = [divided.chunk(rank) for rank in range(divided.ring)]
+        ringed = tuple(tuple(s for s in chunk if not is_whole(s, shards.lengths)) for chunk in chunks)
+        ring = Ring(ringed, place.ring_rank, place.ring_group, causal, gather) if any(ringed) else None
+        rest = ring
+        if divided.ulysses > 1:
+            exchange = Exchange(divided.rank_tokens(place.ring_rank), place.ulysses_rank, place.ulysses_group)
+            rest = Ulysses(exchange, _plan(chunks[place.ring_rank], shards.lengths, device, causal, ring))
+    return _plan(shards.shards[place.ring_rank][place.ulysses_rank], shards.lengths, device, causal, rest)
 
 
 def attend_segments(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float) -> Tensor:
@@ -131,45 +143,46 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan
 
     Key and value may have fewer heads, each shared by as many query heads in a row (grouped-query attention).
     """
-    if plan.exchange is not None:
-        query, key, value = plan.exchange.heads_to_rank(query, key, value)
     if plan.order is not None:
         query, key, value = (states[plan.order] for states in (query, key, value))
     outputs = _attend_whole(query, key, value, plan, scale)
-    if plan.ring is not None:
-        rest = slice(sum(length * count for length, count in plan.groups), None)
-        outputs.append(ring_attention(query[rest], key[rest], value[rest], plan.ring, scale))
+    if plan.rest is not None:
+        begin = sum(length * count for length, count in plan.groups)
+        outputs.append(_attend_rest(query[begin:], key[begin:], value[begin:], plan.rest, scale))
     output = outputs[0] if len(outputs) == 1 else torch.cat([query[:0], *outputs])  # none at all on an empty rank
-    output = output if plan.inverse is None else output[plan.inverse]
-    return output if plan.exchange is None else plan.exchange.tokens_to_rank(output)
+    return output if plan.inverse is None else output[plan.inverse]
 
 
 def _attend_whole(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float) -> list[Tensor]:
     """Outputs of the segments that are here whole, group by group."""
     grouped = query.shape[1] != key.shape[1]
     sizes = [length * count for length, count in plan.groups]
-    parts = ([*s[: sum(sizes)].split(sizes)] if sizes else [] for s in (query, key, value))
+    parts = (s[: sum(sizes)].split(sizes) if sizes else () for s in (query, key, value))
     outputs = []
     for (length, count), *states in zip(plan.groups, *parts, strict=True):
-        q, k, v = (s.reshape(count, length, *s.shape[1:]).transpose(1, 2) for s in states)  # [count, heads, length, dim]
+        # [count, heads, length, dim]
+        q, k, v = (s.reshape(count, length, *s.shape[1:]).transpose(1, 2) for s in states)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=grouped)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return outputs
 
 
+def _attend_rest(query: Tensor, key: Tensor, value: Tensor, rest: Ulysses | Ring, scale: float) -> Tensor:
+    """Output of the tokens of divided segments."""
+    if isinstance(rest, Ring):
+        return ring_attention(query, key, value, rest, scale)
+    states = rest.exchange.heads_to_rank(query, key, value)
+    return rest.exchange.tokens_to_rank(attend_segments(*states, rest.plan, scale))
+
+
 def _plan(
-    spans: Sequence[Span],
-    lengths: Sequence[int],
-    device: torch.device,
-    exchange: Exchange | None,
-    causal: bool,
-    ring: Ring | None,
+    spans: Sequence[Span], lengths: Sequence[int], device: torch.device, causal: bool, rest: Ulysses | Ring | None
 ) -> SegmentPlan:
-    """`spans`: what is here after the exchange, in the order of rows."""
+    """For `spans`, in the order of rows: what is whole by length, then the rest."""
     starts: dict[int, list[int]] = defaultdict(list)
     divided: list[Tensor] = []
     for span, start in zip(spans, accumulate((span.count for span in spans), initial=0)):
-        if _is_whole(span, lengths):
+        if is_whole(span, lengths):
             starts[span.count].append(start)
         else:
             divided.append(torch.arange(start, start + span.count))
@@ -177,12 +190,8 @@ def _plan(
     whole = [(torch.tensor(p)[:, None] + torch.arange(n)).flatten() for n, p in starts.items()]
     order = torch.cat([torch.empty(0, dtype=torch.long), *whole, *divided])
     if bool((order[1:] > order[:-1]).all()):
-        return SegmentPlan(groups, None, None, exchange, causal, ring)
-    return SegmentPlan(groups, order.to(device), torch.argsort(order).to(device), exchange, causal, ring)
-
-
-def _is_whole(span: Span, lengths: Sequence[int]) -> bool:
-    return span.count == lengths[span.segment]
+        return SegmentPlan(groups, None, None, causal, rest)
+    return SegmentPlan(groups, order.to(device), torch.argsort(order).to(device), causal, rest)
 
 
 def segment_attention(

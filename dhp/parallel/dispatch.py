@@ -1,27 +1,32 @@
 """Which vision rank works on which windows of which image, and which text replica gets the result. Pure numbers.
 
-Images are independent, so replicas get whole images, balanced by patches (longest first to the least loaded);
-inside a replica, the ranks that share a sequence get consecutive windows, as even as window borders allow.
-A rank without work gets no pieces; the worker gives it a dummy window, since it must stay in the collectives.
+Images are independent, so replicas get whole images, and inside a replica the ranks that share a sequence get whole
+segments (images, frames of a video): these need no communication at all. Only segments too large for an even share
+are divided, between attention windows, into the room that the others leave. Both by cost, longest first to the least
+loaded (Graham 1969), because full attention makes one large image dearer than many small ones of as many patches.
+A rank without work gets no pieces; the feed gives it a dummy window, since it must stay in the collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+
+TOLERANCE = 1.05  # a rank's load over the mean up to which no further segment is divided
 
 
 @dataclass(frozen=True)
 class ImageWork:
-    """An image to encode: the text replica that needs it and the patches of each of its windows."""
+    """An image to encode: the text replica that needs it, and the patches of its windows and of its segments.
+
+    A segment is a consecutive range of windows that see each other in full attention.
+    """
 
     replica: int
     window_lengths: tuple[int, ...]
-
-    @property
-    def patches(self) -> int:
-        return sum(self.window_lengths)
+    segment_lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -36,44 +41,96 @@ class Piece:
 Pieces = tuple[Piece, ...]
 
 
-def assign_images(images: Sequence[ImageWork], replicas: int) -> list[list[int]]:
-    """Image indices for each vision replica, least loaded first, each list in the given order of the images."""
-    loads = [0] * replicas
-    assigned: list[list[int]] = [[] for _ in range(replicas)]
-    for index in sorted(range(len(images)), key=lambda i: (-images[i].patches, i)):
-        lightest = min(range(replicas), key=lambda r: (loads[r], r))
-        loads[lightest] += images[index].patches
+def segment_cost(patches: int, knee: float) -> float:
+    """Relative cost of a segment. knee: patches at which full attention costs as much as all the rest; inf: none."""
+    return patches * (1.0 + patches / knee)
+
+
+def shard_images(images: Sequence[ImageWork], replicas: int, ranks: int, knee: float = math.inf) -> list[list[Pieces]]:
+    """Pieces for each vision replica and each of its sequence ranks, those of one text replica together."""
+    costs = [sum(segment_cost(n, knee) for n in image.segment_lengths) for image in images]
+    by_replica = assign_longest_first(costs, replicas)
+    return [_shard_replica(images, indices, ranks, knee) for indices in by_replica]
+
+
+def assign_longest_first(costs: Sequence[float], bins: int) -> list[list[int]]:
+    """Indices for each bin, dearest first to the least loaded; each list in order."""
+    loads = [0.0] * bins
+    assigned: list[list[int]] = [[] for _ in range(bins)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        lightest = min(range(bins), key=lambda b: (loads[b], b))
+        loads[lightest] += costs[index]
         assigned[lightest].append(index)
-    return [sorted(indices, key=lambda i: (images[i].replica, i)) for indices in assigned]
+    return [sorted(indices) for indices in assigned]
 
 
-def cut_evenly(lengths: Sequence[int], ranks: int) -> list[tuple[int, int]]:
-    """Consecutive ranges of `lengths` for each rank, sums as even as the items allow, empty ranges last."""
+def cut_in_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[tuple[int, int]]:
+    """Consecutive ranges of `lengths`, one for each share, with sums as near to the shares as the items allow.
+
+    shares: of the sum, adding up to 1.
+    """
     bounds = [0, *accumulate(lengths)]
     cuts = [0]
-    for rank in range(1, ranks):
-        target = bounds[-1] * rank / ranks
-        cuts.append(min(range(cuts[-1], len(bounds)), key=lambda i: abs(bounds[i] - target)))
-    cuts.append(len(lengths))
-    ranges = [(first, last) for first, last in zip(cuts, cuts[1:]) if first < last]
-    return ranges + [(len(lengths), len(lengths))] * (ranks - len(ranges))
+    for target in list(accumulate(shares))[:-1]:
+        cuts.append(min(range(cuts[-1], len(bounds)), key=lambda i: abs(bounds[i] - target * bounds[-1])))
+    return list(pairwise([*cuts, len(lengths)]))
 
 
-def shard_images(images: Sequence[ImageWork], replicas: int, ranks: int) -> list[list[Pieces]]:
-    """Pieces for each vision replica and each of its sequence ranks."""
-    return [_cut_replica(images, indices, ranks) for indices in assign_images(images, replicas)]
+def fill_to_level(loads: Sequence[float], amount: float) -> list[float]:
+    """What each bin gets of `amount` so that the fullest of those that get anything is as low as possible."""
+    order = sorted(loads)
+    for count in range(len(order), 0, -1):
+        level = (amount + sum(order[:count])) / count
+        if level >= order[count - 1]:
+            return [max(0.0, level - load) for load in loads]
+    raise AssertionError("one bin alone always takes all")
 
 
-def _cut_replica(images: Sequence[ImageWork], indices: Sequence[int], ranks: int) -> list[Pieces]:
-    windows = [(i, w) for i in indices for w in range(len(images[i].window_lengths))]
-    lengths = [images[i].window_lengths[w] for i, w in windows]
-    shards = []
-    for first, last in cut_evenly(lengths, ranks):
-        pieces: list[Piece] = []
-        for image, window in windows[first:last]:
-            if pieces and pieces[-1].image == image:
-                pieces[-1] = Piece(image, pieces[-1].first, window + 1)
-            else:
-                pieces.append(Piece(image, window, window + 1))
-        shards.append(tuple(pieces))
-    return shards
+def _shard_replica(images: Sequence[ImageWork], indices: Sequence[int], ranks: int, knee: float) -> list[Pieces]:
+    segments = [segment for index in indices for segment in _segments(images, index)]
+    # What has one window cannot be divided, so it comes after all that can.
+    segments.sort(key=lambda s: (s[0].last - s[0].first == 1, -segment_cost(s[1], knee)))
+    costs = [segment_cost(patches, knee) for _, patches in segments]
+    divisible = sum(piece.last - piece.first > 1 for piece, _ in segments)
+    even = sum(costs) / ranks
+    for divided in range(divisible + 1):
+        if divided < divisible and costs[divided] > even * TOLERANCE:
+            continue  # alone it would be too much for a rank
+        whole = assign_longest_first(costs[divided:], ranks)
+        loads = [sum(costs[divided + i] for i in of_rank) for of_rank in whole]
+        extra = fill_to_level(loads, sum(costs[:divided]))
+        if divided == divisible or max(map(sum, zip(loads, extra, strict=True))) <= even * TOLERANCE:
+            break
+    shards = [[segments[divided + i][0] for i in of_rank] for of_rank in whole]
+    for shard, pieces in zip(shards, _divide(images, [s for s, _ in segments[:divided]], extra), strict=True):
+        shard += pieces
+    return [tuple(_joined(sorted(s, key=lambda p: (images[p.image].replica, p.image, p.first)))) for s in shards]
+
+
+def _segments(images: Sequence[ImageWork], index: int) -> list[tuple[Piece, int]]:
+    """The windows of each segment of an image, and its patches."""
+    bounds = [0, *accumulate(images[index].window_lengths)]
+    ends = [0, *accumulate(images[index].segment_lengths)]
+    return [(Piece(index, bounds.index(a), bounds.index(b)), b - a) for a, b in pairwise(ends)]
+
+
+def _divide(images: Sequence[ImageWork], segments: Sequence[Piece], room: Sequence[float]) -> list[list[Piece]]:
+    """Windows of the divided segments, one segment after the other, to the ranks in order, as there is room."""
+    if not segments:
+        return [[] for _ in room]
+    ordered = sorted(segments, key=lambda p: (images[p.image].replica, p.image, p.first))
+    windows = [(piece.image, w) for piece in ordered for w in range(piece.first, piece.last)]
+    lengths = [images[image].window_lengths[w] for image, w in windows]
+    ranges = cut_in_shares(lengths, [amount / sum(room) for amount in room])
+    return [[Piece(image, w, w + 1) for image, w in windows[first:last]] for first, last in ranges]
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Neighbours of one image made one."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and joined[-1].image == piece.image and joined[-1].last == piece.first:
+            joined[-1] = Piece(piece.image, joined[-1].first, piece.last)
+        else:
+            joined.append(piece)
+    return joined

@@ -128,7 +128,7 @@ def _share(
     scale: float,
     grad_query: Tensor,
 ) -> Tensor:
-    """What this rank's queries give to the gradients of the keys and values of rank `source`, [2, tokens, heads, dim]."""
+    """What this rank's queries give to the gradients of keys and values of rank `source`, [2, tokens, heads, dim]."""
     grad, query, output, lse = given
     share = torch.zeros_like(states, dtype=lse.dtype)
     for rows, columns, diagonal in ring.pairs(source):

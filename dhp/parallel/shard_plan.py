@@ -50,6 +50,18 @@ class ShardPlan:
         """What the Ulysses ranks of a ring rank hold together, in the order of their rows."""
         return _joined(span for shard in self.shards[ring_rank] for span in shard)
 
+    def count_tokens(self) -> int:
+        """Tokens on all ranks together."""
+        return sum(count_tokens(shard) for ring in self.shards for shard in ring)
+
+    def without_whole_segments(self) -> ShardPlan:
+        """The plan of the segments that no rank holds whole."""
+        shards = (
+            tuple(tuple(span for span in shard if not is_whole(span, self.lengths)) for shard in ring)
+            for ring in self.shards
+        )
+        return ShardPlan(self.lengths, tuple(shards))
+
     def places(self, ring_rank: int, ulysses_rank: int) -> list[int]:
         """For each row of a rank, its place in the whole sequence, segments one behind another."""
         starts = [0, *accumulate(self.lengths)]
@@ -88,13 +100,18 @@ def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
             chunks[r] += [*pieces[r], *pieces[2 * ring - 1 - r]]
     return ShardPlan(
         tuple(lengths),
-        tuple(tuple(cut_spans(chunk, _even(count_tokens(chunk), ulysses))) for chunk in chunks),
+        tuple(tuple(cut_spans(_joined(chunk), _even(count_tokens(chunk), ulysses))) for chunk in chunks),
     )
 
 
 def count_tokens(spans: Iterable[Span]) -> int:
     """Tokens of all spans together."""
     return sum(span.count for span in spans)
+
+
+def is_whole(span: Span, lengths: Sequence[int]) -> bool:
+    """Whether the span is all of its segment."""
+    return span.count == lengths[span.segment]
 
 
 def cut_spans(spans: Sequence[Span], counts: Sequence[int]) -> list[Shard]:

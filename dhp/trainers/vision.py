@@ -9,8 +9,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from dhp.messages import PartReport, StepInfo, VisionInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
-from dhp.parallel.attention import Exchange, plan_segments, segment_attention
+from dhp.parallel.attention import Place, SegmentPlan, plan_segments, plan_shard, segment_attention
 from dhp.parallel.mesh import replicas_group
+from dhp.parallel.shard_plan import ShardPlan, Span
 from dhp.parallel.tensor import with_fused
 from dhp.trainers.part import Part, joined, own_copy, to_device
 from dhp.trainers.settings import PartSettings
@@ -29,7 +30,8 @@ class VisionTrainer:
         model = self._load()
         self.family.use_attention(model, ATTENTION)
         self.part.adopt(model, replicas_group(self.part.mesh))
-        self._sequence = self.part.mesh["ulysses"]
+        ring, ulysses = self.part.mesh["ring"], self.part.mesh["ulysses"]
+        self._place = Place(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
         self._outputs: dict[int, Tensor] = {}
 
     def _load(self) -> PreTrainedModel:
@@ -45,7 +47,7 @@ class VisionTrainer:
             return tuple(torch.empty(0, dtype=self.part.dtype) for _ in work.rows) if hand_over else ()
         device = self.part.device
         windows = plan_segments(work.window_lengths, device)
-        frames = plan_segments(work.frame_lengths, device, self._exchange(work))
+        frames = self._plan_frames(work)
         pixels, positions = to_device(work.pixels, device), own_copy(work.positions, device)
         embeddings = self.part.update.forward(
             lambda: self.family.encode(self.part.model, pixels, positions, windows, frames)
@@ -80,7 +82,8 @@ class VisionTrainer:
     def _active(self, info: StepInfo) -> bool:
         return info.images > 0 and info.target_tokens > 0
 
-    def _exchange(self, work: VisionInput) -> Exchange | None:
-        if len(work.rank_patches) == 1:
-            return None
-        return Exchange(work.rank_patches, self._sequence.get_local_rank(), self._sequence.get_group())
+    def _plan_frames(self, work: VisionInput) -> SegmentPlan:
+        ulysses = self.part.settings.degrees.ulysses
+        spans = [tuple(Span(*span) for span in shard) for shard in work.shards]
+        by_ring_rank = tuple(tuple(spans[first : first + ulysses]) for first in range(0, len(spans), ulysses))
+        return plan_shard(ShardPlan(work.segment_lengths, by_ring_rank), self._place, self.part.device)

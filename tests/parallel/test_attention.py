@@ -1,14 +1,12 @@
-"""Segment attention against dense attention with a mask, on one rank and split over Ulysses ranks."""
+"""Segment attention against dense attention with a mask, on one rank; over several: test_sharded_attention.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dhp.parallel.attention import Exchange, attend_segments, plan_segments, segment_attention
-from tests.helpers.ranks import run_on_ranks
+from dhp.parallel.attention import attend_segments, plan_segments, segment_attention
 
 HEADS, DIM = 4, 8
 CPU = torch.device("cpu")
@@ -27,8 +25,8 @@ def states(tokens: int) -> list[Tensor]:
     return [torch.randn(1, HEADS, tokens, DIM, dtype=torch.float64, generator=generator) for _ in range(4)]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], exchange: Exchange | None = None) -> Tensor:
-    plan = plan_segments(lengths, CPU, exchange)
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+    plan = plan_segments(lengths, CPU)
     return segment_attention(torch.nn.Module(), query, key, value, None, scaling=DIM**-0.5, cu_seq_lens_q=plan)[0]
 
 
@@ -73,44 +71,3 @@ def test_equal_lengths_need_no_reordering() -> None:
     mixed = plan_segments([4, 2, 4], CPU)
     assert mixed.order.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 4, 5]
     assert mixed.groups == ((4, 2), (2, 1))
-
-
-def _sharded(lengths: list[int], rank_tokens: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-    rank = dist.get_rank()
-    start = sum(rank_tokens[:rank])
-    own = slice(start, start + rank_tokens[rank])
-    *qkv, weight = (s[:, :, own] for s in states(sum(lengths)))
-    leaves = [s.clone().requires_grad_() for s in qkv]
-    output = attend(*leaves, lengths, Exchange(rank_tokens, rank, dist.group.WORLD))
-    (output * weight.transpose(1, 2)).sum().backward()
-    return output.detach(), [leaf.grad for leaf in leaves]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rank_tokens"),
-    [
-        ([12], (6, 6)),
-        ([5, 9, 2], (7, 9)),  # a segment across the border
-        ([3, 13], (1, 15)),
-        ([8, 8], (8, 4, 3, 1)),
-        ([10, 4, 4], (10, 4, 4, 0)),  # a rank without tokens
-    ],
-)
-def test_ulysses_equals_one_rank(lengths: list[int], rank_tokens: tuple[int, ...]) -> None:
-    *qkv, weight = states(sum(lengths))
-    leaves = [s.clone().requires_grad_() for s in qkv]
-    expected = dense(*leaves, lengths)
-    (expected * weight.transpose(1, 2)).sum().backward()
-    results = run_on_ranks(_sharded, len(rank_tokens), lengths, rank_tokens)
-    torch.testing.assert_close(torch.cat([r[0] for r in results], 1), expected, rtol=1e-12, atol=1e-12)
-    for i, leaf in enumerate(leaves):
-        torch.testing.assert_close(torch.cat([r[1][i] for r in results], 2), leaf.grad, rtol=1e-12, atol=1e-12)
-
-
-def _twice(lengths: list[int], rank_tokens: tuple[int, ...]) -> bool:
-    first, second = _sharded(lengths, rank_tokens), _sharded(lengths, rank_tokens)
-    return torch.equal(first[0], second[0]) and all(map(torch.equal, first[1], second[1]))
-
-
-def test_ulysses_is_bitwise_repeatable() -> None:
-    assert run_on_ranks(_twice, 2, [5, 9, 2], (7, 9)) == [True, True]

@@ -80,9 +80,15 @@ class NoExchange(InspectedVision):
     """Full-attention layers see this rank's windows alone."""
 
     def forward_step(self, micro_batch: int, work: VisionInput, hand_over: bool) -> tuple[Tensor, ...]:
-        own = sum(work.window_lengths)
-        alone = replace(work, rank_patches=(own,), frame_lengths=(own,))
-        return super().forward_step(micro_batch, alone, hand_over)
+        return super().forward_step(micro_batch, replace(work, **_each_rank_alone(work)), hand_over)
+
+
+def _each_rank_alone(work: VisionInput) -> dict[str, Any]:
+    """Every span a segment of its own."""
+    lengths = [count for shard in work.shards for _, _, count in shard]
+    numbers = iter(range(len(lengths)))
+    shards = tuple(tuple((next(numbers), 0, count) for _, _, count in shard) for shard in work.shards)
+    return {"segment_lengths": tuple(lengths), "shards": shards}
 
 
 class NoNorm(InspectedVision):
