@@ -10,6 +10,7 @@ from dhp.config.schema import Config, PartConfig
 from dhp.errors import ConfigError
 from dhp.models.registry import load_family
 from dhp.models.shape import PartShape, config_source, part_shape
+from dhp.parallel.tensor import with_fused
 from dhp.preflight import missing_data
 from dhp.wiring import degrees
 
@@ -55,9 +56,10 @@ def dry_run(config: Config) -> str:
 def part_shapes(config: Config, source: str) -> dict[str, PartShape]:
     """Parameters of both parts in the layout that `config` asks for; `source` as `config_source` gives it."""
     family, tensor = load_family(source), config.text.tensor
+    tower = with_fused(family.vision_tensor_plan, family.vision_fused)
     shared = family.text_kv_projections if tensor > family.text_kv_heads else ()
     return {
-        "vision": part_shape(source, family.text_modules, config.vision.tensor),
+        "vision": part_shape(source, family.text_modules, config.vision.tensor, added_plan=tower),
         "text": part_shape(source, family.vision_modules, tensor, shared),
     }
 

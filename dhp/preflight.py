@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dhp.config.checks import check_autotp, check_tensor, check_ulysses
+from dhp.config.checks import check_autotp, check_tensor, check_tower
 from dhp.config.resolve import check_model_dir, resolve
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
@@ -75,7 +75,7 @@ def _check_heads(config: Config) -> None:
 
         source = config_source(source)
     family = load_family(source)
-    check_ulysses(family.vision_heads, config.vision.ulysses)
+    check_tower(family.vision_heads, config.vision.ulysses, config.vision.tensor)
     check_tensor(family.text_heads, family.text_kv_heads, config.text.tensor)
     if config.text.parallelism == "autotp":
         check_autotp(family.text_kv_heads, config.text.tensor)

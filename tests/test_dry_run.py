@@ -66,7 +66,7 @@ def test_a_float64_value_takes_eight_bytes_and_an_unknown_format_is_refused() ->
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("3b", "32.0 GB"), ("7b", "36.9 GB"), ("32b", "71.6 GB"), ("72b", "98.6 GB")]
+    ("name", "device"), [("3b", "33.8 GB"), ("7b", "39.3 GB"), ("32b", "78.4 GB"), ("72b", "108.8 GB")]
 )
 def test_each_ready_made_configuration_passes_without_a_download(name: str, device: str, tmp_path: Path) -> None:
     printed = dry_run(prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}"))

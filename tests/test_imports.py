@@ -36,7 +36,7 @@ TABLE: dict[str, set[str]] = {
     "wiring": {"feed", "data.sampler", "parallel.mesh", "trainers.settings"},
     "assets": {"data.shapes", "models.tiny"},
     "preflight": {"assets", "models.registry", "models.shape"},
-    "dry_run": {"preflight", "models.registry", "models.shape", "wiring"},
+    "dry_run": {"preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
     "tracing": {"observe.trace"},
     "driver": {
         "checkpoint.folder", "checkpoint.resume", "cluster", "feed", "models.registry", "observe", "parts", "schedule",

@@ -53,7 +53,6 @@ ALIASES: tuple[Alias, ...] = (
         lambda part: Alias(f"{part}.parallel_size", (f"{part}.num_actors",), times=f"{part}.dp_size"),
         lambda part: Alias(f"{part}.autocast", why=f"{part}.dtype is the format of everything"),
     ),
-    Alias("vision.parallelism", value="tensor", instead="vision.parallelism=sequence, the nearest"),
     Alias("text.autotp_size", ("text.tensor",)),
     Alias("text.tp_overlap_comm", why="PyTorch decides what overlaps"),
     Alias("training.num_iterations", ("training.max_steps",), times="training.num_epochs"),

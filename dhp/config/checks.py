@@ -19,16 +19,24 @@ def check_schedule(config: Config) -> None:
             )
 
 
-def check_ulysses(heads: int, ulysses: int) -> None:
-    """Ulysses gives each actor whole heads: `heads` (of the vision tower) must be a multiple of `ulysses`.
-
-    Raises ConfigError.
+def check_tower(heads: int, ulysses: int, tensor: int) -> None:
+    """Tensor parallelism and Ulysses give each actor whole heads: `heads` (of the vision tower) is a multiple of both
+    together. A ring needs nothing. Raises ConfigError.
     """
-    if heads % ulysses:
+    if heads % tensor:
         raise ConfigError(
-            f"vision.ulysses={ulysses} cannot split the vision tower's {heads} attention heads evenly: "
-            f"heads({heads}) % ulysses({ulysses}) = {heads % ulysses} != 0. "
-            f"Set vision.ulysses to one of {_divisors(heads)} and vision.num_actors to match."
+            f"vision.tensor={tensor} cannot split the vision tower's {heads} attention heads evenly: "
+            f"heads({heads}) % tensor({tensor}) = {heads % tensor} != 0. "
+            f"Set vision.tensor to one of {_divisors(heads)} and vision.num_actors to match."
+        )
+    left = heads // tensor
+    if left % ulysses:
+        each = f"{left} attention heads of each tensor actor" if tensor > 1 else f"{heads} attention heads"
+        raise ConfigError(
+            f"vision.ulysses={ulysses} cannot split the vision tower's {each} evenly: "
+            f"heads({left}) % ulysses({ulysses}) = {left % ulysses} != 0. "
+            f"Set vision.ulysses to one of {_divisors(left)} and vision.num_actors to match, or divide the sequence "
+            "further by vision.ring, which needs no heads."
         )
 
 

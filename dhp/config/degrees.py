@@ -9,9 +9,10 @@ from dhp.errors import ConfigError
 
 DEGREES = ("data", "ulysses", "ring", "tensor")
 PARALLELISMS = {
-    "vision": ("none", "data", "sequence", "deepspeed"),
+    "vision": ("none", "data", "sequence", "tensor", "deepspeed"),
     "text": ("none", "data", "tensor", "deepspeed", "autotp"),
 }
+OFFERED = {"vision": DEGREES, "text": ("data", "tensor")}  # what may be above 1
 # The degree that a parallelism names.
 _NAMED_DEGREE = {"data": "data", "sequence": "ulysses", "tensor": "tensor", "deepspeed": "data", "autotp": "tensor"}
 _DTYPES = ("bfloat16", "float32", "float64")
@@ -76,12 +77,11 @@ def _check_none(name: str, part: PartConfig) -> None:
 
 
 def _check_existing(name: str, degrees: dict[str, int]) -> None:
-    """Refuse degrees above 1 that no parallelism of this part offers."""
-    offered = sorted({_NAMED_DEGREE[kind] for kind in PARALLELISMS[name][1:]})
+    """Refuse degrees above 1 that this part does not have."""
     for degree, value in degrees.items():
-        if value != 1 and degree not in offered:
+        if value != 1 and degree not in OFFERED[name]:
             raise ConfigError(
-                f"{name}.{degree}={value} does not exist yet: {name} has {' and '.join(offered)}, so "
+                f"{name}.{degree}={value} does not exist yet: {name} has {' and '.join(OFFERED[name])}, so "
                 f"{degree} = 1. Unset {name}.{degree}, and choose {name}.parallelism from "
                 f"{', '.join(PARALLELISMS[name])}."
             )

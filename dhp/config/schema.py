@@ -17,7 +17,7 @@ class PartConfig:
     """Hugging Face directory or hub id. Empty: the other part's."""
 
     parallelism: str = "none"
-    """How the actors share the work. vision: none | data | sequence | deepspeed; text: none | data | tensor |
+    """How the actors share the work. vision: none | data | sequence | tensor | deepspeed; text: none | data | tensor |
     deepspeed | autotp. deepspeed: replicas, as data, beside a zero_stage from 1 on; autotp: as tensor, with DeepSpeed's
     layers."""
 
@@ -31,7 +31,8 @@ class PartConfig:
     """Actors that split a sequence by all-to-all on heads. Null: what the others leave with sequence, else 1."""
 
     ring: Optional[int] = None
-    """Actors that split a sequence by passing keys and values around a ring. Null: 1 (the only value yet)."""
+    """Actors that split a sequence by passing keys and values around a ring, outside Ulysses: for more actors than
+    heads, or over several nodes. vision only. Null: 1."""
 
     tensor: Optional[int] = None
     """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor or autotp, else 1."""

@@ -83,7 +83,6 @@ def test_an_override_that_is_overruled_is_replaced():
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("vision.parallelism=tensor", "vision.parallelism=sequence"),
         ("training.gradient_accumulation_steps=4", "a training.batch_size that many times as large"),
         ("data.force_fixed_size=true", "data.min_pixels and data.max_pixels"),
     ],

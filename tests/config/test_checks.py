@@ -2,21 +2,30 @@
 
 import pytest
 
-from dhp.config.checks import check_autotp, check_tensor, check_ulysses
+from dhp.config.checks import check_autotp, check_tensor, check_tower
 from dhp.errors import ConfigError
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4, 8, 16])
 def test_ulysses_that_divides_the_heads(ulysses):
-    check_ulysses(16, ulysses)
+    check_tower(16, ulysses, 1)
 
 
 def test_ulysses_that_does_not():
     with pytest.raises(ConfigError) as caught:
-        check_ulysses(16, 3)
+        check_tower(16, 3, 1)
     assert "vision.ulysses=3" in str(caught.value)
     assert "heads(16) % ulysses(3) = 1 != 0" in str(caught.value)
     assert "one of [1, 2, 4, 8, 16]" in str(caught.value)
+
+
+def test_tower_heads_are_split_by_tensor_first():
+    check_tower(16, 4, 4)
+    with pytest.raises(ConfigError, match=r"vision.tensor=3 cannot split .* heads\(16\) % tensor\(3\) = 1 != 0"):
+        check_tower(16, 1, 3)
+    with pytest.raises(ConfigError, match=r"the vision tower's 4 attention heads of each tensor actor evenly") as caught:
+        check_tower(16, 8, 4)
+    assert "vision.ulysses to one of [1, 2, 4]" in str(caught.value) and "vision.ring" in str(caught.value)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(16, 2, 1), (16, 2, 2), (16, 2, 4), (16, 2, 16), (28, 4, 2)])
