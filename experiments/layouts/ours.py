@@ -1,0 +1,112 @@
+"""dhp on the same work: two vision and two text actors that share two cores, in each layout."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+
+from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.watch import wait_all
+from dhp.data.sample import Sample
+from dhp.data.sampler import BatchLayout, slots
+from dhp.data.source import StepSamples
+from dhp.feed import Feed
+from dhp.messages import StepData
+from dhp.models.registry import load_family
+from dhp.parallel.mesh import Degrees
+from dhp.parts import Batch, make_parts
+from dhp.schedule import TEXT, sequential
+from dhp.step import train_step
+from dhp.trainers.settings import PartSettings, UpdateSettings
+from dhp.trainers.text import TextTrainer
+from dhp.trainers.vision import VisionTrainer
+from experiments.layouts.peers import LEARNING_RATE
+
+TIMEOUT_S = 900.0
+TWO = {name: Degrees(**{name: 2}) for name in ("data", "ulysses", "tensor")}
+
+# Vision degrees and ZeRO stage, text degrees and ZeRO stage.
+LAYOUTS = {
+    "SP+TP": (TWO["ulysses"], 0, TWO["tensor"], 0),
+    "TP": (TWO["tensor"], 0, TWO["tensor"], 0),
+    "DP+TP": (TWO["data"], 0, TWO["tensor"], 0),
+    "SP+DP": (TWO["ulysses"], 0, TWO["data"], 0),
+    "ZeRO-3": (TWO["data"], 3, TWO["data"], 3),
+}
+UPDATE = UpdateSettings(LEARNING_RATE, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)
+
+
+def part_settings(part: str, model: str, degrees: Degrees, zero_stage: int) -> PartSettings:
+    """Float32, packed rows, no recompute."""
+    return PartSettings(
+        part=part,
+        model_name=model,
+        degrees=degrees,
+        dtype="float32",
+        device="cpu",
+        recompute="none",
+        measure=False,
+        zero_stage=zero_stage,
+        autotp=False,
+        packing=True,
+        update=UPDATE,
+        seed=0,
+    )
+
+
+def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample]) -> StepData:
+    """The step's samples dealt out to the ranks, one micro-batch."""
+
+    def step(k: int) -> StepSamples:
+        dealt = slots(list(samples), BatchLayout(text.data, 1, -(-len(samples) // text.data)))
+        return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
+
+    source: Any = SimpleNamespace(step=step, steps_per_epoch=1)
+    return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing=True).step(0)
+
+
+def time_layout(
+    name: str, model: str, batches: Mapping[str, Sequence[Sample]], steps: int
+) -> dict[str, tuple[list[float], float]]:
+    """Of every batch: seconds of `steps` steps after one that is left out, and the last loss."""
+    vision, vision_stage, text, text_stage = LAYOUTS[name]
+    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(folder)) as cluster:
+        groups = cluster.groups
+        groups["vision"].start(VisionTrainer, part_settings("vision", model, vision, vision_stage))
+        groups["text"].start(TextTrainer, part_settings("text", model, text, text_stage))
+        wait_all([w for group in groups.values() for w in group.take_watched()], TIMEOUT_S)
+        parts = make_parts(groups["vision"], groups["text"], vision, text, 1)
+        found = {}
+        for size, samples in batches.items():
+            data = deal(model, vision, text, samples)
+            refs = [[[ray.put(work) for work in row] for row in side] for side in (data.vision, data.text)]
+            batch, times = Batch(ray.put(data.info), *refs), []
+            for _ in range(steps + 1):
+                begin = time.perf_counter()
+                submitted = train_step(parts, sequential(1), batch)
+                wait_all([w for part in parts.values() for w in part.group.take_watched()], TIMEOUT_S)
+                times.append(time.perf_counter() - begin)
+            reports = ray.get(parts[TEXT].leaders(submitted.reports[TEXT]))
+            found[size] = times[1:], sum(report.loss for report in reports)
+    return found
+
+
+def _layout(folder: str) -> Layout:
+    two = {"data": 1, "ring": 1, "ulysses": 1, "tensor": 2}
+    return Layout(
+        actors={"vision": 2, "text": 2},
+        degrees={"vision": two, "text": two},
+        collocate=True,
+        device="cpu",
+        address="local",
+        threads=1,
+        start_timeout_s=TIMEOUT_S,
+        step_timeout_s=TIMEOUT_S,
+        log_dir=folder,
+        checkpoint_dir=folder,
+    )

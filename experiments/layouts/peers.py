@@ -1,0 +1,182 @@
+"""The peers: the plain transformers model under PyTorch DDP, DeepSpeed ZeRO-3 and transformers' tensor parallelism.
+
+As fast as they can honestly be made: the tower attends to all segments of a layer in one call, rows carry no mask, the
+head runs on target tokens only. So what is compared is how the work is spread, not how a kernel is called.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from multiprocessing.queues import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface
+
+from dhp.data.sample import Sample
+from dhp.models.split import load_part
+from dhp.parallel.attention import SegmentPlan, attend_segments, plan_segments
+from dhp.parallel.loss import token_loss_sum
+
+ATTENTION = "flash_all_segments"
+LEARNING_RATE = 1e-4
+Inputs = dict[str, Tensor]
+
+
+@lru_cache(maxsize=64)
+def _plan(lengths: tuple[int, ...]) -> SegmentPlan:
+    return plan_segments(lengths, torch.device("cpu"))
+
+
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, **named: Any) -> Any:
+    """transformers' attention interface: every segment of `cu_seq_lens_q` in one call."""
+    plan = _plan(tuple(named["cu_seq_lens_q"].diff().tolist()))
+    return attend_segments(*(s[0].transpose(0, 1) for s in (query, key, value)), plan, scaling)[None], None
+
+
+class Objective(nn.Module):
+    """The model and its loss as one module: Σ token losses of the given rows."""
+
+    def __init__(self, model: nn.Module, split_head: bool):
+        super().__init__()
+        self.model, self._split_head = model, split_head
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """A scalar."""
+        named = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+        hidden = self.model.model(**named, use_cache=False).last_hidden_state[:, :-1]
+        targets = inputs["labels"][:, 1:]
+        wanted = targets != -100
+        if self._split_head:
+            return token_loss_sum(self.model.lm_head, hidden[wanted], targets[wanted])
+        return F.cross_entropy(self.model.lm_head(hidden[wanted]), targets[wanted], reduction="sum")
+
+
+def load(model_name: str, tensor: int = 1) -> nn.Module:
+    """The plain model, on `tensor` ranks by transformers' own plan."""
+    AttentionInterface.register(ATTENTION, attend)
+    mesh = init_device_mesh("cpu", (tensor,), mesh_dim_names=("tensor",)) if tensor > 1 else None
+    model = load_part(model_name, (), torch.float32, mesh)  # nothing left out: transformers' model, plan and loading
+    model.model.visual.config._attn_implementation_internal = ATTENTION
+    return model.train()
+
+
+def adamw(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """torch's AdamW; one for sharded and one for whole parameters, since its fused loops refuse a mixture."""
+    sharded = [p for p in module.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in module.parameters() if not isinstance(p, DTensor)]
+    return [torch.optim.AdamW(group, lr=LEARNING_RATE) for group in (sharded, whole) if group]
+
+
+Step = Callable[[list[Inputs], int], Tensor]  # rows of all samples, target tokens of all → this rank's loss
+
+
+def plain(model_name: str) -> Step:
+    """One process."""
+    objective = Objective(load(model_name), split_head=False)
+    return _stepper(objective, adamw(objective), lambda rows: rows, 1)
+
+
+def ddp(model_name: str) -> Step:
+    """PyTorch DDP: each rank the whole model and its share of the samples."""
+    objective = nn.parallel.DistributedDataParallel(Objective(load(model_name), split_head=False))
+    return _stepper(objective, adamw(objective), _own, dist.get_world_size())
+
+
+def tensor_parallel(model_name: str) -> Step:
+    """transformers' tensor parallelism: the decoder split, the tower on every rank alike."""
+    objective = Objective(load(model_name, dist.get_world_size()), split_head=True)
+    return _stepper(objective, adamw(objective), lambda rows: rows, 1)
+
+
+def zero3(model_name: str) -> Step:
+    """DeepSpeed ZeRO-3: weights, gradients and optimizer split, each rank its share of the samples."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for inference only
+    objective = Objective(load(model_name), split_head=False)
+    (optimizer,) = adamw(objective)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31 - 1,
+    }
+    engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def step(rows: list[Inputs], targets: int) -> Tensor:
+        loss = sum(engine(row) for row in _own(rows)) * dist.get_world_size() / targets
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+PEERS = {"plain": plain, "ddp": ddp, "transformers-tp": tensor_parallel, "deepspeed-zero3": zero3}
+
+
+def _own(rows: list[Inputs]) -> list[Inputs]:
+    return rows[dist.get_rank() :: dist.get_world_size()]
+
+
+def _stepper(
+    objective: nn.Module, optimizers: list[torch.optim.Optimizer], own: Callable[[list[Inputs]], list[Inputs]], mean: int
+) -> Step:
+    """mean: by how many ranks the gradients will be divided."""
+
+    def step(rows: list[Inputs], targets: int) -> Tensor:
+        loss = sum(objective(row) for row in own(rows)) * mean / targets
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def inputs_of(sample: Sample) -> Inputs:
+    """One sample as the model's arguments."""
+    return {
+        "input_ids": torch.from_numpy(sample.input_ids)[None],
+        "labels": torch.from_numpy(sample.labels)[None],
+        "mm_token_type_ids": torch.from_numpy(sample.mm_token_type_ids)[None],
+        "pixel_values": torch.cat([torch.from_numpy(p) for p in sample.pixels]),
+        "image_grid_thw": torch.tensor(sample.grids),
+    }
+
+
+def time_peer(
+    rank: int, ranks: int, store: str, kind: str, model: str, batches: Mapping[str, Sequence[Sample]], steps: int,
+    answers: SimpleQueue,
+) -> None:  # fmt: skip
+    """On each rank: `steps` steps of every batch after one that is left out; rank 0 answers with seconds and loss."""
+    torch.set_num_threads((os.cpu_count() or 1) // ranks)
+    os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    step = PEERS[kind](model)
+    found: dict[str, tuple[list[float], float]] = {}
+    for size, samples in batches.items():
+        rows, targets = [inputs_of(s) for s in samples], sum(s.target_tokens for s in samples)
+        times = []
+        for _ in range(steps + 1):
+            dist.barrier()
+            begin = time.perf_counter()
+            loss = step(rows, targets)
+            dist.barrier()
+            times.append(time.perf_counter() - begin)
+        found[size] = times[1:], float(loss)
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()  # the others may still need this rank
+    dist.destroy_process_group()
