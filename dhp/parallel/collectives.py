@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp.spans import COLLECTIVE, span
+
 
 def _must_stage(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """gloo moves CPU memory only; ranks that share one GPU cannot use NCCL and stage their tensors."""
@@ -58,8 +60,9 @@ class Shift:
 
     def wait(self) -> Tensor:
         """What has come."""
-        for work in self._works:
-            work.wait()
+        with span("shift", COLLECTIVE):
+            for work in self._works:
+                work.wait()
         return self._coming.to(self._device)
 
 
