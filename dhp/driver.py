@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -213,6 +213,7 @@ class Driver:
             data_s=data_s,
             tokens_per_s=info.tokens / step_s,
             memory_bytes={name: max(peaks) for name, peaks in memory.items()} if all(memory.values()) else None,
+            comm_bytes={name: _summed(r.sent_bytes for r in reports[n]) for name, n in names.items()},
             pad_ratio=1.0 - info.tokens / info.places,
             skipped_samples=self._skipped,
         )
@@ -231,6 +232,11 @@ class Driver:
             "settings": self._kept,
         }
         self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(model_name))
+
+
+def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Bytes by kind, of all ranks together."""
+    return dict(sorted(sum(map(Counter, of_ranks), Counter()).items()))
 
 
 def _needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -68,13 +69,17 @@ class TextInput:
 
 @dataclass(frozen=True)
 class PartReport:
-    """What one rank of a part tells after its optimizer step. loss: its share of the objective, a sum over N_global."""
+    """What one rank of a part tells after its optimizer step. loss: its share of the objective, a sum over N_global.
+
+    sent_bytes: by kind, see `dhp.sent`.
+    """
 
     rank: int
     loss: float | None
     grad_norm: float
     lr: float
     memory_bytes: int | None
+    sent_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,14 @@ def test_a_run_completes_and_leaves_what_it_should(outcome: Outcome, run_dir: Pa
     assert "step 3/3" in outcome.stderr and "status         completed" in outcome.stdout
 
 
+def test_every_step_says_what_its_ranks_sent(outcome: Outcome, run_dir: Path) -> None:
+    """Handed over: embeddings of 128 float32 for four patches each, as large gradients back, and each rank's norm."""
+    for line in metrics(run_dir):
+        vision, text = (line["comm_bytes"][part] for part in ("vision", "text"))
+        assert vision["handoff"] == text["handoff"] == line["vision_tokens"] // 4 * 128 * 4 + 2 * 8
+        assert set(vision) >= {"all_gather", "all_reduce", "handoff"} and set(text) == {"all_reduce", "handoff"}
+
+
 def plain_step(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
     """Loss of a step of `inspect`, gradients left on the model: Σ token losses / all targets of the file."""
     keys = sorted({key.rpartition("/")[0] for key in batch})

@@ -18,6 +18,7 @@ from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
 from dhp.cluster.paths import require_beacon, require_paths
 from dhp.cluster.process import named_errors, redirect_output
 from dhp.cluster.transport import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, Inbox, Outbox
+from dhp.sent import HANDOFF, add_sent
 from dhp.spans import (
     BACKWARD,
     CHECKPOINT,
@@ -35,6 +36,7 @@ from dhp.spans import (
 # What a trace calls a trainer's verbs.
 _KINDS = {"forward_step": FORWARD, "backward_step": BACKWARD, "save": CHECKPOINT}
 _ENDS_STEP = "optimizer_step"
+FLOAT_BYTES = 8  # the norm of a part
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,12 @@ class Worker:
         return read_clock()
 
     def _hand_over(self, value: Any) -> Any:
+        """A result on its way out of this process. It counts once, however many read it: it is written once."""
+        if isinstance(value, float):
+            add_sent(HANDOFF, FLOAT_BYTES)
         if not isinstance(value, torch.Tensor):
             return value
+        add_sent(HANDOFF, value.nbytes)
         return value.cpu() if self._outbox is None else self._outbox.send(value)
 
     def _join(self, host: str, port: int) -> None:

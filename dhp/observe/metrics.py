@@ -51,7 +51,9 @@ class StepMetrics:
     memory_bytes: Mapping[str, int] | None = None
     """Peak memory of the actor that used most, by part."""
     comm_bytes: Mapping[str, Mapping[str, int]] | None = None
-    """Bytes sent in the step, by part and kind of communication."""
+    """Bytes sent in the step by all ranks of a part, by part and kind: `all_reduce`, `all_gather`, `reduce_scatter`,
+    `all_to_all`, `broadcast`, `reduce` (collectives inside the part), `ring` (messages between its ranks) and `handoff`
+    (results for other parts). Kinds of which nothing was sent are left out. How each is counted: docs/operations.md."""
     dist_ratio: Mapping[str, float] | None = None
     """Idle share through imbalance, Σ (busiest rank - rank) / (ranks × busiest rank), for vision and text."""
     pad_ratio: float | None = None

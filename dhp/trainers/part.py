@@ -19,9 +19,10 @@ from dhp.messages import PartReport, StepInfo
 from dhp.parallel.mesh import AXES, build_mesh
 from dhp.parallel.precision import exact_dtype
 from dhp.parallel.slices import all_laid_out
-from dhp.parallel.traffic import trace_collectives
+from dhp.parallel.traffic import count_collectives, trace_collectives
 from dhp.parallel.update import MakeOptimizer, Replicated
 from dhp.parallel.zero import ZeroSharded
+from dhp.sent import take_sent
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw
 from dhp.trainers.settings import PartSettings, UpdateSettings
 
@@ -40,6 +41,7 @@ class Part:
         self.device = torch.device(settings.device)
         self.mesh: DeviceMesh = build_mesh(settings.device, settings.degrees)
         self.rank = dist.get_rank()
+        count_collectives()
         if settings.trace:
             trace_collectives()
 
@@ -63,6 +65,7 @@ class Part:
         if resumed is not None:
             self.update.load_state(ShardReader(resumed / OPTIMIZER))
             load_random_state(resumed / RANDOM, self.rank)
+        take_sent()  # what it took to get here belongs to no step
 
     def finish_step(self, info: StepInfo, norms_sq: Iterable[float], loss: float | None, active: bool) -> PartReport:
         """Clip by the joint norm of all parts, take the optimizer step, report.
@@ -86,13 +89,18 @@ class Part:
             self.update.step(lr, coefficient)
         else:
             self.update.drop()
-        return PartReport(self.rank, loss, norm, lr, self._peak_memory())
+        return PartReport(self.rank, loss, norm, lr, self._peak_memory(), take_sent())
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the part below `folder`: weights, optimizer state, random state.
 
         What several ranks hold alike, the first of them writes. Names of the files of weights.
         """
+        names = self._write(folder)
+        take_sent()  # saving belongs to no step
+        return names
+
+    def _write(self, folder: str) -> tuple[str, ...]:
         save_random_state(Path(folder) / RANDOM, self.rank)
         replica = sum(self.mesh.get_local_rank(axis) for axis in AXES if axis != "tensor")
         shard = self.mesh.get_local_rank("tensor")

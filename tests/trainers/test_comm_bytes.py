@@ -1,0 +1,164 @@
+"""Bytes that the ranks of a part send in one step, verb by verb, against what each layout should cost.
+
+Letters as in docs/operations.md. The model: 2 of 4 vision blocks have full attention (4 heads of 8), 2 decoder layers
+of width 64; one image of 16 × 16 patches (256), which makes 64 rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dhp.data.sample import Sample
+from dhp.parallel.mesh import Degrees
+from dhp.parts import Batch, Refs, make_parts
+from dhp.schedule import SCHEDULES, TEXT, VISION, Forward
+from dhp.sent import take_sent
+from dhp.step import update_weights
+from experiments.two_hosts.formula import Shape
+from tests.helpers.layouts import Case, InspectedText, InspectedVision, make_feed, settings
+from tests.helpers.ranks import LocalGroup
+from tests.helpers.tiny import IMAGE_TOKEN, make_sample
+
+ONE = Degrees()
+PATCHES, FULL_LAYERS, VISION_WIDTH, BLOCKS = 256, 2, 32, 4
+LAYERS, WIDTH, TARGETS = 2, 64, 10
+TOKENS = 64 + 23  # the image's rows and the text around them
+VISION_PARAMETERS, TEXT_PARAMETERS = 98528, 127552
+NORM = 8  # bytes, float64
+
+Sent = dict[str, int]
+
+
+class _Counted:
+    def sent(self) -> Sent:
+        return take_sent()
+
+    def parameters(self) -> int:
+        return sum(math.prod(p.shape) for p in self.part.model.parameters())
+
+
+class _Vision(_Counted, InspectedVision):
+    pass
+
+
+class _Text(_Counted, InspectedText):
+    pass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """By part, what each rank sent."""
+
+    forward: dict[int, list[Sent]]
+    backward: dict[int, list[Sent]]
+    update: dict[int, list[Sent]]
+    parameters: dict[int, int]
+
+
+def large_image() -> Sample:
+    return make_sample([(1, 16, 16)], 20, TARGETS, 1, IMAGE_TOKEN)
+
+
+def traffic(model: str, case: Case, samples: list[Sample]) -> Traffic:
+    """What one step sends: forward and backward of the only micro-batch, and what follows."""
+    found: dict[str, dict[int, list[Sent]]] = {"forward": {}, "backward": {}}
+    with (
+        LocalGroup(_Vision, case.vision.world, settings("vision", model, case)) as vision,
+        LocalGroup(_Text, case.text.world, settings("text", model, case)) as text,
+    ):
+        groups = {VISION: vision, TEXT: text}
+        parts = make_parts(vision, text, case.vision, case.text, 1)
+        data = make_feed(model, case, [samples]).step(0)
+        batch = Batch(data.info, data.vision, data.text)
+        refs = Refs(batch)
+        for action in SCHEDULES["sequential"](1):
+            parts[action.part].run(action, refs)
+            direction = "forward" if isinstance(action, Forward) else "backward"
+            found[direction][action.part] = groups[action.part].execute_all("sent")
+        reports = update_weights(parts, batch).reports
+        update: Any = {part: [report.sent_bytes for report in of_ranks] for part, of_ranks in reports.items()}
+        parameters = {part: group.execute_all("parameters")[0] for part, group in groups.items()}
+    return Traffic(found["forward"], found["backward"], update, parameters)
+
+
+def all_reduced(ranks: int, nbytes: int) -> int:
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 4), (2, 2), (4, 1)])
+def test_a_divided_image_is_sent_in_full_attention_layers_only(made_model: str, ring: int, ulysses: int) -> None:
+    found = traffic(made_model, Case(Degrees(ring=ring, ulysses=ulysses), ONE, 1), [large_image()])
+    shape = Shape(PATCHES, 4, 4, 8, ring, ulysses, 8, exact_bytes=8)
+    exchanged = {"all_to_all": FULL_LAYERS * shape.exchange()} if ulysses > 1 else {}
+    there = {"ring": FULL_LAYERS * shape.ring_forward()} if ring > 1 else {}
+    back = {"ring": FULL_LAYERS * shape.ring_backward()} if ring > 1 else {}
+    assert found.parameters[VISION] == VISION_PARAMETERS
+    gradients = {"all_reduce": all_reduced(4, VISION_PARAMETERS * 8)}
+    assert found.forward[VISION] == [exchanged | there] * 4
+    assert found.backward[VISION] == [exchanged | back | gradients] * 4
+    assert found.update[VISION] == [{}] * 4  # every rank knows the norm of gradients that all have
+    assert found.forward[TEXT] == found.backward[TEXT] == found.update[TEXT] == [{}]
+
+
+def test_whole_images_are_not_sent_at_all(made_model: str) -> None:
+    small = make_sample([(1, 8, 8)] * 4, 20, TARGETS, 1, IMAGE_TOKEN)
+    found = traffic(made_model, Case(Degrees(ulysses=4), ONE, 1), [small])
+    assert found.forward[VISION] == [{}] * 4
+    assert found.backward[VISION] == [{"all_reduce": all_reduced(4, VISION_PARAMETERS * 8)}] * 4
+
+
+def test_data_replicas_sum_their_gradients_once(made_model: str) -> None:
+    found = traffic(made_model, Case(Degrees(data=2), Degrees(data=2), 1), [large_image()] * 2)
+    for part, parameters in ((VISION, VISION_PARAMETERS), (TEXT, TEXT_PARAMETERS)):
+        assert found.forward[part] == [{}] * 2
+        assert found.backward[part] == [{"all_reduce": all_reduced(2, parameters * 8)}] * 2
+
+
+@pytest.mark.parametrize("autotp", [False, True], ids=["tensor", "autotp"])
+def test_the_tensor_plan_of_the_decoder(made_model: str, autotp: bool) -> None:
+    """Forward, a layer sums two outputs [tokens, hidden] over the ranks; backward, the gradient of the input of each of
+    its five column-wise matrices (query, key, value, gate, up): 2 and 5 where summing what they add up to would take
+    2 and 2. The embedding sums its output; the head, for each target, a maximum, a sum and a logit, and in backward the
+    gradient of its rows."""
+    case = Case(ONE, Degrees(tensor=4), 1, autotp=autotp)
+    found = traffic(made_model, case, [large_image()])
+    states, rows = TOKENS * WIDTH * 8, TARGETS * 8
+    forward = all_reduced(4, (2 * LAYERS + 1) * states + 3 * rows)
+    backward = all_reduced(4, 5 * LAYERS * states + rows * WIDTH)
+    assert found.forward[TEXT] == [{"all_reduce": forward}] * 4
+    assert found.backward[TEXT] == [{"all_reduce": backward}] * 4
+    assert found.update[TEXT] == [{"all_reduce": all_reduced(4, NORM)}] * 4
+
+
+def test_the_tensor_plan_of_the_tower(made_model: str) -> None:
+    """A block's query, key and value are one matrix, so backward sums three gradients; the merger adds one sum of its
+    output forward, and one of its input backward."""
+    found = traffic(made_model, Case(Degrees(tensor=2), ONE, 1), [large_image()])
+    states, merged = PATCHES * VISION_WIDTH * 8, PATCHES // 4 * WIDTH * 8
+    assert found.forward[VISION] == [{"all_reduce": all_reduced(2, 2 * BLOCKS * states + merged)}] * 2
+    assert found.backward[VISION] == [{"all_reduce": all_reduced(2, 3 * BLOCKS * states + states)}] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_sums_gradients_and_gathers_weights(made_model: str, stage: int) -> None:
+    """DeepSpeed sums whole buckets on all ranks where scattering them would do: twice the bytes of the formula."""
+    case = Case(Degrees(data=2), Degrees(data=2), 1, "float32", stage, text_zero_stage=stage)
+    found = traffic(made_model, case, [large_image()] * 2)
+    for part, parameters in ((VISION, VISION_PARAMETERS), (TEXT, TEXT_PARAMETERS)):
+        assert found.forward[part] == [{}] * 2
+        assert found.backward[part] == [{"all_reduce": all_reduced(2, parameters * 4)}] * 2
+        assert [sent["all_gather"] for sent in found.update[part]] == [parameters * 4 // 2] * 2
+
+
+def test_zero_3_gathers_weights_twice_and_scatters_gradients(made_model: str) -> None:
+    case = Case(Degrees(data=2), Degrees(data=2), 1, "float32", 3, text_zero_stage=3)
+    found = traffic(made_model, case, [large_image()] * 2)
+    for part, parameters in ((VISION, VISION_PARAMETERS), (TEXT, TEXT_PARAMETERS)):
+        half = parameters * 4 // 2
+        assert [sent["all_gather"] for sent in found.forward[part]] == [half] * 2
+        assert found.backward[part] == [{"all_gather": half, "reduce_scatter": half}] * 2
+        assert all("all_gather" not in sent for sent in found.update[part])
