@@ -71,7 +71,7 @@ class TextInput:
 class PartReport:
     """What one rank of a part tells after its optimizer step. loss: its share of the objective, a sum over N_global.
 
-    sent_bytes: by kind, see `dhp.sent`.
+    sent_bytes: by kind, see `dhp.sent`. usage: where activations are measured.
     """
 
     rank: int
@@ -80,6 +80,7 @@ class PartReport:
     lr: float
     memory_bytes: int | None
     sent_bytes: Mapping[str, int]
+    usage: PartUsage | None = None
 
 
 @dataclass(frozen=True)
@@ -89,3 +90,43 @@ class StepData:
     info: StepInfo
     vision: tuple[tuple[VisionInput, ...], ...]
     text: tuple[tuple[TextInput, ...], ...]
+
+
+Choices = tuple[str, ...]  # what each layer of a part recomputes, in order: see `dhp.config.recompute`
+
+
+@dataclass(frozen=True)
+class LayerUsage:
+    """What one layer took in the step's largest micro-batch.
+
+    kind: layers of one kind do the same work. held_bytes: kept from forward to backward. replay_bytes: what recomputing
+    adds to that, until the layer's backward is done. replay_s: seconds of recomputing in the whole step.
+    """
+
+    kind: str
+    choice: str
+    held_bytes: int
+    replay_bytes: int
+    replay_s: float
+
+
+@dataclass(frozen=True)
+class PartUsage:
+    """What activations took on one rank of a part in one step.
+
+    peak_bytes: the most at any moment. before_bytes, after_bytes: kept for backward outside the layers, by what comes
+    before and after them. rows: patches or tokens of the largest micro-batch, and all_rows of the step.
+    """
+
+    peak_bytes: int
+    before_bytes: int
+    after_bytes: int
+    rows: int
+    all_rows: int
+    forward_s: float
+    backward_s: float
+    layers: tuple[LayerUsage, ...]
+
+    @property
+    def choices(self) -> Choices:
+        return tuple(layer.choice for layer in self.layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dhp.config.checks import check_autotp, check_tensor, check_tower
+from dhp.config.checks import check_autotp, check_layers, check_tensor, check_tower
 from dhp.config.resolve import check_model_dir, resolve
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
@@ -79,3 +79,5 @@ def _check_heads(config: Config) -> None:
     check_tensor(family.text_heads, family.text_kv_heads, config.text.tensor)
     if config.text.parallelism == "autotp":
         check_autotp(family.text_kv_heads, config.text.tensor)
+    check_layers("vision.recompute", config.vision.recompute, len(family.vision_layers.kinds))
+    check_layers("text.recompute", config.text.recompute, len(family.text_layers.kinds))

@@ -39,6 +39,11 @@ def feed_settings(config: Config) -> FeedSettings:
     )
 
 
+def measures(config: Config) -> bool:
+    """Whether ranks report what activations take: where asked for, and where a plan is made of it."""
+    return config.memory.accounting or "auto" in (config.vision.recompute, config.text.recompute)
+
+
 def total_steps(config: Config, steps_per_epoch: int) -> int:
     """Optimizer steps of the run: max_steps where given, else num_epochs."""
     if config.training.max_steps is not None:
@@ -93,7 +98,8 @@ def part_settings(config: Config, part: str, device: str, steps: int, checkpoint
         degrees=degrees(own),
         dtype=own.dtype,
         device=device,
-        activation_checkpointing=own.activation_checkpointing,
+        recompute=own.recompute,
+        measure=measures(config),
         zero_stage=own.zero_stage,
         autotp=own.parallelism == "autotp",
         packing=config.data.packing,

@@ -1,5 +1,6 @@
 """Rules between keys of several sections, and between degrees and a model's shape, which come as plain numbers."""
 
+from dhp.config.recompute import read_choices
 from dhp.config.schema import Config
 from dhp.errors import ConfigError
 
@@ -17,6 +18,22 @@ def check_schedule(config: Config) -> None:
                 "stage 3 loses gradients without a word. Set training.schedule=sequential, or "
                 f"{name}.zero_stage=2, which keeps whole weights on each actor."
             )
+
+
+def check_budget(config: Config) -> None:
+    """A plan is made for a number of bytes. Raises ConfigError where a part is to have one and there is no number."""
+    for name, recompute in (("vision", config.vision.recompute), ("text", config.text.recompute)):
+        if recompute == "auto" and config.memory.budget_gib is None:
+            raise ConfigError(
+                f"{name}.recompute=auto without memory.budget_gib: how much may be kept? Set memory.budget_gib to what "
+                "activations may take on one device, GiB: its memory less what a dry run (training.dry_run=true) "
+                f"counts, or {name}.recompute=full"
+            )
+
+
+def check_layers(key: str, text: str, layers: int) -> None:
+    """`text`, as in `dhp.config.recompute`, must name none but the part's `layers` layers. Raises ConfigError."""
+    read_choices(text, layers, key)
 
 
 def check_tower(heads: int, ulysses: int, tensor: int) -> None:

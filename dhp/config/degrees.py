@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import prod
 
 from dhp.config.ranges import require_choice, require_positive
+from dhp.config.recompute import resolve_recompute
 from dhp.config.schema import PartConfig
 from dhp.errors import ConfigError
 
@@ -34,7 +35,7 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     _check_product(name, part.num_actors, degrees)
     _check_existing(name, degrees)
     _check_zero(name, part, degrees["tensor"])
-    return replace(part, **degrees)
+    return replace(part, recompute=resolve_recompute(name, part), **degrees)
 
 
 def equation(degrees: dict[str, int]) -> str:

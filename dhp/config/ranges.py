@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from dhp.config.nearest import did_you_mean, nearest
-from dhp.config.schema import ClusterConfig, DataConfig, TrainingConfig
+from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingConfig
 from dhp.errors import ConfigError
 
 _SEEDS = 2**32  # numpy takes no larger seed
@@ -81,6 +81,12 @@ def check_data(data: DataConfig) -> None:
         rule = f"min_pixels({data.min_pixels}) > max_pixels({data.max_pixels}); lower one or raise the other"
         require(data.min_pixels <= data.max_pixels, "data.min_pixels", data.min_pixels, rule)
     _check_datasets(data)
+
+
+def check_memory(memory: MemoryConfig) -> None:
+    """Raises ConfigError for the first field out of its range."""
+    if memory.budget_gib is not None:
+        require_positive("memory.budget_gib", memory.budget_gib)
 
 
 def _check_datasets(data: DataConfig) -> None:

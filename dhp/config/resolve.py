@@ -5,9 +5,9 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
-from dhp.config.checks import check_schedule
+from dhp.config.checks import check_budget, check_schedule
 from dhp.config.degrees import resolve_part
-from dhp.config.ranges import check_cluster, check_data, check_seed, check_training
+from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
 from dhp.config.schema import Config, DatasetEntry
 from dhp.errors import ConfigError
 
@@ -21,6 +21,7 @@ def resolve(config: Config) -> Config:
     check_seed(config.seed)
     check_training(config.training)
     check_data(config.data)
+    check_memory(config.memory)
     check_cluster(config.cluster)
     model_name = _shared_model_name(config)
     resolved = replace(
@@ -29,6 +30,7 @@ def resolve(config: Config) -> Config:
         text=replace(resolve_part("text", config.text), model_name=model_name),
     )
     check_schedule(resolved)
+    check_budget(resolved)
     _fill_paths(resolved)
     # torch reads 0 as "scale every gradient to nothing"; here 0 and null both mean no clipping.
     resolved.training.max_grad_norm = config.training.max_grad_norm or None
@@ -106,6 +108,8 @@ def _fill_paths(config: Config) -> None:
     checkpoint_dir = config.training.checkpoint_dir or str(Path(config.run_dir) / "checkpoints")
     config.training.checkpoint_dir = _expanded(checkpoint_dir)
     config.training.resume = _expanded(config.training.resume)
+    if config.memory.cache_dir is not None:
+        config.memory.cache_dir = _expanded(config.memory.cache_dir)
     config.data.data_registry = {
         name: DatasetEntry(_expanded(entry.annotation_path), _expanded(entry.data_path))
         for name, entry in config.data.data_registry.items()

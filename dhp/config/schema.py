@@ -44,8 +44,15 @@ class PartConfig:
     attention_backend: str = "auto"
     """Attention kernel: auto | sdpa, both PyTorch's own; flash_attention_2 is refused until 16-bit formats exist."""
 
+    recompute: Optional[str] = None
+    """What backward recomputes instead of keeping it: none | full (each layer whole) | auto (as little as
+    memory.budget_gib allows) | layers, as 0-3,7 | what which layers recompute, as mlp:0-15,all:16-31, or one for all of
+    them, as light. light: norms, rotary positions, activation functions, which costs next to nothing; mlp: also the
+    products before the activation function; linear: all but attention; all: the layer. Null: by
+    activation_checkpointing."""
+
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them: less memory, about a third more compute."""
+    """true: the same as recompute=full. Where recompute says something else, the run is refused."""
 
     zero_stage: int = 0
     """DeepSpeed ZeRO stage, what is cut over the part's actors: 0 nothing | 1 the optimizer's state | 2 gradients too |
@@ -115,6 +122,22 @@ class TrainingConfig:
     resume: str = "never"
     """Where the run begins: never (at step 1) | auto (after the newest complete checkpoint in checkpoint_dir, else at
     step 1; run_dir may hold the run that stopped) | PATH of a checkpoint or of a run: its newest one."""
+
+
+@dataclass
+class MemoryConfig:
+    """What activations (what forward keeps for backward) may take."""
+
+    budget_gib: Optional[float] = None
+    """Activations on one device, of the ranks of both parts where they share it, GiB (2³⁰ bytes). On GPUs everything
+    counts that a step allocates beyond what is there between steps, gradients included. To be set for recompute=auto."""
+
+    cache_dir: Optional[str] = None
+    """Directory where recompute=auto keeps what it measured, for later runs of the same shape. Null: run_dir."""
+
+    accounting: bool = False
+    """Measure activations in every run (activation_bytes in metrics.jsonl), not only with recompute=auto. On CPU this
+    takes some time."""
 
 
 @dataclass
@@ -209,5 +232,6 @@ class Config:
     vision: PartConfig = field(default_factory=PartConfig)
     text: PartConfig = field(default_factory=PartConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     data: DataConfig = field(default_factory=DataConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

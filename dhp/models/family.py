@@ -38,6 +38,20 @@ class ImageLayout:
         return (self.order[:, None] * self.unit + torch.arange(self.unit)).flatten()
 
 
+@dataclass(frozen=True)
+class LayerParts:
+    """Where a part's layers are, and which of their modules are worth keeping when the rest is recomputed.
+
+    path: the module that lists the layers. In each layer, projections: the matrix products around attention; mlp: those
+    before the activation function. kinds: what kind each layer is of; layers of one kind do the same work.
+    """
+
+    path: str
+    projections: tuple[str, ...]
+    mlp: tuple[str, ...]
+    kinds: tuple[str, ...]
+
+
 class Family(Protocol):
     """One model family. `config` is the checkpoint's configuration; nothing here needs weights or a device."""
 
@@ -52,6 +66,8 @@ class Family(Protocol):
     image_token_id: int
     vision_knee: float  # patches of a segment at which full attention costs as much as all the rest of the tower
 
+    vision_layers: LayerParts
+    text_layers: LayerParts
     text_kv_projections: tuple[str, ...]  # key and value projections of the decoder, `*` for layer numbers
     vision_tensor_plan: dict[str, str]  # how transformers' styles split the tower and projector, by module
     vision_fused: dict[str, int]  # modules of the tower that hold several projections in one, and how many

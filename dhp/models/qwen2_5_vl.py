@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-from dhp.models.family import Grid, ImageLayout
+from dhp.models.family import Grid, ImageLayout, LayerParts
 
 
 class Qwen25Vl:
@@ -43,6 +43,15 @@ class Qwen25Vl:
         matrices = vision.depth * vision.hidden_size * (4 * vision.hidden_size + 3 * vision.intermediate_size)
         attention = len(vision.fullatt_block_indexes) * 2 * vision.hidden_size
         self.vision_knee = matrices / attention if attention else float("inf")
+        mlp = ("mlp.gate_proj", "mlp.up_proj")
+        kinds = ("full" if layer in vision.fullatt_block_indexes else "window" for layer in range(vision.depth))
+        self.vision_layers = LayerParts("model.visual.blocks", ("attn.qkv", "attn.proj"), mlp, tuple(kinds))
+        self.text_layers = LayerParts(
+            "model.language_model.layers",
+            tuple(f"self_attn.{p}_proj" for p in "qkvo"),
+            mlp,
+            ("causal",) * text.num_hidden_layers,
+        )
         self._merge = vision.spatial_merge_size
         self.merge_unit = self._merge**2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards, save_shards
+from dhp.config.recompute import read_choices
 from dhp.errors import PartFailed
-from dhp.messages import PartReport, StepInfo
+from dhp.messages import Choices, PartReport, StepInfo
+from dhp.models.family import LayerParts
 from dhp.parallel.mesh import AXES, build_mesh
+from dhp.parallel.meter import Meter
 from dhp.parallel.precision import exact_dtype
+from dhp.parallel.recompute import RecomputedLayers
 from dhp.parallel.slices import all_laid_out
 from dhp.parallel.traffic import count_collectives, trace_collectives
 from dhp.parallel.update import MakeOptimizer, Replicated
@@ -45,7 +50,7 @@ class Part:
         if settings.trace:
             trace_collectives()
 
-    def adopt(self, model: nn.Module, reduce_group: dist.ProcessGroup) -> None:
+    def adopt(self, model: nn.Module, layers: LayerParts, reduce_group: dist.ProcessGroup) -> None:
         """Take the part, loaded in `master_dtype`: put it on the device and give it its optimizer.
 
         reduce_group: the ranks over which gradients of the same parameters are summed.
@@ -55,8 +60,11 @@ class Part:
         resumed = None if self.settings.resume_from is None else Path(self.settings.resume_from)
         if resumed is not None:
             load_shards(all_laid_out(model), resumed)
-        if self.settings.activation_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.meter = Meter(model, self.device, layers.kinds) if self.settings.measure else None
+        choices = read_choices(self.settings.recompute, len(layers.kinds))
+        self.layers = None
+        if self.meter is not None or set(choices) != {"none"}:
+            self.layers = RecomputedLayers(model, layers, choices, self.meter)
         make = optimizer_maker(self.settings.update)
         if self.settings.zero_stage:
             self.update: Replicated | ZeroSharded = ZeroSharded(model, make, self.settings.zero_stage, self.dtype)
@@ -89,7 +97,20 @@ class Part:
             self.update.step(lr, coefficient)
         else:
             self.update.drop()
-        return PartReport(self.rank, loss, norm, lr, self._peak_memory(), take_sent())
+        usage = None if self.meter is None else self.meter.take(self.layers.choices)
+        return PartReport(self.rank, loss, norm, lr, self._peak_memory(), take_sent(), usage)
+
+    def metered_forward(self, rows: int) -> AbstractContextManager[None]:
+        """Around the forward pass of a micro-batch of `rows` patches or tokens."""
+        return nullcontext() if self.meter is None else self.meter.forward(rows)
+
+    def metered_backward(self) -> AbstractContextManager[None]:
+        """Around the backward pass of a micro-batch."""
+        return nullcontext() if self.meter is None else self.meter.backward()
+
+    def set_recompute(self, choices: Choices) -> None:
+        """What each layer recomputes from the next forward on. For parts that measure."""
+        self.layers.choose(choices)
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the part below `folder`: weights, optimizer state, random state.

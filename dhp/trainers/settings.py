@@ -33,7 +33,8 @@ class PartSettings:
     degrees: Degrees
     dtype: str
     device: str
-    activation_checkpointing: bool
+    recompute: str  # as `dhp.config.recompute` reads it; auto begins with everything
+    measure: bool  # report what activations take
     zero_stage: int
     autotp: bool  # DeepSpeed splits the matrices over degrees.tensor ranks, not transformers
     packing: bool  # rows of the text part are packed, so that its attention is ours

@@ -5,20 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dhp.messages import PartReport, StepInfo, TextInput
+from dhp.messages import Choices, PartReport, StepInfo, TextInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import packed_attention, plan_segments
 from dhp.parallel.autotp import split_by_autotp
 from dhp.parallel.mesh import replicas_group
+from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
+from dhp.parallel.recompute import kept
 from dhp.parallel.tensor import shared_heads_style
 from dhp.trainers.objective import share_of_objective
 from dhp.trainers.part import Part, joined, own_copy, to_device
 from dhp.trainers.settings import PartSettings
 
-# A name that transformers has no mask function for: no mask is built.
-ATTENTION = "dhp_packed"
+# Names that transformers has no mask functions for: no mask is built.
+PACKED, PADDED = "dhp_packed", "dhp_padded"
 
 
 class TextTrainer:
@@ -28,15 +31,16 @@ class TextTrainer:
         self.part = Part(settings)
         self.family = load_family(settings.model_name)
         model = self._load()
-        self.part.adopt(model, replicas_group(self.part.mesh))
+        self.part.adopt(model, self.family.text_layers, replicas_group(self.part.mesh))
         self._flights: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._losses: list[Tensor] = []
 
     def _load(self) -> PreTrainedModel:
         model = self._split_by_deepspeed() if self.part.settings.autotp else self._split()
-        if self.part.settings.packing:
-            AttentionInterface.register(ATTENTION, packed_attention)
-            self.family.use_text_attention(model, ATTENTION)
+        packing = self.part.settings.packing
+        name, attention = (PACKED, packed_attention) if packing else (PADDED, sdpa_attention_forward)
+        AttentionInterface.register(name, kept(KEPT_ATTENTION, attention))
+        self.family.use_text_attention(model, name)
         return model
 
     def _split(self) -> PreTrainedModel:
@@ -71,7 +75,8 @@ class TextTrainer:
             head = self.part.model.get_output_embeddings()
             return share_of_objective(head, hidden, inputs["labels"], work.target_tokens)
 
-        self._flights[micro_batch] = (self.part.update.forward(objective), leaves)
+        with self.part.metered_forward(inputs["input_ids"].numel()):
+            self._flights[micro_batch] = (self.part.update.forward(objective), leaves)
 
     def backward_step(self, micro_batch: int, last: bool, hand_over: bool) -> tuple[Tensor, ...]:
         """Back through the decoder; gradient of each vision rank's embeddings, in rank order, with `hand_over`.
@@ -79,7 +84,8 @@ class TextTrainer:
         Tensor ranks hold the same rows and so the same gradients: one of them hands over, they are not summed.
         """
         loss, leaves = self._flights.pop(micro_batch)
-        self.part.update.backward(loss, last)
+        with self.part.metered_backward():
+            self.part.update.backward(loss, last)
         self._losses.append(loss.detach())
         return tuple(_gradient(leaf) for leaf in leaves) if hand_over else ()
 
@@ -92,6 +98,10 @@ class TextTrainer:
         loss = float(torch.stack(self._losses).sum())
         self._losses.clear()
         return self.part.finish_step(info, norms_sq, loss, active=info.target_tokens > 0)
+
+    def set_recompute(self, choices: Choices) -> None:
+        """What each layer recomputes from the next micro-batch on."""
+        self.part.set_recompute(choices)
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the weights below `folder`."""

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from dhp.messages import PartReport, StepInfo, VisionInput
+from dhp.messages import Choices, PartReport, StepInfo, VisionInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import Place, SegmentPlan, plan_segments, plan_shard, segment_attention
 from dhp.parallel.mesh import replicas_group
+from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
+from dhp.parallel.recompute import kept
 from dhp.parallel.shard_plan import ShardPlan, Span
 from dhp.parallel.tensor import with_fused
 from dhp.trainers.part import Part, joined, own_copy, to_device
@@ -26,10 +28,10 @@ class VisionTrainer:
     def __init__(self, settings: PartSettings):
         self.part = Part(settings)
         self.family = load_family(settings.model_name)
-        AttentionInterface.register(ATTENTION, segment_attention)
+        AttentionInterface.register(ATTENTION, kept(KEPT_ATTENTION, segment_attention))
         model = self._load()
         self.family.use_attention(model, ATTENTION)
-        self.part.adopt(model, replicas_group(self.part.mesh))
+        self.part.adopt(model, self.family.vision_layers, replicas_group(self.part.mesh))
         ring, ulysses = self.part.mesh["ring"], self.part.mesh["ulysses"]
         self._place = Place(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
         self._outputs: dict[int, Tensor] = {}
@@ -49,9 +51,10 @@ class VisionTrainer:
         windows = plan_segments(work.window_lengths, device)
         frames = self._plan_frames(work)
         pixels, positions = to_device(work.pixels, device), own_copy(work.positions, device)
-        embeddings = self.part.update.forward(
-            lambda: self.family.encode(self.part.model, pixels, positions, windows, frames)
-        )
+        with self.part.metered_forward(len(pixels)):
+            embeddings = self.part.update.forward(
+                lambda: self.family.encode(self.part.model, pixels, positions, windows, frames)
+            )
         self._outputs[micro_batch] = embeddings
         given = embeddings.detach()[: sum(work.rows)].split(work.rows)
         return given if hand_over else ()
@@ -65,7 +68,8 @@ class VisionTrainer:
         # Rows of a dummy window get no gradient, but the rank still walks its backward: others wait for it in the
         # collectives. Gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes.
         surrogate = (output[: len(given)] * given).sum() + output[len(given) :].sum() * 0.0
-        self.part.update.backward(surrogate, work.last)
+        with self.part.metered_backward():
+            self.part.update.backward(surrogate, work.last)
 
     def grad_norm_sq(self, info: StepInfo) -> float:
         """Squared norm of this part's whole gradient; 0 in a step without any image."""
@@ -74,6 +78,10 @@ class VisionTrainer:
     def optimizer_step(self, info: StepInfo, *norms_sq: float) -> PartReport:
         """Clip by the joint norm of all parts and update."""
         return self.part.finish_step(info, norms_sq, None, self._active(info))
+
+    def set_recompute(self, choices: Choices) -> None:
+        """What each layer recomputes from the next micro-batch on."""
+        self.part.set_recompute(choices)
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the weights below `folder`."""

@@ -55,12 +55,14 @@ class Case:
     packing: bool = False
     text_zero_stage: int = 0
     autotp: bool = False
+    recompute: str = "none"
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
         zero += f", text zero {self.text_zero_stage}" if self.text_zero_stage else ""
         zero += ", autotp" if self.autotp else ""
         again = ", recompute" if self.checkpointing else ""
+        again += f", {self.recompute}" if self.recompute != "none" else ""
         vision, text = (str(d).replace(" ", "") for d in (self.vision, self.text))
         packed = ", packed" if self.packing else ""
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
@@ -140,7 +142,8 @@ def settings(part: str, model: str, case: Case) -> PartSettings:
         degrees=case.vision if vision else case.text,
         dtype=case.dtype,
         device="cpu",
-        activation_checkpointing=case.checkpointing,
+        recompute="full" if case.checkpointing else case.recompute,
+        measure=False,
         zero_stage=case.zero_stage if vision else case.text_zero_stage,
         autotp=case.autotp and not vision,
         packing=case.packing,
