@@ -60,6 +60,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         load_image_processor(settings.model_name),
         family.image_token_id,
         family.image_tokens,
+        family.patches,
         settings.min_pixels,
         settings.max_pixels,
     )
@@ -155,7 +156,8 @@ class Feed:
                 named = self._padded(row)
                 if any(sample.pixels for sample in row):
                     named["pixel_values"] = torch.cat([torch.from_numpy(p) for s in row for p in s.pixels])
-                tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in named.items()}
+                plain = self._family.plain_inputs(named)
+                tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
         return tensors
 
     def _pictures(self, rows: Sequence[Row]) -> list[Picture]:
@@ -175,7 +177,7 @@ class Feed:
     def _vision(
         self, pictures: Sequence[Picture], shards: Sequence[Pieces], rank: int, text_replicas: int, last: bool
     ) -> VisionInput:
-        unit = self._family.merge_unit
+        unit, dummy = self._family.merge_unit, self._family.dummy_patches
         first = rank - rank % self._ranks
         group = shards[first : first + self._ranks]
         cuts = [_cut(pictures[piece.image], piece.first, piece.last) for piece in shards[rank]]
@@ -183,8 +185,8 @@ class Feed:
         for piece, cut in zip(shards[rank], cuts, strict=True):
             rows[pictures[piece.image].replica] += len(cut.pixels) // unit
         if not cuts:
-            cuts = [_Cut(torch.zeros(unit, self._family.patch_dim), torch.zeros(unit, 2, dtype=torch.long), (unit,))]
-        segment_lengths, shards = _lay_out(pictures, group, unit)
+            cuts = [_Cut(torch.zeros(dummy, self._family.patch_dim), torch.zeros(dummy, 2, dtype=torch.long), (dummy,))]
+        segment_lengths, shards = _lay_out(pictures, group, dummy)
         return VisionInput(
             active=bool(pictures),
             last=last,
@@ -263,7 +265,7 @@ def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
 
 
 def _lay_out(
-    pictures: Sequence[Picture], group: Sequence[Pieces], unit: int
+    pictures: Sequence[Picture], group: Sequence[Pieces], dummy: int
 ) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, int, int], ...], ...]]:
     """Lengths of the full-attention segments of a group of ranks, and each rank's spans of them.
 
@@ -281,8 +283,8 @@ def _lay_out(
                     lengths.append(pictures[piece.image].layout.frame_lengths[frame])
                 spans.append((number, first, count))
         if not pieces:
-            spans.append((len(lengths), 0, unit))
-            lengths.append(unit)
+            spans.append((len(lengths), 0, dummy))
+            lengths.append(dummy)
         shards.append(tuple(spans))
     return tuple(lengths), tuple(shards)
 

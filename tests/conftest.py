@@ -29,6 +29,14 @@ def few_keys_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def llava_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A LLaVA with random weights: a tower of independent images."""
+    from tests.helpers.tiny import save_llava
+
+    return str(save_llava(Path(tmp_path_factory.mktemp("models")) / "llava"))
+
+
+@pytest.fixture(scope="session")
 def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded default's model and dataset."""
     from dhp.assets import make_tiny_assets

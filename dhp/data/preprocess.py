@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,12 @@ class Preprocessor:
         image_processor: BaseImageProcessor,
         image_token_id: int,
         image_tokens: Callable[[Grid], int],
+        patches: Callable[[Mapping[str, np.ndarray]], tuple[np.ndarray, Grid]],
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> None:
-        """image_tokens: how many tokens the text model reserves for an image of a given grid.
+        """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
+        processor gave for one image → (rows float32 [patches, dim], grid).
         min_pixels, max_pixels: width × height bounds of a scaled image; None: the image processor's own.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
@@ -58,6 +60,7 @@ class Preprocessor:
         self._image_processor = image_processor
         self._image_token_id = image_token_id
         self._image_tokens = image_tokens
+        self._as_patches = patches
         self._scaling = _scaling(image_processor, min_pixels, max_pixels)
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
@@ -119,8 +122,7 @@ class Preprocessor:
             output = self._image_processor(images=[image], return_tensors="np", **self._scaling)
         except ValueError as error:  # for example sides too unequal to scale
             raise DataError(f"image {path} ({image.width} × {image.height}) cannot be scaled: {error}") from error
-        t, h, w = (int(n) for n in output["image_grid_thw"][0])
-        return np.ascontiguousarray(output["pixel_values"], dtype=np.float32), (t, h, w)
+        return self._as_patches(output)
 
     def _assemble(self, record: Record, tokens: Tokens, pictures: list[tuple[np.ndarray, Grid]]) -> Sample:
         """Repeat each placeholder to the length of its image."""

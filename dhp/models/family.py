@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -63,6 +65,7 @@ class Family(Protocol):
     text_kv_heads: int
     patch_dim: int  # values in one patch
     merge_unit: int  # patches that become one token of the text part
+    dummy_patches: int  # patches of the least that the tower takes, for ranks without work
     image_token_id: int
     vision_knee: float  # patches of a segment at which full attention costs as much as all the rest of the tower
 
@@ -77,6 +80,15 @@ class Family(Protocol):
 
     def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
         """Tell the text part's attention that a rank has one key/value head, where several ranks share one."""
+
+    def freeze_unused(self, model: PreTrainedModel) -> None:
+        """Take the gradient off parameters of the vision part that no output depends on: nothing may change them."""
+
+    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
+        """What the image processor gave for one image, as rows [patches, values], float32, and its grid."""
+
+    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Padded rows and patches [patches, values] as the arguments of the plain model."""
 
     def image_tokens(self, grid: Grid) -> int:
         """Placeholder tokens of an image."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -53,7 +55,7 @@ class Qwen25Vl:
             ("causal",) * text.num_hidden_layers,
         )
         self._merge = vision.spatial_merge_size
-        self.merge_unit = self._merge**2
+        self.merge_unit = self.dummy_patches = self._merge**2
 
     def split_vision_heads(self, model: PreTrainedModel, ranks: int) -> None:
         for block in model.model.visual.blocks:
@@ -62,6 +64,16 @@ class Qwen25Vl:
     def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
         for layer in model.model.language_model.layers:
             layer.self_attn.num_key_value_groups = self.text_heads // ranks
+
+    def freeze_unused(self, model: PreTrainedModel) -> None:
+        """Nothing: every parameter of the tower is used."""
+
+    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
+        t, h, w = (int(n) for n in output["image_grid_thw"][0])
+        return np.ascontiguousarray(output["pixel_values"], dtype=np.float32), (t, h, w)
+
+    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(named)
 
     def image_tokens(self, grid: Grid) -> int:
         t, h, w = grid

@@ -19,8 +19,14 @@ def _qwen2_5_vl(config: Any) -> Family:
     return Qwen25Vl(config)
 
 
+def _llava(config: Any) -> Family:
+    from dhp.models.llava import Llava
+
+    return Llava(config)
+
+
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-FAMILIES: dict[str, Callable[[Any], Family]] = {"qwen2_5_vl": _qwen2_5_vl}
+FAMILIES: dict[str, Callable[[Any], Family]] = {"qwen2_5_vl": _qwen2_5_vl, "llava": _llava}
 
 
 def load_family(model_name: str) -> Family:

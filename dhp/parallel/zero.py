@@ -45,6 +45,8 @@ class ZeroSharded:
         cast = dtype != torch.float32
         exact = {name: parameter.detach() for name, parameter in module.named_parameters() if cast}
         names = {id(parameter): name for name, parameter in module.named_parameters()}
+        # Weights that nothing trains are in no partition of the optimizer; stage 3 would hide them from a save.
+        self._frozen = {n: p.detach().to(dtype, copy=True) for n, p in module.named_parameters() if not p.requires_grad}
         optimizer = make_optimizer([p for p in module.parameters() if p.requires_grad])
         self._engine = _initialize(_Entry(module), optimizer, stage, dtype)
         self._partitions = partitions_of(self._engine.optimizer, names)
@@ -99,6 +101,8 @@ class ZeroSharded:
             for name, parameter in self._module.named_parameters():
                 sink.add(name, parameter)
             return
+        for name, parameter in self._frozen.items():
+            sink.add(name, parameter)
         for weights, ranges in self._partitions.weights():
             for name, shape, start, here, count in ranges:
                 sink.add_flat(name, weights[here : here + count], start, shape)

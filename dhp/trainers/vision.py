@@ -40,6 +40,7 @@ class VisionTrainer:
         part, family = self.part, self.family
         plan = with_fused(family.vision_tensor_plan, family.vision_fused)
         model = load_part(part.settings.model_name, family.text_modules, part.master_dtype, part.mesh["tensor"], plan)
+        family.freeze_unused(model)
         family.split_vision_heads(model, part.settings.degrees.tensor)
         return model
 

@@ -23,7 +23,7 @@ def test_tower_heads_are_split_by_tensor_first():
     check_tower(16, 4, 4)
     with pytest.raises(ConfigError, match=r"vision.tensor=3 cannot split .* heads\(16\) % tensor\(3\) = 1 != 0"):
         check_tower(16, 1, 3)
-    with pytest.raises(ConfigError, match=r"the vision tower's 4 attention heads of each tensor actor evenly") as caught:
+    with pytest.raises(ConfigError, match=r"4 attention heads of each tensor actor evenly") as caught:
         check_tower(16, 8, 4)
     assert "vision.ulysses to one of [1, 2, 4]" in str(caught.value) and "vision.ring" in str(caught.value)
 

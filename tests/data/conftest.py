@@ -54,7 +54,10 @@ def preprocessor(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Preprocess
     def make(**changes: Any) -> Preprocessor:
         arguments = {"tokenizer": tokenizer, "image_processor": processor, **changes}
         return Preprocessor(
-            image_token_id=image_token_id, image_tokens=lambda grid: grid[0] * grid[1] * grid[2] // 4, **arguments
+            image_token_id=image_token_id,
+            image_tokens=lambda grid: grid[0] * grid[1] * grid[2] // 4,
+            patches=lambda output: (output["pixel_values"], tuple(map(int, output["image_grid_thw"][0]))),
+            **arguments,
         )
 
     return make

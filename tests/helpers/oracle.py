@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, get_scheduler
 
 from dhp.data.sample import Sample
+from dhp.models.registry import load_family
 from dhp.trainers.settings import UpdateSettings
 
 Weights = dict[str, Tensor]
@@ -30,6 +31,7 @@ class Oracle:
     def __init__(self, model_name: str, dtype: torch.dtype, update: UpdateSettings, device: str = "cpu"):
         self.device = device
         self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train().to(device)
+        self._family = load_family(model_name)
         self.prepare(model_name)
         self.update = update
         self.optimizer = torch.optim.AdamW(
@@ -93,7 +95,7 @@ class Oracle:
             inputs["pixel_values"] = torch.cat([torch.from_numpy(p) for p in sample.pixels])
             inputs["image_grid_thw"] = torch.tensor(sample.grids)
             inputs["mm_token_type_ids"] = torch.from_numpy(sample.mm_token_type_ids)[None]
-        inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        inputs = {name: tensor.to(self.device) for name, tensor in self._family.plain_inputs(inputs).items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
         targets = torch.from_numpy(sample.labels)[1:].to(self.device)
         return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+)
 
 from dhp.data.sample import IGNORED, Sample
 
@@ -16,20 +23,29 @@ IMAGE_TOKEN = 505
 
 
 def make_sample(
-    grids: Sequence[tuple[int, int, int]], tokens: int, targets: int, seed: int, image_token: int
+    grids: Sequence[tuple[int, int, int]],
+    tokens: int,
+    targets: int,
+    seed: int,
+    image_token: int,
+    unit: int = 4,
+    values: int = 3 * 2 * 14 * 14,
 ) -> Sample:
-    """A sample with random pixels and text: some text, each image, `tokens` of text whose last `targets` are labels."""
+    """A sample with random pixels and text: some text, each image, `tokens` of text whose last `targets` are labels.
+
+    unit: patches of one image token; values: of one patch.
+    """
     rng = np.random.default_rng(seed)
     text = lambda n: list(rng.integers(3, 300, n))
     ids: list[int] = text(2)
     kinds = [0, 0]
     for t, h, w in grids:
-        ids += [image_token] * (t * h * w // 4) + text(1)
-        kinds += [1] * (t * h * w // 4) + [0]
+        ids += [image_token] * (t * h * w // unit) + text(1)
+        kinds += [1] * (t * h * w // unit) + [0]
     ids += text(tokens)
     kinds += [0] * tokens
     labels = [IGNORED] * (len(ids) - targets) + ids[len(ids) - targets :]
-    pixels = tuple(rng.standard_normal((t * h * w, 3 * 2 * 14 * 14)).astype(np.float32) for t, h, w in grids)
+    pixels = tuple(rng.standard_normal((t * h * w, values)).astype(np.float32) for t, h, w in grids)
     as_array = lambda values: np.array(values, dtype=np.int64)
     return Sample("made", seed, as_array(ids), as_array(labels), as_array(kinds), pixels, tuple(grids))
 
@@ -65,8 +81,38 @@ def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = N
         vision_end_token_id=504,
         tie_word_embeddings=tied,
     )
+    return _save(Qwen2_5_VLForConditionalGeneration, config, folder)
+
+
+def save_llava(folder: Path) -> Path:
+    """A LLaVA with random weights: images of 4 × 4 patches, 8 query and 4 key/value heads, 4 vision heads; the tower's
+    last layer is not used, as in the released models."""
+    text = Qwen2Config(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=56,
+        patch_size=14,
+    )
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN)
+    return _save(LlavaForConditionalGeneration, config, folder)
+
+
+def _save(kind: type, config: Any, folder: Path) -> Path:
     torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    model = kind(config)
     with torch.no_grad():  # biases and norms start at 0 and 1, where some mistakes do not show
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)

@@ -108,7 +108,7 @@ def test_weights_of_another_shape_are_refused(made_model: str, tmp_path: Path) -
 
 def test_unknown_family_is_refused_with_what_is_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(ModelError, match="'bert' has no adapter .*known: qwen2_5_vl"):
+    with pytest.raises(ModelError, match="'bert' has no adapter .*known: llava, qwen2_5_vl"):
         load_family(str(tmp_path))
 
 

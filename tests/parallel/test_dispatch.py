@@ -100,7 +100,8 @@ def test_every_window_goes_somewhere_once_and_loads_are_even(knee: float) -> Non
         ]
         ranks = rng.randint(1, 4)
         shards = shard_images(images, 1, ranks, knee)
-        assert _covered(images, shards) == [(i, w) for i, im in enumerate(images) for w in range(len(im.window_lengths))]
+        every = [(i, w) for i, one in enumerate(images) for w in range(len(one.window_lengths))]
+        assert _covered(images, shards) == every
         for pieces in shards[0]:
             assert [images[p.image].replica for p in pieces] == sorted(images[p.image].replica for p in pieces)
         if knee == float("inf"):
