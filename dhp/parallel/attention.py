@@ -26,6 +26,11 @@ from dhp.parallel.ring import Ring, ring_attention
 from dhp.parallel.shard_plan import ShardPlan, Span, is_whole
 
 
+# Tokens of divided segments up to which keys and values are better gathered at once than passed around: one message's
+# delay counts for more than what it carries (`python -m experiments.ring_or_gather`).
+GATHER_TOKENS = 512
+
+
 @dataclass(frozen=True)
 class Exchange:
     """The Ulysses ranks that share one sequence: tokens on each of them, in rank order, and their group."""

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from dhp.messages import Choices, PartReport, StepInfo, VisionInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
-from dhp.parallel.attention import Place, SegmentPlan, plan_segments, plan_shard, segment_attention
+from dhp.parallel.attention import GATHER_TOKENS, Place, SegmentPlan, plan_segments, plan_shard, segment_attention
 from dhp.parallel.mesh import replicas_group
 from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.recompute import kept
@@ -95,4 +95,6 @@ class VisionTrainer:
         ulysses = self.part.settings.degrees.ulysses
         spans = [tuple(Span(*span) for span in shard) for shard in work.shards]
         by_ring_rank = tuple(tuple(spans[first : first + ulysses]) for first in range(0, len(spans), ulysses))
-        return plan_shard(ShardPlan(work.segment_lengths, by_ring_rank), self._place, self.part.device)
+        shards = ShardPlan(work.segment_lengths, by_ring_rank)
+        few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
+        return plan_shard(shards, self._place, self.part.device, gather=few)
