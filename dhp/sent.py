@@ -7,6 +7,8 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather",
 BROADCAST, REDUCE, GATHER, SCATTER = "broadcast", "reduce", "gather", "scatter"
 RING, HANDOFF = "ring", "handoff"
 
+EXCHANGE_TAG = 1  # of messages that together are an all-to-all
+
 _sent: dict[str, float] = {}
 
 

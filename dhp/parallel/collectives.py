@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp.sent import EXCHANGE_TAG
 from dhp.spans import COLLECTIVE, span
 
 
@@ -22,8 +23,31 @@ def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], gro
     staged = _must_stage(rows, group)
     source = rows.contiguous().cpu() if staged else rows.contiguous()
     target = source.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(target, source, list(receive), list(send), group=group)
+    if dist.get_backend(group) == "gloo":
+        with span("exchange", COLLECTIVE):
+            _exchange_by_messages(source.split(list(send)), target.split(list(receive)), group)
+    else:
+        dist.all_to_all_single(target, source, list(receive), list(send), group=group)
     return target.to(rows.device) if staged else target
+
+
+def _exchange_by_messages(going: Sequence[Tensor], coming: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """All-to-all of what goes to and comes from each rank, ready to receive before anything is sent.
+
+    gloo's own sends first. Its word that a rank is ready then waits behind what that rank sends, so two ranks take
+    turns, which over a network takes twice the time (`python -m experiments.two_hosts`).
+    """
+    own, ranks = dist.get_rank(group), range(len(going))
+    coming[own].copy_(going[own])
+    others = [rank for rank in ranks if rank != own]
+    messages = [
+        dist.P2POp(begin, tensors[rank], group=group, group_peer=rank, tag=EXCHANGE_TAG)
+        for begin, tensors in ((dist.irecv, coming), (dist.isend, going))
+        for rank in others
+        if tensors[rank].numel()
+    ]
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
 
 
 class AllToAll(torch.autograd.Function):
@@ -52,10 +76,11 @@ class Shift:
         self._sent = tensor.contiguous().cpu() if staged else tensor.contiguous()
         self._coming = self._sent.new_empty(tuple(shape))
         messages = []
-        if self._sent.numel():
-            messages.append(dist.P2POp(dist.isend, self._sent, group=group, group_peer=(rank + 1) % ranks))
+        # What comes is asked for first, for the reason in `_exchange_by_messages`.
         if self._coming.numel():
             messages.append(dist.P2POp(dist.irecv, self._coming, group=group, group_peer=(rank - 1) % ranks))
+        if self._sent.numel():
+            messages.append(dist.P2POp(dist.isend, self._sent, group=group, group_peer=(rank + 1) % ranks))
         self._works = dist.batch_isend_irecv(messages) if messages else []
 
     def wait(self) -> Tensor:

@@ -11,7 +11,7 @@ What a rank puts on the wire, N ranks in the group, by the standard (bandwidth-o
 | all_reduce | 2 (N−1)/N × the tensor |
 | all_gather | (N−1) × the rank's own part |
 | reduce_scatter | (N−1)/N × the whole input |
-| all_to_all | what goes to other ranks |
+| all_to_all | what goes to other ranks, in one collective or in messages that are tagged as one |
 | broadcast, reduce | (N−1)/N × the tensor on each rank: N−1 copies, whoever sends them on |
 | gather | the rank's own part, but for the root |
 | scatter | what goes to other ranks, on the root |
@@ -41,6 +41,7 @@ from dhp.sent import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
+    EXCHANGE_TAG,
     GATHER,
     REDUCE,
     REDUCE_SCATTER,
@@ -104,11 +105,13 @@ _kernels: list[torch.library.Library] = []
 
 def _counted(operator: Any, kind: str, group_at: int, count: Count) -> Callable[..., Any]:
     """The kernel in front: group_at is the place of the group among the operator's arguments."""
+    tagged = operator is torch.ops.c10d.send.default
 
     def kernel(keys: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
         group = ProcessGroup.unbox(arguments[group_at])
         if group.size() > 1:
-            add_sent(kind, count(arguments, group))
+            exchanged = tagged and arguments[3] == EXCHANGE_TAG
+            add_sent(ALL_TO_ALL if exchanged else kind, count(arguments, group))
         return operator.redispatch(keys & _AFTER, *arguments, **named)
 
     return kernel
