@@ -1,6 +1,8 @@
-"""Steps of made samples that hold every awkward thing at once."""
+"""Steps of made samples that hold every awkward thing at once. Made once, so that what they give is known again."""
 
 from __future__ import annotations
+
+from functools import cache
 
 from dhp.data.sample import Sample
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
@@ -10,6 +12,7 @@ def _make(grids: list[tuple[int, int, int]], tokens: int, targets: int, seed: in
     return make_sample(grids, tokens, targets, seed, IMAGE_TOKEN)
 
 
+@cache
 def mixed_step() -> list[Sample]:
     """Unequal windows that no rank count divides, two images in a sample, no image, uneven target tokens."""
     return [
@@ -20,21 +23,25 @@ def mixed_step() -> list[Sample]:
     ]
 
 
+@cache
 def step_without_image() -> list[Sample]:
     """Four text-only samples."""
     return [_make([], n, n - 2, 10 + n) for n in (5, 9, 4, 7)]
 
 
+@cache
 def step_with_one_window() -> list[Sample]:
     """A single image of a single window: most ranks have no work."""
     return [_make([], 8, 5, 21), _make([], 5, 4, 22), _make([(1, 2, 2)], 6, 3, 23), _make([], 4, 1, 24)]
 
 
+@cache
 def step_without_target() -> list[Sample]:
     """Nothing to learn, images included: no weight may change, not even by decay or momentum."""
     return [_make([(1, 4, 4)], 5, 0, 31), _make([], 6, 0, 32), _make([(1, 2, 6)], 3, 0, 33), _make([], 4, 0, 34)]
 
 
+@cache
 def awkward_steps() -> list[list[Sample]]:
     """All of them, one after another."""
     return [mixed_step(), step_without_image(), step_without_target(), step_with_one_window()]

@@ -212,15 +212,28 @@ def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Faul
 def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Errors:
     """Train the steps in the case's layout and in the oracle; the largest deviations of all of it."""
     trained = train(model, case, steps, fault)
-    oracle = Oracle(model, getattr(torch, case.dtype), UPDATE)
-    start = oracle.weights()
-    expected = [oracle.step(samples) for samples in steps]
+    start, expected, end = _expected(model, case.dtype, steps)
     losses = [_deviation(found, e.loss) for found, e in zip(trained.losses, expected, strict=True)]
     norms = [_deviation(n, e.norm) for found, e in zip(trained.norms, expected, strict=True) for n in found]
     gradients = [_worst_gradient(found, e) for found, e in zip(trained.gradients, expected, strict=True)]
     undecided = _without_gradient(expected) if case.dtype == "float32" else set()
-    update = _worst_update(trained.weights, start, oracle.weights(), undecided)
+    update = _worst_update(trained.weights, start, end, undecided)
     return Errors(max(losses), max(norms), *max(gradients), *update)
+
+
+Wanted = tuple[dict[str, Tensor], list[Step], dict[str, Tensor]]
+_KNOWN: dict[tuple, tuple[Sequence, Wanted]] = {}
+
+
+def _expected(model: str, dtype: str, steps: Sequence[Sequence[Sample]]) -> Wanted:
+    """Weights before, every step, and weights after in the oracle; once for all layouts of the same samples."""
+    key = (model, dtype, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
+    if key not in _KNOWN:
+        oracle = Oracle(model, getattr(torch, dtype), UPDATE)
+        start = oracle.weights()
+        wanted = (start, [oracle.step(samples) for samples in steps], oracle.weights())
+        _KNOWN[key] = (steps, wanted)  # the samples are kept, so that their ids stay theirs
+    return _KNOWN[key][1]
 
 
 @dataclass(frozen=True)

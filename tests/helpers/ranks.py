@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class LocalGroup:
     def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[Any]]:
         """As `dhp.parts.Group`, with values for refs."""
         for pipe, given in zip(self._pipes, spread(arguments, self.size), strict=True):
-            pipe.send((method, given))
+            _send(pipe, (method, given))
         counts = spread((returns,), self.size)
         return [
             [] if count == 0 else [result] if count == 1 and not isinstance(result, tuple) else list(result)
@@ -58,7 +59,7 @@ class LocalGroup:
     def execute_all(self, method: str, *arguments: Any) -> list[Any]:
         """The result of each rank, in rank order."""
         for pipe, given in zip(self._pipes, spread(arguments, self.size), strict=True):
-            pipe.send((method, given))
+            _send(pipe, (method, given))
         return self._gather()
 
     def close(self) -> None:
@@ -79,7 +80,7 @@ class LocalGroup:
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(TIMEOUT_S):
                 raise TimeoutError(f"rank {rank} gave no answer within {TIMEOUT_S} s")
-            kind, value = pipe.recv()
+            kind, value = _receive(pipe)
             if kind == "error":
                 raise RuntimeError(f"rank {rank}: {value}")
             answers.append(value)
@@ -99,6 +100,15 @@ def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> li
         return group.execute_all("call", function, *arguments)
 
 
+def _send(pipe: Any, value: Any) -> None:
+    # By value: torch's sharing of tensors between processes leaves a helper process behind for each that is killed.
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def _receive(pipe: Any) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
 def _serve(
     pipe: Any, store: str, rank: int, size: int, factory: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
@@ -106,21 +116,20 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    torch.multiprocessing.set_sharing_strategy("file_system")
     os.environ["LOCAL_RANK"] = "0"
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
         target = factory(*arguments)
-        pipe.send(("value", None))
+        _send(pipe, ("value", None))
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        _send(pipe, ("error", traceback.format_exc()))
         return
     while True:
         try:
-            method, given = pipe.recv()
+            method, given = _receive(pipe)
         except EOFError:
             return
         try:
-            pipe.send(("value", getattr(target, method)(*given)))
+            _send(pipe, ("value", getattr(target, method)(*given)))
         except BaseException:
-            pipe.send(("error", traceback.format_exc()))
+            _send(pipe, ("error", traceback.format_exc()))
