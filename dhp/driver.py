@@ -28,6 +28,7 @@ from dhp.models.registry import auxiliary_files
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 from dhp.parts import Batch, make_parts
+from dhp.recompute import Recomputing, activation_bytes
 from dhp.schedule import SCHEDULES, TEXT, VISION
 from dhp.step import StepRefs, train_step
 from dhp.tracing import Refs as SpanRefs
@@ -36,6 +37,7 @@ from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from dhp.wiring import degrees, feed_settings, kept_settings, part_settings, total_steps, world
 
+NUMBERS = {"vision": VISION, "text": TEXT}
 AHEAD = 1  # steps submitted beyond the one that runs: their data is read meanwhile, and no rank waits for the driver
 
 
@@ -142,6 +144,9 @@ class Driver:
             groups["vision"], groups["text"], degrees(config.vision), degrees(config.text), self._micro_batches
         )
         self.schedule = SCHEDULES[config.training.schedule](self._micro_batches)
+        self.recomputing = None
+        if "auto" in (config.vision.recompute, config.text.recompute):
+            self.recomputing = Recomputing(config, groups, cluster.device, self.schedule, self.recorder.say)
         self.tracing = None
         if config.training.trace:
             traced = groups | {"data": self.data}
@@ -183,6 +188,8 @@ class Driver:
         self._skipped += len(info.skipped)
         reports = {number: self.cluster.values(refs) for number, refs in pending.refs.reports.items()}
         self.recorder.record(self._metrics(info, reports, step_s, data_s))
+        if self.recomputing is not None:
+            self.recomputing.learn({name: reports[number] for name, number in NUMBERS.items()})
         self._write_spans(pending.spans)
         if pending.saving is not None:
             self._finish_saving(pending.saving)
@@ -196,14 +203,14 @@ class Driver:
         self, info: StepInfo, reports: dict[int, list[PartReport]], step_s: float, data_s: float
     ) -> StepMetrics:
         shares = [report.loss for report in self.parts[TEXT].leaders(reports[TEXT])]
-        names = {"vision": VISION, "text": TEXT}
-        memory = {name: [r.memory_bytes for r in reports[n] if r.memory_bytes is not None] for name, n in names.items()}
+        by_name = {name: reports[n] for name, n in NUMBERS.items()}
+        memory = {name: [r.memory_bytes for r in of if r.memory_bytes is not None] for name, of in by_name.items()}
         return StepMetrics(
             step=info.step + 1,
             epoch=(info.step + 1) / self.steps_per_epoch,
             loss=sum(shares) if info.target_tokens else None,
             grad_norm=reports[TEXT][0].grad_norm,
-            lr={name: reports[n][0].lr for name, n in names.items()},
+            lr={name: of[0].lr for name, of in by_name.items()},
             tokens=info.tokens,
             target_tokens=info.target_tokens,
             vision_tokens=info.vision_tokens,
@@ -213,7 +220,8 @@ class Driver:
             data_s=data_s,
             tokens_per_s=info.tokens / step_s,
             memory_bytes={name: max(peaks) for name, peaks in memory.items()} if all(memory.values()) else None,
-            comm_bytes={name: _summed(r.sent_bytes for r in reports[n]) for name, n in names.items()},
+            activation_bytes=activation_bytes(by_name),
+            comm_bytes={name: _summed(r.sent_bytes for r in of) for name, of in by_name.items()},
             pad_ratio=1.0 - info.tokens / info.places,
             skipped_samples=self._skipped,
         )

@@ -39,9 +39,10 @@ TABLE: dict[str, set[str]] = {
     "preflight": {"assets", "models.registry", "models.shape"},
     "dry_run": {"preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
     "tracing": {"observe.trace"},
+    "recompute": {"models.registry", "parts", "planner", "schedule", "wiring"},
     "driver": {
         "checkpoint.folder", "checkpoint.resume", "cluster", "feed", "models.registry", "observe", "parts", "schedule",
-        "step", "tracing", "trainers", "wiring",
+        "recompute", "step", "tracing", "trainers", "wiring",
     },
     "train_ray": {"preflight", "dry_run", "driver"},
     "cli": {"checkpoint", "models", "data", "planner", "observe", "feed", "preflight", "wiring", "driver"},

@@ -19,7 +19,7 @@ STEPS = 3
 SETTINGS = [f"training.max_steps={STEPS}", "training.warmup_ratio=0", "training.log_interval=1"]
 FIELDS = (
     "step epoch loss grad_norm lr tokens target_tokens vision_tokens samples images step_s data_s tokens_per_s mfu "
-    "memory_bytes comm_bytes dist_ratio pad_ratio skipped_samples"
+    "memory_bytes activation_bytes comm_bytes dist_ratio pad_ratio skipped_samples"
 ).split()
 
 

@@ -129,8 +129,8 @@ class MemoryConfig:
     """What activations (what forward keeps for backward) may take."""
 
     budget_gib: Optional[float] = None
-    """Activations on one device, of the ranks of both parts where they share it, GiB (2³⁰ bytes). On GPUs everything
-    counts that a step allocates beyond what is there between steps, gradients included. To be set for recompute=auto."""
+    """Activations on one device, of the ranks of both parts where they share it, GiB (2³⁰ bytes). On GPUs all counts
+    that a step allocates beyond what is there between steps, gradients included. To be set for recompute=auto."""
 
     cache_dir: Optional[str] = None
     """Directory where recompute=auto keeps what it measured, for later runs of the same shape. Null: run_dir."""

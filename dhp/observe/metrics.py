@@ -50,6 +50,8 @@ class StepMetrics:
     """Model FLOPs utilisation, a fraction of the devices' peak."""
     memory_bytes: Mapping[str, int] | None = None
     """Peak memory of the actor that used most, by part."""
+    activation_bytes: Mapping[str, int] | None = None
+    """Peak of what forward keeps for backward on the actor that kept most, by part, where activations are measured."""
     comm_bytes: Mapping[str, Mapping[str, int]] | None = None
     """Bytes sent in the step by all ranks of a part, by part and kind: `all_reduce`, `all_gather`, `reduce_scatter`,
     `all_to_all`, `broadcast`, `reduce` (collectives inside the part), `ring` (messages between its ranks) and `handoff`

@@ -1,0 +1,113 @@
+"""What each layer of a part costs under each choice, in bytes and seconds, and the peak that a plan will have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dhp.messages import Choices
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer. held_bytes: kept from forward to backward; replay_bytes: added while its backward recomputes;
+    replay_s: seconds of recomputing in a step."""
+
+    held_bytes: float
+    replay_bytes: float
+    replay_s: float
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """One part with micro-batches of `rows` patches or tokens. layers: by kind of layer and choice.
+
+    before_bytes, after_bytes: kept outside the layers, by what comes before them and after them.
+    """
+
+    rows: int
+    kinds: tuple[str, ...]
+    before_bytes: float
+    after_bytes: float
+    layers: Mapping[str, Mapping[str, LayerCost]]
+
+    def layer(self, index: int, choice: str) -> LayerCost:
+        """What layer `index` costs under `choice`."""
+        return self.layers[self.kinds[index]][choice]
+
+    def held_bytes(self, choices: Choices) -> float:
+        """Kept between forward and backward of one micro-batch."""
+        layers = sum(self.layer(index, choice).held_bytes for index, choice in enumerate(choices))
+        return self.before_bytes + layers + self.after_bytes
+
+    def peak_bytes(self, choices: Choices) -> float:
+        """The most at any moment with one micro-batch: at the end of forward, or while backward recomputes a layer.
+
+        Backward has freed what comes after a layer when it gets there.
+        """
+        held, peak = self.before_bytes, self.held_bytes(choices)
+        for index, choice in enumerate(choices):
+            cost = self.layer(index, choice)
+            held += cost.held_bytes
+            peak = max(peak, held + cost.replay_bytes)
+        return peak
+
+    def replay_s(self, choices: Choices) -> float:
+        """Seconds of recomputing in a step."""
+        return sum(self.layer(index, choice).replay_s for index, choice in enumerate(choices))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `from_json`."""
+        layers = {
+            kind: {choice: [cost.held_bytes, cost.replay_bytes, cost.replay_s] for choice, cost in costs.items()}
+            for kind, costs in self.layers.items()
+        }
+        outside = {"before_bytes": self.before_bytes, "after_bytes": self.after_bytes}
+        return {"rows": self.rows, "kinds": list(self.kinds), **outside, "layers": layers}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PartCosts:
+        """The inverse of `to_json`."""
+        layers = {
+            kind: {choice: LayerCost(*cost) for choice, cost in costs.items()}
+            for kind, costs in values["layers"].items()
+        }
+        return cls(values["rows"], tuple(values["kinds"]), values["before_bytes"], values["after_bytes"], layers)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Which activations are alive together.
+
+    shared: a device has a rank of both parts. outstanding: micro-batches that vision holds at a time. together: both
+    parts may be at their peaks at once, because they work at the same time or because memory that one has freed stays
+    with its process.
+    """
+
+    shared: bool
+    outstanding: int
+    together: bool
+
+    def device_bytes(self, vision_held: float, vision_peak: float, text_peak: float) -> float:
+        """The fullest device's most bytes. vision_held: of one micro-batch; vision_peak: with all that it holds."""
+        if not self.shared:
+            return max(vision_peak, text_peak)
+        if self.together:
+            return vision_peak + text_peak
+        # When text works, vision keeps what it will need to go back; when vision does, text has nothing.
+        return max(vision_peak, text_peak + self.outstanding * vision_held)
+
+
+Plan = Mapping[str, Choices]  # by part: "vision", "text"
+
+
+def predicted_bytes(costs: Mapping[str, PartCosts], plan: Plan, arrangement: Arrangement) -> float:
+    """The fullest device's peak under a plan; parts without costs count nothing."""
+    held = peak = text = 0.0
+    if "vision" in costs:
+        held = costs["vision"].held_bytes(plan["vision"])
+        peak = (arrangement.outstanding - 1) * held + costs["vision"].peak_bytes(plan["vision"])
+    if "text" in costs:
+        text = costs["text"].peak_bytes(plan["text"])
+    return arrangement.device_bytes(held, peak, text)

@@ -1,0 +1,138 @@
+"""Adaptive recomputation (OmniBal, Yao et al. 2025), step by step, from what each training step reports.
+
+(1) Everything is recomputed, and measured. (2) A few layers recompute less, and are measured. (3) From both, the bytes
+and seconds of a layer under each choice. (4) The best plan for the budget is tried; where it takes more than the
+budget, the measurement corrects the prediction, and a plan that keeps less is tried. All of them are ordinary training
+steps, whose gradients do not depend on what is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dhp.messages import Choices, PartUsage
+from dhp.planner.costs import Arrangement, PartCosts, Plan, predicted_bytes
+from dhp.planner.profile import Profile, probes
+from dhp.planner.search import best_plan
+
+PATIENCE = 16  # steps without work for a part (no image), after which it is planned as if it had none
+
+
+class Planner:
+    """Told what each step took, says what to recompute from now on. Decides only; others act.
+
+    asked: the plan that is to be in force.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, tuple[str, ...]],
+        fixed: Plan,
+        arrangement: Arrangement,
+        budget_bytes: float,
+        known: Mapping[str, PartCosts] | None = None,
+    ):
+        """kinds: of the layers of each part. fixed: parts that recompute what the user said. known: costs that an
+        earlier run has measured; a plan made of them is tried at once."""
+        self._budget, self._arrangement = budget_bytes, arrangement
+        self._auto = frozenset(kinds) - set(fixed)
+        self._everything: Plan = {part: fixed.get(part, ("all",) * len(of)) for part, of in kinds.items()}
+        self._profiles = {part: Profile((known or {}).get(part)) for part in kinds}
+        self._correction = 1.0  # measured / predicted, at worst
+        self._steps, self._idle = 0, 0
+        self._probes = [] if known else self._plan_probes(kinds)
+        self.asked: Plan = self._best() if known else self._everything
+        self.settled = bool(known)
+
+    def _plan_probes(self, kinds: Mapping[str, tuple[str, ...]]) -> list[Plan]:
+        by_part = {part: probes(kinds[part]) for part in self._auto}
+        count = max(len(found) for found in by_part.values())
+        last = lambda found, at: found[min(at, len(found) - 1)]
+        return [self._everything | {part: last(by_part[part], at) for part in self._auto} for at in range(count)]
+
+    def learn(self, usages: Mapping[str, PartUsage | None]) -> bool:
+        """One step's usage of each part (None: it had no work). True when `asked` has become another plan."""
+        self._steps += 1
+        for part, usage in usages.items():
+            if usage is not None:
+                self._profiles[part].add(usage, timed=self._steps > 1)
+        if not self._is_of_asked(usages):
+            return False
+        return self._correct(usages) if self.settled else self._go_on()
+
+    def costs(self) -> dict[str, PartCosts]:
+        """What has been measured, by part."""
+        found = {part: profile.costs() for part, profile in self._profiles.items()}
+        return {part: costs for part, costs in found.items() if costs is not None}
+
+    def predicted_bytes(self) -> float:
+        """The fullest device's peak under `asked`."""
+        return self._correction * predicted_bytes(self.costs(), self.asked, self._arrangement)
+
+    def saved_s(self) -> float:
+        """Seconds of a step that `asked` saves against recomputing everything."""
+        costs = self.costs()
+        return sum(c.replay_s(self._everything[part]) - c.replay_s(self.asked[part]) for part, c in costs.items())
+
+    def measured_bytes(self, usages: Mapping[str, PartUsage | None]) -> float:
+        """The fullest device's peak in a step, from what each part alone reports."""
+        vision, text = usages.get("vision"), usages.get("text")
+        held = peak = 0
+        if vision is not None:
+            held = vision.before_bytes + sum(layer.held_bytes for layer in vision.layers) + vision.after_bytes
+            peak = vision.peak_bytes
+        return self._arrangement.device_bytes(held, peak, 0 if text is None else text.peak_bytes)
+
+    def _is_of_asked(self, usages: Mapping[str, PartUsage | None]) -> bool:
+        """Whether the step ran as asked: steps that were on their way when the plan changed did not."""
+        ran = {part: usage.choices for part, usage in usages.items() if usage is not None and part in self._auto}
+        if any(choices != self.asked[part] for part, choices in ran.items()):
+            return False
+        missing = self._auto - set(ran)
+        self._idle += bool(missing)
+        return not missing or (self._idle > PATIENCE and bool(ran))
+
+    def _go_on(self) -> bool:
+        """The next measurement, or the plan. The first step's seconds do not count, so there are two of them."""
+        if self._steps < 2:
+            return False
+        if self._probes:
+            self.asked = self._probes.pop(0)
+            return True
+        self.settled = True
+        self.asked = self._best()
+        return True
+
+    def _correct(self, usages: Mapping[str, PartUsage | None]) -> bool:
+        measured = self.measured_bytes(usages)
+        if measured <= self._budget or self.asked == self._everything:
+            return False
+        before = self.asked
+        self._correction = max(self._correction, measured / predicted_bytes(self.costs(), before, self._arrangement))
+        self.asked = self._best()
+        while self.asked == before and before != self._everything:  # the prediction was right, but still too much
+            self._correction *= 1.02
+            self.asked = self._best()
+        return True
+
+    def _best(self) -> Plan:
+        budget = self._budget / self._correction
+        return best_plan(self.costs(), self._everything, self._auto, self._arrangement, budget)
+
+
+def runs(choices: Choices) -> list[tuple[str, int, int]]:
+    """Neighbours alike together: (choice, first layer, last layer)."""
+    found: list[tuple[str, int, int]] = []
+    for index, choice in enumerate(choices):
+        if found and found[-1][0] == choice:
+            found[-1] = (choice, found[-1][1], index)
+        else:
+            found.append((choice, index, index))
+    return found
+
+
+def as_text(choices: Choices) -> str:
+    """Choices as a configuration says them: `all:0-11,light:12-31`."""
+    if set(choices) == {"none"}:
+        return "none"
+    return ",".join(f"{choice}:{first}" + (f"-{last}" if last > first else "") for choice, first, last in runs(choices))

@@ -1,0 +1,95 @@
+"""From what steps took to what layers cost: the third of the four steps of adaptive recomputation.
+
+OmniBal (Yao et al. 2025) solves the bytes of a layer from two runs that differ in a few layers. Here each
+layer's bytes and seconds are told apart in the run itself, so that one step tells several choices, and nothing has to
+be solved for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+from dhp.config.recompute import CHOICES
+from dhp.messages import Choices, LayerUsage, PartUsage
+from dhp.planner.costs import LayerCost, PartCosts
+
+
+def fullest(usages: Sequence[PartUsage]) -> PartUsage:
+    """Of a part's ranks, the one that decides."""
+    return max(usages, key=lambda usage: usage.peak_bytes)
+
+
+def probes(kinds: Sequence[str], base: str = "all") -> list[Choices]:
+    """Choices of a few steps in which each kind of layer is seen under each choice; most layers stay at `base`.
+
+    The last layers are the ones that change: backward comes to them first, so that what they keep is soon freed. The
+    first one changes only where its kind has no other: what all layers share is counted there.
+    """
+    of_kind: dict[str, list[int]] = defaultdict(list)
+    for index in reversed(range(len(kinds))):
+        of_kind[kinds[index]].append(index)
+    usable = [places[:-1] if places[-1] == 0 and len(places) > 1 else places for places in of_kind.values()]
+    others = [choice for choice in CHOICES if choice != base]
+    found = []
+    for first in range(0, len(others), min(len(places) for places in usable)):
+        choices = [base] * len(kinds)
+        for places in usable:
+            for place, choice in zip(places, others[first:]):
+                choices[place] = choice
+        found.append(tuple(choices))
+    return found
+
+
+class Profile:
+    """What has been seen of one part. Bytes and seconds are kept for each patch or token."""
+
+    def __init__(self, known: PartCosts | None = None):
+        """known: what an earlier run saw."""
+        self._known = known
+        self._rows = 0 if known is None else known.rows
+        self._before = 0.0 if known is None else known.before_bytes / known.rows
+        self._after = 0.0 if known is None else known.after_bytes / known.rows
+        self._kinds: tuple[str, ...] = () if known is None else known.kinds
+        self._bytes: dict[tuple[str, str], tuple[float, float]] = {}
+        self._seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def add(self, usage: PartUsage, timed: bool) -> None:
+        """A step that ran. timed: its seconds say something, which those of a first step do not."""
+        self._rows = max(self._rows, usage.rows)
+        self._kinds = tuple(layer.kind for layer in usage.layers)
+        shared = _shared_bytes(usage.layers)
+        self._before = max(self._before, (usage.before_bytes + shared) / usage.rows)
+        self._after = max(self._after, usage.after_bytes / usage.rows)
+        for index, layer in enumerate(usage.layers):
+            key = (layer.kind, layer.choice)
+            held = (layer.held_bytes - (shared if index == 0 else 0)) / usage.rows
+            seen = self._bytes.get(key, (0.0, 0.0))
+            self._bytes[key] = (max(seen[0], held), max(seen[1], layer.replay_bytes / usage.rows))
+            if timed:
+                self._seconds[key].append(layer.replay_s / usage.all_rows * usage.rows)
+
+    def costs(self) -> PartCosts | None:
+        """What layers cost with the largest micro-batch seen; None before any step."""
+        if not self._rows:
+            return None
+        layers: dict[str, dict[str, LayerCost]] = {kind: {} for kind in self._kinds}
+        scale = 1.0 if self._known is None else self._rows / self._known.rows
+        for kind, costs in ({} if self._known is None else self._known.layers).items():
+            for choice, cost in costs.items():
+                layers[kind][choice] = LayerCost(cost.held_bytes * scale, cost.replay_bytes * scale, cost.replay_s)
+        for (kind, choice), (held, replay) in self._bytes.items():
+            seconds = self._seconds.get((kind, choice))
+            if seconds is None and choice in layers[kind]:
+                known_s = layers[kind][choice].replay_s
+            else:
+                known_s = median(seconds) if seconds else 0.0
+            layers[kind][choice] = LayerCost(held * self._rows, replay * self._rows, known_s)
+        return PartCosts(self._rows, self._kinds, self._before * self._rows, self._after * self._rows, layers)
+
+
+def _shared_bytes(layers: Sequence[LayerUsage]) -> int:
+    """What the first layer holds beyond others like it: what all are given (positions) is counted there."""
+    alike = [one.held_bytes for one in layers[1:] if (one.kind, one.choice) == (layers[0].kind, layers[0].choice)]
+    return max(0, layers[0].held_bytes - min(alike)) if alike else 0

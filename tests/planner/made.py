@@ -1,0 +1,45 @@
+"""Costs and usages that are made up, for planners that never see a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dhp.messages import Choices, LayerUsage, PartUsage
+from dhp.planner.costs import LayerCost, PartCosts
+
+MIB = 2**20
+# held, added while recomputing (MiB) and seconds, of a layer like those of transformers
+LAYER = {
+    "none": (23, 0, 0.0),
+    "light": (11, 12, 0.1),
+    "mlp": (6, 17, 0.55),
+    "linear": (2, 21, 0.9),
+    "all": (1, 22, 1.0),
+}
+ROWS = 1000
+
+
+def costs(layers: int, scale: float = 1.0, kinds: Sequence[str] | None = None) -> PartCosts:
+    """A part of that many layers, `scale` times as wide; a layer of kind `slow` takes twice as long."""
+    kinds = tuple(kinds or ("only",) * layers)
+    of_kind = {
+        kind: {
+            choice: LayerCost(scale * held * MIB, scale * added * MIB, s * (2 if kind == "slow" else 1))
+            for choice, (held, added, s) in LAYER.items()
+        }
+        for kind in kinds
+    }
+    return PartCosts(ROWS, kinds, 3 * MIB, 2 * MIB, of_kind)
+
+
+def usage(known: PartCosts, choices: Choices, rows: int = ROWS, factor: float = 1.0) -> PartUsage:
+    """What a step under these choices would report, `factor` times what the costs say at the peak."""
+    scale = rows / known.rows
+    layers = []
+    for index, choice in enumerate(choices):
+        cost = known.layer(index, choice)
+        held, added = round(cost.held_bytes * scale), round(cost.replay_bytes * scale)
+        layers.append(LayerUsage(known.kinds[index], choice, held, added, cost.replay_s))
+    peak = round(known.peak_bytes(choices) * scale * factor)
+    before, after = round(known.before_bytes * scale), round(known.after_bytes * scale)
+    return PartUsage(peak, before, after, rows, 4 * rows, 1.0, 2.0, tuple(layers))

@@ -1,0 +1,112 @@
+"""The four steps, played through with reports that are made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from dhp.config.recompute import read_choices
+from dhp.messages import PartUsage
+from dhp.planner.costs import Arrangement, PartCosts, predicted_bytes
+from dhp.planner.planner import PATIENCE, Planner, as_text
+from dhp.planner.table import plan_table
+from tests.planner.made import MIB, costs, usage
+
+IN_TURNS = Arrangement(shared=True, outstanding=1, together=False)
+REAL = {"vision": costs(6, kinds=("window", "full") * 3), "text": costs(8)}
+KINDS = {part: known.kinds for part, known in REAL.items()}
+
+
+def step(planner: Planner, real: dict[str, PartCosts] = REAL, factor: float = 1.0) -> bool:
+    return planner.learn({part: usage(known, planner.asked[part], factor=factor) for part, known in real.items()})
+
+
+def settled(planner: Planner) -> int:
+    """Steps until there is a plan."""
+    for steps in range(1, 20):
+        step(planner)
+        if planner.settled:
+            return steps
+    raise AssertionError("no plan after 20 steps")
+
+
+def test_all_four_steps() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    assert planner.asked == {"vision": ("all",) * 6, "text": ("all",) * 8}
+    assert not step(planner)  # the first step's seconds say nothing
+    assert step(planner)
+    assert planner.asked["text"] == ("all",) * 4 + ("linear", "mlp", "light", "none")
+    assert settled(planner) <= 4
+    assert predicted_bytes(REAL, planner.asked, IN_TURNS) <= 150 * MIB
+    assert planner.predicted_bytes() == pytest.approx(predicted_bytes(REAL, planner.asked, IN_TURNS))
+    assert planner.saved_s() > 0
+    assert not step(planner)  # it fits, so it stays
+
+
+def test_a_plan_that_takes_more_than_the_budget_is_corrected() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    settled(planner)
+    first = planner.asked
+    assert step(planner, factor=1.3)
+    assert planner.asked != first
+    assert 1.2 * predicted_bytes(REAL, planner.asked, IN_TURNS) <= 150 * MIB
+    for _ in range(3):
+        step(planner, factor=1.3)
+    last = planner.measured_bytes({part: usage(known, planner.asked[part], factor=1.3) for part, known in REAL.items()})
+    assert last <= 150 * MIB
+
+
+def test_steps_that_were_on_their_way_when_the_plan_changed_decide_nothing() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    before = planner.asked
+    step(planner)
+    step(planner)
+    asked = planner.asked
+    late: dict[str, PartUsage | None] = {part: usage(known, before[part]) for part, known in REAL.items()}
+    assert not planner.learn(late)
+    assert planner.asked == asked
+
+
+def test_what_does_not_fit_at_all_recomputes_everything() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 1 * MIB)
+    settled(planner)
+    assert planner.asked == {"vision": ("all",) * 6, "text": ("all",) * 8}
+    assert planner.predicted_bytes() > 1 * MIB
+    assert not step(planner)
+
+
+def test_what_the_user_fixed_stays() -> None:
+    planner = Planner(KINDS, {"vision": ("light",) * 6}, IN_TURNS, 180 * MIB)
+    settled(planner)
+    assert planner.asked["vision"] == ("light",) * 6
+    assert set(planner.asked["text"]) != {"all"}
+    assert predicted_bytes(REAL, planner.asked, IN_TURNS) <= 180 * MIB
+
+
+def test_known_costs_give_a_plan_before_the_first_step() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB, known=REAL)
+    assert planner.settled
+    measured = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    settled(measured)
+    assert planner.predicted_bytes() <= 150 * MIB
+    assert set(planner.asked["text"]) == set(measured.asked["text"])
+
+
+def test_data_without_images_does_not_hold_up_text() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    for _ in range(PATIENCE + 8):
+        planner.learn({"vision": None, "text": usage(REAL["text"], planner.asked["text"])})
+    assert planner.settled
+    assert planner.asked["vision"] == ("all",) * 6
+    assert set(planner.asked["text"]) != {"all"}
+
+
+@pytest.mark.parametrize("choices", [("none",) * 5, ("all",) * 5, ("all", "all", "light", "none", "mlp")])
+def test_a_plan_in_the_words_of_the_configuration(choices: tuple[str, ...]) -> None:
+    assert read_choices(as_text(choices), 5) == choices
+
+
+def test_the_table_counts_layers_and_can_be_copied_into_a_configuration() -> None:
+    plan = {"vision": ("all", "light") * 3, "text": ("mlp",) * 2 + ("none",) * 6}
+    table = "\n".join(plan_table(REAL, plan))
+    assert "text    causal" not in table and "only" in table and "23.0 MiB" in table
+    assert "text.recompute=mlp:0-1,none:2-7" in table

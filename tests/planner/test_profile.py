@@ -1,0 +1,87 @@
+"""From usages to costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dhp.config.recompute import CHOICES
+from dhp.planner.profile import Profile, fullest, probes
+from tests.planner.made import MIB, ROWS, costs, usage
+
+KINDS = ("window", "full", "window", "full", "window", "full")
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ("only",), ("only",) * 2, ("only",) * 40, ("full", *("window",) * 9)])
+def test_probes_show_every_kind_under_every_choice(kinds: tuple[str, ...]) -> None:
+    seen = {(kind, "all") for kind in kinds}
+    for choices in probes(kinds):
+        assert len(choices) == len(kinds)
+        seen |= set(zip(kinds, choices, strict=True))
+    assert seen == {(kind, choice) for kind in kinds for choice in CHOICES}
+
+
+def test_probes_take_few_steps_and_little_memory() -> None:
+    (choices,) = probes(("only",) * 32)
+    assert choices == ("all",) * 28 + ("linear", "mlp", "light", "none")
+
+
+def test_costs_come_back() -> None:
+    known = costs(6, kinds=KINDS)
+    profile = Profile()
+    for choices in (("all",) * 6, *probes(KINDS)):
+        profile.add(usage(known, choices), timed=True)
+    found = profile.costs()
+    for choices in (("none",) * 6, ("all", "light", "mlp", "none", "none", "linear")):
+        assert found.peak_bytes(choices) == pytest.approx(known.peak_bytes(choices))
+        # The kinds' seconds are each step's whole, told for as many rows as the largest micro-batch has.
+        assert found.replay_s(choices) * 4 == pytest.approx(known.replay_s(choices))
+
+
+def test_larger_micro_batches_scale_what_smaller_ones_showed() -> None:
+    known = costs(4)
+    profile = Profile()
+    profile.add(usage(known, ("all",) * 4), timed=True)
+    for choices in probes(known.kinds):
+        profile.add(usage(known, choices, rows=ROWS // 2), timed=True)
+    found = profile.costs()
+    assert found.rows == ROWS
+    assert found.peak_bytes(("none",) * 4) == pytest.approx(known.peak_bytes(("none",) * 4))
+
+
+def test_what_all_layers_share_is_counted_once() -> None:
+    known = costs(4)
+    seen = usage(known, ("all",) * 4)
+    first = replace(seen.layers[0], held_bytes=seen.layers[0].held_bytes + 7 * MIB)
+    profile = Profile()
+    profile.add(replace(seen, layers=(first, *seen.layers[1:])), timed=True)
+    found = profile.costs()
+    assert found.before_bytes == pytest.approx(known.before_bytes + 7 * MIB)
+    assert found.layer(0, "all").held_bytes == pytest.approx(known.layer(0, "all").held_bytes)
+
+
+def test_seconds_of_a_first_step_do_not_count() -> None:
+    known = costs(2)
+    profile = Profile()
+    slow = usage(known, ("all", "all"))
+    profile.add(replace(slow, layers=tuple(replace(one, replay_s=100.0) for one in slow.layers)), timed=False)
+    profile.add(slow, timed=True)
+    assert profile.costs().layer(0, "all").replay_s < 1.0
+
+
+def test_nothing_seen_costs_nothing() -> None:
+    assert Profile().costs() is None
+
+
+def test_known_costs_are_refined_by_what_comes() -> None:
+    known = costs(4)
+    profile = Profile(known)
+    assert profile.costs().peak_bytes(("mlp",) * 4) == pytest.approx(known.peak_bytes(("mlp",) * 4))
+    profile.add(usage(known, ("mlp",) * 4, rows=2 * ROWS), timed=True)
+    assert profile.costs().peak_bytes(("mlp",) * 4) == pytest.approx(2 * known.peak_bytes(("mlp",) * 4))
+
+
+def test_the_fullest_rank_decides() -> None:
+    small, large = (usage(costs(1), ("all",), rows=rows) for rows in (ROWS, 2 * ROWS))
+    assert fullest([small, large, small]) is large

@@ -1,0 +1,81 @@
+"""The plan that a budget admits, against trying all of them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from dhp.config.recompute import CHOICES
+from dhp.planner.costs import Arrangement, PartCosts, predicted_bytes
+from dhp.planner.search import best_plan
+from tests.planner.made import MIB, costs
+
+ALONE = Arrangement(shared=False, outstanding=1, together=False)
+IN_TURNS = Arrangement(shared=True, outstanding=1, together=False)
+
+
+def search(parts: dict[str, PartCosts], budget_mib: float, arrangement: Arrangement = ALONE) -> dict:
+    start = {part: ("all",) * len(known.kinds) for part, known in parts.items()}
+    return dict(best_plan(parts, start, frozenset(parts), arrangement, budget_mib * MIB))
+
+
+def seconds(parts: dict[str, PartCosts], plan: dict) -> float:
+    return sum(known.replay_s(plan[part]) for part, known in parts.items())
+
+
+def test_much_memory_recomputes_nothing_and_little_everything() -> None:
+    assert search({"text": costs(4)}, 1000) == {"text": ("none",) * 4}
+    # The last layer needs its memory in any case, for its second run.
+    assert search({"text": costs(4)}, 29) == {"text": ("all", "all", "all", "light")}
+    assert search({"text": costs(4)}, 28) == {"text": ("all",) * 4}  # nothing fits; the least there is
+
+
+def test_the_last_layers_keep_most() -> None:
+    (choices,) = search({"text": costs(4)}, 80).values()
+    held = [costs(4).layer(0, choice).held_bytes for choice in choices]
+    assert held == sorted(held) and len(set(choices)) > 1
+
+
+def test_a_budget_for_half_of_the_layers_is_better_spent_on_cheap_parts_of_all() -> None:
+    parts = {"text": costs(8)}
+    half = predicted_bytes(parts, {"text": ("all",) * 4 + ("none",) * 4}, ALONE)
+    plan = search(parts, half / MIB)
+    assert predicted_bytes(parts, plan, ALONE) <= half
+    assert seconds(parts, plan) < 0.5 * seconds(parts, {"text": ("all",) * 4 + ("none",) * 4})
+
+
+@pytest.mark.parametrize("budget_mib", [30, 45, 60, 80, 100, 120])
+def test_close_to_the_best_of_all_plans(budget_mib: float) -> None:
+    parts = {"text": costs(4, kinds=("only", "slow", "only", "slow"))}
+    everything = seconds(parts, {"text": ("all",) * 4})
+    best = min(
+        seconds(parts, {"text": choices})
+        for choices in product(CHOICES, repeat=4)
+        if predicted_bytes(parts, {"text": choices}, ALONE) <= budget_mib * MIB
+    )
+    plan = search(parts, budget_mib)
+    assert predicted_bytes(parts, plan, ALONE) <= budget_mib * MIB
+    assert everything - seconds(parts, plan) >= 0.85 * (everything - best)
+
+
+def test_shared_devices_share_by_seconds_saved_for_a_byte() -> None:
+    """Text's layers save as much time in a quarter of the bytes."""
+    parts = {"vision": costs(4), "text": costs(4, scale=0.25)}
+    plan = search(parts, 70, IN_TURNS)
+    assert predicted_bytes(parts, plan, IN_TURNS) <= 70 * MIB
+    assert seconds({"text": parts["text"]}, plan) < seconds({"vision": parts["vision"]}, plan)
+
+
+def test_devices_of_their_own_have_budgets_of_their_own() -> None:
+    parts = {"vision": costs(4), "text": costs(4, scale=0.25)}
+    plan = search(parts, 60)
+    alone = {part: search({part: known}, 60)[part] for part, known in parts.items()}
+    assert plan == alone
+
+
+def test_a_part_that_is_not_to_be_planned_stays() -> None:
+    parts = {"vision": costs(2), "text": costs(2)}
+    start = {"vision": ("mlp", "none"), "text": ("all", "all")}
+    plan = best_plan(parts, start, frozenset({"text"}), ALONE, 1000 * MIB)
+    assert plan == {"vision": ("mlp", "none"), "text": ("none", "none")}
