@@ -20,6 +20,7 @@ DISTRIBUTIONS = {
 }  # fmt: skip
 # Required although no file imports them (yet); docs/architecture.md says why.
 NOT_IMPORTED = {"ninja", "numba", "av", "pytest-timeout"}
+OPTIONAL = {"nixl"}  # of requirements-gpu.txt; imported only where a setting asks for it
 
 
 def pins() -> dict[str, str]:
@@ -39,7 +40,7 @@ def imported() -> set[str]:
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 names.add(node.module.split(".")[0])
     ours = {"dhp", "experiments", "tests", *sys.stdlib_module_names}
-    return {DISTRIBUTIONS.get(name, name).lower() for name in names - ours}
+    return {DISTRIBUTIONS.get(name, name).lower() for name in names - ours - OPTIONAL}
 
 
 def test_every_requirement_is_pinned_exactly() -> None:

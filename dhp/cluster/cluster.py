@@ -152,7 +152,7 @@ def choose_device(asked: str, gpus: float) -> str:
 
 
 def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
-    """shared_memory, object_store or cuda_ipc, for actors on `count` nodes, described by `nodes`, that use `gpus`.
+    """What carries tensors between actors on `count` nodes, described by `nodes`, that use `gpus`.
 
     Raises ConfigError when shared memory is asked for and the actors lie on several nodes, or CUDA IPC and they do not
     share one GPU.

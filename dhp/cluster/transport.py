@@ -8,6 +8,7 @@ The memory is anonymous (memfd), reached by other processes through /proc: nothi
 and nothing is left behind by a killed process.
 
 Where all actors share one GPU, CUDA IPC does the same without any copy: the receiver maps the sender's device memory.
+Between hosts, Ray's object store carries a tensor in several copies, `dhp.cluster.direct` in one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from dhp.errors import PartFailed
 
-SHARED_MEMORY, OBJECT_STORE, CUDA_IPC = "shared_memory", "object_store", "cuda_ipc"
+SHARED_MEMORY, OBJECT_STORE, CUDA_IPC, NIXL = "shared_memory", "object_store", "cuda_ipc", "nixl"
 SMALLEST = 64 << 10  # bytes; below, Ray sends a value inside the message that says it is ready
 PAGE = 1 << 21
 

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from dhp.cluster.clock import Reading, read_clock
+from dhp.cluster.direct import Exchange
 from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
 from dhp.cluster.paths import require_beacon, require_paths
 from dhp.cluster.process import named_errors, redirect_output
-from dhp.cluster.transport import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, Inbox, Outbox
+from dhp.cluster.transport import CUDA_IPC, NIXL, SHARED_MEMORY, Inbox, Outbox
 from dhp.sent import HANDOFF, add_sent
 from dhp.spans import (
     BACKWARD,
@@ -69,8 +70,10 @@ class Worker:
         torch.set_num_threads(settings.threads)
         self._listener: socket.socket | None = None
         self._trainer: Any = None
-        self._inbox = Inbox()
-        self._outbox = None if settings.transport == OBJECT_STORE else Outbox(settings.transport == CUDA_IPC)
+        self._inbox: Inbox | Exchange = Inbox()
+        self._outbox: Outbox | Exchange | None = None
+        if settings.transport in (SHARED_MEMORY, CUDA_IPC):
+            self._outbox = Outbox(settings.transport == CUDA_IPC)
         self._idle_since = time.perf_counter_ns()
         if settings.trace:
             keep_spans()
@@ -89,6 +92,8 @@ class Worker:
                 require_paths(self._who, self.settings.needs)
                 require_beacon(self._who, self.settings.beacon)
             self._join(host, port)
+            if self.settings.transport == NIXL:
+                self._inbox = self._outbox = Exchange(self.settings.loopback, self.settings.timeout_s)
 
     def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Make the trainer; it finds the process group ready."""

@@ -8,6 +8,7 @@ from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingConfig
 from dhp.errors import ConfigError
 
+TRANSPORTS = ("auto", "shared_memory", "object_store", "nixl", "cuda_ipc")
 _SEEDS = 2**32  # numpy takes no larger seed
 
 
@@ -109,7 +110,7 @@ def _check_datasets(data: DataConfig) -> None:
 
 def check_cluster(cluster: ClusterConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
-    require_choice("cluster.transport", cluster.transport, ("auto", "shared_memory", "object_store", "cuda_ipc"))
+    require_choice("cluster.transport", cluster.transport, TRANSPORTS)
     require_choice("cluster.device", cluster.device, ("auto", "cpu", "cuda"))
     for field in ("start_timeout_s", "step_timeout_s"):
         require_positive(f"cluster.{field}", getattr(cluster, field))

@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dhp.cluster.cluster import Cluster
-from dhp.cluster.transport import OBJECT_STORE, SHARED_MEMORY
+from dhp.cluster.transport import NIXL, OBJECT_STORE, SHARED_MEMORY
 from dhp.cluster.watch import wait_all
 from dhp.feed import make_feed
 from dhp.spans import BACKWARD, FORWARD, Span
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=3)
     given = parser.parse_args()
-    for transport in (SHARED_MEMORY, OBJECT_STORE):
+    for transport in (SHARED_MEMORY, OBJECT_STORE, *([NIXL] if find_spec("nixl") else [])):
         print(json.dumps(handoffs(transport, given.rounds)), flush=True)
     for transport in (SHARED_MEMORY, OBJECT_STORE):
         print(json.dumps(share_of_step(transport, given.steps)), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,14 @@ def lines(run_dir: Path) -> list[list[object]]:
     return [[line[field] for field in FIELDS] for line in told]
 
 
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="the optional package nixl is not installed")
+
+
 @pytest.mark.slow
-def test_two_nodes_train_what_one_does(two_nodes: str, tiny_assets: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["auto", pytest.param("nixl", marks=needs_nixl)])
+def test_two_nodes_train_what_one_does(two_nodes: str, tiny_assets: Path, tmp_path: Path, transport: str) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    apart = ["cluster.collocate=false", f"cluster.address={two_nodes}"]
+    apart = ["cluster.collocate=false", f"cluster.address={two_nodes}", f"cluster.transport={transport}"]
     outcome = train(*tiny(tiny_assets, two, *STEPS, *apart))
     assert outcome.status == 0, outcome.stderr
     first, second = ADDRESSES
