@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ def train(*arguments: str, meanwhile: Callable[[subprocess.Popen[str]], None] | 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_heed_interrupts,
     )
     try:
         if meanwhile is not None:
@@ -49,6 +51,11 @@ def train(*arguments: str, meanwhile: Callable[[subprocess.Popen[str]], None] | 
 def tiny(assets: Path, run_dir: Path, *overrides: str) -> list[str]:
     """Arguments of a run of the embedded default with ready-made assets."""
     return ["--config-name=tiny", f"tiny_assets={assets}", f"run_dir={run_dir}", *overrides]
+
+
+def _heed_interrupts() -> None:
+    # A shell's background jobs, tests among them, ignore SIGINT, and what they start inherits it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _left(mark: str) -> tuple[str, ...]:
