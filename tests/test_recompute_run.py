@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dhp.recompute import arrange
+from dhp.config.load import compose_config
+from dhp.messages import PartReport
+from dhp.models.registry import load_family
+from dhp.preflight import prepare
+from dhp.recompute import Recomputing, arrange
 from dhp.schedule import sequential, vision_ahead
 from tests.helpers.runs import tiny, train
+from tests.planner.made import MIB, costs, usage
 
 BUDGET_GIB = 0.008  # between what all of it takes and what inputs of layers alone take
 SETTINGS = [
@@ -54,3 +60,50 @@ def test_what_is_alive_together() -> None:
     assert not arrange(one, True, "cpu").together and arrange(two, True, "cpu").together
     assert arrange(one, True, "cuda").together  # freed memory stays with the process that had it
     assert not arrange(one, False, "cpu").shared
+
+
+class Told:
+    """A part whose ranks report what the plan they were told would take."""
+
+    size = 1
+
+    def __init__(self, kinds: tuple[str, ...]):
+        self.known, self.choices = costs(len(kinds), kinds=kinds), ("all",) * len(kinds)
+
+    def execute_all_async(self, method: str, choices: Any, returns: int = 1) -> list:
+        assert (method, returns) == ("set_recompute", 0)
+        self.choices = choices
+        return [[]]
+
+    def report(self) -> list[PartReport]:
+        return [PartReport(0, 1.0, 1.0, 1e-3, None, {}, usage(self.known, self.choices))]
+
+
+def plan(assets: Path, folder: Path, budget_mib: float) -> tuple[str, dict[str, Told]]:
+    """What a run of 20 steps says, and its parts at the end."""
+    budget = f"memory.budget_gib={budget_mib * MIB / 2**30}"
+    overrides = [*tiny(assets, folder / "run")[1:], *SETTINGS, budget, f"memory.cache_dir={folder}"]
+    config = prepare(compose_config("tiny", overrides=overrides))
+    family = load_family(config.text.model_name)
+    parts = {"vision": Told(family.vision_layers.kinds), "text": Told(family.text_layers.kinds)}
+    said: list[str] = []
+    recomputing = Recomputing(config, parts, "cpu", sequential(4), said.append)
+    for _ in range(20):
+        recomputing.learn({name: part.report() for name, part in parts.items()})
+    return "\n".join(said), parts
+
+
+def test_a_plan_is_said_and_told_and_found_again(tiny_assets: Path, tmp_path: Path) -> None:
+    said, parts = plan(tiny_assets, tmp_path, 100)
+    assert "expected on the fullest device" in said and "does not fit" not in said
+    assert all(set(part.choices) != {"all"} for part in parts.values())
+    again, same = plan(tiny_assets, tmp_path, 100)
+    assert "measured before" in again
+    assert {name: part.choices for name, part in same.items()} == {name: part.choices for name, part in parts.items()}
+    assert again.partition("\n")[2] == said.partition("\n")[2]
+
+
+def test_a_budget_that_nothing_fits_is_said(tiny_assets: Path, tmp_path: Path) -> None:
+    said, parts = plan(tiny_assets, tmp_path, 5)
+    assert "it does not fit even so" in said
+    assert all(set(part.choices) == {"all"} for part in parts.values())

@@ -1,0 +1,171 @@
+"""Both parts of a layout, here in this process or as actors, and steps of one batch under plan after plan."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from dhp.cluster.cluster import Cluster
+from dhp.cluster.cluster import Layout as Actors
+from dhp.cluster.dispatch import PerRank, spread
+from dhp.cluster.watch import wait_all
+from dhp.messages import PartUsage, StepData
+from dhp.models.registry import load_family
+from dhp.parallel.mesh import Degrees
+from dhp.parts import Batch, Group, make_parts
+from dhp.planner.costs import Arrangement, Plan
+from dhp.planner.planner import Planner
+from dhp.recompute import arrange, usage_of
+from dhp.schedule import SCHEDULES, TEXT, VISION
+from dhp.step import train_step
+from dhp.trainers.settings import PartSettings, UpdateSettings
+from dhp.trainers.text import TextTrainer
+from dhp.trainers.vision import VisionTrainer
+
+TIMEOUT_S = 900.0
+TRAINERS = {"vision": VisionTrainer, "text": TextTrainer}
+NUMBERS = {"vision": VISION, "text": TEXT}
+UPDATE = UpdateSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
+Usages = dict[str, PartUsage | None]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How both parts are split, and how they take turns."""
+
+    vision: Degrees = Degrees()
+    text: Degrees = Degrees()
+    zero_stage: int = 0
+    dtype: str = "float32"
+    schedule: str = "sequential"
+    micro_batches: int = 1
+    collocate: bool = True
+    packing: bool = True
+
+    def settings(self, part: str, model: str) -> PartSettings:
+        """Of one part: everything recomputed at first, and measured."""
+        return PartSettings(
+            part=part,
+            model_name=model,
+            degrees=self.vision if part == "vision" else self.text,
+            dtype=self.dtype,
+            device="cpu",
+            recompute="full",
+            measure=True,
+            zero_stage=self.zero_stage,
+            autotp=False,
+            packing=self.packing,
+            update=UPDATE,
+            seed=0,
+        )
+
+
+class Here:
+    """A part of one rank in this process, where nothing else takes time."""
+
+    size = 1
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[Any]]:
+        """As `dhp.parts.Group`, with values for refs."""
+        result = getattr(self._trainer, method)(*spread(arguments, 1)[0])
+        (count,) = spread((returns,), 1)[0]
+        return [[] if count == 0 else list(result) if isinstance(result, tuple) else [result]]
+
+
+@contextmanager
+def in_this_process(layout: Layout, model: str) -> Iterator[Run]:
+    """One rank of each part, without actors."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            groups = {part: Here(trainer(layout.settings(part, model))) for part, trainer in TRAINERS.items()}
+            yield Run(layout, model, groups)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def as_actors(layout: Layout, model: str) -> Iterator[Run]:
+    """All ranks of both parts, on a Ray of their own."""
+    degrees = {"vision": layout.vision, "text": layout.text}
+    with tempfile.TemporaryDirectory() as folder:
+        actors = Actors(
+            actors={part: of.world for part, of in degrees.items()},
+            degrees={part: asdict(of) for part, of in degrees.items()},
+            collocate=layout.collocate,
+            device="cpu",
+            address="local",
+            threads=max(1, (os.cpu_count() or 1) // layout.vision.world),
+            start_timeout_s=TIMEOUT_S,
+            step_timeout_s=TIMEOUT_S,
+            log_dir=folder,
+            checkpoint_dir=folder,
+        )
+        with Cluster(actors) as cluster:
+            for part, trainer in TRAINERS.items():
+                cluster.groups[part].start(trainer, layout.settings(part, model))
+            groups = list(cluster.groups.values())
+
+            def values(refs: Any) -> Any:
+                wait_all([watched for group in groups for watched in group.take_watched()], TIMEOUT_S)
+                return ray.get(refs)
+
+            values([])
+            yield Run(layout, model, cluster.groups, ray.put, values)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Run:
+    """Steps of a started layout. kinds: of the layers of each part."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        model: str,
+        groups: Mapping[str, Group],
+        put: Callable[[Any], Any] = _same,
+        values: Callable[[Any], Any] = _same,
+    ):
+        """put: a value → what groups are called with; values: what they answer → values, when all is done."""
+        self._groups, self._put, self._values = groups, put, values
+        self._parts = make_parts(groups["vision"], groups["text"], layout.vision, layout.text, layout.micro_batches)
+        self._schedule = SCHEDULES[layout.schedule](layout.micro_batches)
+        family = load_family(model)
+        self.kinds = {"vision": family.vision_layers.kinds, "text": family.text_layers.kinds}
+        self.arrangement: Arrangement = arrange(self._schedule, layout.collocate, "cpu")
+
+    def take(self, data: StepData) -> None:
+        """The batch of the steps to come."""
+        vision, text = ([[self._put(work) for work in row] for row in side] for side in (data.vision, data.text))
+        self._batch = Batch(self._put(data.info), vision, text)
+
+    def step(self, plan: Plan) -> Usages:
+        """One step under the plan; what its fullest ranks took."""
+        for part, group in self._groups.items():
+            group.execute_all_async("set_recompute", plan[part], returns=0)
+        refs = train_step(self._parts, self._schedule, self._batch).reports
+        return {name: usage_of(self._values(refs[number])) for name, number in NUMBERS.items()}
+
+    def everything(self, choice: str) -> Plan:
+        """The plan in which all layers recompute the same."""
+        return {part: (choice,) * len(kinds) for part, kinds in self.kinds.items()}
+
+    def settle(self, planner: Planner) -> None:
+        """Steps until the planner has a plan, which has not been tried yet."""
+        while not planner.settled:
+            planner.learn(self.step(planner.asked))

@@ -1,0 +1,97 @@
+"""The model and the samples of a step, with random weights, pixels and words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from dhp.data.sample import IGNORED, Sample
+from dhp.data.sampler import BatchLayout, slots
+from dhp.data.source import StepSamples
+from dhp.feed import Feed
+from dhp.messages import StepData
+from dhp.models.registry import load_family
+from dhp.parallel.mesh import Degrees
+
+IMAGE, START, END, VIDEO = 2040, 2041, 2042, 2043
+HEADS = 4
+PATCH_VALUES = 3 * 2 * 14 * 14
+
+
+def make_model(folder: Path, tower: int, decoder: int, layers: int) -> str:
+    """A Qwen2.5-VL whose parts are `tower` and `decoder` wide, with `layers` layers each, every fourth one of the tower
+    with full attention."""
+    half = decoder // HEADS // 2
+    text = {
+        "vocab_size": 2048,
+        "hidden_size": decoder,
+        "intermediate_size": 11 * decoder // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
+        },
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    vision = {
+        "depth": layers,
+        "hidden_size": tower,
+        "intermediate_size": 11 * tower // 4,
+        "num_heads": HEADS,
+        "fullatt_block_indexes": list(range(3, layers, 4)),
+        "out_hidden_size": decoder,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    made = folder / f"{tower}-{decoder}-{layers}"
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(made)
+    return str(made)
+
+
+def make_samples(count: int, side: int, words: int) -> list[Sample]:
+    """Samples with one image of side × side patches and `words` words each, half of them targets."""
+    return [_make_sample(side, words, seed) for seed in range(count)]
+
+
+def _make_sample(side: int, words: int, seed: int) -> Sample:
+    rng = np.random.default_rng(seed)
+    text = rng.integers(3, 2000, words)
+    ids = np.concatenate([[5], np.full(side * side // 4, IMAGE), text])
+    labels = np.full(len(ids), IGNORED)
+    labels[-words // 2 :] = text[-words // 2 :]
+    pixels = rng.standard_normal((side * side, PATCH_VALUES), dtype=np.float32)
+    kinds = (ids == IMAGE).astype(np.int64)
+    return Sample("made", seed, ids.astype(np.int64), labels.astype(np.int64), kinds, (pixels,), ((1, side, side),))
+
+
+def deal(
+    model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample], micro_batches: int, packing: bool = True
+) -> StepData:
+    """The step's samples dealt out to the ranks of both parts."""
+
+    def step(k: int) -> StepSamples:
+        size = -(-len(samples) // (micro_batches * text.data))
+        dealt = slots(list(samples), BatchLayout(text.data, micro_batches, size))
+        return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
+
+    source: Any = SimpleNamespace(step=step, steps_per_epoch=1)
+    return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing).step(0)
