@@ -1,77 +1,123 @@
-"""`python -m experiments.layouts [--rounds N] [--sizes 1k 4k …] [--shapes …]`: dhp's layouts and its peers, same work."""
+"""`python -m experiments.layouts [--rounds N] [--sizes 1k 4k …]`: dhp's layouts and its peers on the same work."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
-from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch.multiprocessing as multiprocessing
 
-from experiments.layouts.ours import LAYOUTS, time_layout
-from experiments.layouts.peers import PEERS, time_peer
-from experiments.layouts.work import DECODERS, SIDES, count_tokens, make_batch, make_model
+from dhp.data.sample import Sample
+from experiments.layouts.hosts import become_private, make_hosts
+from experiments.layouts.links import H100, match
+from experiments.layouts.ours import LAYOUTS, LOCAL, run_layout
+from experiments.layouts.peers import PEERS, serve_peer
+from experiments.layouts.work import DECODERS, SIDES, Run, count_tokens, make_batch, make_model
+from experiments.two_hosts import network
 
-Times = dict[str, tuple[list[float], float]]  # by size: seconds of the steps, last loss
 LIMIT = "plain"
+INSIDE = "--inside"
 
 
-def run_peer(kind: str, model: str, batches: dict, steps: int) -> Times:
-    """A peer in processes of its own: one with all threads for the plain model, else two."""
+def run_peer(
+    kind: str,
+    model: str,
+    batches: Mapping[str, Sequence[Sample]],
+    steps: int,
+    measure: bool = False,
+    address: str = LOCAL,
+) -> dict[str, Run]:
+    """A peer in processes of its own: one with all threads for the plain model, else two, on two hosts where dhp has
+    a Ray at `address`."""
     ranks = 1 if kind == LIMIT else 2
     answers = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, str(Path(folder) / "store"), kind, model, batches, steps, answers)
-        multiprocessing.spawn(time_peer, arguments, nprocs=ranks)
+        apart = ranks > 1 and address != LOCAL
+        arguments = (ranks, str(Path(folder) / "store"), kind, model, batches, steps, measure, apart, answers)
+        multiprocessing.spawn(serve_peer, arguments, nprocs=ranks)
     return answers.get()
 
 
-def measure(shape: str, sizes: list[str], rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Rounds that visit every layout and peer in turn; a row for each of them and each size."""
+def run(name: str, *arguments: Any) -> dict[str, Run]:
+    """One of dhp's layouts, or a peer."""
+    return run_peer(name, *arguments) if name in PEERS else run_layout(name, *arguments)
+
+
+def compare(
+    shape: str, model: str, sizes: Sequence[str], names: Sequence[str], rounds: int, steps: int, address: str
+) -> Iterator[dict[str, Any]]:
+    """A row for each layout or peer and each size: bytes of one step, then rounds that visit all of them in turn."""
     batches = {size: make_batch(size) for size in sizes}
-    times: dict[tuple[str, str], list[float]] = defaultdict(list)
-    losses: dict[tuple[str, str], float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = str(make_model(Path(folder), shape))
-        for _ in range(rounds):
-            for name in (*PEERS, *LAYOUTS):
-                run = run_peer if name in PEERS else time_layout
-                for size, (seconds, loss) in run(name, model, batches, steps).items():
-                    times[name, size] += seconds
-                    losses[name, size] = loss
-    return [_row(shape, name, size, times, losses, batches) for size in sizes for name in (*PEERS, *LAYOUTS)]
+    measured = {name: run(name, model, batches, 1, True, address) for name in names}
+    timed = [{name: run(name, model, batches, steps, False, address) for name in names} for _ in range(rounds)]
+    for size in sizes:
+        losses = {name: measured[name][size].loss for name in names}
+        require_equal(losses)
+        seconds = {name: [s for found in timed for s in found[name][size].seconds] for name in names}
+        for name in names:
+            yield {
+                "layout": name,
+                "peer": name in PEERS,
+                "shape": shape,
+                "patches": SIDES[size] ** 2,
+                "step_s": round(median(seconds[name]), 4),
+                "tokens_per_s": round(count_tokens(batches[size]) / median(seconds[name]), 1),
+                "efficiency": round(median(seconds[LIMIT]) / median(seconds[name]), 3),
+                "peak_activation_bytes": measured[name][size].peak_bytes,
+                "comm_bytes": measured[name][size].sent_bytes,
+                "steps": len(seconds[name]),
+                "loss": losses[name],
+            }
 
 
-def _row(shape: str, name: str, size: str, times: dict, losses: dict, batches: dict) -> dict[str, Any]:
-    step_s, limit_s = median(times[name, size]), median(times[LIMIT, size])
-    return {
-        "layout": name,
-        "peer": name in PEERS,
-        "shape": shape,
-        "patches": SIDES[size] ** 2,
-        "step_s": round(step_s, 4),
-        "tokens_per_s": round(count_tokens(batches[size]) / step_s, 1),
-        "efficiency": round(limit_s / step_s, 3),
-        "steps": len(times[name, size]),
-        "loss": losses[name, size],
-    }
+def require_equal(losses: Mapping[str, float]) -> None:
+    """Raises AssertionError unless all have done the same work."""
+    if max(losses.values()) - min(losses.values()) > 1e-4 * max(losses.values()):
+        raise AssertionError(f"losses after the same steps differ: {losses}")
 
 
-def main() -> None:
-    """Print a JSON line for each row."""
+def read_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sizes", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--shapes", nargs="+", choices=DECODERS, default=list(DECODERS))
-    given = parser.parse_args()
-    for shape in given.shapes:
-        for row in measure(shape, given.sizes, given.rounds, given.steps):
-            print(json.dumps(row), flush=True)
+    parser.add_argument("--only", nargs="+", choices=[*PEERS, *LAYOUTS], default=[*PEERS, *LAYOUTS])
+    parser.add_argument("--links", action="store_true", help="two hosts and a slow link between them (root)")
+    parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def slow_links(model: str) -> str:
+    """Make the hosts and print what the link between them is. The address of their Ray."""
+    matched, mbit = match(model)
+    print(json.dumps({"h100": asdict(H100), "here": asdict(matched), "ratio": matched.ratio, "mbit": mbit}), flush=True)
+    return make_hosts(mbit)
+
+
+def main() -> None:
+    """Print a JSON line for each row."""
+    given = read_arguments()
+    names = [LIMIT, *(name for name in given.only if name != LIMIT)]
+    try:
+        if given.links and not given.inside:
+            become_private(["experiments.layouts", *sys.argv[1:], INSIDE])
+        with tempfile.TemporaryDirectory() as folder:
+            models = {shape: str(make_model(Path(folder), shape)) for shape in given.shapes}
+            address = slow_links(models[given.shapes[0]]) if given.links else LOCAL
+            for shape, model in models.items():
+                for row in compare(shape, model, given.sizes, names, given.rounds, given.steps, address):
+                    print(json.dumps(row), flush=True)
+    except network.Unavailable as reason:
+        print(f"layouts: skipped: {reason}", file=sys.stderr)
 
 
 if __name__ == "__main__":

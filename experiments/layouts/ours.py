@@ -16,22 +16,26 @@ from dhp.data.sample import Sample
 from dhp.data.sampler import BatchLayout, slots
 from dhp.data.source import StepSamples
 from dhp.feed import Feed
-from dhp.messages import StepData
+from dhp.messages import PartReport, StepData
 from dhp.models.registry import load_family
 from dhp.parallel.mesh import Degrees
 from dhp.parts import Batch, make_parts
-from dhp.schedule import TEXT, sequential
+from dhp.planner.costs import Arrangement
+from dhp.schedule import TEXT, VISION, sequential
 from dhp.step import train_step
 from dhp.trainers.settings import PartSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from experiments.layouts.peers import LEARNING_RATE
+from experiments.layouts.work import Run
 
+LOCAL = "local"
 TIMEOUT_S = 900.0
 TWO = {name: Degrees(**{name: 2}) for name in ("data", "ulysses", "tensor")}
 
 # Vision degrees and ZeRO stage, text degrees and ZeRO stage.
 LAYOUTS = {
+    "DP": (TWO["data"], 0, TWO["data"], 0),
     "SP+TP": (TWO["ulysses"], 0, TWO["tensor"], 0),
     "TP": (TWO["tensor"], 0, TWO["tensor"], 0),
     "DP+TP": (TWO["data"], 0, TWO["tensor"], 0),
@@ -41,8 +45,8 @@ LAYOUTS = {
 UPDATE = UpdateSettings(LEARNING_RATE, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)
 
 
-def part_settings(part: str, model: str, degrees: Degrees, zero_stage: int) -> PartSettings:
-    """Float32, packed rows, no recompute."""
+def part_settings(part: str, model: str, degrees: Degrees, zero_stage: int, measure: bool) -> PartSettings:
+    """Float32, packed rows, no recompute. measure: count what activations take, which costs time."""
     return PartSettings(
         part=part,
         model_name=model,
@@ -50,7 +54,7 @@ def part_settings(part: str, model: str, degrees: Degrees, zero_stage: int) -> P
         dtype="float32",
         device="cpu",
         recompute="none",
-        measure=False,
+        measure=measure,
         zero_stage=zero_stage,
         autotp=False,
         packing=True,
@@ -70,40 +74,60 @@ def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample]) 
     return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing=True).step(0)
 
 
-def time_layout(
-    name: str, model: str, batches: Mapping[str, Sequence[Sample]], steps: int
-) -> dict[str, tuple[list[float], float]]:
-    """Of every batch: seconds of `steps` steps after one that is left out, and the last loss."""
+def run_layout(
+    name: str,
+    model: str,
+    batches: Mapping[str, Sequence[Sample]],
+    steps: int,
+    measure: bool = False,
+    address: str = LOCAL,
+) -> dict[str, Run]:
+    """Of every batch, `steps` steps after one that does not count. measure: bytes, not time. address: of a Ray."""
     vision, vision_stage, text, text_stage = LAYOUTS[name]
-    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(folder)) as cluster:
+    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(folder, address)) as cluster:
         groups = cluster.groups
-        groups["vision"].start(VisionTrainer, part_settings("vision", model, vision, vision_stage))
-        groups["text"].start(TextTrainer, part_settings("text", model, text, text_stage))
+        groups["vision"].start(VisionTrainer, part_settings("vision", model, vision, vision_stage, measure))
+        groups["text"].start(TextTrainer, part_settings("text", model, text, text_stage, measure))
         wait_all([w for group in groups.values() for w in group.take_watched()], TIMEOUT_S)
         parts = make_parts(groups["vision"], groups["text"], vision, text, 1)
         found = {}
         for size, samples in batches.items():
             data = deal(model, vision, text, samples)
             refs = [[[ray.put(work) for work in row] for row in side] for side in (data.vision, data.text)]
-            batch, times = Batch(ray.put(data.info), *refs), []
-            for _ in range(steps + 1):
-                begin = time.perf_counter()
-                submitted = train_step(parts, sequential(1), batch)
-                wait_all([w for part in parts.values() for w in part.group.take_watched()], TIMEOUT_S)
-                times.append(time.perf_counter() - begin)
-            reports = ray.get(parts[TEXT].leaders(submitted.reports[TEXT]))
-            found[size] = times[1:], sum(report.loss for report in reports)
+            ran = [_step(parts, Batch(ray.put(data.info), *refs)) for _ in range(steps + 1)]
+            seconds, reports = tuple(s for s, _ in ran[1:]), ran[-1][1]
+            loss = sum(report.loss for report in parts[TEXT].leaders(reports[TEXT]))
+            found[size] = Run(seconds, loss, *(_bytes(reports) if measure else ()))
     return found
 
 
-def _layout(folder: str) -> Layout:
+def _step(parts: Mapping[int, Any], batch: Batch) -> tuple[float, dict[int, list[PartReport]]]:
+    """Seconds of a step, and what all ranks tell of it."""
+    begin = time.perf_counter()
+    submitted = train_step(parts, sequential(1), batch)
+    wait_all([w for part in parts.values() for w in part.group.take_watched()], TIMEOUT_S)
+    seconds = time.perf_counter() - begin
+    return seconds, {part: ray.get(refs) for part, refs in submitted.reports.items()}
+
+
+def _bytes(reports: Mapping[int, Sequence[PartReport]]) -> tuple[int, int]:
+    """Peak of activations on the fuller device, and bytes sent by all: device k has rank k of both parts."""
+    taking_turns = Arrangement(shared=True, outstanding=1, together=False)
+    peaks = []
+    for vision, text in zip((r.usage for r in reports[VISION]), (r.usage for r in reports[TEXT]), strict=True):
+        held = vision.before_bytes + sum(layer.held_bytes for layer in vision.layers) + vision.after_bytes
+        peaks.append(taking_turns.device_bytes(held, vision.peak_bytes, text.peak_bytes))
+    return max(peaks), sum(sum(r.sent_bytes.values()) for of_part in reports.values() for r in of_part)
+
+
+def _layout(folder: str, address: str) -> Layout:
     two = {"data": 1, "ring": 1, "ulysses": 1, "tensor": 2}
     return Layout(
         actors={"vision": 2, "text": 2},
         degrees={"vision": two, "text": two},
         collocate=True,
         device="cpu",
-        address="local",
+        address=address,
         threads=1,
         start_timeout_s=TIMEOUT_S,
         step_timeout_s=TIMEOUT_S,

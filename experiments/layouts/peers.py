@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.queues import SimpleQueue
 from typing import Any
@@ -25,6 +26,11 @@ from dhp.data.sample import Sample
 from dhp.models.split import load_part
 from dhp.parallel.attention import SegmentPlan, attend_segments, plan_segments
 from dhp.parallel.loss import token_loss_sum
+from dhp.parallel.saved import SavedTensors
+from dhp.parallel.traffic import count_collectives
+from dhp.sent import take_sent
+from experiments.layouts.hosts import enter
+from experiments.layouts.work import Run
 
 ATTENTION = "flash_all_segments"
 LEARNING_RATE = 1e-4
@@ -76,7 +82,15 @@ def adamw(module: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(group, lr=LEARNING_RATE) for group in (sharded, whole) if group]
 
 
-Step = Callable[[list[Inputs], int], Tensor]  # rows of all samples, target tokens of all → this rank's loss
+@dataclass(frozen=True)
+class Step:
+    """run: rows of all samples, target tokens of all → this rank's loss. model: whose weights are there anyway."""
+
+    model: nn.Module
+    run: Callable[[list[Inputs], int], Tensor]
+
+    def __call__(self, rows: list[Inputs], targets: int) -> Tensor:
+        return self.run(rows, targets)
 
 
 def plain(model_name: str) -> Step:
@@ -119,7 +133,7 @@ def zero3(model_name: str) -> Step:
         engine.step()
         return loss.detach()
 
-    return step
+    return Step(objective, step)
 
 
 PEERS = {"plain": plain, "ddp": ddp, "transformers-tp": tensor_parallel, "deepspeed-zero3": zero3}
@@ -130,7 +144,10 @@ def _own(rows: list[Inputs]) -> list[Inputs]:
 
 
 def _stepper(
-    objective: nn.Module, optimizers: list[torch.optim.Optimizer], own: Callable[[list[Inputs]], list[Inputs]], mean: int
+    objective: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    own: Callable[[list[Inputs]], list[Inputs]],
+    mean: int,
 ) -> Step:
     """mean: by how many ranks the gradients will be divided."""
 
@@ -142,7 +159,7 @@ def _stepper(
             optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    return Step(objective, step)
 
 
 def inputs_of(sample: Sample) -> Inputs:
@@ -156,27 +173,53 @@ def inputs_of(sample: Sample) -> Inputs:
     }
 
 
-def time_peer(
+def serve_peer(
     rank: int, ranks: int, store: str, kind: str, model: str, batches: Mapping[str, Sequence[Sample]], steps: int,
-    answers: SimpleQueue,
+    measure: bool, apart: bool, answers: SimpleQueue,
 ) -> None:  # fmt: skip
-    """On each rank: `steps` steps of every batch after one that is left out; rank 0 answers with seconds and loss."""
+    """On each rank: `steps` steps of every batch after one that does not count; rank 0 answers with a `Run` of each.
+
+    measure: bytes instead of time. apart: each rank on a host of its own, see `links`.
+    """
+    if apart:
+        enter(rank)
     torch.set_num_threads((os.cpu_count() or 1) // ranks)
     os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    if measure:
+        count_collectives()
     step = PEERS[kind](model)
-    found: dict[str, tuple[list[float], float]] = {}
+    found: dict[str, Run] = {}
     for size, samples in batches.items():
         rows, targets = [inputs_of(s) for s in samples], sum(s.target_tokens for s in samples)
-        times = []
-        for _ in range(steps + 1):
-            dist.barrier()
-            begin = time.perf_counter()
-            loss = step(rows, targets)
-            dist.barrier()
-            times.append(time.perf_counter() - begin)
-        found[size] = times[1:], float(loss)
+        if measure:
+            step(rows, targets)
+            found[size] = _measured(step, rows, targets)
+        else:
+            ran = [_timed(step, rows, targets) for _ in range(steps + 1)]
+            found[size] = Run(tuple(seconds for seconds, _ in ran[1:]), ran[-1][1])
     if rank == 0:
         answers.put(found)
     dist.barrier()  # the others may still need this rank
     dist.destroy_process_group()
+
+
+def _timed(step: Step, rows: list[Inputs], targets: int) -> tuple[float, float]:
+    """Seconds until all ranks have done the step, and its loss."""
+    dist.barrier()
+    begin = time.perf_counter()
+    loss = step(rows, targets)
+    dist.barrier()
+    return time.perf_counter() - begin, float(loss)
+
+
+def _measured(step: Step, rows: list[Inputs], targets: int) -> Run:
+    """A step in which what autograd keeps and what is sent are counted."""
+    saved = SavedTensors(step.model)
+    take_sent()
+    with saved.counting():
+        loss = step(rows, targets)
+    sent, peak = torch.tensor([float(sum(take_sent().values()))]), torch.tensor([float(saved.take_peak())])
+    dist.all_reduce(sent)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return Run((), float(loss), int(peak), int(sent))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,20 @@ DECODERS = {
     "vision-dominated": {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 384},
     "balanced": {"hidden_size": 320, "num_hidden_layers": 4, "intermediate_size": 768},
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps of one batch. seconds: of each step that counts. loss: of the last one.
+
+    peak_bytes: the most that activations took on a rank's device, and sent_bytes: what all ranks sent in a step; both
+    None where only time was taken.
+    """
+
+    seconds: tuple[float, ...]
+    loss: float
+    peak_bytes: int | None = None
+    sent_bytes: int | None = None
 
 
 def make_model(folder: Path, shape: str) -> Path:
@@ -58,10 +73,11 @@ def make_model(folder: Path, shape: str) -> Path:
 def make_batch(size: str) -> list[Sample]:
     """The samples of a step, with images of `size` patches each."""
     side = SIDES[size]
-    return [_make_sample((1, side, side), seed) for seed in range(SAMPLES)]
+    return [make_sample((1, side, side), seed) for seed in range(SAMPLES)]
 
 
-def _make_sample(grid: tuple[int, int, int], seed: int) -> Sample:
+def make_sample(grid: tuple[int, int, int], seed: int) -> Sample:
+    """One sample whose only image has that grid: frames, rows, columns of patches."""
     rng = np.random.default_rng(seed)
     patches = grid[0] * grid[1] * grid[2]
     text = rng.integers(3, 2000, TEXT_TOKENS)
