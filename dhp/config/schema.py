@@ -208,7 +208,8 @@ class ClusterConfig:
     """A step without any progress for this long has failed, seconds."""
 
     threads_per_actor: Optional[int] = None
-    """CPU threads of one actor's PyTorch. Null: the cores divided by the larger part's actors (parts take turns)."""
+    """CPU threads of one actor's PyTorch. Null: a node's cores divided by its actors of the larger part
+    (parts take turns); the smallest such number of all nodes."""
 
 
 @dataclass
