@@ -25,7 +25,6 @@ from dhp.parallel.collectives import AllToAll
 from dhp.parallel.ring import Ring, ring_attention
 from dhp.parallel.shard_plan import ShardPlan, Span, is_whole
 
-
 # Tokens of divided segments up to which keys and values are better gathered at once than passed around: one message's
 # delay counts for more than what it carries (`python -m experiments.ring_or_gather`).
 GATHER_TOKENS = 512
@@ -77,7 +76,8 @@ def key_copies(heads: int, kv_heads: int, degree: int) -> int:
     if heads % degree or heads % (kv_heads * copies):
         raise ValueError(
             f"{heads} query heads and {kv_heads} key/value heads cannot be dealt out to ulysses={degree} ranks whole: "
-            f"heads % ulysses = {heads % degree}, heads % (kv_heads × {copies} copies) = {heads % (kv_heads * copies)}. "
+            f"heads % ulysses = {heads % degree}, "
+            f"heads % (kv_heads × {copies} copies) = {heads % (kv_heads * copies)}. "
             "Use a degree that divides the query heads, and more ring ranks instead"
         )
     return copies

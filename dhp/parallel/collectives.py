@@ -37,9 +37,9 @@ def _exchange_by_messages(going: Sequence[Tensor], coming: Sequence[Tensor], gro
     gloo's own sends first. Its word that a rank is ready then waits behind what that rank sends, so two ranks take
     turns, which over a network takes twice the time (`python -m experiments.two_hosts`).
     """
-    own, ranks = dist.get_rank(group), range(len(going))
+    own, ranks = dist.get_rank(group), len(going)
     coming[own].copy_(going[own])
-    others = [rank for rank in ranks if rank != own]
+    others = [(own + step) % ranks for step in range(1, ranks)]  # each begins with another one
     messages = [
         dist.P2POp(begin, tensors[rank], group=group, group_peer=rank, tag=EXCHANGE_TAG)
         for begin, tensors in ((dist.irecv, coming), (dist.isend, going))

@@ -2,14 +2,15 @@
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers". Merging in float32 by log-sum-exp; backward with the
 output and log-sum-exp of all blocks, so that no block needs another's scores. Gradients of keys and values travel with
-them, in float32, and arrive home after a full round.
+them, in float32, from the first other rank on until they are home: what the own rank has to add waits there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,12 @@ class Ring:
     group: dist.ProcessGroup
     causal: bool
     gather: bool = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what came in forward stays for backward, not to be sent again: as much memory as the own keys and
+        values with two ranks, and only for short sequences with more."""
+        return self.gather or len(self.chunks) == 2
 
     def tokens(self, rank: int) -> int:
         return count_tokens(self.chunks[rank])
@@ -95,25 +102,29 @@ class _RingAttention(torch.autograd.Function):
         kernel = choose_kernel(query)
         output = query.new_zeros(query.shape, dtype=exact)
         lse = query.new_full((query.shape[1], len(query)), float("-inf"), dtype=exact)
+        others = []
         for source, states in _blocks(torch.stack([key, value]), ring):
+            if ring.keeps and source != ring.rank:
+                others.append(states)
             for rows, columns, diagonal in ring.pairs(source):
                 k, v = states[:, columns]
                 part, part_lse = kernel.forward(query[rows], k, v, Block(diagonal, scale))
                 merge(output[rows], lse[:, rows], part.to(exact), part_lse)
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.save_for_backward(query, key, value, output, lse, *others)
         ctx.ring, ctx.scale, ctx.kernel = ring, scale, kernel
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
+        query, key, value, output, lse, *others = ctx.saved_tensors
         ring: Ring = ctx.ring
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         arrive = _gather_home if ring.gather else _travel_home
+        own = torch.stack([key, value])
         shares = (
-            _share(ctx.kernel, (grad, query, output, lse), states, source, ring, ctx.scale, grad_query)
-            for source, states in _blocks(torch.stack([key, value]), ring)
+            (source, _share(ctx.kernel, (grad, query, output, lse), states, source, ring, ctx.scale, grad_query))
+            for source, states in (_kept(own, others, ring) if ring.keeps else _blocks(own, ring))
         )
         grad_key, grad_value = arrive(shares, ring, key).to(key.dtype)
         return grad_query.to(query.dtype), grad_key, grad_value, None, None
@@ -164,25 +175,29 @@ def _blocks(own: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
             states = coming.wait()
 
 
-def _travel_home(shares: Iterator[Tensor], ring: Ring, key: Tensor) -> Tensor:
+def _kept(own: Tensor, others: Sequence[Tensor], ring: Ring) -> Iterator[tuple[int, Tensor]]:
+    """As `_blocks`, of what came before; this rank's own last, while the others' gradients are on their way."""
+    yield from ((ring.source(step), states) for step, states in enumerate(others, 1))
+    yield ring.rank, own
+
+
+def _travel_home(shares: Iterator[tuple[int, Tensor]], ring: Ring, key: Tensor) -> Tensor:
     """Sum the shares of all ranks as gradients travel with their keys; what arrives is this rank's own."""
-    ranks = len(ring.chunks)
-    if ranks == 1:
-        return next(shares)
     coming = None
-    for step, share in enumerate(shares):
+    for source, share in shares:
+        if source == ring.rank:
+            own = share
+            continue
         total = share if coming is None else coming.wait().add_(share)
-        following = ring.tokens(ring.source(step + 1))
+        following = ring.tokens((source - 1) % len(ring.chunks))
         coming = Shift(total, (2, following, *key.shape[1:]), ring.group)
-    return coming.wait()
+    return own if coming is None else coming.wait().add_(own)
 
 
-def _gather_home(shares: Iterator[Tensor], ring: Ring, key: Tensor) -> Tensor:
+def _gather_home(shares: Iterator[tuple[int, Tensor]], ring: Ring, key: Tensor) -> Tensor:
     """Send every rank its share, and sum what comes, in rank order."""
     ranks = len(ring.chunks)
-    by_rank: list[Tensor] = [None] * ranks  # type: ignore[list-item]
-    for step, share in enumerate(shares):
-        by_rank[ring.source(step)] = share.transpose(0, 1)
+    by_rank = [share.transpose(0, 1) for _, share in sorted(shares, key=itemgetter(0))]
     sizes = [len(share) for share in by_rank]
     own = ring.tokens(ring.rank)
     received = exchange_rows(torch.cat(by_rank), sizes, [own] * ranks, ring.group)

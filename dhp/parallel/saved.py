@@ -35,7 +35,9 @@ class SavedTensors:
     def counting(self) -> Iterator[None]:
         """Count what autograd saves in this block, and what `note` is told. For forward and for backward."""
         global _counting
-        self._resident = {_storage(part)._cdata for t in _tensors_of(self._model) for part in plain_tensors(t)}
+        for tensor in _tensors_of(self._model):
+            for part in plain_tensors(tensor):
+                self._leave_out(_storage(part))
         outer, _counting = _counting, self
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _same):
@@ -64,6 +66,13 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Tensor:
         self.note(tensor)
         return detached(tensor)
+
+    def _leave_out(self, storage: torch.UntypedStorage) -> None:
+        """Do not count it while it lives. ZeRO's stage 3 frees it soon, and something else gets its identity."""
+        key = storage._cdata
+        if key not in self._resident:
+            self._resident.add(key)
+            weakref.finalize(storage, self._resident.discard, key).atexit = False
 
     def _free(self, key: int) -> None:
         self.bytes -= self._sizes.pop(key)

@@ -1,4 +1,4 @@
-"""Bytes that sharded attention sends, in closed form (USP, Fang and Zhao 2024, section 4, with float32 gradients).
+"""Bytes that sharded attention sends, in closed form (after USP, Fang and Zhao 2024, section 4).
 
 Letters: S tokens of the sequence, R ring ranks, U Ulysses ranks in each, N = R·U; H = heads × head dimension, H_kv the
 same of keys and values; e bytes an element, x of the gradients of keys and values on their way (float32: 4).
@@ -43,11 +43,9 @@ class Shape:
         return 2 * self.element_bytes * self._a_rank * self._sent_kv_width * (self.ring - 1)
 
     def ring_backward(self) -> float:
-        """2 (S/N) H_kv [e (R−1) + x R]: keys and values again, and their gradients, which go all the way home.
+        """2 (S/N) H_kv (e + x) (R−1): keys and values again, and their gradients, which start at the first other rank.
 
-        Fetched at once, 2 (S/N) H_kv (e + x) (R−1): gradients go home directly.
+        Two ranks, and those that fetch all at once, keep the keys and values of forward: 2 (S/N) H_kv x (R−1).
         """
-        own = 2 * self._a_rank * self._sent_kv_width
-        if self.gather or self.ring == 1:
-            return own * (self.element_bytes + self.exact_bytes) * (self.ring - 1)
-        return own * (self.element_bytes * (self.ring - 1) + self.exact_bytes * self.ring)
+        again = 0 if self.gather or self.ring == 2 else self.element_bytes
+        return 2 * self._a_rank * self._sent_kv_width * (again + self.exact_bytes) * (self.ring - 1)

@@ -44,6 +44,23 @@ def test_a_storage_counts_once_and_parameters_do_not() -> None:
     assert saved.bytes == 0 and saved.peak == 2 * EACH
 
 
+def test_what_takes_the_place_of_a_parameters_old_memory_counts() -> None:
+    """ZeRO's stage 3 gives parameters other memory inside of a forward pass."""
+    model = Squares()
+    whole = [p.data for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    saved = SavedTensors(model)
+    with saved.counting():
+        for parameter, data in zip(model.parameters(), whole, strict=True):
+            parameter.data = data
+        states = torch.randn(ROWS, 8)
+        several = [model(states) for _ in range(4)]
+    assert saved.bytes == EACH + 4 * EACH
+    del several, states
+    assert saved.bytes == 0
+
+
 def test_views_keep_their_whole_storage_once() -> None:
     saved = SavedTensors(nn.Module())
     fused = torch.randn(ROWS, 3 * 8, requires_grad=True)

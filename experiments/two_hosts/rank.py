@@ -1,0 +1,88 @@
+"""One rank, in its namespace: `python -m experiments.two_hosts.rank RANK ROUNDS CASES`. Rank 0 prints all results."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dhp.parallel.attention import Place, attend_segments, plan_shard
+from dhp.parallel.shard_plan import zigzag_plan
+from dhp.parallel.traffic import count_collectives
+from dhp.sent import take_sent
+from experiments.two_hosts.case import BACKWARD, FORWARD, Case
+from experiments.two_hosts.network import NIC, RANKS, address, sent_over_link
+
+PORT = 29577
+TIMEOUT = timedelta(seconds=120)
+CPU = torch.device("cpu")
+
+
+def measure(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """What `run` returns, and its seconds, bytes counted, and bytes over this rank's link."""
+    dist.barrier()
+    take_sent()
+    before, begin = sent_over_link(), time.perf_counter()
+    result = run()
+    seconds, sent = time.perf_counter() - begin, sum(take_sent().values())
+    dist.barrier()  # by now all of it has been received, and so has left
+    return result, {"seconds": seconds, "sent": sent, "over_link": sent_over_link() - before}
+
+
+def attend(case: Case, place: Place) -> dict[str, Any]:
+    """Forward and backward of causal attention over one sequence; or why it is refused."""
+    shards = zigzag_plan([case.tokens], case.ring, case.ulysses)
+    rows = len(shards.places(place.ring_rank, place.ulysses_rank))
+    plan = plan_shard(shards, place, CPU, causal=True, gather=case.gather)
+    heads = (case.heads, case.kv_heads, case.kv_heads)
+    states = [torch.randn(rows, count, case.dim, requires_grad=True) for count in heads]
+    grad = torch.randn(rows, case.heads, case.dim)
+    try:
+        output, forward = measure(lambda: attend_segments(*states, plan, case.dim**-0.5))
+    except ValueError as error:  # on all ranks alike, before anything is sent
+        return {"refused": str(error)}
+    _, backward = measure(lambda: output.backward(grad))
+    return {FORWARD: forward, BACKWARD: backward}
+
+
+def places(cases: list[Case]) -> dict[Case, Place]:
+    """This rank's place in each case's mesh."""
+    made: dict[tuple[int, int], Place] = {}
+    for case in cases:
+        shape = (case.ring, case.ulysses)
+        if shape not in made:
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+            ring, ulysses = mesh["ring"], mesh["ulysses"]
+            made[shape] = Place(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
+    return {case: made[case.ring, case.ulysses] for case in cases}
+
+
+def main() -> None:
+    """Run the cases in turn, round by round, the first of which does not count."""
+    rank, rounds = int(sys.argv[1]), int(sys.argv[2])
+    cases = [Case(**given) for given in json.loads(sys.argv[3])]
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = NIC
+    store = dist.TCPStore(address(0), PORT, RANKS, rank == 0, timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
+    count_collectives()
+    place_of = places(cases)
+    found = [[attend(case, place_of[case]) for case in cases] for _ in range(rounds + 1)][1:]
+    of_ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(of_ranks, found)
+    if rank == 0:
+        print(json.dumps(of_ranks))
+    dist.barrier()  # rank 0 holds the store that the others need until they are gone
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
