@@ -1,0 +1,120 @@
+"""One rank, which holds both parts as collocated actors do: the longest image it can take, by search."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from multiprocessing.queues import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dhp.messages import PartUsage, StepData
+from dhp.parallel.mesh import Degrees
+from dhp.planner.costs import Arrangement
+from dhp.trainers.text import TextTrainer
+from dhp.trainers.vision import VisionTrainer
+from experiments.layouts.ours import deal, part_settings
+from experiments.layouts.work import make_sample
+from experiments.longest_sequence.search import largest_within
+
+WINDOW = 8  # patches along each side; the image is a strip of windows
+UNIT = WINDOW**2
+START = 8  # windows
+MIB = 1 << 20
+TAKING_TURNS = Arrangement(shared=True, outstanding=1, together=False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How each part is split, and the ZeRO stage of both."""
+
+    vision: Degrees
+    text: Degrees
+    zero_stage: int = 0
+
+
+def layouts(ranks: int) -> dict[str, Layout]:
+    """On `ranks` ranks. Pure tensor parallelism splits the tower's matrices too; ZeRO-3 gives each rank samples."""
+    split, copies = Degrees(tensor=ranks), Degrees(data=ranks)
+    return {
+        "SP+TP": Layout(Degrees(ulysses=ranks), split),
+        "TP": Layout(split, split),
+        "ZeRO-3": Layout(copies, copies, 3),
+    }
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of activations, the most at any moment: of vision alone, and of both parts together."""
+
+    vision: int
+    device: int
+
+
+class Device:
+    """A rank of both parts, sharing what is counted."""
+
+    def __init__(self, model: str, layout: Layout, recompute: str):
+        self._model, self._layout = model, layout
+        made = {
+            part: replace(part_settings(part, model, degrees, layout.zero_stage, measure=True), recompute=recompute)
+            for part, degrees in (("vision", layout.vision), ("text", layout.text))
+        }
+        self._vision, self._text = VisionTrainer(made["vision"]), TextTrainer(made["text"])
+        self._known: dict[int, Peaks] = {}
+
+    def peaks(self, size: int) -> Peaks:
+        """Of the fullest rank, in a step with one image of `size` windows for each text replica; all ranks alike."""
+        if size not in self._known:
+            samples = [make_sample((1, WINDOW, WINDOW * size), seed) for seed in range(self._layout.text.data)]
+            data = deal(self._model, self._layout.vision, self._layout.text, samples)
+            of_ranks = _gather(self._step(data))
+            self._known[size] = Peaks(max(p.vision for p in of_ranks), max(p.device for p in of_ranks))
+        return self._known[size]
+
+    def _step(self, data: StepData) -> Peaks:
+        """What `dhp.step` submits, one micro-batch, with values in place of refs."""
+        of_image, of_replica = self._layout.vision.tensor, self._layout.text.tensor
+        place, leads_vision = divmod(dist.get_rank(), of_image)
+        replica, leads_text = divmod(dist.get_rank(), of_replica)
+        images, rows = data.vision[0][place], data.text[0][replica]
+        given = _gather(self._vision.forward_step(0, images, not leads_vision))[::of_image]
+        self._text.forward_step(0, rows, *(of_place[replica] for of_place in given))
+        back = _gather(self._text.backward_step(0, True, not leads_text))[::of_replica]
+        self._vision.backward_step(0, images, *(gradients[place] for gradients in back))
+        norms = [trainer.grad_norm_sq(data.info) for trainer in (self._vision, self._text)]
+        vision, text = (t.optimizer_step(data.info, *norms).usage for t in (self._vision, self._text))
+        return combine(vision, text)
+
+
+def combine(vision: PartUsage, text: PartUsage) -> Peaks:
+    """Of one rank that takes turns: vision keeps what its forward kept while text works."""
+    held = vision.before_bytes + vision.after_bytes + sum(layer.held_bytes for layer in vision.layers)
+    return Peaks(vision.peak_bytes, int(TAKING_TURNS.device_bytes(held, vision.peak_bytes, text.peak_bytes)))
+
+
+def find_longest(
+    rank: int, ranks: int, store: str, model: str, name: str, recompute: str, budget_mib: int, answers: SimpleQueue
+) -> None:
+    """On each rank: search by vision's activations and by both parts'; rank 0 answers with patches of each."""
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    device = Device(model, layouts(ranks)[name], recompute)
+    budget = budget_mib * MIB
+    found = {
+        "device": UNIT * largest_within(budget, lambda size: device.peaks(size).device, START),
+        "vision": UNIT * largest_within(budget, lambda size: device.peaks(size).vision, START),
+    }
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()  # the others may still need this rank
+    dist.destroy_process_group()
+
+
+def _gather(value: Any) -> list[Any]:
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, value)
+    return of_ranks
