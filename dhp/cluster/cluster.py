@@ -159,8 +159,8 @@ def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
     """
     if asked == CUDA_IPC and (count > 1 or gpus != 1):
         raise ConfigError(
-            f"cluster.transport=cuda_ipc, but the actors use {gpus:g} GPUs on {count} nodes, and it goes between actors "
-            "that share one GPU; set cluster.transport=auto"
+            f"cluster.transport=cuda_ipc, but the actors use {gpus:g} GPUs on {count} nodes, and it goes between "
+            "actors that share one GPU; set cluster.transport=auto"
         )
     if asked == "auto":
         return SHARED_MEMORY if count == 1 and available() else OBJECT_STORE
