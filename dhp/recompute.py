@@ -20,6 +20,10 @@ from dhp.schedule import VISION, Forward, Schedule
 from dhp.wiring import world
 
 GIB = 2**30
+_TOO_SMALL = (
+    "; it does not fit even so: raise memory.budget_gib, lower training.micro_batch_size or data.max_pixels, "
+    "or share the work among more actors"
+)
 
 
 class Recomputing:
@@ -73,7 +77,7 @@ class Recomputing:
         if not self._planner.settled:
             return
         needed = self._planner.predicted_bytes()
-        fits = "" if needed <= self._budget else "; it does not fit even so"
+        fits = "" if needed <= self._budget else _TOO_SMALL
         lines = [*plan_table(self._planner.costs(), plan)]
         lines.append(
             f"{mebibytes(needed)} of {mebibytes(self._budget)} expected on the fullest device, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 import time
 from collections import defaultdict
@@ -20,8 +21,8 @@ from dhp.planner.search import best_plan
 from experiments.recompute.layout import Layout, Run, in_this_process
 from experiments.recompute.work import deal, make_model, make_samples
 
-TOWER, DECODER, LAYERS = 256, 384, 8
-SAMPLES, SIDE, WORDS = 2, 32, 128
+TOWER, DECODER, LAYERS = 512, 640, 8
+SAMPLES, SIDE, WORDS = 1, 32, 256
 TRIES = 5  # corrections of a plan, at most
 FULL, NONE, WHOLE, SELECTED = "full", "none", "auto, whole layers", "auto, selected operations"
 
@@ -29,6 +30,7 @@ FULL, NONE, WHOLE, SELECTED = "full", "none", "auto, whole layers", "auto, selec
 def measure(rounds: int) -> Iterator[dict[str, Any]]:
     """A row for whole layers and one for selected operations: ratios are medians over interleaved rounds."""
     torch.set_num_threads(1)  # so that this process's seconds of CPU are those of the work
+    _keep_freed_memory()
     layout = Layout()
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), TOWER, DECODER, LAYERS)
@@ -42,6 +44,14 @@ def measure(rounds: int) -> Iterator[dict[str, Any]]:
             peaks = {name: _peak(run, plan) for name, plan in plans.items()}
     for name in (WHOLE, SELECTED):
         yield _row(name, plans[name], budget, peaks[name], operations, times)
+
+
+def _keep_freed_memory() -> None:
+    """As allocators of GPUs do: else each large tensor costs the kernel's time for new pages, and more are kept with
+    less recomputing. For glibc."""
+    library = ctypes.CDLL(None)
+    library.mallopt(-4, 0)  # M_MMAP_MAX: no mapping for a tensor
+    library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing goes back
 
 
 def _measure_costs(run: Run) -> dict[str, PartCosts]:
@@ -97,15 +107,16 @@ def _count_operations(run: Run, plan: Plan) -> int:
     return counter.get_total_flops()
 
 
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value)
+def _attention(query: Any, key: Any, value: Any, dropout: Any = 0, causal: bool = False, **_: Any) -> int:
+    return sdpa_flop_count(query, key, value) // (2 if causal else 1)
 
 
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return 5 * sdpa_flop_count(query, key, value) // 2  # five products for the two of forward
+def _attention_backward(
+    gradient: Any, query: Any, key: Any, value: Any, output: Any, sums: Any, dropout: Any, causal: bool, **_: Any
+) -> int:
+    return 5 * _attention(query, key, value, dropout, causal) // 2  # five products for the two of forward
 
 
-_attention._get_raw = _attention_backward._get_raw = False
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
