@@ -55,7 +55,7 @@ def compare(
 ) -> Iterator[dict[str, Any]]:
     """A row for each layout or peer and each size: bytes of one step, then rounds that visit all of them in turn."""
     batches = {size: make_batch(size) for size in sizes}
-    measured = {name: run(name, model, batches, 1, True, address) for name in names}
+    measured = {name: run(name, model, batches, 0, True, address) for name in names}
     timed = [{name: run(name, model, batches, steps, False, address) for name in names} for _ in range(rounds)]
     for size in sizes:
         losses = {name: measured[name][size].loss for name in names}

@@ -82,7 +82,7 @@ def run_layout(
     measure: bool = False,
     address: str = LOCAL,
 ) -> dict[str, Run]:
-    """Of every batch, `steps` steps after one that does not count. measure: bytes, not time. address: of a Ray."""
+    """Of every batch, `steps` steps after one that does not count. measure: bytes of the last. address: of a Ray."""
     vision, vision_stage, text, text_stage = LAYOUTS[name]
     with tempfile.TemporaryDirectory() as folder, Cluster(_layout(folder, address)) as cluster:
         groups = cluster.groups

@@ -193,7 +193,6 @@ def serve_peer(
     for size, samples in batches.items():
         rows, targets = [inputs_of(s) for s in samples], sum(s.target_tokens for s in samples)
         if measure:
-            step(rows, targets)
             found[size] = _measured(step, rows, targets)
         else:
             ran = [_timed(step, rows, targets) for _ in range(steps + 1)]
@@ -219,7 +218,9 @@ def _measured(step: Step, rows: list[Inputs], targets: int) -> Run:
     take_sent()
     with saved.counting():
         loss = step(rows, targets)
-    sent, peak = torch.tensor([float(sum(take_sent().values()))]), torch.tensor([float(saved.take_peak())])
-    dist.all_reduce(sent)
+    sums = torch.tensor([float(sum(take_sent().values())), float(loss)], dtype=torch.float64)
+    peak = torch.tensor([saved.take_peak()])
+    dist.all_reduce(sums)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return Run((), float(loss), int(peak), int(sent))
+    sent, total = sums.tolist()
+    return Run((), total / dist.get_world_size(), int(peak), int(sent))  # equal losses, or shares times their number
