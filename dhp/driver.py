@@ -18,6 +18,7 @@ from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.runtime import chosen_address
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.load import to_yaml
+from dhp.config.mixing import split_share
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import make_run_dir
 from dhp.config.schema import Config
@@ -252,7 +253,8 @@ def _needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str
     model = config.text.model_name  # both parts' and the processors'; a hub id is found by each node itself
     shared = {"text.model_name": model} if Path(model).is_dir() else {}
     of_ranks = shared | ({} if checkpoint is None else {"training.resume": str(checkpoint)})
-    entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in config.data.datasets}
+    names = [name for name, _ in map(split_share, config.data.datasets)]
+    entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in names}
     files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
     folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
     return {"vision": of_ranks, "text": of_ranks, "data": shared | files | folders}

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dhp.data.preprocess import Preprocessor
-from dhp.data.sample import IGNORED, Sample
+from dhp.config.schema import DatasetEntry
+from dhp.data.preprocess import Preprocessor, Videos
+from dhp.data.reading import Reading
+from dhp.data.sample import Sample
 from dhp.data.sampler import BatchLayout
-from dhp.data.source import BatchSource, DatasetEntry, StepSamples, open_dataset
+from dhp.data.source import BatchSource, StepSamples, open_dataset
+from dhp.data.video import Taking
 from dhp.errors import ModelError
 from dhp.messages import StepData, StepInfo, TextInput, VisionInput
 from dhp.models.family import Family, ImageLayout
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
 from dhp.parallel.dispatch import ImageWork, Piece, Pieces, shard_images
-
-GRIDS = "image_grid_thw"
-Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch
+from dhp.rows import Row, Rows, pixels_by_argument
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class FeedSettings:
     on_bad_sample: str
     num_workers: int
     packing: bool
+    reading: Reading = Reading()
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -63,9 +65,12 @@ def make_feed(settings: FeedSettings) -> Feed:
         family.patches,
         settings.min_pixels,
         settings.max_pixels,
+        _videos(family, settings.reading),
+        settings.reading.max_tokens,
     )
+    allow_http = settings.reading.allow_http
     source = BatchSource(
-        open_dataset(settings.datasets, settings.registry),
+        open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http),
         preprocess,
         settings.layout,
         settings.seed,
@@ -75,6 +80,14 @@ def make_feed(settings: FeedSettings) -> Feed:
     )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return Feed(source, family, pad or 0, settings.replicas, settings.ranks, settings.packing)
+
+
+def _videos(family: Family, reading: Reading) -> Videos | None:
+    """How the model sees videos; None: not at all."""
+    if family.video_token_id is None:
+        return None
+    taking = Taking(reading.video_fps, reading.video_max_frames, family.frames_per_patch)
+    return Videos(family.video_token_id, taking, family.video_patches, reading.video_max_pixels)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
@@ -90,7 +103,7 @@ def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
 
 @dataclass(frozen=True)
 class Picture:
-    """One image of a micro-batch: the text replica that needs it, its patches in processor order, its layout."""
+    """An image or video: the text replica that needs it, its patches in processor order, its layout."""
 
     replica: int
     pixels: Tensor  # [patches, values]
@@ -108,8 +121,8 @@ class Feed:
         """
         self._source = source
         self._family = family
-        self._pad = pad_token_id
-        self._replicas, self._ranks, self._packing = replicas, ranks, packing
+        self._rows = Rows(family, pad_token_id, packing)
+        self._replicas, self._ranks = replicas, ranks
         self._layout = lru_cache(maxsize=1024)(family.image_layout)
 
     @property
@@ -153,9 +166,7 @@ class Feed:
         tensors = {}
         for m, rows in enumerate(self._source.step(step).samples):
             for d, row in enumerate(rows):
-                named = self._padded(row)
-                if any(sample.pixels for sample in row):
-                    named["pixel_values"] = torch.cat([torch.from_numpy(p) for s in row for p in s.pixels])
+                named = self._rows.padded(row) | pixels_by_argument(row)
                 plain = self._family.plain_inputs(named)
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
         return tensors
@@ -209,40 +220,8 @@ class Feed:
         units = [[_units(pictures[p.image].layout, p.first, p.last) + starts[p.image] for p in ps] for ps in wanted]
         received = [torch.cat(rank) if rank else torch.empty(0, dtype=torch.long) for rank in units]
         placement = torch.argsort(torch.cat(received)) if total else None
-        tensors, lengths = self._rows(row)
+        tensors, lengths = self._rows.make(row)
         return TextInput(tensors, lengths, placement, tuple(map(len, received)), target_tokens)
-
-    def _rows(self, row: Row) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
-        """A replica's samples by model argument, and their lengths if they are packed."""
-        if self._packing and row:
-            packed = [self._padded((sample,)) for sample in row]
-            for named in packed:
-                named["labels"][:, 0] = IGNORED  # or the sample before would have to predict it
-            joined = {name: torch.cat([n[name] for n in packed], dim=-1) for name in packed[0] if name != GRIDS}
-            grids = [named[GRIDS] for named in packed if GRIDS in named]
-            joined |= {GRIDS: torch.cat(grids)} if grids else {}
-            return joined, tuple(len(sample.input_ids) for sample in row)
-        return self._padded(row), (1,) if self._packing else None
-
-    def _padded(self, row: Row) -> dict[str, Tensor]:
-        """Samples as right-padded rows, by model argument; one row of padding if there are none.
-
-        No attention mask: under causal attention nothing before the padding can see it, and no target is on it.
-        """
-        lengths = torch.tensor([len(sample.input_ids) for sample in row] or [1])
-        named = {
-            "input_ids": _pad_rows([s.input_ids for s in row], self._pad, lengths),
-            "labels": _pad_rows([s.labels for s in row], IGNORED, lengths),
-            "mm_token_type_ids": _pad_rows([s.mm_token_type_ids for s in row], 0, lengths),
-        }
-        grids = [grid for sample in row for grid in sample.grids]
-        if grids:
-            named[GRIDS] = torch.tensor(grids)
-        named["position_ids"] = self._family.position_ids(
-            named["input_ids"], named["mm_token_type_ids"], named.get(GRIDS), lengths
-        )
-        return named
-
 
 @dataclass(frozen=True)
 class _Cut:
@@ -298,13 +277,6 @@ def _frames(layout: ImageLayout, piece: Piece) -> Iterator[tuple[int, int, int]]
         if first < last:
             yield frame, first, last - first
         start += length
-
-
-def _pad_rows(rows: Sequence, fill: int, lengths: Tensor) -> Tensor:
-    padded = torch.full((len(lengths), int(lengths.max())), fill, dtype=torch.long)
-    for place, row in zip(padded, rows, strict=False):
-        place[: len(row)] = torch.from_numpy(row)
-    return padded
 
 
 def _count(samples: StepSamples) -> StepInfo:

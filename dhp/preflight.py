@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dhp.config.checks import check_autotp, check_layers, check_tensor, check_tower
+from dhp.config.mixing import split_share
 from dhp.config.resolve import check_model_dir, resolve
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
@@ -52,10 +53,10 @@ def _fix_paths(config: Config) -> None:
 def missing_data(config: Config) -> list[str]:
     """What is wrong with the paths of the datasets, a message each."""
     missing = []
-    for name in config.data.datasets:
+    for name, _ in map(split_share, config.data.datasets):
         entry = config.data.data_registry[name]
         for field, path, exists in (
-            ("annotation_path", entry.annotation_path, Path(entry.annotation_path).is_file()),
+            ("annotation_path", entry.annotation_path, Path(entry.annotation_path).exists()),
             ("data_path", entry.data_path, not entry.data_path or Path(entry.data_path).is_dir()),
         ):
             if not exists:

@@ -124,6 +124,7 @@ def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapp
         "device": device,
         **sizes,
         **pixels,
+        "video": [config.data.video_fps, config.data.video_max_frames, config.data.video_max_pixels],
     }
 
 

@@ -6,10 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dhp.config.mixing import split_share
 from dhp.config.resolve import micro_batches, warmup_steps
 from dhp.config.schema import Config, PartConfig
 from dhp.data.sampler import BatchLayout
-from dhp.feed import FeedSettings
+from dhp.feed import FeedSettings, Reading
 from dhp.parallel.mesh import Degrees
 from dhp.trainers.settings import PartSettings, UpdateSettings
 
@@ -36,6 +37,13 @@ def feed_settings(config: Config) -> FeedSettings:
         on_bad_sample=config.data.on_bad_sample,
         num_workers=config.data.num_workers,
         packing=config.data.packing,
+        reading=Reading(
+            allow_http=config.data.allow_http,
+            max_tokens=config.data.max_tokens,
+            video_fps=config.data.video_fps,
+            video_max_frames=config.data.video_max_frames,
+            video_max_pixels=config.data.video_max_pixels,
+        ),
     )
 
 
@@ -65,7 +73,7 @@ def kept_settings(config: Config) -> dict[str, Any]:
     of_parts = {f"{name}.{key}": value for name, values in world(config).items() for key, value in values.items()}
     return {
         "seed": config.seed,
-        "data.datasets": list(config.data.datasets),
+        "data.datasets": [_weighted(config, text) for text in config.data.datasets],
         "data.shuffle": config.data.shuffle,
         "training.batch_size": config.training.batch_size,
         "training.micro_batch_size": config.training.micro_batch_size,
@@ -73,6 +81,12 @@ def kept_settings(config: Config) -> dict[str, Any]:
         "vision.dtype": config.vision.dtype,
         "text.dtype": config.text.dtype,
     }
+
+
+def _weighted(config: Config, text: str) -> str:
+    """A name of data.datasets, with its dataset's weight where there is one: both decide which samples a step has."""
+    weight = config.data.data_registry[split_share(text)[0]].weight
+    return text if weight == 1 else f"{text} (weight {weight})"
 
 
 def part_settings(config: Config, part: str, device: str, steps: int, checkpoint: Path | None = None) -> PartSettings:

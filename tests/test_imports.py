@@ -33,7 +33,8 @@ TABLE: dict[str, set[str]] = {
     # Joiners at the top: each says what it joins.
     "parts": {"cluster.dispatch", "parallel.mesh", "schedule"},
     "step": {"parts", "schedule"},
-    "feed": {"data", "models", "parallel"},
+    "rows": {"data.sample", "models.family"},
+    "feed": {"data", "models", "parallel", "rows"},
     "wiring": {"feed", "data.sampler", "parallel.mesh", "trainers.settings"},
     "assets": {"data.shapes", "models.tiny"},
     "preflight": {"assets", "models.registry", "models.shape"},
@@ -58,7 +59,8 @@ LIBRARIES: dict[str, set[str]] = {
     "omegaconf": {"config"},
     "transformers": {"models", "data", "trainers", "assets", "parallel.tensor"},
     "torch": {
-        "messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "feed", "cli", "planner.profile",
+        "messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "feed", "rows", "cli",
+        "planner.profile",
     },
 }  # fmt: skip
 

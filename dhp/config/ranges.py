@@ -4,10 +4,12 @@ import math
 import re
 from collections.abc import Sequence
 
+from dhp.config.mixing import split_share
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingConfig
 from dhp.errors import ConfigError
 
+DATA_FORMATS = ("auto", "llava", "sharegpt", "openai")
 TRANSPORTS = ("auto", "shared_memory", "object_store", "nixl", "cuda_ipc")
 _SEEDS = 2**32  # numpy takes no larger seed
 
@@ -75,7 +77,9 @@ def check_data(data: DataConfig) -> None:
     """Raises ConfigError for values out of range and for datasets that the registry does not have."""
     require_choice("data.on_bad_sample", data.on_bad_sample, ("error", "skip"))
     require(data.num_workers >= 0, "data.num_workers", data.num_workers, "num_workers >= 0")
-    for field in ("min_pixels", "max_pixels"):
+    require_positive("data.video_fps", data.video_fps)
+    require(data.video_max_frames >= 2, "data.video_max_frames", data.video_max_frames, "video_max_frames >= 2")
+    for field in ("min_pixels", "max_pixels", "video_max_pixels", "max_tokens"):
         if getattr(data, field) is not None:
             require_positive(f"data.{field}", getattr(data, field))
     if data.min_pixels is not None and data.max_pixels is not None:
@@ -97,15 +101,18 @@ def _check_datasets(data: DataConfig) -> None:
             f"data.datasets=[] names no dataset; set data.datasets=[NAME] with names from data.data_registry, "
             f"which has {', '.join(registered) or 'none yet'}"
         )
-    for name in data.datasets:
+    for name, _ in map(split_share, data.datasets):
         if name not in data.data_registry:
             raise ConfigError(
                 f"data.datasets={data.datasets}: {name} is not in data.data_registry, which has "
                 f"{', '.join(registered) or 'none'}; add data.data_registry.{name}.annotation_path=FILE and "
                 f"data.data_registry.{name}.data_path=DIRECTORY{did_you_mean([nearest(name, registered)])}"
             )
-        if not data.data_registry[name].annotation_path:
+        entry = data.data_registry[name]
+        if not entry.annotation_path:
             raise ConfigError(f"data.data_registry.{name}.annotation_path is not set; give the path")
+        require_choice(f"data.data_registry.{name}.format", entry.format, DATA_FORMATS)
+        require_positive(f"data.data_registry.{name}.weight", float(entry.weight))
 
 
 def check_cluster(cluster: ClusterConfig) -> None:

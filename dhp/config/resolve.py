@@ -8,7 +8,7 @@ from pathlib import Path
 from dhp.config.checks import check_budget, check_schedule
 from dhp.config.degrees import resolve_part
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
-from dhp.config.schema import Config, DatasetEntry
+from dhp.config.schema import Config
 from dhp.errors import ConfigError
 
 
@@ -111,7 +111,9 @@ def _fill_paths(config: Config) -> None:
     if config.memory.cache_dir is not None:
         config.memory.cache_dir = _expanded(config.memory.cache_dir)
     config.data.data_registry = {
-        name: DatasetEntry(_expanded(entry.annotation_path), _expanded(entry.data_path))
+        name: replace(
+            entry, annotation_path=_expanded(entry.annotation_path), data_path=_expanded(entry.data_path)
+        )
         for name, entry in config.data.data_registry.items()
     }
 

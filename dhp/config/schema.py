@@ -142,13 +142,20 @@ class MemoryConfig:
 
 @dataclass
 class DatasetEntry:
-    """Where one dataset lies."""
+    """Where one dataset lies, and how it is read."""
 
     annotation_path: str = ""
-    """LLaVA annotations: a .json file (a list of samples) or a .jsonl file (a sample a line)."""
+    """A .json file (a list of samples), a .jsonl file (a sample a line), a .parquet file, a WebDataset .tar shard; or a
+    folder of .parquet or .tar files, or one that Hugging Face's `Dataset.save_to_disk` wrote."""
 
     data_path: str = ""
-    """Directory that the images' paths start from; none may leave it. Empty: a dataset of text only."""
+    """Directory that the paths of images and videos start from; none may leave it. Empty: no such files."""
+
+    format: str = "auto"
+    """How conversations are written: llava | sharegpt | openai | auto (told by the first samples)."""
+
+    weight: float = 1.0
+    """How often an epoch shows each sample, on average: 2 is twice, 0.5 each time another half."""
 
 
 @dataclass
@@ -156,7 +163,7 @@ class DataConfig:
     """Which samples are read, and how."""
 
     datasets: list[str] = field(default_factory=list)
-    """Names from data_registry, read as one dataset in this order."""
+    """Names from data_registry, read as one dataset in this order. `name%50`: the same random half in each epoch."""
 
     data_registry: dict[str, DatasetEntry] = field(default_factory=dict)
     """Known datasets, by a name of your choice."""
@@ -176,6 +183,21 @@ class DataConfig:
 
     shuffle: bool = True
     """New order of the samples in each epoch, by seed. False: the annotation file's order."""
+
+    max_tokens: Optional[int] = None
+    """Longest sample, tokens with those of its images; a longer one is defective (on_bad_sample). Null: any length."""
+
+    video_fps: float = 2.0
+    """Frames a second that are taken of a video; at least 4 of each, where it has as many."""
+
+    video_max_frames: int = 768
+    """Most frames that are taken of a video, spread evenly."""
+
+    video_max_pixels: Optional[int] = None
+    """Largest area of a video's frame, pixels; larger ones are reduced. Null: as max_pixels."""
+
+    allow_http: bool = False
+    """Fetch images and videos whose path is an http or https address, each time they are needed. False: refused."""
 
     on_bad_sample: str = "error"
     """What a missing or broken image or a malformed sample does: error (the run ends) | skip (named and counted)."""

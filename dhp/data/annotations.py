@@ -1,108 +1,87 @@
-"""Annotation files: a JSON array, or JSONL with one object a line, read whole and kept unparsed."""
+"""The annotations of one dataset: its rows, the format that they are in, and where their images are."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dhp.data.records import Record, located, parse_record
+from dhp.data.files.open import open_rows
+from dhp.data.files.rows import Rows
+from dhp.data.parse import detect, parse_record
+from dhp.data.places import Places
+from dhp.data.records import Record, located
 from dhp.errors import DataError
+
+AUTO = "auto"
+_PROBED = 100  # samples whose keys may tell the format
 
 
 @dataclass(frozen=True)
-class AnnotationFile:
-    """The annotations of one dataset, each with the position a person would look it up by.
-
-    entries: (position, raw JSON value); the position is a 1-based line (JSONL) or array element (JSON).
-    """
+class Annotations:
+    """One dataset. form: a name of `dhp.data.parse.FORMATS`. data_path: where image paths start; None: no files."""
 
     dataset: str
-    path: Path
-    data_path: Path | None  # folder that image paths are relative to; None: text only
-    unit: str  # what a position counts: "line" or "element"
-    entries: tuple[tuple[int, Any], ...]
+    rows: Rows
+    form: str
+    data_path: Path | None
+    allow_http: bool
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.rows)
 
     def where(self, index: int) -> str:
-        """The place of one entry in words, as errors name it. index: 0-based."""
-        return f"dataset {self.dataset!r}, {self.unit} {self.entries[index][0]} of {self.path}"
+        """The place of one sample in words, as errors name it. index: 0-based."""
+        return f"dataset {self.dataset!r}, {self.rows.place(index)[1]}"
 
     def record(self, index: int) -> Record:
-        """Parse one entry. index: 0-based. DataError (with its place) if this entry is defective."""
-        position, raw = self.entries[index]
+        """Parse one sample. index: 0-based. DataError (with its place) if this sample is defective."""
+        position, _ = self.rows.place(index)
         where = self.where(index)
         with located(where):
-            return parse_record(raw, self.dataset, position, where, self.data_path)
+            entry = self.rows.read(index)
+            places = Places(self.data_path, self.allow_http, entry.members)
+            return parse_record(entry.value, self.dataset, position, where, self.form, places)
 
 
-def read_annotations(dataset: str, path: Path, data_path: Path | None) -> AnnotationFile:
-    """Read a whole annotation file; `.jsonl` means one object a line, anything else one JSON array.
+def read_annotations(
+    dataset: str, path: Path, data_path: Path | None, form: str = AUTO, allow_http: bool = False
+) -> Annotations:
+    """Open the annotations of a dataset: a file, or a folder of shards.
 
-    Raises DataError for what spoils the file as a whole: it is missing, not UTF-8, not JSON (with line
-    and column), not an array, or empty; or data_path is not a folder. Defects of single entries are
-    left for AnnotationFile.record, so that they can be skipped.
+    form: a name of `dhp.data.parse.FORMATS`, or auto. Raises DataError for what spoils the dataset as a whole: a
+    missing or unreadable file, a JSON array that is none (with line and column), no sample, not one readable sample
+    among the first; or data_path is not a folder. Defects of single samples are left for Annotations.record, so that
+    they can be skipped.
     """
-    if data_path is not None and not data_path.is_dir():
-        raise DataError(
-            f"dataset {dataset!r}: data_path {data_path} is not a folder. "
-            "Set it to the folder that the image paths are relative to."
-        )
-    content = _content(dataset, path)
-    lines = path.suffix.lower() == ".jsonl"
-    entries = _lines(dataset, path, content) if lines else _array(dataset, path, content)
-    if not entries:
-        raise DataError(f"dataset {dataset!r}: {path} holds no sample. Remove the dataset or fill the file.")
-    return AnnotationFile(dataset, path, data_path, "line" if lines else "element", tuple(entries))
+    with located(f"dataset {dataset!r}"):
+        if data_path is not None and not data_path.is_dir():
+            raise DataError(
+                f"data_path {data_path} is not a folder. Set it to the folder that the image paths are relative to."
+            )
+        if not path.exists():
+            raise DataError(
+                f"annotation file {path} does not exist. Correct data.data_registry.{dataset}.annotation_path."
+            )
+        rows = open_rows(path)
+        if not len(rows):
+            raise DataError(f"{path} holds no sample. Remove the dataset or fill the file.")
+        first = list(_first_samples(rows))
+        return Annotations(dataset, rows, detect(first) if form == AUTO else form, data_path, allow_http)
 
 
-def _content(dataset: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark is not JSON
-    except FileNotFoundError:
-        raise DataError(
-            f"dataset {dataset!r}: annotation file {path} does not exist. "
-            f"Correct data.data_registry.{dataset}.annotation_path."
-        ) from None
-    except OSError as error:
-        raise DataError(f"dataset {dataset!r}: cannot read annotation file {path}: {error.strerror}") from error
-
-
-def _lines(dataset: str, path: Path, content: bytes) -> list[tuple[int, Any]]:
-    # Split on "\n" alone: str.splitlines would also cut inside strings that hold U+2028.
-    numbered = enumerate(content.split(b"\n"), start=1)
-    return [(number, _value(dataset, path, line, number)) for number, line in numbered if line.strip()]
-
-
-def _array(dataset: str, path: Path, content: bytes) -> list[tuple[int, Any]]:
-    value = _value(dataset, path, content, 1)
-    if not isinstance(value, list):
-        raise DataError(
-            f"dataset {dataset!r}: {path} holds one JSON {_kind(value)}, not an array of samples. "
-            "Wrap the samples in [ ]; a file with one object a line must be called .jsonl."
-        )
-    return list(enumerate(value, start=1))
-
-
-def _value(dataset: str, path: Path, content: bytes, first_line: int) -> Any:
-    """The JSON value in `content`, which begins at line `first_line` of the file."""
-    try:
-        return json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        line = first_line + content.count(b"\n", 0, error.start)
-        reason = f"line {line} is not UTF-8 (byte 0x{content[error.start]:02x}). Save the file as UTF-8"
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        reason = f"malformed JSON at line {line}, column {error.colno}: {error.msg}"
-        if path.suffix.lower() != ".jsonl" and error.msg == "Extra data":
-            reason += ". One object a line is JSONL: call the file .jsonl"
-    except (RecursionError, ValueError) as error:  # nesting too deep, or a number with too many digits
-        reason = f"JSON from line {first_line} on cannot be read: {error}"
-    raise DataError(f"dataset {dataset!r}: {path}: {reason}.")
-
-
-def _kind(value: Any) -> str:
-    return {dict: "object", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
+def _first_samples(rows: Rows) -> Iterator[Any]:
+    """Those of the first samples that can be read. Raises DataError if none can."""
+    failed = None
+    found = False
+    for index in range(min(len(rows), _PROBED)):
+        try:
+            value = rows.read(index).value
+        except DataError as error:
+            failed = failed or DataError(f"{rows.place(index)[1]}: {error}")
+            continue
+        found = True
+        yield value
+    if failed is not None and not found:
+        raise failed

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dhp.data.records import Turn
+from dhp.data.media import Video
+from dhp.data.records import Part, Turn
 from dhp.errors import DataError
 
-Message = dict[str, Any]  # {"role": …, "content": [{"type": "image"} | {"type": "text", "text": …}, …]}
+# {"role": …, "content": [{"type": "image"} | {"type": "video"} | {"type": "text", "text": …}, …]}
+Message = dict[str, Any]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -47,8 +48,10 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rende
         raise DataError(f"the chat template of {tokenizer.name_or_path!r} refuses it: {error}") from error
 
 
-def _content(part: str | Path) -> dict[str, str]:
-    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+def _content(part: Part) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "video" if isinstance(part, Video) else "image"}
 
 
 def _render_marked(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rendered:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from PIL import Image, ImageOps
 
+from dhp.data.media import File, name_of, open_media
 from dhp.errors import DataError
 
 MAX_PIXELS = 89_478_485  # a quarter of a GB in RGB: Pillow's own threshold for its warning
 
+# Pillow reads more. What is left out has no pixels of its own or is drawn by another program (EPS by Ghostscript).
+_KNOWN = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO")
+Image.init()
+FORMATS = tuple(name for name in _KNOWN if name in Image.OPEN)  # a Pillow built without one does not list it
 
-def open_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
+
+def open_image(file: File, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode a file into an RGB image: EXIF rotation applied, transparency on white, first frame.
 
     max_pixels: width × height above which the file is refused before it is decoded.
-    DataError names the path and the reason: missing, not a file, empty, too large, broken.
+    DataError names the file and the reason: missing, not a file, empty, too large, broken, of another format.
     """
-    _check_file(path)
+    name = name_of(file)
+    content = open_media(file, "image")
     try:
-        with Image.open(path) as image:
-            _check_size(image, path, max_pixels)
+        with content, Image.open(content, formats=FORMATS) as image:
+            _check_size(image, name, max_pixels)
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
     except DataError:
@@ -29,26 +34,15 @@ def open_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     # Decoders raise whatever the damaged bytes lead them to (OSError, SyntaxError, struct.error, …),
     # and every one of these means the same to the reader: this file is not a usable picture.
     except Exception as error:
-        raise DataError(f"image {path} cannot be decoded: {error or type(error).__name__}") from error
+        raise DataError(f"image {name} cannot be decoded: {error or type(error).__name__}") from error
 
 
-def _check_file(path: Path) -> None:
-    if path.is_dir():
-        raise DataError(f"image {path} is a folder")
-    if not path.exists():
-        raise DataError(f"image {path} does not exist")
-    if not path.is_file():
-        raise DataError(f"image {path} is not a regular file")  # reading a pipe would block for ever
-    if path.stat().st_size == 0:
-        raise DataError(f"image {path} is empty (0 bytes)")
-
-
-def _check_size(image: Image.Image, path: Path, max_pixels: int) -> None:
+def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:
     # Pillow only warns here, and turning a warning into an error is not safe between threads.
     width, height = image.size
     if width * height > max_pixels:
         raise DataError(
-            f"image {path} has {width} × {height} = {width * height} pixels, more than the {max_pixels} "
+            f"image {name} has {width} × {height} = {width * height} pixels, more than the {max_pixels} "
             "that are decoded. Scale it down"
         )
 

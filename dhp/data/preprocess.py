@@ -1,24 +1,27 @@
-"""A record to a sample: chat template, one tokenisation, labels on the answers, images to patches."""
+"""A record to a sample: chat template, one tokenisation, labels on the answers, pictures to patches."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
 from dhp.data.chat import Rendered, render, to_messages
 from dhp.data.images import open_image
+from dhp.data.media import File, Video, name_of
 from dhp.data.records import Record, located
 from dhp.data.sample import IGNORED, Sample
+from dhp.data.video import Taking, map_frames
 from dhp.errors import ConfigError, DataError, ModelError
 
-Grid = tuple[int, int, int]  # (t, h, w) of an image, in patches
+Grid = tuple[int, int, int]  # (t, h, w) of an image or a video, in patches
+Output = Mapping[str, np.ndarray]  # of the image processor
 
 # Templates are compiled once and then shared, and one that tracks its answers is not reentrant.
 # A lock of the module leaves the preprocessor itself picklable. Images are decoded outside of it.
@@ -33,6 +36,26 @@ class Tokens:
     target: np.ndarray  # bool [tokens]
 
 
+@dataclass(frozen=True)
+class Videos:
+    """How the model sees videos. patches: what the image processor gave for one group of frames → (rows float32
+    [patches, dim], grid). max_pixels: width × height of a frame; None: as an image's."""
+
+    token_id: int
+    taking: Taking
+    patches: Callable[[Output], tuple[np.ndarray, Grid]]
+    max_pixels: int | None = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image or a video as the model gets it. pixels: float32 [patches, dim]; seconds: as in Sample."""
+
+    pixels: np.ndarray
+    grid: Grid
+    seconds: float | None = None
+
+
 class Preprocessor:
     """Turns records into samples for one model. Safe to call from several threads."""
 
@@ -42,13 +65,16 @@ class Preprocessor:
         image_processor: BaseImageProcessor,
         image_token_id: int,
         image_tokens: Callable[[Grid], int],
-        patches: Callable[[Mapping[str, np.ndarray]], tuple[np.ndarray, Grid]],
+        patches: Callable[[Output], tuple[np.ndarray, Grid]],
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        videos: Videos | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
         processor gave for one image → (rows float32 [patches, dim], grid).
         min_pixels, max_pixels: width × height bounds of a scaled image; None: the image processor's own.
+        videos: None for a model that sees none. max_tokens: of a sample, those of its pictures included.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
@@ -62,13 +88,17 @@ class Preprocessor:
         self._image_tokens = image_tokens
         self._as_patches = patches
         self._scaling = _scaling(image_processor, min_pixels, max_pixels)
+        self._videos, self._max_tokens = videos, max_tokens
+        self._video_scaling = self._scaling
+        if videos is not None and videos.max_pixels is not None:
+            self._video_scaling = _scaling(image_processor, min_pixels, videos.max_pixels, "data.video_max_pixels")
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def __call__(self, record: Record) -> Sample:
         """Decode and tokenise one record. DataError, with the record's place, when it cannot be used."""
         with located(record.where):
             tokens = self._tokens(record)
-            pictures = [self._patches(path) for path in record.images]
+            pictures = [self._video(m.file) if isinstance(m, Video) else self._image(m) for m in record.media]
             return self._assemble(record, tokens, pictures)
 
     def _tokens(self, record: Record) -> Tokens:
@@ -106,48 +136,77 @@ class Preprocessor:
         return last
 
     def _check(self, record: Record, tokens: Tokens) -> None:
-        placeholders = int((tokens.ids == self._image_token_id).sum())
-        if placeholders != len(record.images):
-            raise DataError(
-                f"{placeholders} image placeholder tokens for {len(record.images)} images: the text itself "
-                f"holds {self._tokenizer.decode([self._image_token_id])!r}, or the chat template drops images"
-            )
+        images = len(record.images)
+        counts = {"image": (self._image_token_id, images), "video": (None, len(record.media) - images)}
+        if self._videos is not None:
+            counts["video"] = (self._videos.token_id, counts["video"][1])
+        for kind, (token, wanted) in counts.items():
+            placeholders = wanted if token is None else int((tokens.ids == token).sum())
+            if placeholders != wanted:
+                raise DataError(
+                    f"{placeholders} {kind} placeholder tokens for {wanted} {kind}s: the text itself "
+                    f"holds {self._tokenizer.decode([token])!r}, or the chat template drops {kind}s"
+                )
         if not tokens.target[1:].any():
             raise DataError("no target token: the chat template writes no answer for this conversation")
 
-    def _patches(self, path: Path) -> tuple[np.ndarray, Grid]:
-        """(pixels float32 [patches, dim], grid) of one image file."""
-        image = open_image(path)
-        try:
-            output = self._image_processor(images=[image], return_tensors="np", **self._scaling)
-        except ValueError as error:  # for example sides too unequal to scale
-            raise DataError(f"image {path} ({image.width} × {image.height}) cannot be scaled: {error}") from error
-        return self._as_patches(output)
+    def _image(self, file: File) -> Picture:
+        return Picture(*self._as_patches(self._process([open_image(file)], file, self._scaling)))
 
-    def _assemble(self, record: Record, tokens: Tokens, pictures: list[tuple[np.ndarray, Grid]]) -> Sample:
-        """Repeat each placeholder to the length of its image."""
-        is_image = tokens.ids == self._image_token_id
+    def _video(self, file: File) -> Picture:
+        if self._videos is None:
+            raise DataError(f"video {name_of(file)}, but this model sees images only. Leave videos out of its data")
+        videos = self._videos
+        make = lambda frames: videos.patches(self._process(frames, file, self._video_scaling))
+        groups, seconds = map_frames(file, videos.taking, make)
+        _, h, w = groups[0][1]
+        return Picture(np.concatenate([rows for rows, _ in groups]), (len(groups), h, w), seconds)
+
+    def _process(self, images: list[Image.Image], file: File, scaling: dict[str, Any]) -> Output:
+        try:
+            return self._image_processor(images=images, return_tensors="np", **scaling)
+        except ValueError as error:  # for example sides too unequal to scale
+            size = f"{images[0].width} × {images[0].height}"
+            raise DataError(f"image {name_of(file)} ({size}) cannot be scaled: {error}") from error
+
+    def _assemble(self, record: Record, tokens: Tokens, pictures: list[Picture]) -> Sample:
+        """Repeat each placeholder to the length of its picture."""
+        kinds = (tokens.ids == self._image_token_id).astype(np.int64)
+        if self._videos is not None:
+            kinds[tokens.ids == self._videos.token_id] = 2
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
-        repeats[is_image] = [self._image_tokens(grid) for _, grid in pictures]
+        repeats[kinds > 0] = [self._image_tokens(picture.grid) for picture in pictures]
+        self._check_length(int(repeats.sum()), int(repeats[kinds > 0].sum()))
         labels = np.where(tokens.target, tokens.ids, IGNORED)
         return Sample(
             dataset=record.dataset,
             position=record.position,
             input_ids=np.repeat(tokens.ids, repeats),
             labels=np.repeat(labels, repeats),
-            mm_token_type_ids=np.repeat(is_image.astype(np.int64), repeats),
-            pixels=tuple(pixels for pixels, _ in pictures),
-            grids=tuple(grid for _, grid in pictures),
+            mm_token_type_ids=np.repeat(kinds, repeats),
+            pixels=tuple(picture.pixels for picture in pictures),
+            grids=tuple(picture.grid for picture in pictures),
+            seconds=tuple(picture.seconds for picture in pictures),
         )
 
+    def _check_length(self, tokens: int, of_pictures: int) -> None:
+        # Nothing is ever cut: a picture with a part of its tokens would be another picture.
+        if self._max_tokens is not None and tokens > self._max_tokens:
+            raise DataError(
+                f"{tokens} tokens ({of_pictures} of images and videos) are more than data.max_tokens="
+                f"{self._max_tokens}. Lower data.max_pixels, shorten the sample or raise data.max_tokens"
+            )
 
-def _scaling(processor: BaseImageProcessor, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+
+def _scaling(
+    processor: BaseImageProcessor, min_pixels: int | None, max_pixels: int | None, upper: str = "data.max_pixels"
+) -> dict[str, Any]:
     """Arguments of the image processor that bound a scaled image's area; none leaves it its own bounds."""
     if min_pixels is None and max_pixels is None:
         return {}
     if "min_pixels" not in processor.valid_kwargs.__annotations__:
         raise ConfigError(
-            f"data.min_pixels = {min_pixels}, data.max_pixels = {max_pixels}, but {type(processor).__name__} does "
+            f"data.min_pixels = {min_pixels}, {upper} = {max_pixels}, but {type(processor).__name__} does "
             "not scale images by area. Leave both unset (null)"
         )
     # Processors that scale by area nevertheless call the two bounds "edges".
@@ -155,7 +214,7 @@ def _scaling(processor: BaseImageProcessor, min_pixels: int | None, max_pixels: 
     longest = processor.size["longest_edge"] if max_pixels is None else max_pixels
     if not 0 < shortest <= longest:
         raise ConfigError(
-            f"images need 0 < data.min_pixels <= data.max_pixels, got {shortest} and {longest} "
+            f"images need 0 < data.min_pixels <= {upper}, got {shortest} and {longest} "
             "(the image processor's own value where unset)"
         )
     return {"size": {"shortest_edge": shortest, "longest_edge": longest}}

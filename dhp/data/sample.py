@@ -13,16 +13,22 @@ IGNORED = -100  # the label of a token that is not a target
 class Sample:
     """L: tokens after each image placeholder was expanded to its merged patches.
 
-    position: 1-based line or element in the annotation file of `dataset`.
+    position: 1-based line, element or row in the annotations of `dataset`. "Picture": an image or a video.
     """
 
     dataset: str
     position: int
     input_ids: np.ndarray  # int64 [L]
     labels: np.ndarray  # int64 [L], IGNORED outside answers; not shifted: labels[i] is input_ids[i]
-    mm_token_type_ids: np.ndarray  # int64 [L], 1 at image tokens, 0 at text
-    pixels: tuple[np.ndarray, ...]  # one float32 [patches, channels × frames × patch × patch] an image
-    grids: tuple[tuple[int, int, int], ...]  # one (t, h, w) an image, in patches: t × h × w = patches
+    mm_token_type_ids: np.ndarray  # int64 [L], 0 at text, 1 at tokens of images, 2 of videos
+    pixels: tuple[np.ndarray, ...]  # one float32 [patches, channels × frames × patch × patch] a picture
+    grids: tuple[tuple[int, int, int], ...]  # one (t, h, w) a picture, in patches: t × h × w = patches
+    seconds: tuple[float | None, ...] = ()  # one a picture: of one step in t of a video, None: an image; (): all images
+
+    @property
+    def video_seconds(self) -> tuple[float | None, ...]:
+        """`seconds`, one a picture."""
+        return self.seconds or (None,) * len(self.grids)
 
     @property
     def target_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 import numpy as np
@@ -23,11 +24,15 @@ class BatchLayout:
         return self.replicas * self.micro_batches * self.micro_batch_size
 
 
+@lru_cache(maxsize=2)  # for millions of samples an order takes longer than a step's reading
 def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """The order of n samples in one epoch: int64 [n], a permutation of 0..n-1, in file order unless shuffled."""
-    if not shuffle:
-        return np.arange(n)
-    return np.random.default_rng([seed, epoch]).permutation(n)
+    """The order of n samples in one epoch: int64 [n], a permutation of 0..n-1, in file order unless shuffled.
+
+    Read-only, because it is shared.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(n) if shuffle else np.arange(n)
+    order.flags.writeable = False
+    return order
 
 
 def steps_per_epoch(n: int, layout: BatchLayout) -> int:

@@ -5,62 +5,69 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
+from dhp.config.mixing import split_share
 from dhp.config.nearest import did_you_mean, nearest
-from dhp.data.annotations import AnnotationFile, read_annotations
+from dhp.config.schema import DatasetEntry
+from dhp.data.annotations import Annotations, read_annotations
+from dhp.data.mixture import Portion
 from dhp.data.records import Record
 from dhp.data.sample import Sample
 from dhp.data.sampler import BatchLayout, epoch_of, slots, step_indices, steps_per_epoch
 from dhp.errors import ConfigError, DataError
 
 
-class DatasetEntry(Protocol):
-    """Where a dataset lies, as the registry states it. data_path: empty for a dataset without images."""
-
-    annotation_path: str
-    data_path: str
-
-
 class Dataset:
-    """Several annotation files, one after another, addressed by one 0-based index."""
+    """Several datasets, one after another, addressed by one 0-based index."""
 
-    def __init__(self, files: Sequence[AnnotationFile]) -> None:
-        if not files:
+    def __init__(self, portions: Sequence[Portion]) -> None:
+        if not portions:
             raise DataError("no dataset to train on. Name at least one in data.datasets")
-        self._files = tuple(files)
-        self._ends = np.array(list(accumulate(len(file) for file in files)))
+        self._portions = tuple(portions)
+        self._ends = np.array(list(accumulate(map(len, portions))))
 
     def __len__(self) -> int:
+        """Samples of one epoch."""
         return int(self._ends[-1])
 
-    def record(self, index: int) -> Record:
+    def record(self, index: int, epoch: int = 0) -> Record:
         """Parse one annotation. DataError, with its place, if it is defective."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        file = int(np.searchsorted(self._ends, index, side="right"))
-        return self._files[file].record(index - int(self._ends[file]) + len(self._files[file]))
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        portion = self._portions[number]
+        return portion.record(index - int(self._ends[number]) + len(portion), epoch)
 
 
-def open_dataset(names: Sequence[str], registry: Mapping[str, DatasetEntry]) -> Dataset:
-    """Read the annotation files of the named datasets, in that order; a name given twice counts twice.
+def open_dataset(
+    names: Sequence[str],
+    registry: Mapping[str, DatasetEntry],
+    seed: int = 0,
+    shuffle: bool = True,
+    allow_http: bool = False,
+) -> Dataset:
+    """Open the named datasets (`name` or `name%50`), in that order; a name given twice counts twice.
 
-    DataError for a name that the registry does not hold and for a file that cannot be read.
+    seed, shuffle: which samples a share and a weight show. DataError for a name that the registry does not hold and for
+    a file that cannot be read, ConfigError for a share that is none.
     """
-    return Dataset([_read(name, registry) for name in names])
+    split = [split_share(name) for name in names]
+    opened = {name: _read(name, registry, allow_http) for name in dict(split)}
+    return Dataset([Portion(opened[name], share, registry[name].weight, seed, shuffle) for name, share in split])
 
 
-def _read(name: str, registry: Mapping[str, DatasetEntry]) -> AnnotationFile:
+def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool) -> Annotations:
     if name not in registry:
         suggestion = did_you_mean([nearest(name, registry)]) or ". Add it there"
         raise DataError(f"dataset {name!r} is not in data.data_registry (it holds {sorted(registry)}){suggestion}")
     entry = registry[name]
     data_path = Path(entry.data_path) if entry.data_path else None
-    return read_annotations(name, Path(entry.annotation_path), data_path)
+    return read_annotations(name, Path(entry.annotation_path), data_path, entry.format, allow_http)
 
 
 @dataclass(frozen=True)
@@ -115,27 +122,28 @@ class BatchSource:
     def step(self, step: int) -> StepSamples:
         """Decode the global batch of one step (0-based). DataError as on_bad_sample says."""
         indices = step_indices(step, len(self._dataset), self._layout, self._seed, self._shuffle)
-        outcomes = self._decode(indices)
+        epoch = epoch_of(step, len(self._dataset), self._layout)
+        outcomes = self._decode(indices, epoch)
         # Slots are dealt before bad samples are left out: a skip must not move any other sample.
         dealt = slots(range(len(indices)), self._layout)
         return StepSamples(
             step=step,
-            epoch=epoch_of(step, len(self._dataset), self._layout),
+            epoch=epoch,
             samples=tuple(tuple(_usable(outcomes, slot) for slot in row) for row in dealt),
             skipped=tuple(str(outcome) for outcome in outcomes if isinstance(outcome, DataError)),
         )
 
-    def _decode(self, indices: Sequence[int]) -> list[Sample | DataError]:
+    def _decode(self, indices: Sequence[int], epoch: int) -> list[Sample | DataError]:
         """One outcome an index, in order, whatever the number of threads."""
         if self._num_workers == 0:
-            return [self._prepare(index) for index in indices]
+            return [self._prepare(index, epoch) for index in indices]
         # Threads live for one step: nothing to close, and nothing left behind by an error.
         with ThreadPoolExecutor(self._num_workers) as pool:
-            return list(pool.map(self._prepare, indices))
+            return list(pool.map(partial(self._prepare, epoch=epoch), indices))
 
-    def _prepare(self, index: int) -> Sample | DataError:
+    def _prepare(self, index: int, epoch: int) -> Sample | DataError:
         try:
-            return self._preprocess(self._dataset.record(index))
+            return self._preprocess(self._dataset.record(index, epoch))
         except DataError as error:
             if self._skip:
                 return error

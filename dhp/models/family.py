@@ -67,6 +67,8 @@ class Family(Protocol):
     merge_unit: int  # patches that become one token of the text part
     dummy_patches: int  # patches of the least that the tower takes, for ranks without work
     image_token_id: int
+    video_token_id: int | None  # None: the model sees no videos
+    frames_per_patch: int  # frames of a video that are one step in time
     vision_knee: float  # patches of a segment at which full attention costs as much as all the rest of the tower
 
     vision_layers: LayerParts
@@ -87,6 +89,11 @@ class Family(Protocol):
     def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
         """What the image processor gave for one image, as rows [patches, values], float32, and its grid."""
 
+    def video_patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
+        """What the image processor gave for `frames_per_patch` frames of a video, as rows [patches, values], float32,
+        and their grid, one step in time. A video is such steps one behind another.
+        """
+
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Padded rows and patches [patches, values] as the arguments of the plain model."""
 
@@ -97,9 +104,18 @@ class Family(Protocol):
         """How the tower walks through an image."""
 
     def position_ids(
-        self, input_ids: Tensor, mm_token_type_ids: Tensor, grids: Tensor | None, lengths: Tensor
+        self,
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor,
+        grids: Tensor | None,
+        lengths: Tensor,
+        video_grids: Tensor | None = None,
+        video_seconds: Tensor | None = None,
     ) -> Tensor:
-        """Rotary positions of right-padded rows; int64 [3, rows, tokens], zero on padding."""
+        """Rotary positions of right-padded rows; int64 [3, rows, tokens], zero on padding.
+
+        grids: of the images; video_grids: of the videos, and video_seconds: of a step in time of each.
+        """
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make the vision part call the registered attention function `name` once a layer, on all segments."""
@@ -117,7 +133,8 @@ class Family(Protocol):
     def hidden_states(
         self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None, **extra: Any
     ) -> Tensor:
-        """Last hidden states of the text part, [rows, tokens, hidden]; `images` in placeholder order.
+        """Last hidden states of the text part, [rows, tokens, hidden]; `images`: embeddings of images and videos in
+        placeholder order.
 
         `extra` reaches the attention function as it is.
         """

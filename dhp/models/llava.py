@@ -52,6 +52,7 @@ class Llava:
         self.text_heads = text.num_attention_heads
         self.text_kv_heads = text.num_key_value_heads
         self.image_token_id = config.image_token_id
+        self.video_token_id, self.frames_per_patch = None, 1
         self._patch, self._side = vision.patch_size, vision.image_size // vision.patch_size
         self._channels = vision.num_channels
         self.patch_dim = self._channels * self._patch**2
@@ -100,12 +101,21 @@ class Llava:
         rows = tiles.transpose(0, 2, 4, 1, 3, 5).reshape(-1, self.patch_dim)
         return np.ascontiguousarray(rows, dtype=np.float32), (len(images), side, side)
 
+    def video_patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
+        raise NotImplementedError("LLaVA sees no videos")
+
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         kept = {key: named[key] for key in ("input_ids", "labels", "position_ids") if key in named}
         return kept | ({"pixel_values": self._images(named["pixel_values"])} if "pixel_values" in named else {})
 
     def position_ids(
-        self, input_ids: Tensor, mm_token_type_ids: Tensor, grids: Tensor | None, lengths: Tensor
+        self,
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor,
+        grids: Tensor | None,
+        lengths: Tensor,
+        video_grids: Tensor | None = None,
+        video_seconds: Tensor | None = None,
     ) -> Tensor:
         return torch.arange(input_ids.shape[1]).expand_as(input_ids).contiguous()
 

@@ -41,6 +41,7 @@ class Qwen25Vl:
         self.text_kv_heads = text.num_key_value_heads
         self.patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.image_token_id = config.image_token_id
+        self.video_token_id, self.frames_per_patch = config.video_token_id, vision.temporal_patch_size
         # Multiply-adds a patch: of the matrices of all blocks, and of full attention for each patch of the segment.
         matrices = vision.depth * vision.hidden_size * (4 * vision.hidden_size + 3 * vision.intermediate_size)
         attention = len(vision.fullatt_block_indexes) * 2 * vision.hidden_size
@@ -72,6 +73,14 @@ class Qwen25Vl:
         t, h, w = (int(n) for n in output["image_grid_thw"][0])
         return np.ascontiguousarray(output["pixel_values"], dtype=np.float32), (t, h, w)
 
+    def video_patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
+        frames, channels = self.frames_per_patch, self.config.vision_config.in_channels
+        _, h, w = (int(n) for n in output["image_grid_thw"][0])
+        # Each frame comes as a still image, repeated in time: of frame f, the copy at time f is taken.
+        still = np.asarray(output["pixel_values"], dtype=np.float32).reshape(frames, h * w, channels, frames, -1)
+        moving = np.stack([still[frame, :, :, frame] for frame in range(frames)], axis=2)
+        return moving.reshape(h * w, self.patch_dim), (1, h, w)
+
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         return dict(named)
 
@@ -95,13 +104,25 @@ class Qwen25Vl:
         )
 
     def position_ids(
-        self, input_ids: Tensor, mm_token_type_ids: Tensor, grids: Tensor | None, lengths: Tensor
+        self,
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor,
+        grids: Tensor | None,
+        lengths: Tensor,
+        video_grids: Tensor | None = None,
+        video_seconds: Tensor | None = None,
     ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
         model = SimpleNamespace(config=self.config)
         model.get_vision_position_ids = MethodType(Qwen2_5_VLModel.get_vision_position_ids, model)
         positions, _ = Qwen2_5_VLModel.get_rope_index(
-            model, input_ids, mm_token_type_ids, image_grid_thw=grids, attention_mask=inside.long()
+            model,
+            input_ids,
+            mm_token_type_ids,
+            image_grid_thw=grids,
+            video_grid_thw=video_grids,
+            second_per_grid_ts=video_seconds,
+            attention_mask=inside.long(),
         )
         return positions
 
@@ -132,12 +153,23 @@ class Qwen25Vl:
     def hidden_states(
         self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None, **extra: Any
     ) -> Tensor:
-        encoded = {} if images is None else {"image": BaseModelOutputWithPooling(pooler_output=(images,))}
         output = model.model(
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
-            mm_encoder_outputs=encoded,
+            mm_encoder_outputs=_encoded(inputs, images),
             use_cache=False,
             **extra,
         )
         return output.last_hidden_state
+
+
+def _encoded(inputs: dict[str, Tensor], pictures: Tensor | None) -> dict[str, BaseModelOutputWithPooling]:
+    """Embeddings in placeholder order, told apart as the model wants them: those of images, and those of videos."""
+    if pictures is None:
+        return {}
+    if "video_grid_thw" not in inputs:  # the usual case, without looking at the tokens
+        return {"image": BaseModelOutputWithPooling(pooler_output=(pictures,))}
+    kinds = inputs["mm_token_type_ids"]
+    kinds = kinds[kinds > 0]
+    parts = {"image": pictures[kinds == 1], "video": pictures[kinds == 2]}
+    return {kind: BaseModelOutputWithPooling(pooler_output=(rows,)) for kind, rows in parts.items() if len(rows)}

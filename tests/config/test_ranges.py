@@ -64,6 +64,13 @@ def test_a_warmup_beyond_max_steps():
         ({"datasets": []}, "data.datasets=[] names no dataset"),
         ({"datasets": ["shpes"]}, "shpes is not in data.data_registry, which has shapes, digits"),
         ({"datasets": ["shpes"]}, "did you mean shapes?"),
+        ({"datasets": ["shpes%50"]}, "shpes is not in data.data_registry, which has shapes, digits"),
+        ({"datasets": ["shapes%0"]}, "0 < percent <= 100"),
+        ({"datasets": ["a"], "data_registry": {"a": DatasetEntry("x", format="lava")}}, "did you mean llava?"),
+        ({"datasets": ["a"], "data_registry": {"a": DatasetEntry("x", weight=0)}}, "registry.a.weight=0.0 is out of"),
+        ({"video_fps": 0.0}, "data.video_fps > 0 and finite"),
+        ({"video_max_frames": 1}, "video_max_frames >= 2"),
+        ({"max_tokens": 0}, "data.max_tokens >= 1"),
         (
             {"datasets": ["a"], "data_registry": {"a": DatasetEntry("", "d")}},
             "data.data_registry.a.annotation_path is not set",

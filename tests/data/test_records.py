@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dhp.data.records import Turn, parse_record
+from dhp.data.parse import parse_record
+from dhp.data.places import Places
+from dhp.data.records import Turn
 from dhp.errors import DataError
 
 ASK = {"from": "human", "value": "What is it?"}
@@ -14,7 +16,7 @@ SYSTEM = {"from": "system", "value": "Be brief."}
 
 
 def parse(raw, data_path=None):
-    return parse_record(raw, "set", 3, "here", data_path)
+    return parse_record(raw, "set", 3, "here", "llava", Places(data_path))
 
 
 def test_roles_text_and_place():
@@ -88,7 +90,7 @@ def test_a_tag_in_an_answer_is_text():
         ({"conversations": [LOOK, ANSWER], "image": 5}, "'image' must be a path or a list of paths, got 5"),
         ({"conversations": [LOOK, ANSWER], "image": ""}, "'image' must be a path"),
         ({"conversations": [LOOK, ANSWER], "image": [None]}, "'image' must be a path"),
-        ({"conversations": [ASK, ANSWER], "video": "v.mp4"}, "'video' samples are not supported"),
+        ({"conversations": [ASK, ANSWER], "video": "v.mp4"}, "0 <video> tags in the human turns, but 1 videos"),
     ],
 )
 def test_defects_of_a_sample_are_named(images, raw, reason):

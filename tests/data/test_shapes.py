@@ -3,11 +3,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
+from dhp.config.schema import DatasetEntry
 from dhp.data import shapes
 from dhp.data.drawing import PALETTE
 from dhp.data.images import open_image
@@ -23,7 +23,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def records(folder):
-    entry = SimpleNamespace(annotation_path=str(folder / "annotations.json"), data_path=str(folder))
+    entry = DatasetEntry(annotation_path=str(folder / "annotations.json"), data_path=str(folder))
     dataset = open_dataset(["shapes"], {"shapes": entry})
     return [dataset.record(index) for index in range(len(dataset))]
 

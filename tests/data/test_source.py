@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from dhp.config.schema import DatasetEntry
 from dhp.data.sampler import BatchLayout
 from dhp.data.source import BatchSource, open_dataset
 from dhp.errors import ConfigError, DataError
@@ -16,7 +16,7 @@ def sample(text: str, **more) -> dict:
 
 
 def entry(path, data_path=""):
-    return SimpleNamespace(annotation_path=str(path), data_path=str(data_path))
+    return DatasetEntry(annotation_path=str(path), data_path=str(data_path))
 
 
 @pytest.fixture

@@ -92,13 +92,25 @@ class Oracle:
     def _loss_sum(self, sample: Sample) -> Tensor:
         inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
         if sample.pixels:
-            inputs["pixel_values"] = torch.cat([torch.from_numpy(p) for p in sample.pixels])
-            inputs["image_grid_thw"] = torch.tensor(sample.grids)
+            inputs |= _pictures(sample)
             inputs["mm_token_type_ids"] = torch.from_numpy(sample.mm_token_type_ids)[None]
         inputs = {name: tensor.to(self.device) for name, tensor in self._family.plain_inputs(inputs).items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
         targets = torch.from_numpy(sample.labels)[1:].to(self.device)
         return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+
+def _pictures(sample: Sample) -> dict[str, Tensor]:
+    """Images and videos as the plain model's own arguments."""
+    found = {}
+    for kind, still in (("image", True), ("video", False)):
+        numbers = [n for n, seconds in enumerate(sample.video_seconds) if (seconds is None) == still]
+        if numbers:
+            name = "pixel_values" if still else "pixel_values_videos"
+            found[name] = torch.cat([torch.from_numpy(sample.pixels[n]) for n in numbers])
+            found[f"{kind}_grid_thw"] = torch.tensor([sample.grids[n] for n in numbers])
+    moving = [seconds for seconds in sample.video_seconds if seconds is not None]
+    return found | ({"second_per_grid_ts": torch.tensor(moving)} if moving else {})
 
 
 class MixedOracle(Oracle):

@@ -19,7 +19,7 @@ from transformers import (
 
 from dhp.data.sample import IGNORED, Sample
 
-IMAGE_TOKEN = 505
+IMAGE_TOKEN, VIDEO_TOKEN = 505, 506
 
 
 def make_sample(
@@ -30,24 +30,27 @@ def make_sample(
     image_token: int,
     unit: int = 4,
     values: int = 3 * 2 * 14 * 14,
+    seconds: Sequence[float | None] = (),
 ) -> Sample:
     """A sample with random pixels and text: some text, each image, `tokens` of text whose last `targets` are labels.
 
-    unit: patches of one image token; values: of one patch.
+    unit: patches of one image token; values: of one patch. seconds: as in Sample; a video has VIDEO_TOKEN.
     """
     rng = np.random.default_rng(seed)
     text = lambda n: list(rng.integers(3, 300, n))
     ids: list[int] = text(2)
     kinds = [0, 0]
-    for t, h, w in grids:
-        ids += [image_token] * (t * h * w // unit) + text(1)
-        kinds += [1] * (t * h * w // unit) + [0]
+    for number, (t, h, w) in enumerate(grids):
+        still = not seconds or seconds[number] is None
+        ids += [image_token if still else VIDEO_TOKEN] * (t * h * w // unit) + text(1)
+        kinds += [1 if still else 2] * (t * h * w // unit) + [0]
     ids += text(tokens)
     kinds += [0] * tokens
     labels = [IGNORED] * (len(ids) - targets) + ids[len(ids) - targets :]
     pixels = tuple(rng.standard_normal((t * h * w, values)).astype(np.float32) for t, h, w in grids)
     as_array = lambda values: np.array(values, dtype=np.int64)
-    return Sample("made", seed, as_array(ids), as_array(labels), as_array(kinds), pixels, tuple(grids))
+    rows = (as_array(ids), as_array(labels), as_array(kinds))
+    return Sample("made", seed, *rows, pixels, tuple(grids), tuple(seconds))
 
 
 def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = None) -> Path:
@@ -76,7 +79,7 @@ def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = N
             "out_hidden_size": 64,
         },
         image_token_id=IMAGE_TOKEN,
-        video_token_id=506,
+        video_token_id=VIDEO_TOKEN,
         vision_start_token_id=503,
         vision_end_token_id=504,
         tie_word_embeddings=tied,

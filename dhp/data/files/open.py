@@ -1,0 +1,44 @@
+"""Which kind of annotation file lies at a path, by its name or, for a folder, by what it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dhp.data.files.arrow import ArrowRows
+from dhp.data.files.json import JsonRows
+from dhp.data.files.jsonl import JsonlRows
+from dhp.data.files.parquet import ParquetRows
+from dhp.data.files.rows import Rows
+from dhp.data.files.tar import TarRows
+from dhp.errors import DataError
+
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
+
+
+def open_rows(path: Path) -> Rows:
+    """Open a file or a folder of shards. Raises DataError when it is missing, unreadable or of no known kind."""
+    try:
+        if path.is_dir():
+            return _open_folder(path)
+        ending = path.suffix.lower()
+        if ending in _COMPRESSED:
+            raise DataError(f"{path} is compressed, and its samples cannot be found one by one. Unpack it")
+        if ending == ".parquet":
+            return ParquetRows([path])
+        if ending == ".tar":
+            return TarRows([path])
+        return JsonlRows(path) if ending in (".jsonl", ".ndjson") else JsonRows(path)
+    except OSError as error:
+        raise DataError(f"cannot read annotation file {path}: {error.strerror or error}") from error
+
+
+def _open_folder(folder: Path) -> Rows:
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return ArrowRows(folder)
+    tables, shards = sorted(folder.rglob("*.parquet")), sorted(folder.rglob("*.tar"))
+    if bool(tables) == bool(shards):
+        raise DataError(
+            f"{folder} is a folder with {len(tables)} .parquet and {len(shards)} .tar files. Give a folder that holds "
+            "one kind, a saved Hugging Face dataset, or a single file"
+        )
+    return ParquetRows(tables) if tables else TarRows(shards)

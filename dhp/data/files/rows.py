@@ -1,0 +1,29 @@
+"""What every kind of annotation file answers to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dhp.data.media import Member
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One raw sample. members: what lies beside it in its archive, by name; None: it is in no archive."""
+
+    value: Any
+    members: Mapping[str, Member] | None = None
+
+
+class Rows(Protocol):
+    """Random access to the raw samples of one dataset, 0-based. Safe to call from several threads."""
+
+    def __len__(self) -> int: ...
+
+    def place(self, index: int) -> tuple[int, str]:
+        """The 1-based position that a person would look up, and the place in words ("line 5 of FILE")."""
+
+    def read(self, index: int) -> Entry:
+        """One raw sample. Raises DataError, with the reason alone, if it cannot be read."""

@@ -1,0 +1,109 @@
+"""WebDataset shards: tar files in which consecutive members with the same key are one sample.
+
+Read with the standard library: a step must be able to read any sample, and the webdataset package only streams.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dhp.data.files.decode import decode_json
+from dhp.data.files.rows import Entry
+from dhp.data.media import Member
+from dhp.errors import DataError
+
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+VIDEOS = ("mp4", "mov", "mkv", "webm", "avi")
+
+
+class TarRows:
+    """See `dhp.data.files.rows.Rows`. 8 bytes a sample stay in memory: where its first header begins."""
+
+    def __init__(self, shards: Sequence[Path]) -> None:
+        """Raises DataError for a shard that is compressed, no tar file, or cut off."""
+        self._shards = tuple(shards)
+        self._starts = [_sample_starts(shard) for shard in self._shards]  # int64 [samples + 1] each
+        self._ends = np.cumsum([len(starts) - 1 for starts in self._starts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def place(self, index: int) -> tuple[int, str]:
+        shard, number = self._find(index)
+        return number + 1, f"sample {number + 1} of {self._shards[shard]}"
+
+    def read(self, index: int) -> Entry:
+        shard, number = self._find(index)
+        start, stop = self._starts[shard][number : number + 2].tolist()
+        path = self._shards[shard]
+        with path.open("rb") as file:
+            infos = list(_members(file, start, stop))
+            members = {i.name: Member(i.name, path, i.offset_data, i.size) for i in infos}
+            written = [i for i in infos if _ending(i.name) == "json"]
+            if len(written) != 1:
+                raise DataError(f"the sample needs one .json member with its conversation; it has {sorted(members)}")
+            file.seek(written[0].offset_data)
+            content = file.read(written[0].size)
+        value = decode_json(content, whole_file=True)
+        return Entry(_with_media(value, members), members)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """The shard of a sample, and its 0-based number there."""
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        return shard, index - int(self._ends[shard]) + len(self._starts[shard]) - 1
+
+
+def _sample_starts(shard: Path) -> np.ndarray:
+    """int64 [samples + 1]: where the first header of each sample begins, and where the last sample ends."""
+    starts: list[int] = []
+    end, key = 0, None
+    try:
+        with shard.open("rb") as file:
+            for info in _members(file, 0, None):
+                if _key(info.name) != key:
+                    key = _key(info.name)
+                    starts.append(info.offset)
+                end = info.offset_data + info.size
+    except tarfile.TarError as error:
+        raise DataError(f"{shard}: no readable tar file ({error}). Copy it again; unpack a compressed one") from error
+    if end > shard.stat().st_size:
+        raise DataError(f"{shard}: cut off in sample {len(starts)}. Copy it again")
+    return np.array([*starts, end], dtype=np.int64)
+
+
+def _members(file: BinaryIO, start: int, stop: int | None) -> Iterator[tarfile.TarInfo]:
+    """Headers of the regular files between two places. Links are left out, so none is followed."""
+    file.seek(start)
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        while (info := archive.next()) is not None and (stop is None or info.offset < stop):
+            archive.members = []  # or it keeps every header that it has seen
+            if info.isreg() and not info.issparse():
+                yield info
+
+
+def _key(name: str) -> str:
+    path = PurePosixPath(name)
+    return str(path.parent / path.name.partition(".")[0])
+
+
+def _ending(name: str) -> str:
+    """What follows the key, in lower case: `left.jpg` of `a/0001.left.JPG`."""
+    return PurePosixPath(name).name.partition(".")[2].lower()
+
+
+def _with_media(value: Any, members: dict[str, Member]) -> Any:
+    """A sample that names no image or video shows all of its archive's, in their order."""
+    if not isinstance(value, dict) or {"image", "images", "video", "videos"} & set(value):
+        return value
+    named = dict(value)
+    plural = "s" if "messages" in value else ""
+    for kind, endings in (("image", IMAGES), ("video", VIDEOS)):
+        found = [name for name in members if _ending(name).rpartition(".")[2] in endings]
+        if found:
+            named[kind + plural] = found
+    return named

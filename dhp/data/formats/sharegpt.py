@@ -1,0 +1,27 @@
+"""ShareGPT: `messages` of role and content (or `conversations` of from and value), `images` and `videos` as lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dhp.data.formats.dialogue import entries_of, listed, statement, tagged_turns
+from dhp.data.places import Places
+from dhp.data.records import Turn
+from dhp.errors import DataError
+
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+
+
+def read_sharegpt(raw: Mapping[str, Any], places: Places) -> tuple[Turn, ...]:
+    """The turns of a raw sample. Raises DataError, with the reason alone."""
+    old = "conversations" in raw and "messages" not in raw
+    keys = ("from", "value") if old else ("role", "content")
+    entries = entries_of(raw, "conversations" if old else "messages")
+    said = [statement(number, entry, keys, ROLES) for number, entry in enumerate(entries, start=1)]
+    system = raw.get("system")
+    if system is not None:
+        if not isinstance(system, str):
+            raise DataError(f"'system' must be a string, got {system!r:.80}")
+        said = [("system", system), *said] if system else said
+    return tagged_turns(said, listed(raw, "images"), listed(raw, "videos"), places)

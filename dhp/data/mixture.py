@@ -1,0 +1,49 @@
+"""How much of a dataset an epoch shows: a share that stays the same, and a weight that need not be whole."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from zlib import crc32
+
+import numpy as np
+
+from dhp.data.annotations import Annotations
+from dhp.data.records import Record
+
+
+class Portion:
+    """A dataset as epochs show it: `record(i, e)` depends on the arguments and the constructor's alone."""
+
+    def __init__(self, annotations: Annotations, share: float, weight: float, seed: int, shuffle: bool) -> None:
+        """share: of the samples, 0 < share <= 1, drawn once; weight: how often an epoch shows each of them on average.
+
+        shuffle: with a weight that is not whole, which samples come once more is drawn anew each time; else they come
+        in turn.
+        """
+        self._annotations = annotations
+        self._seeds = [seed, crc32(annotations.dataset.encode())]
+        self._kept = self._draw(share) if share < 1 else None  # int64 [samples], ascending; None: all
+        self._samples = len(annotations) if self._kept is None else len(self._kept)
+        self._shown = max(1, round(weight * self._samples))
+        self._shuffle = shuffle and self._shown != self._samples  # an epoch is shuffled as a whole anyway
+        self._order = lru_cache(maxsize=2)(self._cycle_order)
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return self._shown
+
+    def record(self, index: int, epoch: int) -> Record:
+        """Parse one annotation. index: within the epoch; both 0-based. DataError, with its place, if it is bad."""
+        # Epochs go round through all samples again and again, so each is shown as often as any other, give or take one.
+        cycle, place = divmod(epoch * self._shown + index, self._samples)
+        if self._shuffle:
+            place = int(self._order(cycle)[place])
+        return self._annotations.record(place if self._kept is None else int(self._kept[place]))
+
+    def _draw(self, share: float) -> np.ndarray:
+        total = len(self._annotations)
+        drawn = np.random.default_rng(self._seeds).permutation(total)[: max(1, round(share * total))]
+        return np.sort(drawn)
+
+    def _cycle_order(self, cycle: int) -> np.ndarray:
+        return np.random.default_rng([*self._seeds, cycle + 1]).permutation(self._samples)

@@ -1,0 +1,17 @@
+"""How samples are read, beyond what the model's processors say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reading:
+    """See `dhp.config.schema.DataConfig`. max_tokens: of a sample; video_max_pixels: area of a frame; None: no bound of
+    our own."""
+
+    allow_http: bool = False
+    max_tokens: int | None = None
+    video_fps: float = 2.0
+    video_max_frames: int = 768
+    video_max_pixels: int | None = None

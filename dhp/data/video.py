@@ -1,0 +1,110 @@
+"""Video files to upright RGB frames, taken evenly, or a DataError that says what is wrong with the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import av
+import numpy as np
+from PIL import Image
+
+from dhp.data.images import MAX_PIXELS
+from dhp.data.media import File, name_of, open_media
+from dhp.errors import DataError
+
+MIN_FRAMES = 4  # as the processors of the Qwen models have it
+# What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,gif,ogg,asf"
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Taking:
+    """Which frames are taken. fps: of each second; max_frames: at most; group: so many are one step in time.
+
+    The number of frames is a multiple of `group`; a video that is shorter than one is filled up with its last frame.
+    """
+
+    fps: float
+    max_frames: int
+    group: int
+
+    def indices(self, total: int, rate: float) -> np.ndarray:
+        """int64 [frames], ascending: which of `total` frames, `rate` a second, are taken."""
+        most = min(self.max_frames, total) // self.group * self.group
+        wanted = min(max(total / rate * self.fps, MIN_FRAMES), most, total)
+        count = int(wanted // self.group) * self.group or total
+        return np.arange(count, dtype=np.int64) * total // count
+
+
+def map_frames(file: File, taking: Taking, use: Callable[[list[Image.Image]], Result]) -> tuple[list[Result], float]:
+    """Decode a video: what `use` makes of each group of frames, in order, and the seconds from one group to the next.
+
+    Frames are handed over as they are decoded, a group at a time, so that a long video need not fit into memory.
+    DataError names the file and the reason: broken, no video stream, no frames, too large, cut off.
+    """
+    with _opened(file) as (container, stream):
+        total = stream.frames or _count(file)
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+        if not total or not rate:
+            raise DataError(f"video {name_of(file)} has {'no frame rate' if total else 'no frames'}")
+        indices = taking.indices(total, rate)
+        results, group = [], []
+        for image in _frames(container, stream, indices, file, total):
+            group.append(image)
+            if len(group) == taking.group:
+                results.append(use(group))
+                group = []
+        if group:
+            results.append(use(group + group[-1:] * (taking.group - len(group))))
+    return results, taking.group * total / (len(indices) * rate)
+
+
+@contextmanager
+def _opened(file: File) -> Iterator[tuple[Any, Any]]:
+    """The container and its first video stream; whatever FFmpeg raises inside becomes a DataError."""
+    name = name_of(file)
+    with open_media(file, "video") as content:
+        try:
+            with av.open(content, options={"format_whitelist": _CONTAINERS}) as container:
+                if not container.streams.video:
+                    raise DataError(f"video {name} has no video stream")
+                stream = container.streams.video[0]
+                _check_size(stream.width, stream.height, name)
+                yield container, stream
+        except (av.FFmpegError, OSError, ValueError) as error:
+            raise DataError(f"video {name} cannot be decoded: {error.strerror or error}") from error
+
+
+def _count(file: File) -> int:
+    """Frames of a video whose header does not say."""
+    with _opened(file) as (container, stream):
+        return sum(1 for _ in container.decode(stream))
+
+
+def _frames(container: Any, stream: Any, indices: np.ndarray, file: File, total: int) -> Iterator[Image.Image]:
+    """The frames of the given indices, upright. Raises DataError when the video ends before the last of them."""
+    wanted = iter(indices.tolist())
+    following = next(wanted, None)
+    number = 0
+    for number, frame in enumerate(container.decode(stream), start=1):
+        if number - 1 == following:
+            _check_size(frame.width, frame.height, name_of(file))
+            image = frame.to_image()
+            yield image.rotate(frame.rotation, expand=True) if frame.rotation else image
+            following = next(wanted, None)
+            if following is None:
+                return
+    raise DataError(f"video {name_of(file)} is cut off: it ends after {number} of {total} frames. Copy it again")
+
+
+def _check_size(width: int, height: int, name: str) -> None:
+    if width * height > MAX_PIXELS:
+        raise DataError(
+            f"video {name} has frames of {width} × {height} = {width * height} pixels, more than the {MAX_PIXELS} that "
+            "are decoded. Scale it down"
+        )

@@ -1,0 +1,87 @@
+"""Samples of a text replica as the arguments of the model: rows padded on the right, or packed into one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dhp.data.sample import IGNORED, Sample
+from dhp.models.family import Family
+
+Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch
+
+# Arguments of the model with a row a picture, where all others have a place a token.
+GRIDS, VIDEO_GRIDS, VIDEO_SECONDS = "image_grid_thw", "video_grid_thw", "second_per_grid_ts"
+BY_PICTURE = (GRIDS, VIDEO_GRIDS, VIDEO_SECONDS)
+
+
+class Rows:
+    """Rows for one model. packing: one row without padding for all samples, in place of a row a sample."""
+
+    def __init__(self, family: Family, pad_token_id: int, packing: bool) -> None:
+        self._family, self._pad, self._packing = family, pad_token_id, packing
+
+    def make(self, row: Row) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
+        """A replica's samples by model argument, and their lengths if they are packed."""
+        if not self._packing or not row:
+            return self.padded(row), (1,) if self._packing else None
+        packed = [self.padded((sample,)) for sample in row]
+        for named in packed:
+            named["labels"][:, 0] = IGNORED  # or the sample before would have to predict it
+        by_token = [name for name in packed[0] if name not in BY_PICTURE]
+        joined = {name: torch.cat([named[name] for named in packed], dim=-1) for name in by_token}
+        for name in BY_PICTURE:
+            of_pictures = [named[name] for named in packed if name in named]
+            joined |= {name: torch.cat(of_pictures)} if of_pictures else {}
+        return joined, tuple(len(sample.input_ids) for sample in row)
+
+    def padded(self, row: Row) -> dict[str, Tensor]:
+        """Samples as right-padded rows, by model argument; one row of padding if there are none.
+
+        No attention mask: under causal attention nothing before the padding can see it, and no target is on it.
+        """
+        lengths = torch.tensor([len(sample.input_ids) for sample in row] or [1])
+        named = {
+            "input_ids": _pad_rows([s.input_ids for s in row], self._pad, lengths),
+            "labels": _pad_rows([s.labels for s in row], IGNORED, lengths),
+            "mm_token_type_ids": _pad_rows([s.mm_token_type_ids for s in row], 0, lengths),
+            **_grids(row),
+        }
+        named["position_ids"] = self._family.position_ids(
+            named["input_ids"],
+            named["mm_token_type_ids"],
+            named.get(GRIDS),
+            lengths,
+            named.get(VIDEO_GRIDS),
+            named.get(VIDEO_SECONDS),
+        )
+        return named
+
+
+def pixels_by_argument(row: Row) -> dict[str, Tensor]:
+    """The patches of a row's images and of its videos, by argument of the plain model."""
+    found: dict[str, list[Tensor]] = {}
+    for sample in row:
+        for pixels, seconds in zip(sample.pixels, sample.video_seconds, strict=True):
+            name = "pixel_values" if seconds is None else "pixel_values_videos"
+            found.setdefault(name, []).append(torch.from_numpy(pixels))
+    return {name: torch.cat(patches) for name, patches in found.items()}
+
+
+def _grids(row: Row) -> dict[str, Tensor]:
+    seen = [pair for sample in row for pair in zip(sample.grids, sample.video_seconds, strict=True)]
+    values = {
+        GRIDS: [grid for grid, seconds in seen if seconds is None],
+        VIDEO_GRIDS: [grid for grid, seconds in seen if seconds is not None],
+        VIDEO_SECONDS: [seconds for _, seconds in seen if seconds is not None],
+    }
+    return {name: torch.tensor(rows) for name, rows in values.items() if rows}
+
+
+def _pad_rows(rows: Sequence, fill: int, lengths: Tensor) -> Tensor:
+    padded = torch.full((len(lengths), int(lengths.max())), fill, dtype=torch.long)
+    for place, row in zip(padded, rows, strict=False):
+        place[: len(row)] = torch.from_numpy(row)
+    return padded

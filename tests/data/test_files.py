@@ -1,0 +1,177 @@
+"""Annotation files: any sample by its index, and the place that a person would look it up by."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dhp.config.schema import DatasetEntry
+from dhp.data.annotations import read_annotations
+from dhp.data.files import jsonl
+from dhp.data.files.jsonl import JsonlRows, line_bounds
+from dhp.data.images import open_image
+from dhp.data.media import Member, Video
+from dhp.data.source import open_dataset
+from dhp.errors import ConfigError, DataError
+
+TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A circle."}]
+
+
+def picture(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (56, 56), (shade, shade, shade)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def shade(file) -> int:
+    return open_image(file).getpixel((0, 0))[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 24])
+@pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"\n", b"ab\n\nc", b"\n\nabc\n"])
+def test_lines_begin_after_line_ends(tmp_path, monkeypatch, chunk, content):
+    monkeypatch.setattr(jsonl, "_CHUNK", chunk)
+    (tmp_path / "a").write_bytes(content)
+    lines = content.split(b"\n")
+    lines = lines[:-1] if not lines[-1] else lines
+    bounds = line_bounds(tmp_path / "a")
+    assert bounds.dtype == np.int64 and bounds[-1] == len(content)
+    cut = [content[a:b].rstrip(b"\n") for a, b in zip(bounds, bounds[1:])]
+    assert cut == lines
+
+
+def test_lines_are_read_where_they_are_and_blank_ones_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf\n[0]\n\n\n[1]\r\n   \n[2]')
+    rows = JsonlRows(path)
+    assert [rows.read(i).value for i in range(len(rows))] == [[0], [1], [2]]
+    assert [rows.place(i) for i in range(3)] == [(n, f"line {n} of {path}") for n in (2, 5, 7)]
+
+
+def shard(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_shards_of_a_folder_are_read_one_after_another(tmp_path):
+    said = json.dumps({"conversations": TALK}).encode()
+    for number in range(2):
+        members = {}
+        for n in (1, 2):
+            members |= {f"{n}.png": picture(10 * number + n), f"{n}.json": said}
+        shard(tmp_path / f"{number}.tar", members)
+    annotations = read_annotations("set", tmp_path, None)
+    assert [shade(annotations.record(n).images[0]) for n in (3, 0, 2, 1)] == [12, 1, 11, 2]
+    assert annotations.where(3) == f"dataset 'set', sample 2 of {tmp_path / '1.tar'}"
+
+
+def test_members_are_named_by_name_or_ending_and_long_names_work(tmp_path):
+    two = [{"from": "human", "value": "<image><image>"}, TALK[1]]
+    key = "x" * 150 + "/1"  # longer than a plain tar header
+    said = {"conversations": two, "image": ["right.png", f"{key}.left.png"]}
+    members = {f"{key}.left.png": picture(1), f"{key}.right.png": picture(2), f"{key}.json": json.dumps(said).encode()}
+    path = shard(tmp_path / "a.tar", {"0.json": json.dumps({"conversations": TALK}).encode(), **members})
+    record = read_annotations("set", path, None).record(1)
+    assert [shade(file) for file in record.images] == [2, 1]
+    assert all(isinstance(file, Member) for file in record.images)
+
+
+def test_videos_of_a_shard_and_messages(tmp_path):
+    said = {"messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "A circle."}]}
+    path = shard(tmp_path / "a.tar", {"1.mp4": b"x", "1.json": json.dumps(said).encode()})
+    (part, _) = read_annotations("set", path, None).record(0).turns[0].parts
+    assert isinstance(part, Video) and part.file.name == "1.mp4"
+
+
+def test_links_in_a_shard_are_no_members(tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        said = json.dumps({"conversations": TALK, "image": "png"}).encode()
+        info = tarfile.TarInfo("1.json")
+        info.size = len(said)
+        archive.addfile(info, io.BytesIO(said))
+        escape = tarfile.TarInfo("1.png")
+        escape.type, escape.linkname = tarfile.SYMTYPE, "/etc/hostname"
+        archive.addfile(escape)
+    with pytest.raises(DataError, match=r"0 members of the sample's archive: \['1\.json'\]"):
+        read_annotations("set", path, None).record(0)
+
+
+def test_shards_of_the_webdataset_package(tmp_path):
+    webdataset = pytest.importorskip("webdataset")
+    path = tmp_path / "a.tar"
+    with webdataset.TarWriter(str(path)) as writer:
+        for number in range(3):
+            writer.write({"__key__": f"a/{number}", "png": picture(number), "json": {"conversations": TALK}})
+    annotations = read_annotations("set", path, None)
+    assert [shade(annotations.record(n).images[0]) for n in (2, 0, 1)] == [2, 0, 1]
+
+
+def rows_of_pictures(samples: int) -> list[dict]:
+    stored = [{"bytes": picture(number), "path": None} for number in range(samples)]
+    return [{"image": image, "conversations": TALK} for image in stored]
+
+
+def test_parquet_files_with_pictures_inside(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = rows_of_pictures(7)
+    (tmp_path / "data").mkdir()
+    for name, part in (("0.parquet", rows[:5]), ("1.parquet", rows[5:])):
+        parquet.write_table(pyarrow.Table.from_pylist(part), tmp_path / "data" / name, row_group_size=2)
+    annotations = read_annotations("set", tmp_path, None)
+    assert [shade(annotations.record(n).images[0]) for n in (6, 0, 3, 5, 4)] == [6, 0, 3, 5, 4]
+    assert annotations.where(6) == f"dataset 'set', row 2 of {tmp_path / 'data' / '1.parquet'}"
+    assert annotations.where(4) == f"dataset 'set', row 5 of {tmp_path / 'data' / '0.parquet'}"
+
+
+def test_messages_in_parquet_have_null_fields(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What?"}]
+    said = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "A."}]}]
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": said}]), tmp_path / "a.parquet")
+    record = read_annotations("set", tmp_path / "a.parquet", tmp_path).record(0)
+    assert record.turns[0].parts == (tmp_path.resolve() / "a.png", "What?")
+
+
+def test_a_file_that_is_no_parquet(tmp_path):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(DataError, match=r"dataset 'set': .*a\.parquet: not a readable Parquet file"):
+        read_annotations("set", tmp_path / "a.parquet", None)
+
+
+def test_folders_that_hugging_face_datasets_saved(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    turns = datasets.List({"from": datasets.Value("string"), "value": datasets.Value("string")})
+    features = datasets.Features(image=datasets.Image(), conversations=turns)
+    saved = datasets.Dataset.from_list(rows_of_pictures(3), features=features)
+    saved.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=saved).save_to_disk(str(tmp_path / "splits"))
+    annotations = read_annotations("set", tmp_path / "one", None)
+    assert [shade(annotations.record(n).images[0]) for n in (2, 0, 1)] == [2, 0, 1]
+    with pytest.raises(DataError, match="several splits; give the folder of one: train"):
+        read_annotations("set", tmp_path / "splits", None)
+
+
+@pytest.mark.parametrize("package, name", [("pyarrow", "a.parquet"), ("datasets", "saved")])
+def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, package, name):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for module in [package, *(m for m in sys.modules if m.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=f"`pip install {package}`"):
+        open_dataset(["set"], {"set": DatasetEntry(str(tmp_path / name))})

@@ -1,0 +1,142 @@
+"""Three ways to write one conversation, and how a dataset's own way is recognised."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from dhp.data.images import open_image
+from dhp.data.media import Blob, Remote, Video
+from dhp.data.parse import FORMATS, detect, parse_record
+from dhp.data.places import Places
+from dhp.data.records import Turn
+from dhp.errors import DataError
+
+
+def parse(form, raw, data_path=None, **more):
+    return parse_record(raw, "set", 1, "here", form, Places(data_path, **more)).turns
+
+
+def llava(text, **media):
+    return {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "A circle."}], **media}
+
+
+def sharegpt(text, **media):
+    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "A circle."}], **media}
+
+
+def url(value, kind="image_url"):
+    return {"type": kind, kind: {"url": value}}
+
+
+def test_one_conversation_in_three_formats(images):
+    a, video = images.resolve() / "a.png", Video(images.resolve() / "v.mp4")
+    expected = (Turn("user", (a, "What?", video)), Turn("assistant", ("A circle.",)))
+    parts = [url("a.png"), {"type": "text", "text": "What?"}, url("v.mp4", "video_url")]
+    text = "<image>\nWhat?\n<video>"
+    assert parse("llava", llava(text, image="a.png", video="v.mp4"), images) == expected
+    assert parse("sharegpt", sharegpt(text, images=["a.png"], videos=["v.mp4"]), images) == expected
+    assert parse("sharegpt", llava(text, images=["a.png"], videos=["v.mp4"]), images) == expected
+    assert parse("openai", sharegpt(parts), images) == expected
+
+
+def test_llavas_own_video_sets_write_image_where_the_video_is(images):
+    assert parse("llava", llava("<image>\nWhat?", video="v.mp4"), images)[0].parts == (
+        Video(images.resolve() / "v.mp4"),
+        "What?",
+    )
+
+
+def test_a_system_text_beside_the_turns():
+    assert parse("sharegpt", sharegpt("Hi?", system="Be brief."))[0] == Turn("system", ("Be brief.",))
+    assert parse("sharegpt", sharegpt("Hi?", system=""))[0].role == "user"
+
+
+def test_openai_parts_of_answers_are_joined_and_tags_are_text():
+    answer = [{"type": "text", "text": "A "}, {"type": "text", "text": "circle."}]
+    raw = {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "<image>?"}]}
+    raw["messages"].append({"role": "assistant", "content": answer, "weight": 1})
+    assert [turn.parts for turn in parse("openai", raw)] == [("Be brief.",), ("<image>?",), ("A circle.",)]
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("sub/c.png", "sub/c.png"),
+        ("file://{folder}/a.png", "a.png"),
+        ("file://localhost{folder}/a%2Epng", "a.png"),
+        ({"bytes": None, "path": "a.png"}, "a.png"),
+    ],
+)
+def test_paths_are_found_below_data_path(images, name, found):
+    name = name.format(folder=images.resolve()) if isinstance(name, str) else name
+    assert Places(images).find(name, "image") == images.resolve() / found
+
+
+def test_pictures_inside_the_annotation(images):
+    content = (images / "b.jpg").read_bytes()
+    address = f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
+    for value in (content, {"bytes": content, "path": None}, address):
+        blob = Places(None).find(value, "image")
+        assert isinstance(blob, Blob) and blob.content == content and open_image(blob).size == (112, 56)
+
+
+@pytest.mark.parametrize(
+    "samples, form",
+    [
+        ([llava("Hi?")], "llava"),
+        ([llava("Hi?"), llava("<image>", images=["a.png"])], "sharegpt"),
+        ([llava("Hi?"), llava("<image>", image="a.png"), llava("<image>", images=["a.png"])], "llava"),
+        ([sharegpt("Hi?")], "sharegpt"),
+        ([sharegpt("Hi?"), sharegpt([url("a.png")])], "openai"),
+        ([sharegpt("Hi?"), sharegpt("<image>", images=["a.png"])], "sharegpt"),
+        ([5, {}, None], "llava"),
+        ([], "llava"),
+    ],
+)
+def test_a_dataset_is_recognised_by_its_keys(samples, form):
+    assert detect(samples) == form and form in FORMATS
+
+
+class _Pictures(BaseHTTPRequestHandler):
+    content = b""
+
+    def do_GET(self):
+        moved = {"/moved": "/a.png", "/file": "file:///etc/hostname", "/ftp": "ftp://127.0.0.1/a.png"}
+        found = self.path == "/a.png"
+        self.send_response(302 if self.path in moved else 200 if found else 404)
+        if self.path in moved:
+            self.send_header("Location", moved[self.path])
+        self.end_headers()
+        self.wfile.write(self.content if found else b"")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(images, monkeypatch):
+    """The address of a server that has a.png, and three ways from it to elsewhere."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    _Pictures.content = (images / "a.png").read_bytes()
+    with HTTPServer(("127.0.0.1", 0), _Pictures) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+def test_addresses_are_fetched_only_where_allowed(server):
+    with pytest.raises(DataError, match="refused"):
+        Places(None).find(f"{server}/a.png", "image")
+    for path in ("/a.png", "/moved"):
+        remote = Places(None, allow_http=True).find(server + path, "image")
+        assert isinstance(remote, Remote) and open_image(remote).size == (56, 56)
+
+
+@pytest.mark.parametrize("path", ["/gone.png", "/file", "/ftp"])
+def test_an_address_that_leads_nowhere_or_elsewhere_is_a_data_error(server, path):
+    with pytest.raises(DataError, match=rf"image {server}{path} cannot be fetched"):
+        open_image(Remote(server + path))

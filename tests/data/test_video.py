@@ -1,0 +1,122 @@
+"""Frames of a video: which, how many, in which order, and what the model gets of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dhp.data.media import Blob, Video
+from dhp.data.records import Record, Turn
+from dhp.data.video import Taking, _frames, map_frames
+from dhp.errors import DataError
+
+
+@pytest.mark.parametrize(
+    "fps, most, group, total, rate, expected",
+    [
+        (2.0, 768, 2, 12, 4.0, [0, 2, 4, 6, 8, 10]),
+        (2.0, 4, 2, 12, 4.0, [0, 3, 6, 9]),
+        (2.0, 5, 2, 12, 4.0, [0, 3, 6, 9]),  # whole groups
+        (100.0, 768, 2, 7, 4.0, [0, 1, 2, 3, 4, 5]),  # the most that there are, in whole groups
+        (0.1, 768, 2, 100, 25.0, [0, 25, 50, 75]),  # never fewer than four
+        (2.0, 768, 2, 3, 4.0, [0, 1]),
+        (2.0, 768, 2, 1, 4.0, [0]),
+    ],
+)
+def test_frames_are_taken_evenly(fps, most, group, total, rate, expected):
+    assert Taking(fps, most, group).indices(total, rate).tolist() == expected
+
+
+def test_groups_of_frames_in_order_and_the_seconds_between_them(tmp_path, write_video):
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4)
+    shades, seconds = map_frames(path, Taking(2.0, 768, 2), lambda group: [int(np.asarray(i).mean()) for i in group])
+    assert np.allclose(shades, [[20, 40], [60, 80], [100, 120]], atol=4)
+    assert seconds == pytest.approx(1.0)  # two frames, two a second
+    in_memory, _ = map_frames(Blob("v", path.read_bytes()), Taking(2.0, 768, 2), len)
+    assert in_memory == [2, 2, 2]
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "avi"])  # some containers say how many frames they hold
+def test_the_number_of_frames_is_found(tmp_path, write_video, ending):
+    path = write_video(tmp_path / f"v.{ending}", frames=12, rate=4)
+    assert map_frames(path, Taking(2.0, 768, 2), len)[0] == [2, 2, 2]
+
+
+def test_a_single_frame_fills_its_group(tmp_path, write_video):
+    path = write_video(tmp_path / "v.mp4", frames=1)
+    groups, _ = map_frames(path, Taking(2.0, 768, 2), lambda group: group)
+    assert len(groups) == 1 and groups[0][0] == groups[0][1]
+
+
+def test_frames_are_turned_upright():
+    picture = Image.new("RGB", (4, 2))
+    frame = SimpleNamespace(width=4, height=2, to_image=lambda: picture, rotation=90)
+    container = SimpleNamespace(decode=lambda _: [frame])
+    (upright,) = _frames(container, None, np.array([0]), Blob("v", b"x"), 1)
+    assert upright.size == (2, 4)
+
+
+def test_a_video_that_ends_early_is_named(tmp_path):
+    container = SimpleNamespace(decode=lambda _: [])
+    with pytest.raises(DataError, match="cut off: it ends after 0 of 8 frames"):
+        list(_frames(container, None, np.array([0, 4]), Blob("v", b"x"), 8))
+
+
+def clip(path, text="What?") -> Record:
+    turns = (Turn("user", (Video(path), text)), Turn("assistant", ("A circle.",)))
+    return Record("set", 1, "here", turns)
+
+
+def test_a_video_becomes_steps_of_two_frames(tmp_path, write_video, preprocessor, tokenizer):
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4, size=(112, 56))
+    sample = preprocessor()(clip(path))
+    assert sample.grids == ((3, 4, 8),) and sample.pixels[0].shape == (3 * 32, 1176)
+    assert sample.seconds == sample.video_seconds == (pytest.approx(1.0),)
+    is_video = sample.input_ids == tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    assert np.array_equal(sample.mm_token_type_ids, 2 * is_video) and is_video.sum() == 3 * 32 // 4
+
+
+def test_each_patch_holds_both_frames(tmp_path, write_video, preprocessor):
+    """A step in time equals both of its frames as still images, the first in the first half of each channel."""
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4)
+    frames, _ = map_frames(path, Taking(2.0, 768, 1), lambda group: group[0])
+    make = preprocessor()
+    moving = make(clip(path)).pixels[0].reshape(3, 16, 3, 2, 196)  # [time, patches, channels, frames, values]
+    for number, frame in enumerate(frames):
+        frame.save(tmp_path / "frame.png")
+        still = make(Record("set", 1, "here", (Turn("user", (tmp_path / "frame.png", "?")), Turn("assistant", ("A",)))))
+        step, half = divmod(number, 2)
+        assert np.array_equal(moving[step, :, :, half], still.pixels[0].reshape(16, 3, 2, 196)[:, :, half])
+
+
+def test_pictures_and_videos_keep_their_order(tmp_path, images, write_video, preprocessor):
+    path = write_video(tmp_path / "v.mp4", frames=4, rate=4)
+    parts = (images / "a.png", Video(path), images / "b.jpg")
+    record = Record("set", 1, "here", (Turn("user", parts), Turn("assistant", ("A circle.",))))
+    sample = preprocessor()(record)
+    assert sample.grids == ((1, 4, 4), (2, 4, 4), (1, 4, 8))
+    assert [seconds is None for seconds in sample.seconds] == [True, False, True]
+    kinds = sample.mm_token_type_ids
+    assert [int(k) for k in kinds[kinds > 0]] == [1] * 4 + [2] * 8 + [1] * 8
+
+
+def test_transformers_own_video_processor_gives_the_same(tmp_path, write_video, preprocessor):
+    """Up to the resizing, which is torchvision's there and Pillow's here: so at a size that needs none."""
+    pytest.importorskip("torchvision")
+    from transformers import Qwen2VLVideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4, size=(112, 56))
+    every, _ = map_frames(path, Taking(1e9, 768, 1), lambda group: np.asarray(group[0]))
+    processor = Qwen2VLVideoProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 168 * 168})
+    about = VideoMetadata(total_num_frames=12, fps=4.0, duration=3.0)
+    theirs = processor(
+        [np.stack(every)], video_metadata=[about], do_sample_frames=True, fps=2.0, cap_pixels_per_frame=False,
+        return_tensors="np",
+    )  # fmt: skip
+    ours = preprocessor()(clip(path))
+    assert theirs["video_grid_thw"].tolist() == [list(ours.grids[0])]
+    assert np.allclose(theirs["pixel_values_videos"], ours.pixels[0], atol=1e-5)
