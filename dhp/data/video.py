@@ -48,10 +48,7 @@ def map_frames(file: File, taking: Taking, use: Callable[[list[Image.Image]], Re
     DataError names the file and the reason: broken, no video stream, no frames, too large, cut off.
     """
     with _opened(file) as (container, stream):
-        total = stream.frames or _count(file)
-        rate = float(stream.average_rate or stream.guessed_rate or 0)
-        if not total or not rate:
-            raise DataError(f"video {name_of(file)} has {'no frame rate' if total else 'no frames'}")
+        total, rate = _length(stream, file)
         indices = taking.indices(total, rate)
         results, group = [], []
         for image in _frames(container, stream, indices, file, total):
@@ -66,18 +63,40 @@ def map_frames(file: File, taking: Taking, use: Callable[[list[Image.Image]], Re
 
 @contextmanager
 def _opened(file: File) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream; whatever FFmpeg raises inside becomes a DataError."""
+    """The container and its first video stream."""
     name = name_of(file)
     with open_media(file, "video") as content:
-        try:
-            with av.open(content, options={"format_whitelist": _CONTAINERS}) as container:
-                if not container.streams.video:
-                    raise DataError(f"video {name} has no video stream")
-                stream = container.streams.video[0]
-                _check_size(stream.width, stream.height, name)
-                yield container, stream
-        except (av.FFmpegError, OSError, ValueError) as error:
-            raise DataError(f"video {name} cannot be decoded: {error.strerror or error}") from error
+        with _decoding(name):
+            container = av.open(content, options={"format_whitelist": _CONTAINERS}, metadata_errors="ignore")
+        with container:
+            stream = next(iter(container.streams.video), None)
+            if stream is None:
+                raise DataError(f"video {name} has no video stream")
+            if stream.codec_context is None:
+                raise DataError(f"video {name} has a video stream of an unknown kind")
+            _check_size(stream.width, stream.height, name)
+            yield container, stream
+
+
+@contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """Damaged bytes lead decoders to raise anything; all of it means that this file is not a usable video."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"video {name} cannot be decoded: {error or type(error).__name__}") from error
+
+
+def _length(stream: Any, file: File) -> tuple[int, float]:
+    """Frames of a video, and how many of them a second has. Raises DataError where there is none."""
+    with _decoding(name_of(file)):
+        total = stream.frames or _count(file)
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+    if total <= 0 or rate <= 0:
+        raise DataError(f"video {name_of(file)} has {'no frame rate' if total > 0 else 'no frames'}")
+    return total, rate
 
 
 def _count(file: File) -> int:
@@ -91,14 +110,15 @@ def _frames(container: Any, stream: Any, indices: np.ndarray, file: File, total:
     wanted = iter(indices.tolist())
     following = next(wanted, None)
     number = 0
-    for number, frame in enumerate(container.decode(stream), start=1):
-        if number - 1 == following:
-            _check_size(frame.width, frame.height, name_of(file))
-            image = frame.to_image()
-            yield image.rotate(frame.rotation, expand=True) if frame.rotation else image
-            following = next(wanted, None)
-            if following is None:
-                return
+    with _decoding(name_of(file)):  # what the caller does with a frame is not inside
+        for number, frame in enumerate(container.decode(stream), start=1):
+            if number - 1 == following:
+                _check_size(frame.width, frame.height, name_of(file))
+                image = frame.to_image()
+                yield image.rotate(frame.rotation, expand=True) if frame.rotation else image
+                following = next(wanted, None)
+                if following is None:
+                    return
     raise DataError(f"video {name_of(file)} is cut off: it ends after {number} of {total} frames. Copy it again")
 
 
