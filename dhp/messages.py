@@ -12,6 +12,7 @@ from torch import Tensor
 class StepInfo:
     """What everyone must know of a step: global counts over all replicas and micro-batches.
 
+    images: and videos.
     tokens: of the decoder, without padding. target_tokens: N_global of the objective. vision_tokens: patches.
     skipped: one line for each sample left out. places: tokens with padding. data_s: seconds spent reading and decoding.
     """

@@ -55,6 +55,11 @@ def test_a_system_text_beside_the_turns():
     assert parse("sharegpt", sharegpt("Hi?", system=""))[0].role == "user"
 
 
+def test_parts_in_another_format_are_told_what_they_are():
+    with pytest.raises(DataError, match=r"must be a string, got \[\].* set format=openai"):
+        parse("sharegpt", sharegpt([]))
+
+
 def test_openai_parts_of_answers_are_joined_and_tags_are_text():
     answer = [{"type": "text", "text": "A "}, {"type": "text", "text": "circle."}]
     raw = {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "<image>?"}]}

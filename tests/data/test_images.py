@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import os
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +62,37 @@ def test_cmyk_jpeg(tmp_path):
     assert red > 250 and green < 5 and blue < 5
 
 
-def test_the_first_frame_of_an_animation(tmp_path):
+@pytest.mark.parametrize("name, options", [("x.gif", {}), ("x.webp", {"lossless": True}), ("x.tif", {})])
+def test_the_first_frame_of_an_animation(tmp_path, name, options):
     frames = [Image.new("RGB", (4, 4), colour) for colour in ((255, 0, 0), (0, 255, 0))]
-    assert pixel(save(tmp_path / "x.gif", frames[0], save_all=True, append_images=frames[1:])) == (255, 0, 0)
+    path = save(tmp_path / name, frames[0], save_all=True, append_images=frames[1:], **options)
+    assert pixel(path) == (255, 0, 0)
+
+
+def test_the_first_picture_of_a_phones_jpeg(tmp_path):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ((200, 200, 200), (0, 0, 0))]
+    path = save(tmp_path / "x.jpg", frames[0], format="MPO", save_all=True, append_images=frames[1:])
+    assert pixel(path) == (200, 200, 200)
+
+
+@pytest.mark.parametrize("ending", ["webp", "bmp", "tif", "ppm", "jp2", "tga", "ico"])
+def test_other_formats(tmp_path, ending):
+    path = save(tmp_path / f"x.{ending}", Image.new("RGB", (16, 16), (200, 30, 40)))
+    assert np.abs(np.subtract(pixel(path), (200, 30, 40))).max() < 8
+
+
+def test_transparency_of_webp_is_put_on_white(tmp_path):
+    image = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
+    assert pixel(save(tmp_path / "x.webp", image, lossless=True)) == (255, 255, 255)
+
+
+def test_16_bits_a_colour_keep_their_upper_half(tmp_path):
+    values = np.array([[[0x80FF, 0x01FF, 0xFF00]]], dtype=">u2")
+    head = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" + values.tobytes())), (b"IEND", b"")]
+    sealed = [struct.pack(">I", len(b)) + k + b + struct.pack(">I", zlib.crc32(k + b)) for k, b in chunks]
+    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(sealed))
+    assert pixel(tmp_path / "x.png") == (0x80, 0x01, 0xFF)
 
 
 def test_exif_rotation_is_applied(tmp_path):

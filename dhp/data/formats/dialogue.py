@@ -37,10 +37,15 @@ def statement(number: int, entry: Any, keys: tuple[str, str], roles: Mapping[str
         raise DataError(f"turn {number} must be an object with {role_key!r} and {text_key!r}, got {kind}")
     for key in keys:
         if not isinstance(entry.get(key), str):
-            raise DataError(f"turn {number}: {key!r} must be a string, got {entry.get(key)!r:.80}")
+            hint = _hint(entry.get(key))
+            raise DataError(f"turn {number}: {key!r} must be a string, got {entry.get(key)!r:.80}{hint}")
     role = known_role(number, entry[role_key], roles)
     check_answer(number, role, entry[text_key])
     return role, entry[text_key]
+
+
+def _hint(text: Any) -> str:
+    return ". A list of parts is OpenAI's: set format=openai for this dataset" if isinstance(text, list) else ""
 
 
 def known_role(number: int, role: str, roles: Mapping[str, str]) -> str:
