@@ -52,7 +52,7 @@ class Gradients:
         self._parameters, self._dtype, self._group = parameters, dtype, group
         self._partial, self._overlap = partial_over, overlap
         self._places: list[Tensor] | None = None
-        self._reducing = False
+        self._reducing = self._unfinished = False
         self._direct = dist.get_world_size(group) == 1 and all(p.dtype == dtype for p in parameters)
         if not self._direct:
             self._buckets, self._bucket_of = _cut_into_buckets(parameters, dtype, partial_over)
@@ -60,20 +60,25 @@ class Gradients:
                 parameter.register_post_accumulate_grad_hook(partial(self._take, index))
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulate the gradients of `loss`; with `last`, sum what has accumulated over the ranks."""
+        """Accumulate the gradients of `loss`; with `last`, begin to sum what has accumulated over the ranks."""
         if not self._direct and self._places is None:
             self._open()
         self._reducing = last and self._overlap
         loss.backward()
         if last:
-            self._finish()
+            self._begin_all()
 
     def local(self) -> list[Tensor]:
-        """The summed gradient of each parameter, this rank's shard where it is a DTensor; zero where there is none."""
+        """The summed gradient of each parameter, this rank's shard where it is a DTensor; zero where there is none.
+
+        Waits for the sums. `backward` does not: what it hands to the other part need not wait for them.
+        """
+        self._finish()
         return self._places
 
     def drop(self) -> None:
         """Forget the step's gradients, and give their memory back."""
+        self._finish()
         self._places = None
         for parameter in self._parameters:
             parameter.grad = None
@@ -108,17 +113,27 @@ class Gradients:
             sum_in_place(bucket.flat, bucket.over)
         bucket.begun = begin_sum(bucket.flat, self._group)
 
+    def _begin_all(self) -> None:
+        """Begin the sums that need no other sum before them."""
+        self._reducing, self._unfinished = False, True
+        if not self._direct:
+            while self._next < len(self._buckets) and self._buckets[self._next].over is None:
+                self._begin(self._buckets[self._next])
+                self._next += 1
+
     def _finish(self) -> None:
-        self._reducing = False
+        if not self._unfinished:
+            return
+        self._unfinished = False
         if self._direct:
             self._places = [_local_gradient(parameter) for parameter in self._parameters]
             for parameter, place in zip(self._parameters, self._places, strict=True):
                 if id(parameter) in self._partial:
                     sum_in_place(place, self._partial[id(parameter)])
             return
-        for bucket in self._buckets[self._next :]:
-            self._begin(bucket)
         with span("sums of gradients", COLLECTIVE):
+            for bucket in self._buckets[self._next :]:
+                self._begin(bucket)
             for bucket in self._buckets:
                 if bucket.begun is not None:
                     bucket.begun.wait()

@@ -56,14 +56,12 @@ class Replicated:
         return compute()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulate gradients; with `last`, the step's final micro-batch, sum them over the group."""
+        """Accumulate gradients; with `last`, the step's final micro-batch, begin to sum them over the group."""
         self._gradients.backward(loss, last)
-        if last:
-            for master, gradient in zip(self._masters, self._gradients.local(), strict=True):
-                master.grad = gradient
 
     def norm_sq(self) -> float:
-        """Squared L2 norm of the whole part's gradient, the same on every rank."""
+        """Squared L2 norm of the whole part's summed gradient, the same on every rank."""
+        self._take_sums()
         replicated, sharded = [], []
         for layout, master in zip(self._layouts, self._masters, strict=True):
             (sharded if _mesh_of(layout) is not None else replicated).append(master.grad)
@@ -75,6 +73,7 @@ class Replicated:
 
     def step(self, lr: float, coefficient: float) -> None:
         """Scale the gradients by `coefficient`, take one optimizer step at `lr`, drop the gradients."""
+        self._take_sums()
         if coefficient != 1.0:
             torch._foreach_mul_([master.grad for master in self._masters], coefficient)
         for group in self.optimizer.param_groups:
@@ -88,6 +87,11 @@ class Replicated:
         for master in self._masters:
             master.grad = None
         self._gradients.drop()
+
+    def _take_sums(self) -> None:
+        """The optimizer's gradients are the sums; there are none where no micro-batch went backward."""
+        for master, gradient in zip(self._masters, self._gradients.local() or ()):
+            master.grad = gradient
 
     def save_state(self, sink: StateSink) -> None:
         """Hand over the optimizer's state. Ranks that share parameters by slices call it together."""

@@ -96,6 +96,7 @@ class Inspected:
             trained = ((n, p) for n, p in part.model.named_parameters() if p.requires_grad)
             return {n: safe_get_full_grad(p).clone() for n, p in trained}
         update = part.update
+        update._take_sums()
         masters = zip(update._names, update._layouts, update._masters, strict=True)
         return {name: _whole(master.grad, layout) for name, layout, master in masters}
 

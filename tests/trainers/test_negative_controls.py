@@ -63,6 +63,7 @@ class MeanOverReplicas(InspectedText):
 
     def backward_step(self, *arguments: Any) -> tuple[Tensor, ...]:
         result = super().backward_step(*arguments)
+        self.part.update._take_sums()
         for local in self.part.update._masters:
             local.grad /= self.part.settings.degrees.data
         return result
