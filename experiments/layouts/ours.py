@@ -5,13 +5,14 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 
 from dhp.cluster.cluster import Cluster, Layout
-from dhp.cluster.watch import wait_all
+from dhp.cluster.watch import Watched, wait_all
 from dhp.data.sample import Sample
 from dhp.data.sampler import BatchLayout, slots
 from dhp.data.source import StepSamples
@@ -19,7 +20,7 @@ from dhp.feed import Feed
 from dhp.messages import PartReport, StepData
 from dhp.models.registry import load_family
 from dhp.parallel.mesh import Degrees
-from dhp.parts import Batch, make_parts
+from dhp.parts import Batch, Parts, make_parts
 from dhp.planner.costs import Arrangement
 from dhp.schedule import TEXT, VISION, sequential
 from dhp.step import train_step
@@ -94,20 +95,28 @@ def run_layout(
         for size, samples in batches.items():
             data = deal(model, vision, text, samples)
             refs = [[[ray.put(work) for work in row] for row in side] for side in (data.vision, data.text)]
-            ran = [_step(parts, Batch(ray.put(data.info), *refs)) for _ in range(steps + 1)]
-            seconds, reports = tuple(s for s, _ in ran[1:]), ran[-1][1]
+            seconds, reports = _train(parts, Batch(ray.put(data.info), *refs), steps)
             loss = sum(report.loss for report in parts[TEXT].leaders(reports[TEXT]))
             found[size] = Run(seconds, loss, *(_bytes(reports) if measure else ()))
     return found
 
 
-def _step(parts: Mapping[int, Any], batch: Batch) -> tuple[float, dict[int, list[PartReport]]]:
-    """Seconds of a step, and what all ranks tell of it."""
-    begin = time.perf_counter()
+def _train(parts: Parts, batch: Batch, steps: int) -> tuple[tuple[float, ...], dict[int, list[PartReport]]]:
+    """Seconds from the end of each step to the end of the next one, and what all ranks tell of the last. As in a run,
+    the next step is submitted while one runs."""
+    ends, following = [], _submit(parts, batch)
+    for step in range(steps + 1):
+        watched, reports = following
+        if step < steps:
+            following = _submit(parts, batch)
+        wait_all(watched, TIMEOUT_S)
+        ends.append(time.perf_counter())
+    return tuple(end - begin for begin, end in pairwise(ends)), {part: ray.get(refs) for part, refs in reports.items()}
+
+
+def _submit(parts: Parts, batch: Batch) -> tuple[list[Watched], dict[int, list[Any]]]:
     submitted = train_step(parts, sequential(1), batch)
-    wait_all([w for part in parts.values() for w in part.group.take_watched()], TIMEOUT_S)
-    seconds = time.perf_counter() - begin
-    return seconds, {part: ray.get(refs) for part, refs in submitted.reports.items()}
+    return [w for part in parts.values() for w in part.group.take_watched()], submitted.reports
 
 
 def _bytes(reports: Mapping[int, Sequence[PartReport]]) -> tuple[int, int]:
