@@ -7,7 +7,6 @@ import io
 import json
 import os
 import struct
-import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from dhp.config.schema import DatasetEntry
 from dhp.data.sampler import BatchLayout
 from dhp.data.source import BatchSource, open_dataset
 from dhp.errors import DataError
+from tests.data.test_files import shard
 
 QUESTION = {"from": "human", "value": "What?"}
 ANSWER = {"from": "gpt", "value": "A circle."}
@@ -243,15 +243,6 @@ def test_a_video_for_a_model_without(tmp_path, images, preprocessor, write_video
     check(DatasetEntry(str(path), str(images)), preprocessor(videos=None), rf"line 2 of {path}", "sees images only")
 
 
-def tar(path: Path, members: dict[str, bytes]) -> Path:
-    with tarfile.open(path, "w") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return path
-
-
 WITHOUT_NAME = json.dumps(talk({"from": "human", "value": "<image>\nWhat?"}, ANSWER)).encode()
 
 
@@ -271,8 +262,28 @@ WITHOUT_NAME = json.dumps(talk({"from": "human", "value": "<image>\nWhat?"}, ANS
 def test_a_bad_sample_of_a_shard(tmp_path, preprocessor, second, reason):
     good = {"{}.json": WITHOUT_NAME, "{}.png": png()}
     members = {name.format(n): c for n in (1, 2, 3) for name, c in (second if n == 2 else good).items()}
-    path = tar(tmp_path / "a.tar", members)
+    path = shard(tmp_path / "a.tar", members)
     check(DatasetEntry(str(path)), preprocessor(), rf"sample 2 of {path}", reason)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"conversations": None}, "'conversations' must be a list of turns, got NoneType"),
+        ({"image": {"bytes": b"", "path": None}}, r"is empty \(0 bytes\)"),
+        ({"image": {"bytes": png()[:300], "path": "b.png"}}, "cannot be decoded"),
+        ({"image": {"bytes": None, "path": None}}, "'image' must be a path, got None"),
+        ({"image": {"bytes": None, "path": "../b.png"}}, "no data_path"),
+        ({"image": None}, "1 <image> tags in the human turns, but 0 images"),
+    ],
+)
+def test_a_bad_row(tmp_path, preprocessor, changes, reason):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    good = {"image": {"bytes": png(), "path": "a.png"}, "conversations": GOOD["conversations"]}
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([good, good | changes, good]), path)
+    check(DatasetEntry(str(path)), preprocessor(), rf"row 2 of {path}", reason)
 
 
 def test_a_byte_order_mark_is_no_defect(tmp_path, preprocessor):

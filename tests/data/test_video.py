@@ -103,6 +103,21 @@ def test_pictures_and_videos_keep_their_order(tmp_path, images, write_video, pre
     assert [int(k) for k in kinds[kinds > 0]] == [1] * 4 + [2] * 8 + [1] * 8
 
 
+@pytest.mark.parametrize("fps", [0.5, 2.0])
+@pytest.mark.parametrize("rate", [4.0, 25.0, 30.0])
+@pytest.mark.parametrize("total", [2, 5, 48, 301])
+@pytest.mark.parametrize("most", [8, 768])
+def test_transformers_own_video_processor_takes_the_same_frames(total, rate, fps, most):
+    """Now and then its float32 arithmetic takes a frame more, or the one beside it; not in these cases."""
+    pytest.importorskip("torchvision")
+    from transformers import Qwen2VLVideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    about = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
+    theirs = Qwen2VLVideoProcessor().sample_frames(about, fps=fps, max_frames=most)
+    assert Taking(fps, most, 2).indices(total, rate).tolist() == theirs.tolist()
+
+
 def test_transformers_own_video_processor_gives_the_same(tmp_path, write_video, preprocessor):
     """Up to the resizing, which is torchvision's there and Pillow's here: so at a size that needs none."""
     pytest.importorskip("torchvision")
@@ -115,8 +130,9 @@ def test_transformers_own_video_processor_gives_the_same(tmp_path, write_video, 
     about = VideoMetadata(total_num_frames=12, fps=4.0, duration=3.0)
     theirs = processor(
         [np.stack(every)], video_metadata=[about], do_sample_frames=True, fps=2.0, cap_pixels_per_frame=False,
-        return_tensors="np",
+        return_metadata=True, return_tensors="np",
     )  # fmt: skip
     ours = preprocessor()(clip(path))
+    assert ours.seconds == (pytest.approx(2 / theirs["video_metadata"][0].sampled_fps),)
     assert theirs["video_grid_thw"].tolist() == [list(ours.grids[0])]
     assert np.allclose(theirs["pixel_values_videos"], ours.pixels[0], atol=1e-5)
