@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import av
+import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from dhp.config.schema import DatasetEntry
+from dhp.data.reading import Reading
 from dhp.data.sampler import BatchLayout
 from dhp.errors import ModelError
 from dhp.feed import FeedSettings
@@ -145,6 +150,35 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: 
     settings = FeedSettings(folder, (), {}, layout, 1, 1, None, None, 0, False, "error", 0, False)
     with pytest.raises(ModelError, match=f"ids up to {rows}, but the model's vocabulary has {rows} rows"):
         make_real_feed(settings)
+
+
+def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Path, tiny_assets: Path) -> None:
+    with av.open(str(tmp_path / "v.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 112, 84, "yuv420p"
+        for number in range(12):
+            picture = np.full((84, 112, 3), 20 * number, dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    talk = [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "A circle."}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, "videos": ["v.mp4"]}))
+    entry = DatasetEntry(str(tmp_path / "a.jsonl"), str(tmp_path))
+    layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
+    model_name, reading = str(tiny_assets / "model"), Reading(video_fps=1.0)
+    feed = make_real_feed(
+        FeedSettings(model_name, ("v",), {"v": entry}, layout, 1, 1, None, None, 0, False, "error", 0, True, reading)
+    )
+    named = {key.rpartition("/")[2]: tensor for key, tensor in feed.model_inputs(0).items()}
+    assert named["video_grid_thw"].tolist() == [[2, 6, 8]]  # four frames, in pairs
+    assert named["second_per_grid_ts"].tolist() == [1.5]
+    ((work,),) = feed.step(0).vision
+    assert len(work.pixels) == len(named["pixel_values_videos"]) == 2 * 6 * 8
+    model = AutoModelForImageTextToText.from_pretrained(model_name)
+    positions = named.pop("position_ids")
+    with torch.no_grad():
+        own = model(**named, use_cache=False).loss
+        given = model(**named, position_ids=positions, use_cache=False).loss
+    assert torch.equal(own, given)
 
 
 def test_a_packed_row_has_no_padding_and_no_target_across_samples(made_model: str) -> None:

@@ -54,7 +54,7 @@ def _part(number: int, part: Any, places: Places) -> Part:
         if not isinstance(part.get("text"), str):
             raise DataError(f"turn {number}: 'text' of a part must be a string, got {part.get('text')!r:.80}")
         return part["text"]
-    if kind not in MEDIA:
+    if not isinstance(kind, str) or kind not in MEDIA:
         raise DataError(f"turn {number}: a part must be an object of type text, {', '.join(MEDIA)}, got {part!r:.80}")
     value = part.get(kind)
     if kind.endswith("_url") and isinstance(value, Mapping):
