@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from dhp.config.checks import check_autotp, check_layers, check_tensor, check_tower
@@ -56,8 +57,8 @@ def missing_data(config: Config) -> list[str]:
     for name, _ in map(split_share, config.data.datasets):
         entry = config.data.data_registry[name]
         for field, path, exists in (
-            ("annotation_path", entry.annotation_path, Path(entry.annotation_path).exists()),
-            ("data_path", entry.data_path, not entry.data_path or Path(entry.data_path).is_dir()),
+            ("annotation_path", entry.annotation_path, os.path.exists(entry.annotation_path)),
+            ("data_path", entry.data_path, not entry.data_path or os.path.isdir(entry.data_path)),
         ):
             if not exists:
                 missing.append(

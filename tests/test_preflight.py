@@ -30,6 +30,8 @@ def test_the_embedded_default_passes(tiny_assets: Path, tmp_path: Path) -> None:
         (["vision.model_name=/nowhere/model", "text.model_name=/nowhere/model"], ["/nowhere/model"]),
         (["data.data_registry.shapes.annotation_path=/nowhere/a.json"], ["annotation_path=/nowhere/a.json"]),
         (["data.data_registry.shapes.data_path=/nowhere"], ["data_path=/nowhere"]),
+        ([f"data.data_registry.shapes.annotation_path=/{'x' * 300}"], ["annotation_path=/xxx", "does not exist"]),
+        (["data.datasets=['shapes%50']", "data.data_registry.shapes.data_path=/nowhere"], ["data_path=/nowhere"]),
         (["data.datasets=[shape]"], ["shape is not in data.data_registry", "shapes"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,11 +57,11 @@ def read_annotations(
     they can be skipped.
     """
     with located(f"dataset {dataset!r}"):
-        if data_path is not None and not data_path.is_dir():
+        if data_path is not None and not os.path.isdir(data_path):  # Path's own raises for names that are too long
             raise DataError(
                 f"data_path {data_path} is not a folder. Set it to the folder that the image paths are relative to."
             )
-        if not path.exists():
+        if not os.path.exists(path):
             raise DataError(
                 f"annotation file {path} does not exist. Correct data.data_registry.{dataset}.annotation_path."
             )

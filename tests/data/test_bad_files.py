@@ -37,6 +37,15 @@ def test_a_bad_file(tmp_path, kind):
         open_dataset(["set"], {"set": DatasetEntry(str(tmp_path / name))})
 
 
+@pytest.mark.parametrize("name", ["gone.jsonl", "x" * 300, "a\0.json", "a.json/b.json"])
+def test_a_file_that_is_not_there(tmp_path, name):
+    (tmp_path / "a.json").write_bytes(b"[{}]")
+    with pytest.raises(DataError, match=r"^dataset 'set': annotation file .* does not exist"):
+        open_dataset(["set"], {"set": DatasetEntry(str(tmp_path / name))})
+    with pytest.raises(DataError, match=r"^dataset 'set': data_path .* is not a folder"):
+        open_dataset(["set"], {"set": DatasetEntry(str(tmp_path / "a.json"), str(tmp_path / name))})
+
+
 def test_a_shard_that_is_cut_off(tmp_path):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as archive:
