@@ -42,7 +42,8 @@ class PartConfig:
     weights in float32, and gradients are summed in float32 over micro-batches and actors."""
 
     attention_backend: str = "auto"
-    """Attention kernel: auto | sdpa, both PyTorch's own; flash_attention_2 is refused until 16-bit formats exist."""
+    """Attention kernel: auto | sdpa, both PyTorch's own; sdpa has flash attention in it; flash_attention_2, the
+    package of its own, is not there yet."""
 
     recompute: Optional[str] = None
     """What backward recomputes instead of keeping it: none | full (each layer whole) | auto (as little as
