@@ -57,6 +57,7 @@ LIBRARIES: dict[str, set[str]] = {
     "deepspeed": {"parallel.zero", "parallel.autotp"},
     "hydra": {"config"},
     "omegaconf": {"config"},
+    "numba": {"data.balance"},
     "transformers": {"models", "data", "trainers", "assets", "parallel.tensor"},
     "torch": {
         "messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "feed", "rows", "cli",

@@ -1,0 +1,114 @@
+"""How well packs are balanced. All of them together: any one alone can be made small by itself.
+
+PadRatio and DistRatio as OmniBal (Yao et al. 2025, section 3.1) defines them: Σ_i (t_max − t_i) / (t_max B) inside a
+batch, pooled over all batches; Σ_i (T_max − T_i) / (T_max N) over the N devices of a step, averaged over steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dhp.data.balance.packs import Loads, Packs
+
+QUADRATIC_TOKENS = 36864  # 6 × hidden: tokens at which attention's products cost as much as the matrices (hidden 6144)
+
+ENOUGH_STEPS = 30  # fewer say nothing of a variance
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Fractions, but for counts. dist_flops: of the decoder's operations. cv: standard deviation over mean of a pack's
+    load, over the whole epoch; of vision, of a rank's share of a step where images go to any rank. stage_idle: what the
+    slower of two stages makes the other wait. bias: variance of the steps' means of samples a pack, over what packs in
+    random order would give (1.0); where steps are sorted it grows with the replicas, so compare it at one number of
+    them. critical: Σ over steps of the longest device's text, over an even share of all."""
+
+    samples: int
+    packs: int
+    dropped: int
+    pad: float
+    dist_vision: float
+    dist_text: float
+    dist_flops: float
+    cv_vision: float
+    cv_text: float
+    stage_idle: float
+    bias: float
+    critical: float
+
+
+def measure(packs: Packs, loads: Loads, replicas: int, padded: bool, dispatched: bool) -> Balance:
+    """padded: a batch is padded to its longest sample, and costs that. dispatched: images of a step go to any vision
+    rank, one by one, not to the rank of their pack."""
+    counts = packs.counts
+    vision = packs.sums(loads.vision).astype(np.float64)
+    tokens = packs.sums(loads.text).astype(np.float64)
+    longest = packs.maxima(loads.text).astype(np.float64)
+    text = longest * counts if padded else tokens
+    lengths = np.repeat(longest, counts) if padded else loads.text[packs.samples].astype(np.float64)
+    flops = _sums(lengths * (1.0 + lengths / QUADRATIC_TOKENS), packs)
+    of_ranks = _dealt(vision, replicas) if dispatched else _steps(vision, replicas)
+    in_steps = _steps(text, replicas).reshape(-1) if dispatched else text
+    shares = of_ranks.reshape(-1) if dispatched else vision  # of what the two stages do at a time
+    relative = np.maximum(shares / max(shares.mean(), 1e-9), in_steps / in_steps.mean())
+    return Balance(
+        samples=len(packs.samples),
+        packs=len(packs),
+        dropped=len(loads) - len(np.unique(packs.samples)),
+        pad=float(1.0 - tokens.sum() / text.sum()),
+        dist_vision=_dist(of_ranks),
+        dist_text=_dist(_steps(text, replicas)),
+        dist_flops=_dist(_steps(flops, replicas)),
+        cv_vision=_cv(shares),
+        cv_text=_cv(text),
+        stage_idle=float(1.0 - 1.0 / relative.mean()),
+        bias=_bias(counts, None if dispatched else vision, replicas),
+        critical=float(_steps(text, replicas).max(axis=1).sum() / (_steps(text, replicas).sum() / replicas)),
+    )
+
+
+def dist_ratio(devices: np.ndarray) -> float:
+    """DistRatio of one step: loads [devices]. 0 where nobody has any."""
+    most = devices.max(initial=0)
+    return float((most - devices).sum() / (most * len(devices))) if most else 0.0
+
+
+def _sums(values: np.ndarray, packs: Packs) -> np.ndarray:
+    return np.add.reduceat(values, packs.starts)
+
+
+def _steps(of_packs: np.ndarray, replicas: int) -> np.ndarray:
+    """[steps, replicas]; a last step of fewer packs is left out."""
+    whole = len(of_packs) // replicas * replicas
+    return of_packs[:whole].reshape(-1, replicas)
+
+
+def _dealt(vision: np.ndarray, replicas: int) -> np.ndarray:
+    """Loads of the vision ranks where single units go to any rank: none has more than one unit more than another."""
+    totals = _steps(vision, replicas).sum(axis=1)
+    low = np.floor(totals / replicas)
+    return low[:, None] + (np.arange(replicas) < (totals - low * replicas)[:, None])
+
+
+def _dist(steps: np.ndarray) -> float:
+    most = steps.max(axis=1)
+    at_work = most > 0
+    return float(((most[:, None] - steps).sum(axis=1)[at_work] / (most[at_work] * steps.shape[1])).mean())
+
+
+def _cv(values: np.ndarray) -> float:
+    return float(values.std() / max(values.mean(), 1e-9))
+
+
+def _bias(counts: np.ndarray, vision: np.ndarray | None, replicas: int) -> float:
+    """vision: of packs that are to hold the same; then over the steps whose packs all hold the usual amount, so that it
+    is the mixture that is compared. None: over all steps."""
+    steps = _steps(counts.astype(np.float64), replicas)
+    if vision is not None:
+        values, numbers = np.unique(vision, return_counts=True)
+        usual = (_steps(vision, replicas) == values[numbers.argmax()]).all(axis=1)
+        if usual.sum() >= ENOUGH_STEPS and steps[usual].var() > 0:
+            steps = steps[usual]
+    return float(steps.mean(axis=1).var() / (steps.var() / replicas)) if steps.size and steps.var() else 0.0

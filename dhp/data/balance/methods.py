@@ -1,0 +1,23 @@
+"""The methods by name, all of one signature: loads, limits, replicas, seed → packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dhp.data.balance.fixed import device_group, length_group, random_batches
+from dhp.data.balance.isf import isf
+from dhp.data.balance.packs import Limits, Loads, Packs
+from dhp.data.balance.per_modality import per_modality
+from dhp.data.balance.stages import constant
+
+Method = Callable[[Loads, Limits, int, int], Packs]
+
+METHODS: dict[str, Method] = {
+    "random": random_batches,
+    "length_group": length_group,
+    "device_group": device_group,
+    "isf": isf,
+    "balanced": per_modality,
+    "balanced_stages": constant,
+}
+PADDED = ("random", "length_group", "device_group")  # as the trainers that use them do

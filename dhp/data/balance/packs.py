@@ -1,0 +1,88 @@
+"""Packs: what one replica's micro-batch holds, in the order of training. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What each sample costs either part. vision: tiles or patches; text: tokens of the decoder, images included.
+
+    Both int64 [samples].
+    """
+
+    vision: np.ndarray
+    text: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a pack may hold; a sample beyond a limit gets a pack of its own. samples: of methods that fix the count."""
+
+    vision: int
+    text: int
+    samples: int = 4
+
+
+@dataclass(frozen=True)
+class Packs:
+    """samples: int64, the samples of all packs one after another; ends: int64 [packs], where each pack ends in it.
+
+    Packs follow in the order of training: `replicas` of them, one for each, then the next `replicas`.
+    """
+
+    samples: np.ndarray
+    ends: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where each pack begins."""
+        return np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Samples of each pack."""
+        return np.diff(self.ends, prepend=0)
+
+    def pack(self, index: int) -> np.ndarray:
+        """The samples of one pack."""
+        return self.samples[self.starts[index] : self.ends[index]]
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Of each pack, the sum of its samples' values. Packs are not empty."""
+        return np.add.reduceat(values[self.samples], self.starts)
+
+    def maxima(self, values: np.ndarray) -> np.ndarray:
+        """Of each pack, the largest of its samples' values."""
+        return np.maximum.reduceat(values[self.samples], self.starts)
+
+    def reordered(self, order: np.ndarray) -> Packs:
+        """The same packs in another order, `order` holding pack numbers."""
+        counts = self.counts[order]
+        ends = np.cumsum(counts)
+        inside = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+        return Packs(self.samples[np.repeat(self.starts[order], counts) + inside], ends)
+
+
+def from_groups(group: np.ndarray) -> Packs:
+    """Packs from the number of each sample's pack: int [samples]. In order of the numbers, which may have gaps."""
+    samples = np.argsort(group, kind="stable")
+    ends = np.flatnonzero(np.diff(group[samples], append=-1)) + 1
+    return Packs(samples, ends.astype(np.int64))
+
+
+def join(parts: Sequence[Packs]) -> Packs:
+    """All packs of `parts`, in order."""
+    shifts = np.cumsum([0, *(len(part.samples) for part in parts)])
+    ends = [part.ends + shift for part, shift in zip(parts, shifts)]
+    return Packs(np.concatenate([part.samples for part in parts]), np.concatenate(ends))

@@ -1,0 +1,166 @@
+"""Rows of constant text cost, steps of constant vision cost: for parts that share nothing but a step.
+
+The images of a step go to any vision rank, whatever row they belong to, so a row need not hold a set amount of both.
+Rows are completed exactly (`fill`), what is left over is exchanged until it is even (`exchange`); then rows are put
+into steps in the same way, by their vision. Nothing is dropped, nothing padded. Samples longer than a row stand alone
+in theirs; the other rows of their step are made as long, so that such steps hold images as all steps do.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+
+from dhp.data.balance.exchange import exchange
+from dhp.data.balance.fill import fill
+from dhp.data.balance.fit import best_fit
+from dhp.data.balance.packs import Limits, Loads, Packs, from_groups, join
+from dhp.data.balance.targets import (
+    divisible,
+    least_bins,
+    others_than,
+    shuffled_steps,
+    single,
+    whole_shares,
+)
+
+PASSES, DIVISIONS = 12, 30  # of the exchange; few items are left to it where loads are whole numbers
+FILLED = 0.97  # of the rows are completed exactly; to complete all would leave items that do not fit one another
+ALONE = 4  # rows a step to one that a sample has alone: its attention costs more than others of its length do
+RAISED = 0.1  # share of the rows that may be longer than the others for the sake of samples that are
+LEVELS = 50  # rows longer than the others differ from one another by at least this part of the others' length
+LIKE_TEXT = 0.004  # rows that differ by less are alike
+
+
+def per_modality(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
+    """Packs (rows) with one for each of `replicas` in a step, in random order; `limits.vision` holds in the mean."""
+    rng = np.random.default_rng(seed)
+    samples = rng.permutation(len(loads))
+    vision, text = loads.vision[samples], loads.text[samples]
+    alone, bins = _rows(vision, text, limits, replicas)
+    levels = _levels(text[alone], bins, replicas)
+    rest = others_than(alone, len(text))
+    even = _even_rows(vision[rest], text[rest], bins, _raised(levels, vision, text[alone], alone, bins), limits)
+    packs = divisible(join([Packs(rest[even.samples], even.ends), single(alone)]), replicas)
+    order = _steps(packs, vision, text, [target for target, _ in levels], replicas, rng)
+    steps = shuffled_steps(order, packs, replicas, rng)
+    return Packs(samples[steps.samples], steps.ends)
+
+
+def _rows(vision: np.ndarray, text: np.ndarray, limits: Limits, replicas: int) -> tuple[np.ndarray, int]:
+    """Which samples must be alone, because they are longer than an even row, and the number of rows of the others."""
+    alone = np.zeros(len(text), dtype=np.bool_)
+    while True:
+        rest = ~alone
+        others = int(alone.sum())
+        rows = least_bins(vision[rest].sum(), text[rest].sum(), limits) + others
+        bins = min(ceil(rows / replicas) * replicas - others, int(rest.sum()))
+        longer = rest & (text > text[rest].sum() / max(bins, 1))
+        if longer.sum() in (0, rest.sum()):
+            return np.flatnonzero(alone), bins
+        alone |= longer
+
+
+def _levels(lengths: np.ndarray, bins: int, replicas: int) -> list[tuple[int, int]]:
+    """Lengths of rows longer than the others, and how many of each: what fills the steps of the samples alone."""
+    if not len(lengths):
+        return []
+    in_step = min(max(1, replicas // ALONE, ceil(len(lengths) * replicas / (RAISED * bins))), replicas)
+    width = max(int(lengths.min()) // LEVELS, 1)
+    level_of = -(-lengths // width)
+    found = []
+    for level in np.unique(level_of):
+        held = lengths[level_of == level]
+        found.append((int(held.max()), ceil(len(held) / in_step) * replicas - len(held)))
+    rows = sum(count for _, count in found)
+    return found if rows <= 2 * RAISED * bins else [(target, 0) for target, _ in found]
+
+
+def _raised(
+    levels: list[tuple[int, int]], vision: np.ndarray, lengths: np.ndarray, alone: np.ndarray, bins: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Vision and text of each row of the levels: with the samples alone, as much vision a row as in all others."""
+    share = round(vision.sum() / (bins + len(alone)))
+    visions, below = [], 0
+    for target, rows in levels:
+        held = vision[alone[(lengths > below) & (lengths <= target)]]
+        visions.append(whole_shares(max(share * (rows + len(held)) - int(held.sum()), 0), rows))
+        below = target
+    texts = [np.full(rows, target) for target, rows in levels]
+    empty = np.zeros(0, dtype=np.int64)
+    return np.concatenate([empty, *visions]), np.concatenate([empty, *texts])
+
+
+def _even_rows(
+    vision: np.ndarray, text: np.ndarray, bins: int, raised: tuple[np.ndarray, np.ndarray], limits: Limits
+) -> Packs:
+    """Rows of what `raised` says and, of all others, of one length."""
+    parts = []
+    left = np.arange(len(text))
+    if len(raised[1]):
+        made = _chosen(fill(vision, text, *raised))
+        parts, left = [made], others_than(made.samples, len(text))
+        bins -= len(made)
+    targets = whole_shares(int(text[left].sum()), bins)[: int(FILLED * bins)]
+    made = _chosen(fill(np.zeros(len(left), dtype=np.int64), text[left], np.zeros(bins, dtype=np.int64), targets))
+    parts.append(Packs(left[made.samples], made.ends))
+    left = left[others_than(made.samples, len(left))]
+    bins = max(bins - len(made), 1)
+    if len(left):
+        loads = text[left, None].astype(np.float64)
+        even = _mended(exchange(loads, bins, loads.sum(axis=0) / bins, (1.0,), PASSES, DIVISIONS), text[left], limits)
+        parts.append(Packs(left[even.samples], even.ends))
+    return join(parts)
+
+
+def _chosen(number: np.ndarray) -> Packs:
+    """The packs of all items that have one."""
+    held = np.flatnonzero(number >= 0)
+    packs = from_groups(number[held])
+    return Packs(held[packs.samples], packs.ends)
+
+
+def _mended(packs: Packs, text: np.ndarray, limits: Limits) -> Packs:
+    """Packs beyond the limit of text taken apart and fitted anew."""
+    over = packs.sums(text) > limits.text
+    if not over.any():
+        return packs
+    left = packs.reordered(np.flatnonzero(over)).samples
+    apart = from_groups(best_fit(text[left].astype(np.float64), float(limits.text)))
+    return join([packs.reordered(np.flatnonzero(~over)), Packs(left[apart.samples], apart.ends)])
+
+
+def _steps(
+    packs: Packs, vision: np.ndarray, text: np.ndarray, levels: list[int], replicas: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Order of the packs, `replicas` neighbours a step: of like text, and of even vision as far as that allows."""
+    v, t = packs.sums(vision), packs.sums(text)
+    usual = np.abs(t / np.median(t) - 1.0) <= LIKE_TEXT
+    raised = ~usual & (t > np.median(t)) & (t <= max(levels, default=0))
+    group = np.where(raised, np.searchsorted(np.sort(levels), t), -1)
+    group[usual] = len(levels)
+    steps, left = [], np.zeros(0, dtype=np.int64)
+    for number in range(group.max() + 1):  # what is too little for a step goes on to the next group
+        held = rng.permutation(np.concatenate([left, np.flatnonzero(group == number)]))
+        held, left = np.split(held, [len(held) // replicas * replicas])
+        steps.append(_even_steps(held, v, replicas))
+    odd = np.concatenate([left, np.flatnonzero(group < 0)])
+    return np.concatenate([*steps, odd[np.argsort(t[odd], kind="stable")]])
+
+
+def _even_steps(packs: np.ndarray, vision: np.ndarray, replicas: int) -> np.ndarray:
+    """The packs in another order, each `replicas` neighbours of as much vision as the next ones. packs: whole steps."""
+    v = vision[packs]
+    if not v.sum():
+        return packs
+    # As much for each rank, as far as it goes: a unit more than that and all ranks of the step wait for one.
+    targets = replicas * whole_shares(int(v.sum()) // replicas, len(packs) // replicas)
+    targets[-1] += int(v.sum()) % replicas
+    made = _chosen(fill(np.ones(len(packs), dtype=np.int64), v, np.full(len(targets), replicas), targets)).samples
+    left = others_than(made, len(packs))
+    if len(left) > replicas:
+        loads = v[left, None].astype(np.float64)
+        bins = len(left) // replicas
+        left = left[exchange(loads, bins, loads.sum(axis=0) / bins, (1.0,), PASSES, moves=False).samples]
+    return packs[np.concatenate([made, left])]

@@ -1,0 +1,61 @@
+"""How many packs there must be, what each is to hold, and how packs become steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import numpy as np
+
+from dhp.data.balance.packs import Limits, Packs
+
+SMALL_UNITS = 64  # vision units a pack below which a target must be whole to be met
+
+
+def least_bins(vision: float, text: float, limits: Limits) -> int:
+    """Packs that hold these totals within the limits, so many that a pack's vision can be whole where that matters."""
+    bins = max(1, ceil(vision / limits.vision), ceil(text / limits.text))
+    target = vision / bins + 1e-3  # one bin more than needed must not cost a whole unit
+    return ceil(vision / int(target)) if 1.0 <= target < SMALL_UNITS else bins
+
+
+def whole_shares(total: int, bins: int) -> np.ndarray:
+    """`total` in whole shares that differ by one at most, the larger ones spread evenly: int64 [bins]."""
+    return np.diff(np.arange(bins + 1) * total // max(bins, 1))
+
+
+def others_than(chosen: np.ndarray, count: int) -> np.ndarray:
+    """Which of `count` items are not among the chosen ones, ascending."""
+    free = np.ones(count, dtype=np.bool_)
+    free[chosen] = False
+    return np.flatnonzero(free)
+
+
+def costly(squares: np.ndarray, quantiles: Sequence[float]) -> np.ndarray:
+    """Class of each pack by Σ tokens², what attention costs beyond the tokens: int64 [packs], 0 for the most.
+
+    Few and small classes, since packs of one hold alike samples, and steps of these bias the order of training.
+    """
+    return np.searchsorted(np.quantile(squares, quantiles), squares)
+
+
+def single(samples: np.ndarray) -> Packs:
+    """Each sample in a pack of its own."""
+    return Packs(samples, np.arange(1, len(samples) + 1))
+
+
+def divisible(packs: Packs, replicas: int) -> Packs:
+    """Some packs halved, those of most samples, so that `replicas` divides their number; if there are enough."""
+    missing = -len(packs) % replicas
+    if not missing:
+        return packs
+    chosen = np.argsort(-packs.counts, kind="stable")[:missing]
+    middles = (packs.starts[chosen] + packs.counts[chosen] // 2)[packs.counts[chosen] > 1]
+    return Packs(packs.samples, np.sort(np.concatenate([packs.ends, middles])))
+
+
+def shuffled_steps(order: np.ndarray, packs: Packs, replicas: int, rng: np.random.Generator) -> Packs:
+    """Each `replicas` neighbours of the order a step; steps at random, a short one last."""
+    whole = len(order) // replicas * replicas
+    steps = rng.permutation(order[:whole].reshape(-1, replicas)).reshape(-1)
+    return packs.reordered(np.concatenate([steps, order[whole:]]))

@@ -1,0 +1,62 @@
+"""`python -m experiments.balance [--lengths FILE.csv …] [--dp 4 8 16 64]`: the balancing methods beside one another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dhp.data.balance.measures import measure
+from dhp.data.balance.methods import METHODS, PADDED
+from dhp.data.balance.packs import Limits, Loads
+from experiments.balance.bounds import least_packs
+from experiments.balance.sets import made, read
+
+MADE = "made 1.2M"
+PER_MODALITY = "balanced"  # its images go to any vision rank of the step
+
+
+def rows(source: str, loads: Loads, limits: Limits, replicas: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
+    """One for each method and number of replicas."""
+    least = least_packs(loads, limits)
+    for method in METHODS.values():  # compiled before anything is timed
+        method(Loads(loads.vision[:1000], loads.text[:1000]), limits, 2, seed)
+    for dp in replicas:
+        for name, method in METHODS.items():
+            begin = time.perf_counter()
+            packs = method(loads, limits, dp, seed)
+            seconds = time.perf_counter() - begin
+            found = measure(packs, loads, dp, padded=name in PADDED, dispatched=name == PER_MODALITY)
+            yield {
+                "method": name,
+                "source": source,
+                "dp": dp,
+                **{key: round(value, 5) if isinstance(value, float) else value for key, value in asdict(found).items()},
+                "samples_a_pack": round(len(loads) / len(packs), 2),
+                "seconds": round(seconds, 2),
+                "lower_bound": least,
+            }
+
+
+def main() -> None:
+    """Print a JSON line for each row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", nargs="+", type=Path, default=[])
+    parser.add_argument("--dp", nargs="+", type=int, default=[4, 8, 16, 64])
+    parser.add_argument("--vision", type=int, default=9, help="most tiles a pack")
+    parser.add_argument("--text", type=int, default=4096, help="most tokens a pack")
+    parser.add_argument("--samples", type=int, default=4, help="samples a batch of the methods that fix it")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    source = ", ".join(file.stem for file in given.lengths) or MADE
+    loads = read(given.lengths) if given.lengths else made(given.seed)
+    for row in rows(source, loads, Limits(given.vision, given.text, given.samples), given.dp, given.seed):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

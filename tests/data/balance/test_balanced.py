@@ -1,0 +1,74 @@
+"""Packs of constant load, and steps of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dhp.data.balance.measures import measure
+from dhp.data.balance.methods import METHODS, PADDED
+from dhp.data.balance.packs import Limits, Loads
+from tests.data.balance.made import LIMITS, mixture
+
+LOADS = mixture()
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("replicas", [1, 8])
+def test_every_sample_is_in_one_pack(name: str, replicas: int) -> None:
+    packs = METHODS[name](LOADS, LIMITS, replicas, 0)
+    assert np.array_equal(np.sort(packs.samples), np.arange(len(LOADS)))
+    if name.startswith("balanced"):
+        assert len(packs) % replicas == 0
+        assert packs.sums(LOADS.text).max() <= LIMITS.text
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_seed_decides(name: str) -> None:
+    one, same, other = (METHODS[name](LOADS, LIMITS, 4, seed).samples for seed in (5, 5, 6))
+    assert np.array_equal(one, same) and not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_handful_of_samples(name: str) -> None:
+    few = Loads(np.array([0, 0, 20, 1, 1]), np.array([20, 5000, 30, 300, 280]))
+    for replicas in (1, 2, 4):
+        packs = METHODS[name](few, LIMITS, replicas, 0)
+        assert np.array_equal(np.sort(packs.samples), np.arange(5))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_text_alone(name: str) -> None:
+    loads = Loads(np.zeros(500, np.int64), LOADS.text[:500])
+    assert np.array_equal(np.sort(METHODS[name](loads, LIMITS, 4, 0).samples), np.arange(500))
+
+
+def test_rows_of_constant_text_and_steps_of_constant_vision() -> None:
+    found = measure(METHODS["balanced"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=True)
+    published = measure(METHODS["isf"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
+    assert found.pad == 0 and found.dropped == 0
+    assert found.dist_text < 0.004 < published.dist_text / 10
+    assert found.dist_vision < 0.006
+    assert found.bias < 2.0
+
+
+def test_packs_constant_in_both() -> None:
+    found = measure(METHODS["balanced_stages"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
+    assert found.dist_text < 0.006 and found.dist_vision < 0.003
+    published = measure(METHODS["isf"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
+    assert found.stage_idle < 0.6 * published.stage_idle
+
+
+def test_native_resolution_where_vision_comes_in_small_units() -> None:
+    rng = np.random.default_rng(0)
+    merged = rng.lognormal(5.6, 0.5, 10_000).clip(64, 1280).round()
+    loads = Loads((4 * merged).astype(np.int64), (merged + rng.lognormal(5, 0.6, 10_000)).astype(np.int64))
+    limits = Limits(vision=9216, text=4096)
+    found = measure(METHODS["balanced_stages"](loads, limits, 8, 0), loads, 8, padded=False, dispatched=False)
+    assert found.dist_vision < 0.01 and found.dist_text < 0.04
+
+
+def test_padded_methods_are_those_with_a_fixed_count() -> None:
+    for name in PADDED:
+        counts = METHODS[name](LOADS, LIMITS, 8, 0).counts
+        assert set(counts[:-1]) == {LIMITS.samples}
