@@ -39,7 +39,7 @@ def per_modality(loads: Loads, limits: Limits, replicas: int, seed: int) -> Pack
     samples = rng.permutation(len(loads))
     vision, text = loads.vision[samples], loads.text[samples]
     alone, bins = _rows(vision, text, limits, replicas)
-    levels = _levels(text[alone], bins, replicas)
+    levels = _levels(text[alone[text[alone] <= limits.text]], bins, replicas)  # no row is made beyond the limit
     rest = others_than(alone, len(text))
     even = _even_rows(vision[rest], text[rest], bins, _raised(levels, vision, text[alone], alone, bins), limits)
     packs = divisible(join([Packs(rest[even.samples], even.ends), single(alone)]), replicas)

@@ -52,6 +52,16 @@ def test_rows_of_constant_text_and_steps_of_constant_vision() -> None:
     assert found.bias < 2.0
 
 
+@pytest.mark.parametrize("name", ["balanced", "balanced_stages"])
+def test_only_samples_beyond_the_limit_make_packs_beyond_it(name: str) -> None:
+    text = LOADS.text.copy()
+    text[:40] = 5000
+    packs = METHODS[name](Loads(LOADS.vision, text), LIMITS, 8, 0)
+    assert np.array_equal(np.sort(packs.samples), np.arange(len(LOADS)))
+    over = packs.sums(text) > LIMITS.text
+    assert over.sum() == 40 and (packs.counts[over] == 1).all()
+
+
 def test_packs_constant_in_both() -> None:
     found = measure(METHODS["balanced_stages"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
     assert found.dist_text < 0.006 and found.dist_vision < 0.003
