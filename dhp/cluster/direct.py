@@ -140,7 +140,7 @@ class Exchange:
     def _meet(self, region: Region) -> None:
         """Know the sender and what it has registered by now."""
         known = self._known.get(region.agent)
-        if known == region.version:
+        if known is not None and known >= region.version:  # what was registered for this step stays until its end
             return
         if known is not None:
             self._agent.remove_remote_agent(region.agent)
