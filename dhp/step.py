@@ -31,12 +31,16 @@ def accumulate_gradients(parts: Parts, schedule: Schedule, batch: Batch) -> None
 
 
 def update_weights(parts: Parts, batch: Batch) -> StepRefs:
-    """Submit the norm of each part, and to each part an optimizer step clipped by the norm of all."""
-    norms = [_first(part.group.execute_all_async("grad_norm_sq", batch.info)) for part in parts.values()]
-    reports = {
-        number: [report for (report,) in part.group.execute_all_async("optimizer_step", batch.info, *norms)]
-        for number, part in parts.items()
-    }
+    """Submit the norm of each part, and to each part an optimizer step clipped by the norm of all.
+
+    A part gets the norms of the others and keeps its own: the part that ends a step goes on at once.
+    """
+    norms = {k: _first(part.group.execute_all_async("grad_norm_sq", batch.info)) for k, part in parts.items()}
+    reports = {}
+    for number, part in parts.items():
+        others = [norm for other, norm in norms.items() if other != number]
+        answers = part.group.execute_all_async("optimizer_step", batch.info, *others)
+        reports[number] = [report for (report,) in answers]
     return StepRefs(batch.info, reports)
 
 

@@ -75,15 +75,22 @@ class Part:
             load_random_state(resumed / RANDOM, self.rank)
         take_sent()  # what it took to get here belongs to no step
 
-    def finish_step(self, info: StepInfo, norms_sq: Iterable[float], loss: float | None, active: bool) -> PartReport:
-        """Clip by the joint norm of all parts, take the optimizer step, report.
+    def measure_norm(self, active: bool) -> float:
+        """Squared norm of this part's whole gradient, the same on all its ranks; 0 for a part without gradients."""
+        self._norm_sq = self.update.norm_sq() if active else 0.0
+        return self._norm_sq
+
+    def finish_step(
+        self, info: StepInfo, other_norms_sq: Iterable[float], loss: float | None, active: bool
+    ) -> PartReport:
+        """Clip by the joint norm of this part, as last measured, and the others; take the optimizer step, report.
 
         A part without gradients in this step (`active` false: no image, or no target token) is left as it is,
         as plain torch leaves parameters whose gradient is None.
         Raises PartFailed when the joint norm is not finite: such a step would destroy the weights.
         """
         settings = self.settings.update
-        norm, coefficient = clip_coefficient(list(norms_sq), settings.max_grad_norm)
+        norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], settings.max_grad_norm)
         lr = learning_rate_at(
             info.step, settings.total_steps, settings.learning_rate, settings.warmup_steps, settings.lr_scheduler_type
         )

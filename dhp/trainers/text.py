@@ -91,13 +91,13 @@ class TextTrainer:
 
     def grad_norm_sq(self, info: StepInfo) -> float:
         """Squared norm of this part's whole gradient, over its tensor ranks too."""
-        return self.part.update.norm_sq()
+        return self.part.measure_norm(info.target_tokens > 0)
 
-    def optimizer_step(self, info: StepInfo, *norms_sq: float) -> PartReport:
-        """Clip by the joint norm of all parts and update; the report carries this replica's share of the loss."""
+    def optimizer_step(self, info: StepInfo, *other_norms_sq: float) -> PartReport:
+        """Clip by the joint norm of this part and the others, and update; reports this replica's share of the loss."""
         loss = float(torch.stack(self._losses).sum())
         self._losses.clear()
-        return self.part.finish_step(info, norms_sq, loss, active=info.target_tokens > 0)
+        return self.part.finish_step(info, other_norms_sq, loss, active=info.target_tokens > 0)
 
     def set_recompute(self, choices: Choices) -> None:
         """What each layer recomputes from the next micro-batch on."""

@@ -74,11 +74,11 @@ class VisionTrainer:
 
     def grad_norm_sq(self, info: StepInfo) -> float:
         """Squared norm of this part's whole gradient; 0 in a step without any image."""
-        return self.part.update.norm_sq() if self._active(info) else 0.0
+        return self.part.measure_norm(self._active(info))
 
-    def optimizer_step(self, info: StepInfo, *norms_sq: float) -> PartReport:
-        """Clip by the joint norm of all parts and update."""
-        return self.part.finish_step(info, norms_sq, None, self._active(info))
+    def optimizer_step(self, info: StepInfo, *other_norms_sq: float) -> PartReport:
+        """Clip by the joint norm of this part and the others, and update."""
+        return self.part.finish_step(info, other_norms_sq, None, self._active(info))
 
     def set_recompute(self, choices: Choices) -> None:
         """What each layer recomputes from the next micro-batch on."""

@@ -84,8 +84,9 @@ class Device:
         self._text.forward_step(0, rows, *(of_place[replica] for of_place in given))
         back = _gather(self._text.backward_step(0, True, not leads_text))[::of_replica]
         self._vision.backward_step(0, images, *(gradients[place] for gradients in back))
-        norms = [trainer.grad_norm_sq(data.info) for trainer in (self._vision, self._text)]
-        vision, text = (t.optimizer_step(data.info, *norms).usage for t in (self._vision, self._text))
+        of_vision, of_text = (trainer.grad_norm_sq(data.info) for trainer in (self._vision, self._text))
+        vision = self._vision.optimizer_step(data.info, of_text).usage
+        text = self._text.optimizer_step(data.info, of_vision).usage
         return combine(vision, text)
 
 
