@@ -11,7 +11,8 @@ from dhp.errors import DhpError
 
 COMMANDS = {
     "export": "RUN_OR_CHECKPOINT OUT_DIR: write a checkpoint as an ordinary Hugging Face directory",
-    "inspect": "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them",
+    "inspect": "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them\n"
+    f"{'':11}data --config-name=NAME: counts, lengths, defects, and the balancing methods side by side",
 }
 
 

@@ -18,7 +18,6 @@ from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.runtime import chosen_address
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.load import to_yaml
-from dhp.config.mixing import split_share
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import make_run_dir
 from dhp.config.schema import Config
@@ -26,6 +25,7 @@ from dhp.errors import ConfigError
 from dhp.feed import make_feed
 from dhp.messages import PartReport, StepInfo
 from dhp.models.registry import auxiliary_files
+from dhp.observe.keeping_up import KeepingUp
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 from dhp.parts import Batch, make_parts
@@ -36,7 +36,7 @@ from dhp.tracing import Refs as SpanRefs
 from dhp.tracing import Tracing
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
-from dhp.wiring import degrees, feed_settings, kept_settings, part_settings, total_steps, world
+from dhp.wiring import degrees, feed_settings, kept_settings, needed_paths, part_settings, world
 
 NUMBERS = {"vision": VISION, "text": TEXT}
 AHEAD = 1  # steps submitted beyond the one that runs: their data is read meanwhile, and no rank waits for the driver
@@ -86,7 +86,7 @@ def run(config: Config) -> None:
             degrees={part: asdict(degrees(getattr(config, part))) for part in ("vision", "text")},
             transport=config.cluster.transport,
             trace=config.training.trace,
-            needs=_needed_paths(config, start.checkpoint),
+            needs=needed_paths(config, start.checkpoint),
         )
         with Cluster(layout) as cluster, recorder.before_teardown():
             Driver(config, cluster, recorder, start).run()
@@ -125,15 +125,29 @@ class Driver:
         config, cluster = self.config, self.cluster
         self.recorder.say(f"starting {cluster.describe()}")
         shape = (self._micro_batches, config.vision.num_actors // config.vision.tensor, config.text.data)
-        self.data = cluster.dataset_actor(make_feed, feed_settings(config), shape=shape)
+        workers, ahead = config.data.num_workers, config.data.prefetch
+        ahead = workers if ahead is None else ahead
+        self.data = cluster.dataset_actor(
+            make_feed, feed_settings(config), shape=shape, workers=workers, prefetch=ahead
+        )
         started_s = config.cluster.start_timeout_s
         wait_all(self.data.take_watched(), started_s)
-        self.steps_per_epoch = self.data.describe("steps_per_epoch", started_s)
-        self.steps = total_steps(config, self.steps_per_epoch)
-        self._kept = kept_settings(config) | {"data.samples": self.data.describe("dataset_size", started_s)}
+        self._kept = kept_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
         self.start.check(self._kept)
+        self.data.measure(self._timeout_s, self._tell_measuring)
+        self.steps = config.training.max_steps
+        if self.steps is None:
+            self.steps = self.data.ask("steps", config.training.num_epochs, timeout_s=self._timeout_s)
+        self.data.end_at(self.steps)
         if self.start.checkpoint is not None:
+            self.data.ask("load_state", self.start.data, timeout_s=self._timeout_s)
             self.recorder.say(f"continuing after step {self.start.step} from {self.start.checkpoint}")
+        self._data_order = self.data.ask("state", 0, timeout_s=self._timeout_s)
+        self._keeping_up = KeepingUp(workers, ahead)
+
+    def _tell_measuring(self, done: int, parts: int) -> None:
+        if done % max(1, parts // 10) == 0:
+            self.recorder.say(f"measuring the samples' lengths: {done * 100 // parts}%")
 
     def _start_parts(self) -> None:
         config, cluster, groups = self.config, self.cluster, self.cluster.groups
@@ -189,6 +203,9 @@ class Driver:
         self._skipped += len(info.skipped)
         reports = {number: self.cluster.values(refs) for number, refs in pending.refs.reports.items()}
         self.recorder.record(self._metrics(info, reports, step_s, data_s))
+        advice = self._keeping_up.add(step_s, data_s, info.data_s)
+        if advice is not None:
+            self.recorder.say(advice)
         if self.recomputing is not None:
             self.recomputing.learn({name: reports[number] for name, number in NUMBERS.items()})
         self._write_spans(pending.spans)
@@ -208,7 +225,7 @@ class Driver:
         memory = {name: [r.memory_bytes for r in of if r.memory_bytes is not None] for name, of in by_name.items()}
         return StepMetrics(
             step=info.step + 1,
-            epoch=(info.step + 1) / self.steps_per_epoch,
+            epoch=info.done,
             loss=sum(shares) if info.target_tokens else None,
             grad_norm=reports[TEXT][0].grad_norm,
             lr={name: of[0].lr for name, of in by_name.items()},
@@ -223,6 +240,7 @@ class Driver:
             memory_bytes={name: max(peaks) for name, peaks in memory.items()} if all(memory.values()) else None,
             activation_bytes=activation_bytes(by_name),
             comm_bytes={name: _summed(r.sent_bytes for r in of) for name, of in by_name.items()},
+            dist_ratio=info.dist_ratio,
             pad_ratio=1.0 - info.tokens / info.places,
             skipped_samples=self._skipped,
         )
@@ -239,6 +257,7 @@ class Driver:
             "parts": list(self.cluster.groups),
             "skipped_samples": self._skipped,
             "settings": self._kept,
+            "data": self._data_order | {"step": saving.step},
         }
         self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(model_name))
 
@@ -246,18 +265,6 @@ class Driver:
 def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Bytes by kind, of all ranks together."""
     return dict(sorted(sum(map(Counter, of_ranks), Counter()).items()))
-
-
-def _needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str, str]]:
-    """What must lie on the nodes of each part's ranks and of the dataset actor ("data"), by configuration key."""
-    model = config.text.model_name  # both parts' and the processors'; a hub id is found by each node itself
-    shared = {"text.model_name": model} if Path(model).is_dir() else {}
-    of_ranks = shared | ({} if checkpoint is None else {"training.resume": str(checkpoint)})
-    names = [name for name, _ in map(split_share, config.data.datasets)]
-    entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in names}
-    files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
-    folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
-    return {"vision": of_ranks, "text": of_ranks, "data": shared | files | folders}
 
 
 def _make_checkpoint_dir(config: Config) -> None:

@@ -13,12 +13,14 @@ class StepInfo:
     """What everyone must know of a step: global counts over all replicas and micro-batches.
 
     images: and videos.
-    tokens: of the decoder, without padding. target_tokens: N_global of the objective. vision_tokens: patches.
-    skipped: one line for each sample left out. places: tokens with padding. data_s: seconds spent reading and decoding.
+    done: epochs after the step, with a fraction. tokens: of the decoder, without padding. target_tokens: N_global of
+    the objective. vision_tokens: patches. skipped: one line for each sample left out. places: tokens with padding.
+    dist_ratio: of vision's patches and text's places over their ranks. data_s: seconds spent reading and decoding.
     """
 
     step: int
     epoch: int
+    done: float
     samples: int
     images: int
     tokens: int
@@ -26,6 +28,7 @@ class StepInfo:
     vision_tokens: int
     skipped: tuple[str, ...]
     places: int
+    dist_ratio: Mapping[str, float]
     data_s: float
 
 

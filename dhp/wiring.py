@@ -9,6 +9,7 @@ from typing import Any
 from dhp.config.mixing import split_share
 from dhp.config.resolve import micro_batches, warmup_steps
 from dhp.config.schema import Config, PartConfig
+from dhp.data.balancing import Balancing
 from dhp.data.sampler import BatchLayout
 from dhp.feed import FeedSettings, Reading
 from dhp.parallel.mesh import Degrees
@@ -35,8 +36,8 @@ def feed_settings(config: Config) -> FeedSettings:
         seed=config.seed,
         shuffle=config.data.shuffle,
         on_bad_sample=config.data.on_bad_sample,
-        num_workers=config.data.num_workers,
         packing=config.data.packing,
+        cache_dir=config.data.cache_dir,
         reading=Reading(
             allow_http=config.data.allow_http,
             max_tokens=config.data.max_tokens,
@@ -44,19 +45,13 @@ def feed_settings(config: Config) -> FeedSettings:
             video_max_frames=config.data.video_max_frames,
             video_max_pixels=config.data.video_max_pixels,
         ),
+        balancing=Balancing(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
     )
 
 
 def measures(config: Config) -> bool:
     """Whether ranks report what activations take: where asked for, and where a plan is made of it."""
     return config.memory.accounting or "auto" in (config.vision.recompute, config.text.recompute)
-
-
-def total_steps(config: Config, steps_per_epoch: int) -> int:
-    """Optimizer steps of the run: max_steps where given, else num_epochs."""
-    if config.training.max_steps is not None:
-        return config.training.max_steps
-    return config.training.num_epochs * steps_per_epoch
 
 
 def world(config: Config) -> dict[str, dict[str, Any]]:
@@ -122,3 +117,15 @@ def part_settings(config: Config, part: str, device: str, steps: int, checkpoint
         trace=training.trace,
         resume_from=None if checkpoint is None else str(checkpoint / part),
     )
+
+
+def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str, str]]:
+    """What must lie on the nodes of each part's ranks and of the dataset actor ("data"), by configuration key."""
+    model = config.text.model_name  # both parts' and the processors'; a hub id is found by each node itself
+    shared = {"text.model_name": model} if Path(model).is_dir() else {}
+    of_ranks = shared | ({} if checkpoint is None else {"training.resume": str(checkpoint)})
+    names = [name for name, _ in map(split_share, config.data.datasets)]
+    entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in names}
+    files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
+    folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
+    return {"vision": of_ranks, "text": of_ranks, "data": shared | files | folders}

@@ -34,8 +34,9 @@ TABLE: dict[str, set[str]] = {
     "parts": {"cluster.dispatch", "parallel.mesh", "schedule"},
     "step": {"parts", "schedule"},
     "rows": {"data.sample", "models.family"},
-    "feed": {"data", "models", "parallel", "rows"},
-    "wiring": {"feed", "data.sampler", "parallel.mesh", "trainers.settings"},
+    "dealing": {"data.balance.measures", "data.sample", "data.source", "models.family", "parallel.dispatch", "rows"},
+    "feed": {"data", "models", "rows", "dealing"},
+    "wiring": {"feed", "data.balancing", "data.sampler", "parallel.mesh", "trainers.settings"},
     "assets": {"data.shapes", "models.tiny"},
     "preflight": {"assets", "models.registry", "models.shape"},
     "dry_run": {"preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
@@ -60,7 +61,7 @@ LIBRARIES: dict[str, set[str]] = {
     "numba": {"data.balance"},
     "transformers": {"models", "data", "trainers", "assets", "parallel.tensor"},
     "torch": {
-        "messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "feed", "rows", "cli",
+        "messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "feed", "dealing", "rows", "cli",
         "planner.profile",
     },
 }  # fmt: skip

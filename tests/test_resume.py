@@ -156,8 +156,7 @@ def test_an_earlier_checkpoint_beside_newer_ones(whole: Path, tiny_assets: Path)
 
 def test_other_data_under_the_same_name(stopped: Path, tmp_path: Path, tiny_assets: Path) -> None:
     """How many samples there are is known only when the dataset actor has read them: refused before any rank starts."""
-    described = {"steps_per_epoch": 9, "dataset_size": 7}
-    data = SimpleNamespace(take_watched=list, describe=lambda attribute, _: described[attribute])
+    data = SimpleNamespace(take_watched=list, ask=lambda _, timeout_s: 7)
     cluster = SimpleNamespace(describe=lambda: "nothing", dataset_actor=lambda *_, **__: data)
     recorder = SimpleNamespace(say=lambda _: None)
     config = prepare(compose_config("tiny", overrides=tiny(tiny_assets, tmp_path / "next", *SETTINGS)[1:]))

@@ -64,5 +64,5 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_about(checkpoint: Path) -> dict[str, Any]:
-    """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples."""
+    """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples, data."""
     return json.loads((checkpoint / ABOUT).read_text())

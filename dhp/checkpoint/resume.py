@@ -16,12 +16,14 @@ LAYOUT = ("vision.", "text.")  # beginnings of the settings that say how a part 
 
 @dataclass(frozen=True)
 class Start:
-    """step: steps done before; skipped_samples: counted in them; settings: those of the checkpoint, by key."""
+    """step: steps done before; skipped_samples: counted in them; settings: those of the checkpoint, by key; data: what
+    the sampler told of its order."""
 
     checkpoint: Path | None = None
     step: int = 0
     skipped_samples: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self, now: Mapping[str, Any]) -> None:
         """Refuse to continue a run that would see other samples, or lies otherwise on the ranks.
@@ -66,9 +68,9 @@ def find_start(resume: str, checkpoint_dir: Path) -> Start:
 
 def _start(checkpoint: Path) -> Start:
     about = read_about(checkpoint)
-    if "settings" not in about:
+    if "data" not in about:
         raise CheckpointError(
-            f"{checkpoint} holds weights alone: an earlier release of dhp wrote it, without optimizer state. It can be "
+            f"{checkpoint} does not say where it stopped in its data: an earlier release of dhp wrote it. It can be "
             "exported and trained from as a model (model_name), but not resumed"
         )
-    return Start(checkpoint.absolute(), about["step"], about["skipped_samples"], about["settings"])
+    return Start(checkpoint.absolute(), about["step"], about["skipped_samples"], about["settings"], about["data"])

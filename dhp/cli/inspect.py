@@ -1,4 +1,4 @@
-"""`python -m dhp inspect batch --config-name=NAME step=K out=FILE.safetensors [key=value …]`."""
+"""`python -m dhp inspect batch|data --config-name=NAME [key=value …]`: what a model gets, and what the data are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from dhp.config.load import compose_config
+from dhp.config.schema import Config
 from dhp.errors import ConfigError
 from dhp.feed import make_feed
 from dhp.preflight import prepare
@@ -16,23 +17,34 @@ from dhp.wiring import feed_settings
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write what the model gets in one step, so that anyone can check it against plain transformers.
+    """inspect batch: write what the model gets in one step, so that anyone can check it against plain transformers.
 
     Keys are `<text data replica>/<micro-batch>/<argument of the model>`, both counted from 0; steps count from 1,
     as in metrics.jsonl. A row is a sample, right-padded, also where training packs the samples of a micro-batch into
     one row (data.packing): a packed row equals its samples one by one. The objective of the step is the sum of all
     token losses / all target tokens of the file.
+
+    inspect data: measure every sample from headers, print counts, lengths, defective samples with file and line, and
+    what each data.balance would make of them with this configuration. out=FOLDER (default inspect_data) gets
+    lengths.png, balance.jsonl and defects.txt; decode=true decodes every sample as well, which finds damaged pixels.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dhp inspect", description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["batch"])
+    parser.add_argument("what", choices=["batch", "data"])
     parser.add_argument("--config-name", "-cn", required=True)
     parser.add_argument("--config-path", "-cp")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="step=K, out=FILE, overrides as in training")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="step=K, out=PATH, overrides as in training")
     given = parser.parse_intermixed_args(arguments)
-    own, overrides = _own(given.settings)
+    own, overrides = _own(given.settings, ("step", "out") if given.what == "batch" else ("out", "decode"))
     config = prepare(compose_config(given.config_name, given.config_path, overrides), new_run=False)
+    return _batch(config, own) if given.what == "batch" else _data(config, own)
+
+
+def _batch(config: Config, own: dict[str, str]) -> int:
+    for key, example in (("step", "step=1"), ("out", "out=batch.safetensors")):
+        if not own.get(key):
+            raise ConfigError(f"{key} is missing; add for example {example}")
     out = Path(own["out"])
     if out.is_dir():
         raise ConfigError(f"out={out} is a directory; give a file, for example out={out / 'batch.safetensors'}")
@@ -45,12 +57,19 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _own(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """This command's own settings, and the overrides that are left. Raises ConfigError when one is missing."""
-    own = {key: value for key, _, value in (s.partition("=") for s in settings) if key in ("step", "out")}
-    for key, example in (("step", "step=1"), ("out", "out=batch.safetensors")):
-        if not own.get(key):
-            raise ConfigError(f"{key} is missing; add for example {example}")
+def _data(config: Config, own: dict[str, str]) -> int:
+    from dhp.cli.inspect_data import inspect_data
+
+    decode = own.get("decode", "false")
+    if decode not in ("true", "false"):
+        raise ConfigError(f"decode={decode} is neither true nor false")
+    inspect_data(config, Path(own.get("out") or "inspect_data"), decode == "true")
+    return 0
+
+
+def _own(settings: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """This command's own settings (`keys`), and the overrides that are left."""
+    own = {key: value for key, _, value in (s.partition("=") for s in settings) if key in keys}
     return own, [s for s in settings if s.partition("=")[0] not in own]
 
 

@@ -97,12 +97,18 @@ class Cluster:
     ) -> None:
         self._stack.close()
 
-    def dataset_actor(self, factory: Callable[..., Any], *arguments: Any, shape: tuple[int, int, int]) -> DatasetActor:
-        """The actor that reads the data, ended with the cluster."""
-        needs = self._layout.needs.get("data", {})
-        actor = DatasetActor(
-            factory, *arguments, shape=shape, log_dir=self._layout.log_dir, needs=needs, trace=self._layout.trace
-        )
+    def dataset_actor(
+        self,
+        factory: Callable[..., Any],
+        *arguments: Any,
+        shape: tuple[int, int, int],
+        workers: int = 0,
+        prefetch: int = 0,
+    ) -> DatasetActor:
+        """The actors that read the data, ended with the cluster; arguments as `DatasetActor` has them."""
+        layout = self._layout
+        own = {"log_dir": layout.log_dir, "needs": layout.needs.get("data", {}), "trace": layout.trace}
+        actor = DatasetActor(factory, *arguments, shape=shape, workers=workers, prefetch=prefetch, **own)
         self._stack.callback(actor.stop)
         return actor
 

@@ -1,8 +1,10 @@
-"""The actor that reads the data: each step decoded once, its pieces handed out as refs."""
+"""The actors that read the data: one deals out which samples a step has, others decode them ahead of the step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import ray
@@ -12,7 +14,7 @@ from dhp.cluster.clock import Reading, offset_ns, read_clock
 from dhp.cluster.nodes import own_node
 from dhp.cluster.paths import require_paths
 from dhp.cluster.process import named_errors, redirect_output
-from dhp.cluster.watch import Watched, fetch
+from dhp.cluster.watch import Watched, fetch, wait_all
 from dhp.spans import DATA, Span, keep_spans, span, take_spans
 
 WHO = "the dataset actor"
@@ -21,10 +23,11 @@ WHO = "the dataset actor"
 class _Reader:
     """Every method runs under the actor's name, so that whatever it raises says where it comes from."""
 
-    def __init__(self, log_dir: str | None, threads: int, trace: bool):
+    def __init__(self, who: str, log_dir: str | None, log_name: str, threads: int, trace: bool):
         import torch
 
-        redirect_output(log_dir, "data")
+        self._who = who
+        redirect_output(log_dir, log_name)
         torch.set_num_threads(threads)
         self._feed: Any = None
         if trace:
@@ -32,19 +35,20 @@ class _Reader:
 
     def open(self, factory: Callable[..., Any], arguments: tuple[Any, ...], needs: Mapping[str, str]) -> None:
         """Make the feed. Not in the constructor: Ray turns an exception there into an actor's death."""
-        with named_errors(WHO, "opening the datasets"):
-            require_paths(WHO, needs)
+        with named_errors(self._who, "opening the datasets"):
+            require_paths(self._who, needs)
             self._feed = factory(*arguments)
 
-    def describe(self, attribute: str) -> Any:
-        """A value of the feed, such as its steps per epoch."""
-        with named_errors(WHO, attribute):
-            return getattr(self._feed, attribute)
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """A value of the feed, or the answer of one of its methods."""
+        with named_errors(self._who, name):
+            found = getattr(self._feed, name)
+            return found(*arguments) if callable(found) else found
 
-    def step(self, step: int) -> tuple[Any, ...]:
+    def read(self, batch: Any) -> tuple[Any, ...]:
         """Info, then every vision input, then every text input, micro-batch by micro-batch: one object each."""
-        with named_errors(WHO, _reading(step)), span(_reading(step), DATA):
-            data = self._feed.step(step)
+        with named_errors(self._who, _reading(batch.step)), span(_reading(batch.step), DATA):
+            data = self._feed.read(batch)
         pieces = [piece for side in (data.vision, data.text) for micro_batch in side for piece in micro_batch]
         return data.info, *pieces
 
@@ -57,54 +61,103 @@ class _Reader:
         return read_clock()
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step whose reading is submitted: its refs, and the calls to watch."""
+
+    refs: list[Any]
+    watched: list[Watched]
+
+
 class DatasetActor:
-    """`next(step)` submits a step's reading and returns refs at once; pixels never pass through the driver.
+    """`next(step)` returns the refs of a step's data at once; the steps after it are being read then. Pixels never pass
+    through the driver.
 
-    It runs on the driver's node, where the paths of the datasets were checked and the user sees them.
+    One actor knows the order of the data and hands out which samples a step has; with `workers` of them others read
+    and decode, each a whole step at a time, else it does so itself. All run on the driver's node, where the paths of
+    the datasets were checked and the user sees them.
     """
-
-    size = 1
 
     def __init__(
         self,
         factory: Callable[..., Any],
         *arguments: Any,
         shape: tuple[int, int, int],
+        workers: int = 0,
+        prefetch: int = 0,
         threads: int = 1,
         log_dir: str | None = None,
         needs: Mapping[str, str] | None = None,
         trace: bool = False,
     ):
-        """shape: micro-batches, vision ranks, text data replicas. log_dir: None leaves what it prints to Ray.
-        needs: paths that must exist on its node, by configuration key. trace: keep spans.
+        """shape: micro-batches, vision ranks, text data replicas. prefetch: steps whose reading is submitted beyond the
+        one asked for. log_dir: None leaves what it prints to Ray. needs: paths that must exist on its node, by
+        configuration key. trace: keep spans.
         """
         self._micro_batches, self._vision_ranks, self._replicas = shape
+        self._prefetch = prefetch
+        self._ahead: dict[int, _Step] = {}
+        self._steps: int | None = None
+        names = [WHO, *(f"data worker {number}" for number in range(workers))]
+        logs = ["data", *(f"data-{number}" for number in range(workers))]
         # Not soft: Ray 2.60 puts a soft one without resources anywhere. The driver's node lives as long as the driver.
         beside = NodeAffinitySchedulingStrategy(own_node(), soft=False)
         options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": beside}
-        self._actor = ray.remote(_Reader).options(**options).remote(log_dir, threads, trace)
-        self._watched: list[Watched] = []
-        self._watch("opening the datasets", self._actor.open.remote(factory, arguments, dict(needs or {})))
+        make = ray.remote(_Reader).options(**options)
+        self._actors = [make.remote(who, log_dir, log, threads, trace) for who, log in zip(names, logs, strict=True)]
+        self._names = {actor._actor_id: name for actor, name in zip(self._actors, names, strict=True)}
+        self._readers = self._actors[1:] or self._actors
+        self._watched = [
+            self._watch(actor, "opening the datasets", actor.open.remote(factory, arguments, dict(needs or {})))
+            for actor in self._actors
+        ]
 
-    def describe(self, attribute: str, timeout_s: float) -> Any:
-        """A value of the feed, waited for; raises as `wait_all` does."""
-        return fetch(Watched(WHO, attribute, self._actor.describe.remote(attribute)), timeout_s)
+    @property
+    def size(self) -> int:
+        """Processes."""
+        return len(self._actors)
+
+    def ask(self, name: str, *arguments: Any, timeout_s: float) -> Any:
+        """A value of the feed or the answer of a method, waited for; raises as `wait_all` does."""
+        actor = self._actors[0]
+        return fetch(self._watch(actor, name, actor.ask.remote(name, *arguments)), timeout_s)
+
+    def measure(self, timeout_s: float, tell: Callable[[int, int], None]) -> None:
+        """Measure what the feed lacks of lengths, with all workers. tell: parts done, and all. Raises as `wait_all`."""
+        keeper, submitted = self._actors[0], []
+        parts = self.ask("missing", timeout_s=timeout_s)
+        for reader, part in zip(cycle(self._readers), parts):
+            measured = reader.ask.remote("measure", part)
+            learned = keeper.ask.remote("learn", part, measured)
+            what = "measuring samples"
+            submitted.append([self._watch(reader, what, measured), self._watch(keeper, what, learned)])
+        for done, calls in enumerate(submitted):
+            tell(done, len(submitted))
+            wait_all(calls, timeout_s)
+
+    def end_at(self, steps: int) -> None:
+        """Nothing is read ahead beyond that many steps."""
+        self._steps = steps
 
     def next(self, step: int) -> tuple[Any, list[list[Any]], list[list[Any]]]:
         """Refs of one step (0-based): info, vision[m][v], text[m][d]."""
-        count = 1 + self._micro_batches * (self._vision_ranks + self._replicas)
-        info, *pieces = self._actor.step.options(num_returns=count, name=f"data.step_{step}").remote(step)
-        self._watch(_reading(step), info)
+        last = step + self._prefetch
+        for number in range(step, last + 1 if self._steps is None else max(min(last + 1, self._steps), step + 1)):
+            if number not in self._ahead:
+                self._ahead[number] = self._submit(number)
+        found = self._ahead.pop(step)
+        self._watched += found.watched
+        info, *pieces = found.refs
         cut = self._micro_batches * self._vision_ranks
         return info, _rows(pieces[:cut], self._vision_ranks), _rows(pieces[cut:], self._replicas)
 
     def take_spans_async(self) -> list[Any]:
-        """The ref of what it read when, as `ActorGroup.take_spans_async` has one for each rank."""
-        return [self._actor.take_spans.remote()]
+        """For each process the ref of what it read when, as `ActorGroup.take_spans_async` has one for each rank."""
+        return [actor.take_spans.remote() for actor in self._actors]
 
     def clock_offsets(self, timeout_s: float) -> list[int]:
-        """What to add to its clock to get this process's, nanoseconds."""
-        return [offset_ns(lambda: ray.get(self._actor.read_clock.remote(), timeout=timeout_s))]
+        """What to add to each process's clock to get this one's, nanoseconds."""
+        return [offset_ns(lambda a=actor: ray.get(a.read_clock.remote(), timeout=timeout_s)) for actor in self._actors]
 
     def take_watched(self) -> list[Watched]:
         """The calls submitted since the last time, for `wait_all`."""
@@ -112,11 +165,19 @@ class DatasetActor:
         return taken
 
     def stop(self) -> None:
-        """End the actor."""
-        ray.kill(self._actor, no_restart=True)
+        """End all of them."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
 
-    def _watch(self, what: str, ref: Any) -> None:
-        self._watched.append(Watched(WHO, what, ref, self._actor._actor_id.hex()))
+    def _submit(self, step: int) -> _Step:
+        keeper, reader = self._actors[0], self._readers[step % len(self._readers)]
+        batch = keeper.ask.options(name=f"data.batch_{step}").remote("batch", step)
+        count = 1 + self._micro_batches * (self._vision_ranks + self._replicas)
+        refs = reader.read.options(num_returns=count, name=f"data.step_{step}").remote(batch)
+        return _Step(refs, [self._watch(keeper, _reading(step), batch), self._watch(reader, _reading(step), refs[0])])
+
+    def _watch(self, actor: Any, what: str, ref: Any) -> Watched:
+        return Watched(self._names[actor._actor_id], what, ref, actor._actor_id.hex())
 
 
 def _reading(step: int) -> str:

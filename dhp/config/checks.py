@@ -31,6 +31,44 @@ def check_budget(config: Config) -> None:
             )
 
 
+def check_balance(config: Config) -> None:
+    """What balanced rows need of other keys. Raises ConfigError."""
+    data, method = config.data, config.data.balance
+    packs = method in ("isf", "balanced")
+    if packs and not data.packing:
+        raise ConfigError(
+            f"data.balance={method} with data.packing=false: it fills rows with samples of any length, which padding "
+            "would undo. Set data.packing=true, or data.balance=length_group"
+        )
+    if method != "random" and not data.shuffle:
+        raise ConfigError(
+            f"data.balance={method} with data.shuffle=false: which samples share a step is the method's to say. Set "
+            "data.shuffle=true, or data.balance=random"
+        )
+    if not packs:
+        for name, value in vars(data.limits).items():
+            if value is not None:
+                raise ConfigError(f"data.limits.{name}={value} with data.balance={method}, which fills no rows to it")
+    if data.balance_window is not None:
+        _check_window(config, data.balance_window)
+
+
+def _check_window(config: Config, window: int) -> None:
+    if config.data.balance == "random":
+        raise ConfigError(f"data.balance_window={window} with data.balance=random, which balances nothing")
+    batch = config.training.batch_size
+    if window < batch:
+        raise ConfigError(
+            f"data.balance_window={window} is less than a step: balance_window({window}) < "
+            f"training.batch_size({batch}). The larger it is, the more even steps are; some hundred steps are enough"
+        )
+    if config.training.max_steps is None:
+        raise ConfigError(
+            f"data.balance_window={window} without training.max_steps: how many steps an epoch has is known only once "
+            "all its samples are measured, and the learning rate needs the number before. Set training.max_steps"
+        )
+
+
 def check_layers(key: str, text: str, layers: int) -> None:
     """`text`, as in `dhp.config.recompute`, must name none but the part's `layers` layers. Raises ConfigError."""
     read_choices(text, layers, key)

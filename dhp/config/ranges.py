@@ -10,6 +10,7 @@ from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingC
 from dhp.errors import ConfigError
 
 DATA_FORMATS = ("auto", "llava", "sharegpt", "openai")
+BALANCE = ("random", "length_group", "device_group", "isf", "balanced")
 TRANSPORTS = ("auto", "shared_memory", "object_store", "nixl", "cuda_ipc")
 _SEEDS = 2**32  # numpy takes no larger seed
 
@@ -76,10 +77,16 @@ def _check_warmup(training: TrainingConfig) -> None:
 def check_data(data: DataConfig) -> None:
     """Raises ConfigError for values out of range and for datasets that the registry does not have."""
     require_choice("data.on_bad_sample", data.on_bad_sample, ("error", "skip"))
+    require_choice("data.balance", data.balance, BALANCE)
     require(data.num_workers >= 0, "data.num_workers", data.num_workers, "num_workers >= 0")
+    if data.prefetch is not None:
+        require(data.prefetch >= 0, "data.prefetch", data.prefetch, "prefetch >= 0")
+    for field in ("text", "vision", "full_text", "full_vision"):
+        if getattr(data.limits, field) is not None:
+            require_positive(f"data.limits.{field}", getattr(data.limits, field))
     require_positive("data.video_fps", data.video_fps)
     require(data.video_max_frames >= 2, "data.video_max_frames", data.video_max_frames, "video_max_frames >= 2")
-    for field in ("min_pixels", "max_pixels", "video_max_pixels", "max_tokens"):
+    for field in ("min_pixels", "max_pixels", "video_max_pixels", "max_tokens", "balance_window"):
         if getattr(data, field) is not None:
             require_positive(f"data.{field}", getattr(data, field))
     if data.min_pixels is not None and data.max_pixels is not None:

@@ -1,11 +1,12 @@
 """From what a user wrote to what a run uses: unset values filled in, and everything checked against everything."""
 
 import math
+import os
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
-from dhp.config.checks import check_budget, check_schedule
+from dhp.config.checks import check_balance, check_budget, check_schedule
 from dhp.config.degrees import resolve_part
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
 from dhp.config.schema import Config
@@ -31,6 +32,7 @@ def resolve(config: Config) -> Config:
     )
     check_schedule(resolved)
     check_budget(resolved)
+    check_balance(resolved)
     _fill_paths(resolved)
     # torch reads 0 as "scale every gradient to nothing"; here 0 and null both mean no clipping.
     resolved.training.max_grad_norm = config.training.max_grad_norm or None
@@ -110,6 +112,9 @@ def _fill_paths(config: Config) -> None:
     config.training.resume = _expanded(config.training.resume)
     if config.memory.cache_dir is not None:
         config.memory.cache_dir = _expanded(config.memory.cache_dir)
+    if config.data.cache_dir is None:
+        config.data.cache_dir = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dhp")
+    config.data.cache_dir = _expanded(config.data.cache_dir)
     config.data.data_registry = {
         name: replace(
             entry, annotation_path=_expanded(entry.annotation_path), data_path=_expanded(entry.data_path)

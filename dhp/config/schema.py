@@ -160,6 +160,24 @@ class DatasetEntry:
 
 
 @dataclass
+class LimitsConfig:
+    """How much a row may hold where data.balance makes packs; a sample beyond it has a row of its own."""
+
+    text: Optional[int] = None
+    """Tokens, those of images included (Q_t of ISF). Null: training.micro_batch_size × the mean sample's."""
+
+    vision: Optional[int] = None
+    """Tokens of images and videos (Q_v); with balanced the mean of a step's rows. Null: as text, with isf twice that,
+    since images go to any vision rank and it is text that must be even."""
+
+    full_text: Optional[int] = None
+    """isf: tokens from which on a row is kept (Q'_t). Null: text less 1/32 of it, 128 at most."""
+
+    full_vision: Optional[int] = None
+    """isf: image tokens from which on a row is kept (Q'_v). Null: vision less 1/32 of it."""
+
+
+@dataclass
 class DataConfig:
     """Which samples are read, and how."""
 
@@ -179,8 +197,28 @@ class DataConfig:
     """Lay the samples of a micro-batch one behind another in one row, without padding, each seeing itself only. False:
     a row a sample, padded to the longest."""
 
+    balance: str = "random"
+    """Which samples share a row and which rows a step, so that devices do not wait for one another: random |
+    length_group (samples of like length in a row) | device_group (on the devices of a step), all three of
+    training.micro_batch_size samples a row; isf (iterative sampling and filtering: packs of constant vision and text) |
+    balanced (packs of constant text, steps of constant vision), of so many samples in the mean. All but random need
+    every sample's length, measured once from file headers and kept in cache_dir."""
+
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+    balance_window: Optional[int] = None
+    """Samples of a random order that are balanced together, and measured when they are reached: for datasets too large
+    to be measured before the first step; needs training.max_steps. Null: an epoch."""
+
+    cache_dir: Optional[str] = None
+    """Directory of measured lengths, for all runs. Null: dhp in $XDG_CACHE_HOME or ~/.cache."""
+
     num_workers: int = 0
-    """Threads of the dataset actor that decode the samples of a step side by side. 0: one after another."""
+    """Processes that read, decode and preprocess, each a step at a time. 0: the dataset actor does it. The run says how
+    many would keep up when training waits for data."""
+
+    prefetch: Optional[int] = None
+    """Steps that are read ahead of the one submitted last. Null: one for each worker."""
 
     shuffle: bool = True
     """New order of the samples in each epoch, by seed. False: the annotation file's order."""

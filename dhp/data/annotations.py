@@ -21,13 +21,15 @@ _PROBED = 100  # samples whose keys may tell the format
 
 @dataclass(frozen=True)
 class Annotations:
-    """One dataset. form: a name of `dhp.data.parse.FORMATS`. data_path: where image paths start; None: no files."""
+    """One dataset. form: a name of `dhp.data.parse.FORMATS`. data_path: where image paths start; None: no files.
+    path: the file, or the folder of shards."""
 
     dataset: str
     rows: Rows
     form: str
     data_path: Path | None
     allow_http: bool
+    path: Path
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -69,7 +71,7 @@ def read_annotations(
         if not len(rows):
             raise DataError(f"{path} holds no sample. Remove the dataset or fill the file.")
         first = list(_first_samples(rows))
-        return Annotations(dataset, rows, detect(first) if form == AUTO else form, data_path, allow_http)
+        return Annotations(dataset, rows, detect(first) if form == AUTO else form, data_path, allow_http, path)
 
 
 def _first_samples(rows: Rows) -> Iterator[Any]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.ExifTags import Base
 
 from dhp.data.media import File, name_of, open_media
 from dhp.errors import DataError
@@ -14,6 +18,7 @@ MAX_PIXELS = 89_478_485  # a quarter of a GB in RGB: Pillow's own threshold for 
 _KNOWN = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO")
 Image.init()
 FORMATS = tuple(name for name in _KNOWN if name in Image.OPEN)  # a Pillow built without one does not list it
+_QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 
 def open_image(file: File, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -22,13 +27,35 @@ def open_image(file: File, max_pixels: int = MAX_PIXELS) -> Image.Image:
     max_pixels: width × height above which the file is refused before it is decoded.
     DataError names the file and the reason: missing, not a file, empty, too large, broken, of another format.
     """
+    with _opened(file, max_pixels) as image:
+        image.load()
+        return _to_rgb(ImageOps.exif_transpose(image))
+
+
+def read_size(file: File, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """(width, height) in pixels of the image that `open_image` gives, from the file's header: no pixel is decoded.
+
+    Raises DataError as `open_image` does, for what the header shows: missing, not a file, empty, too large, of another
+    format. A rotation that a PNG file states behind its pixels is not seen: such a size has its sides exchanged.
+    """
+    with _opened(file, max_pixels) as image:
+        exif = Image.Image.getexif(image)  # that of PNG files decodes first, in search of what stands behind the pixels
+        # Pillow has turned the size of a TIFF file already, if the rotation is a tag of its own.
+        turned = exif.get(Base.Orientation) in _QUARTER_TURNS and Base.Orientation not in getattr(image, "tag_v2", ())
+        return (image.height, image.width) if turned else image.size
+
+
+@contextmanager
+def _opened(file: File, max_pixels: int) -> Iterator[Image.Image]:
+    """An image of which the header is read. What is raised inside becomes a DataError that names the file."""
     name = name_of(file)
     content = open_media(file, "image")
     try:
         with content, Image.open(content, formats=FORMATS) as image:
             _check_size(image, name, max_pixels)
-            image.load()
-            return _to_rgb(ImageOps.exif_transpose(image))
+            if image.mode == "F":
+                raise ValueError("floating-point pixels have no defined white; convert to 8 or 16 bits")
+            yield image
     except DataError:
         raise
     # Decoders raise whatever the damaged bytes lead them to (OSError, SyntaxError, struct.error, …),
@@ -50,8 +77,6 @@ def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         return _from_16_bit(image)
-    if image.mode == "F":
-        raise ValueError("floating-point pixels have no defined white; convert to 8 or 16 bits")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))

@@ -20,7 +20,7 @@ class Portion:
         shuffle: with a weight that is not whole, which samples come once more is drawn anew each time; else they come
         in turn.
         """
-        self._annotations = annotations
+        self.annotations = annotations
         self._seeds = [seed, crc32(annotations.dataset.encode())]
         self._kept = self._draw(share) if share < 1 else None  # int64 [samples], ascending; None: all
         self._samples = len(annotations) if self._kept is None else len(self._kept)
@@ -34,14 +34,20 @@ class Portion:
 
     def record(self, index: int, epoch: int) -> Record:
         """Parse one annotation. index: within the epoch; both 0-based. DataError, with its place, if it is bad."""
+        return self.annotations.record(int(self.rows(np.array([index]), epoch)[0]))
+
+    def rows(self, indices: np.ndarray, epoch: int) -> np.ndarray:
+        """Rows of the annotations (0-based) that an epoch shows at these indices: int64."""
         # Epochs go round through all samples again and again, so each is shown as often as any other, give or take one.
-        cycle, place = divmod(epoch * self._shown + index, self._samples)
+        cycles, places = np.divmod(epoch * self._shown + indices, self._samples)
         if self._shuffle:
-            place = int(self._order(cycle)[place])
-        return self._annotations.record(place if self._kept is None else int(self._kept[place]))
+            for cycle in np.unique(cycles):
+                of_cycle = cycles == cycle
+                places[of_cycle] = self._order(int(cycle))[places[of_cycle]]
+        return places if self._kept is None else self._kept[places]
 
     def _draw(self, share: float) -> np.ndarray:
-        total = len(self._annotations)
+        total = len(self.annotations)
         drawn = np.random.default_rng(self._seeds).permutation(total)[: max(1, round(share * total))]
         return np.sort(drawn)
 

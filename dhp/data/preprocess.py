@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import transformers
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
 from dhp.data.chat import Rendered, render, to_messages
-from dhp.data.images import open_image
+from dhp.data.grids import Grid, Grids, Size
+from dhp.data.images import open_image, read_size
 from dhp.data.media import File, Video, name_of
 from dhp.data.records import Record, located
 from dhp.data.sample import IGNORED, Sample
-from dhp.data.video import Taking, map_frames
+from dhp.data.video import Taking, map_frames, read_extent
 from dhp.errors import ConfigError, DataError, ModelError
 
-Grid = tuple[int, int, int]  # (t, h, w) of an image or a video, in patches
 Output = Mapping[str, np.ndarray]  # of the image processor
 
 # Templates are compiled once and then shared, and one that tracks its answers is not reentrant.
@@ -54,6 +57,14 @@ class Picture:
     pixels: np.ndarray
     grid: Grid
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Length:
+    """Tokens of a sample. vision: those of its pictures; text: all that the decoder sees, those included."""
+
+    vision: int
+    text: int
 
 
 class Preprocessor:
@@ -92,6 +103,8 @@ class Preprocessor:
         self._video_scaling = self._scaling
         if videos is not None and videos.max_pixels is not None:
             self._video_scaling = _scaling(image_processor, min_pixels, videos.max_pixels, "data.video_max_pixels")
+        self._grids = Grids(image_processor, self._scaling, image_tokens)
+        self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def __call__(self, record: Record) -> Sample:
@@ -100,6 +113,34 @@ class Preprocessor:
             tokens = self._tokens(record)
             pictures = [self._video(m.file) if isinstance(m, Video) else self._image(m) for m in record.media]
             return self._assemble(record, tokens, pictures)
+
+    def measure(self, record: Record) -> Length:
+        """Length of the sample that a call would give, from the headers of its files: no pixel is decoded, but to
+        count the frames of a video that does not say how many it has. DataError, with the record's place, as a call
+        raises it, for what shows without pixels."""
+        with located(record.where):
+            tokens = self._tokens(record)
+            grids = [self._video_grid(m.file) if isinstance(m, Video) else self._image_grid(m) for m in record.media]
+            vision = sum(map(self._image_tokens, grids))
+            length = Length(vision, len(tokens.ids) - len(grids) + vision)
+            self._check_length(length)
+            return length
+
+    def fingerprint(self) -> str:
+        """Hex digest of all that lengths depend on beside the records: where it is the same, so are they."""
+        tokenizer, videos = self._tokenizer, self._videos
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        about = {
+            "transformers": transformers.__version__,
+            # A call sets the other two, whatever the tokenizer's file says of them.
+            "tokenizer": {key: value for key, value in backend.items() if key not in ("truncation", "padding")},
+            "template": [tokenizer.chat_template, tokenizer.special_tokens_map],
+            "image processor": [self._image_processor.to_json_string(), self._scaling, self._video_scaling],
+            "image": [self._image_token_id, self._image_tokens((2, 12, 12))],
+            "videos": videos and [videos.token_id, asdict(videos.taking)],
+            "max_tokens": self._max_tokens,
+        }
+        return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 
     def _tokens(self, record: Record) -> Tokens:
         with _TEXT:
@@ -153,14 +194,34 @@ class Preprocessor:
     def _image(self, file: File) -> Picture:
         return Picture(*self._as_patches(self._process([open_image(file)], file, self._scaling)))
 
+    def _image_grid(self, file: File) -> Grid:
+        def blank(size: Size) -> Grid:
+            return self._as_patches(self._process([Image.new("RGB", size)], file, self._scaling))[1]
+
+        return self._grids(read_size(file), blank)
+
     def _video(self, file: File) -> Picture:
-        if self._videos is None:
-            raise DataError(f"video {name_of(file)}, but this model sees images only. Leave videos out of its data")
-        videos = self._videos
+        videos = self._seeing(file)
         make = lambda frames: videos.patches(self._process(frames, file, self._video_scaling))
         groups, seconds = map_frames(file, videos.taking, make)
         _, h, w = groups[0][1]
         return Picture(np.concatenate([rows for rows, _ in groups]), (len(groups), h, w), seconds)
+
+    def _video_grid(self, file: File) -> Grid:
+        videos = self._seeing(file)
+        group = videos.taking.group
+
+        def blank(size: Size) -> Grid:
+            return videos.patches(self._process([Image.new("RGB", size)] * group, file, self._video_scaling))[1]
+
+        extent = read_extent(file, videos.taking)
+        _, h, w = self._video_grids((extent.width, extent.height), blank)
+        return extent.frames // group, h, w
+
+    def _seeing(self, file: File) -> Videos:
+        if self._videos is None:
+            raise DataError(f"video {name_of(file)}, but this model sees images only. Leave videos out of its data")
+        return self._videos
 
     def _process(self, images: list[Image.Image], file: File, scaling: dict[str, Any]) -> Output:
         try:
@@ -176,7 +237,7 @@ class Preprocessor:
             kinds[tokens.ids == self._videos.token_id] = 2
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
         repeats[kinds > 0] = [self._image_tokens(picture.grid) for picture in pictures]
-        self._check_length(int(repeats.sum()), int(repeats[kinds > 0].sum()))
+        self._check_length(Length(int(repeats[kinds > 0].sum()), int(repeats.sum())))
         labels = np.where(tokens.target, tokens.ids, IGNORED)
         return Sample(
             dataset=record.dataset,
@@ -189,11 +250,11 @@ class Preprocessor:
             seconds=tuple(picture.seconds for picture in pictures),
         )
 
-    def _check_length(self, tokens: int, of_pictures: int) -> None:
+    def _check_length(self, length: Length) -> None:
         # Nothing is ever cut: a picture with a part of its tokens would be another picture.
-        if self._max_tokens is not None and tokens > self._max_tokens:
+        if self._max_tokens is not None and length.text > self._max_tokens:
             raise DataError(
-                f"{tokens} tokens ({of_pictures} of images and videos) are more than data.max_tokens="
+                f"{length.text} tokens ({length.vision} of images and videos) are more than data.max_tokens="
                 f"{self._max_tokens}. Lower data.max_pixels, shorten the sample or raise data.max_tokens"
             )
 

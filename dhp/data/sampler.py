@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from typing import Any
 
 import numpy as np
+
+from dhp.errors import DataError
+
+RANDOM = "random"
 
 
 @dataclass(frozen=True)
@@ -16,12 +21,111 @@ class BatchLayout:
 
     replicas: int
     micro_batches: int
-    micro_batch_size: int  # samples per micro-batch and replica
+    micro_batch_size: int  # samples per micro-batch and replica; in the mean where rows are balanced
 
     @property
     def batch_size(self) -> int:
         """Samples a step, over all replicas and micro-batches."""
         return self.replicas * self.micro_batches * self.micro_batch_size
+
+    @property
+    def rows(self) -> int:
+        """Rows a step: what one replica holds in one micro-batch. The same for each number of replicas that divides
+        it, so that a run may go on with another one."""
+        return self.replicas * self.micro_batches
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Which samples a step trains on; cheap to send, where the samples are not.
+
+    step, epoch: 0-based; done: epochs after this step, with a fraction. samples: [micro_batch][replica] -> indices
+    within the epoch. defects: one message for each sample that is left out before anything is read.
+    """
+
+    step: int
+    epoch: int
+    done: float
+    samples: tuple[tuple[tuple[int, ...], ...], ...]
+    defects: tuple[str, ...] = ()
+
+
+class Sampler:
+    """Steps in order, and any step by its number. Iterating hands out the next ones and moves `position` on."""
+
+    def __init__(self, layout: BatchLayout, seed: int) -> None:
+        self.layout, self.seed = layout, seed
+        self.position = 0
+
+    def batch(self, step: int) -> StepBatch:
+        """The samples of a step (0-based): depends on the constructor's arguments and `step` alone."""
+        raise NotImplementedError
+
+    def steps(self, epochs: int) -> int:
+        """Steps of that many epochs from the first on."""
+        raise NotImplementedError
+
+    def order(self) -> dict[str, Any]:
+        """All that decides which samples a step has, as plain values; two samplers that agree in it have equal steps.
+        The number of replicas is not in it."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        self.position += 1
+        return self.batch(self.position - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain values."""
+        return {"step": self.position, "order": self.order()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another sampler stopped, also one with another number of replicas: no sample is lost or seen
+        twice. Raises DataError when its steps would be others."""
+        now = self.order()
+        other = [key for key in now if state["order"].get(key) != now[key]]
+        if other:
+            told = "; ".join(f"{key} was {state['order'].get(key)} and is {now[key]}" for key in other)
+            raise DataError(
+                f"the run cannot go on in the middle of its data, which is dealt out otherwise: {told}. Set what it "
+                "had, or begin anew with training.resume=never"
+            )
+        self.position = state["step"]
+
+
+class RandomSampler(Sampler):
+    """`micro_batch_size` samples a row, in random or file order."""
+
+    def __init__(self, samples: int, layout: BatchLayout, seed: int, shuffle: bool) -> None:
+        super().__init__(layout, seed)
+        self._samples, self._shuffle = samples, shuffle
+
+    def batch(self, step: int) -> StepBatch:
+        """As `Sampler.batch`."""
+        indices = step_indices(step, self._samples, self.layout, self.seed, self._shuffle)
+        return StepBatch(
+            step=step,
+            epoch=epoch_of(step, self._samples, self.layout),
+            done=(step + 1) / self.steps(1),
+            samples=tuple(map(tuple, slots(indices, self.layout))),
+        )
+
+    def steps(self, epochs: int) -> int:
+        """As `Sampler.steps`."""
+        return epochs * steps_per_epoch(self._samples, self.layout)
+
+    def order(self) -> dict[str, Any]:
+        """As `Sampler.order`."""
+        return {
+            "balance": RANDOM,
+            "seed": self.seed,
+            "shuffle": self._shuffle,
+            "samples": self._samples,
+            "rows": self.layout.rows,
+            "samples a row": self.layout.micro_batch_size,
+        }
 
 
 @lru_cache(maxsize=2)  # for millions of samples an order takes longer than a step's reading

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from dhp.data.annotations import Annotations, read_annotations
 from dhp.data.mixture import Portion
 from dhp.data.records import Record
 from dhp.data.sample import Sample
-from dhp.data.sampler import BatchLayout, epoch_of, slots, step_indices, steps_per_epoch
+from dhp.data.sampler import Sampler, StepBatch
 from dhp.errors import ConfigError, DataError
 
 
@@ -39,9 +37,20 @@ class Dataset:
         """Parse one annotation. DataError, with its place, if it is defective."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        portion = self._portions[number]
-        return portion.record(index - int(self._ends[number]) + len(portion), epoch)
+        ((portion, _, place),) = self.portions(np.array([index]))
+        return portion.record(int(place[0]), epoch)
+
+    def portions(self, indices: np.ndarray) -> Iterator[tuple[Portion, np.ndarray, np.ndarray]]:
+        """Each portion that has some of these samples, which of `indices` they are, and their places in it."""
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        for number in np.unique(numbers):
+            portion = self._portions[number]
+            of_portion = np.flatnonzero(numbers == number)
+            yield portion, of_portion, indices[of_portion] - int(self._ends[number]) + len(portion)
+
+    def annotations(self) -> dict[str, Annotations]:
+        """Those of all portions, by the dataset's name."""
+        return {portion.annotations.dataset: portion.annotations for portion in self._portions}
 
 
 def open_dataset(
@@ -72,13 +81,14 @@ def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool) -> 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The data of one step. step, epoch: 0-based; samples: [micro_batch][replica] -> its samples;
-    skipped: one message (dataset, position, reason) for each sample left out."""
+    """The data of one step. step, epoch: 0-based; samples: [micro_batch][replica] -> its samples; skipped: one
+    message (dataset, position, reason) for each sample left out; done: epochs after the step, with a fraction."""
 
     step: int
     epoch: int
     samples: tuple[tuple[tuple[Sample, ...], ...], ...]
     skipped: tuple[str, ...]
+    done: float = 0.0
 
 
 class BatchSource:
@@ -88,58 +98,38 @@ class BatchSource:
         self,
         dataset: Dataset,
         preprocess: Callable[[Record], Sample],
-        layout: BatchLayout,
-        seed: int,
-        shuffle: bool,
+        sampler: Sampler,
         on_bad_sample: str = "error",
-        num_workers: int = 0,
     ) -> None:
-        """on_bad_sample: "error" raises the first DataError of a step, "skip" leaves the sample's place empty.
-        num_workers: threads that decode the samples of a step; 0: the calling thread.
-        """
+        """on_bad_sample: "error" raises the first DataError of a step, "skip" leaves the sample's place empty."""
         if on_bad_sample not in ("error", "skip"):
             raise ConfigError(f"data.on_bad_sample = {on_bad_sample!r}; it must be 'error' or 'skip'")
-        if num_workers < 0:
-            raise ConfigError(f"data.num_workers = {num_workers}; it must be 0 (no threads) or more")
         self._dataset = dataset
         self._preprocess = preprocess
-        self._layout = layout
-        self._seed = seed
-        self._shuffle = shuffle
+        self.sampler = sampler
         self._skip = on_bad_sample == "skip"
-        self._num_workers = num_workers
 
     @property
     def dataset_size(self) -> int:
         """Samples of all datasets together."""
         return len(self._dataset)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps that show each sample once."""
-        return steps_per_epoch(len(self._dataset), self._layout)
-
     def step(self, step: int) -> StepSamples:
         """Decode the global batch of one step (0-based). DataError as on_bad_sample says."""
-        indices = step_indices(step, len(self._dataset), self._layout, self._seed, self._shuffle)
-        epoch = epoch_of(step, len(self._dataset), self._layout)
-        outcomes = self._decode(indices, epoch)
-        # Slots are dealt before bad samples are left out: a skip must not move any other sample.
-        dealt = slots(range(len(indices)), self._layout)
-        return StepSamples(
-            step=step,
-            epoch=epoch,
-            samples=tuple(tuple(_usable(outcomes, slot) for slot in row) for row in dealt),
-            skipped=tuple(str(outcome) for outcome in outcomes if isinstance(outcome, DataError)),
-        )
+        return self.read(self.sampler.batch(step))
 
-    def _decode(self, indices: Sequence[int], epoch: int) -> list[Sample | DataError]:
-        """One outcome an index, in order, whatever the number of threads."""
-        if self._num_workers == 0:
-            return [self._prepare(index, epoch) for index in indices]
-        # Threads live for one step: nothing to close, and nothing left behind by an error.
-        with ThreadPoolExecutor(self._num_workers) as pool:
-            return list(pool.map(partial(self._prepare, epoch=epoch), indices))
+    def read(self, batch: StepBatch) -> StepSamples:
+        """Decode the samples of a step. DataError as on_bad_sample says."""
+        # Places were dealt before bad samples are left out: a skip must not move any other sample.
+        outcomes = [[[self._prepare(index, batch.epoch) for index in slot] for slot in row] for row in batch.samples]
+        flat = [outcome for row in outcomes for slot in row for outcome in slot]
+        return StepSamples(
+            step=batch.step,
+            epoch=batch.epoch,
+            samples=tuple(tuple(map(_usable, row)) for row in outcomes),
+            skipped=batch.defects + tuple(str(outcome) for outcome in flat if isinstance(outcome, DataError)),
+            done=batch.done,
+        )
 
     def _prepare(self, index: int, epoch: int) -> Sample | DataError:
         try:
@@ -150,5 +140,5 @@ class BatchSource:
             raise
 
 
-def _usable(outcomes: Sequence[Sample | DataError], slot: Sequence[int]) -> tuple[Sample, ...]:
-    return tuple(outcomes[i] for i in slot if isinstance(outcomes[i], Sample))
+def _usable(outcomes: Sequence[Sample | DataError]) -> tuple[Sample, ...]:
+    return tuple(outcome for outcome in outcomes if isinstance(outcome, Sample))

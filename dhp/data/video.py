@@ -41,6 +41,16 @@ class Taking:
         return np.arange(count, dtype=np.int64) * total // count
 
 
+@dataclass(frozen=True)
+class Extent:
+    """What is taken of a video. frames: filled up to whole groups; width, height: of a frame as it is stored, in
+    pixels. A frame that is shown after a quarter turn has them exchanged."""
+
+    frames: int
+    width: int
+    height: int
+
+
 def map_frames(file: File, taking: Taking, use: Callable[[list[Image.Image]], Result]) -> tuple[list[Result], float]:
     """Decode a video: what `use` makes of each group of frames, in order, and the seconds from one group to the next.
 
@@ -59,6 +69,18 @@ def map_frames(file: File, taking: Taking, use: Callable[[list[Image.Image]], Re
         if group:
             results.append(use(group + group[-1:] * (taking.group - len(group))))
     return results, taking.group * total / (len(indices) * rate)
+
+
+def read_extent(file: File, taking: Taking) -> Extent:
+    """What `map_frames` takes of a video, from the file's header.
+
+    Frames are decoded only to be counted, where the header does not say how many there are (as in Matroska files).
+    Raises DataError as `map_frames` does, for what the header shows: no video stream, no frames, too large.
+    """
+    with _opened(file) as (container, stream):
+        total, rate = _length(stream, file)
+        groups = -(-len(taking.indices(total, rate)) // taking.group)
+        return Extent(groups * taking.group, *_frame_size(container, stream, file))
 
 
 @contextmanager
@@ -97,6 +119,16 @@ def _length(stream: Any, file: File) -> tuple[int, float]:
     if total <= 0 or rate <= 0:
         raise DataError(f"video {name_of(file)} has {'no frame rate' if total > 0 else 'no frames'}")
     return total, rate
+
+
+def _frame_size(container: Any, stream: Any, file: File) -> tuple[int, int]:
+    """Width and height by the header, else by the first frame."""
+    if stream.width and stream.height:
+        return stream.width, stream.height
+    with _decoding(name_of(file)):
+        for frame in container.decode(stream):
+            return frame.width, frame.height
+    raise DataError(f"video {name_of(file)} has no frames")
 
 
 def _count(file: File) -> int:

@@ -71,7 +71,7 @@ def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample]) 
         dealt = slots(list(samples), BatchLayout(text.data, 1, -(-len(samples) // text.data)))
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
-    source: Any = SimpleNamespace(step=step, steps_per_epoch=1)
+    source: Any = SimpleNamespace(step=step)
     return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing=True).step(0)
 
 

@@ -93,5 +93,5 @@ def deal(
         dealt = slots(list(samples), BatchLayout(text.data, micro_batches, size))
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
-    source: Any = SimpleNamespace(step=step, steps_per_epoch=1)
+    source: Any = SimpleNamespace(step=step)
     return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing).step(0)

@@ -14,7 +14,7 @@ SETTINGS = {"seed": 1, "vision.tensor": 1, "data.datasets": ["a"]}
 
 
 def write(parent: Path, step: int) -> Path:
-    about = {"step": step, "skipped_samples": 10 * step, "settings": SETTINGS}
+    about = {"step": step, "skipped_samples": 10 * step, "settings": SETTINGS, "data": {"step": step}}
     return finish_checkpoint(open_checkpoint(parent, step), about, [])
 
 
@@ -28,7 +28,7 @@ def test_auto_takes_the_newest_complete_one_or_begins(tmp_path: Path) -> None:
     for step in (9, 10):
         write(tmp_path, step)
     open_checkpoint(tmp_path, 11)
-    assert find_start("auto", tmp_path) == Start(tmp_path / "step_10", 10, 100, SETTINGS)
+    assert find_start("auto", tmp_path) == Start(tmp_path / "step_10", 10, 100, SETTINGS, {"step": 10})
 
 
 def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
@@ -43,9 +43,9 @@ def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
     assert find_start(str(run), own).step == 4
 
 
-def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
+def test_one_that_does_not_say_where_its_data_stopped_cannot_be_resumed(tmp_path: Path) -> None:
     finish_checkpoint(open_checkpoint(tmp_path, 5), {"step": 5, "parts": []}, [])
-    with pytest.raises(CheckpointError, match="step_5 holds weights alone"):
+    with pytest.raises(CheckpointError, match="step_5 does not say where it stopped in its data"):
         find_start("auto", tmp_path)
 
 

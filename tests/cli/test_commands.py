@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
 
 from dhp.__main__ import main
@@ -70,3 +72,34 @@ def test_inspect_writes_each_micro_batch_of_each_replica(tiny_assets: Path, tmp_
     assert {name.rpartition("/")[0] for name in tensors} == {f"{d}/{m}" for d in (0, 1) for m in (0, 1)}
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if name.endswith(("/input_ids", "/labels"))}
     assert set(rows.values()) == {2}
+
+
+def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
+    capsys: pytest.CaptureFixture[str], tiny_assets: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.jsonl"
+    cut_off = tmp_path / "cut.png"
+    Image.new("RGB", (64, 64)).save(cut_off)
+    cut_off.write_bytes(cut_off.read_bytes()[:-40])
+    turns = [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "A square."}]
+    samples = [{"image": "cut.png", "conversations": turns}, {"image": "no.png", "conversations": turns}]
+    broken.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    registry = f"+data.data_registry.broken={{annotation_path: {broken}, data_path: {tmp_path}}}"
+    out = tmp_path / "out"
+    own = ["inspect", "data", "--config-name=tiny", f"out={out}", f"tiny_assets={tiny_assets}", registry]
+    own += ["data.datasets=[shapes,broken]", f"data.cache_dir={tmp_path / 'cache'}"]
+    assert main(own) == 0
+    told = capsys.readouterr().out
+    names = told.split()
+    assert all(name in names for name in ("shapes", "broken", "random", "length_group", "isf", "balanced"))
+    assert "line 2 of" in told and "no.png does not exist" in told and "cut.png" not in told
+    assert (out / "defects.txt").read_text().count("\n") == 1
+    rows = [json.loads(line) for line in (out / "balance.jsonl").read_text().splitlines()]
+    assert [row["dropped"] for row in rows] == [0] * 5
+    with Image.open(out / "lengths.png") as picture:
+        assert picture.size[0] == 900 and len(picture.convert("RGB").getcolors(1 << 20)) > 3
+
+    assert main([*own, "decode=true", "data.num_workers=2"]) == 0
+    told = capsys.readouterr().out
+    assert "line 1 of" in told and "cut.png cannot be decoded" in told
+    assert (out / "defects.txt").read_text().count("\n") == 2

@@ -147,13 +147,32 @@ def test_a_trainer_that_cannot_be_made_says_why(make_group: Any) -> None:
 
 
 class Feed:
-    steps_per_epoch = 7
+    size = 7
 
-    def step(self, step: int) -> Any:
+    def __init__(self) -> None:
+        self.learned: dict[int, str] = {}
+
+    def batch(self, step: int) -> Any:
+        if step == 11:
+            raise DataError("dataset 'made', element 2: too long")
+        return SimpleNamespace(step=step)
+
+    def read(self, batch: Any) -> Any:
+        step = batch.step
         if step == 9:
             raise DataError("dataset 'made', element 1: broken")
         two = lambda kind: tuple(tuple(f"{kind} {step} {m} {n}" for n in range(2)) for m in range(3))
         return SimpleNamespace(info=f"info {step}", vision=two("v"), text=tuple(row[:1] for row in two("t")))
+
+
+    def missing(self) -> list[int]:
+        return [1, 2, 3]
+
+    def measure(self, part: int) -> str:
+        return f"{part} by {os.getpid()}"
+
+    def learn(self, part: int, measured: str) -> None:
+        self.learned[part] = measured
 
 
 def no_feed() -> None:
@@ -165,17 +184,61 @@ def test_the_dataset_actor_hands_out_refs_in_the_shape_of_the_parts() -> None:
 
     actor = DatasetActor(Feed, shape=(3, 2, 1))
     try:
-        assert actor.describe("steps_per_epoch", WAIT_S) == 7
+        assert actor.ask("size", timeout_s=WAIT_S) == 7
         info, vision, text = actor.next(4)
         assert ray.get(info) == "info 4"
         assert [ray.get(row) for row in vision] == [[f"v 4 {m} 0", f"v 4 {m} 1"] for m in range(3)]
         assert [ray.get(row) for row in text] == [[f"t 4 {m} 0"] for m in range(3)]
-        assert [w.what for w in actor.take_watched()] == ["opening the datasets", "reading step 5"]
-        actor.next(9)
-        with pytest.raises(DataError, match="^dataset 'made', element 1: broken$"):
-            wait_all(actor.take_watched(), WAIT_S)
+        assert [w.what for w in actor.take_watched()] == ["opening the datasets", *["reading step 5"] * 2]
+        for step, reason in ((9, "element 1: broken"), (11, "element 2: too long")):
+            actor.next(step)
+            with pytest.raises(DataError, match=f"^dataset 'made', {reason}$"):
+                wait_all(actor.take_watched(), WAIT_S)
     finally:
         actor.stop()
+
+
+def test_workers_read_in_turn_and_ahead_but_not_beyond_the_end() -> None:
+    import ray
+
+    actor = DatasetActor(Feed, shape=(3, 2, 1), workers=2, prefetch=2)
+    try:
+        assert actor.size == 3
+        wait_all(actor.take_watched(), WAIT_S)
+        actor.end_at(4)
+        infos = [ray.get(actor.next(step)[0]) for step in range(4)]
+        assert infos == [f"info {step}" for step in range(4)]
+        readers = [w.who for w in actor.take_watched()]
+        assert readers == [name for step in range(4) for name in ("the dataset actor", f"data worker {step % 2}")]
+        assert not actor._ahead
+    finally:
+        actor.stop()
+
+
+def test_a_bad_sample_read_ahead_is_told_when_its_step_comes() -> None:
+    actor = DatasetActor(Feed, shape=(3, 2, 1), workers=1, prefetch=3)
+    try:
+        actor.next(8)  # 9 and 11 are read ahead
+        wait_all(actor.take_watched(), WAIT_S)
+        actor.next(9)
+        with pytest.raises(DataError, match="element 1: broken"):
+            wait_all(actor.take_watched(), WAIT_S)
+        actor.next(10)
+        wait_all(actor.take_watched(), WAIT_S)
+    finally:
+        actor.stop()
+
+
+def test_workers_measure_what_is_missing_and_the_first_actor_keeps_it() -> None:
+    actor, told = DatasetActor(Feed, shape=(1, 1, 1), workers=2), []
+    try:
+        actor.measure(WAIT_S, lambda done, parts: told.append((done, parts)))
+        learned = actor.ask("learned", timeout_s=WAIT_S)
+    finally:
+        actor.stop()
+    assert told == [(0, 3), (1, 3), (2, 3)]
+    by = {part: int(text.split()[-1]) for part, text in learned.items()}
+    assert list(by) == [1, 2, 3] and by[1] == by[3] != by[2]
 
 
 def test_datasets_that_cannot_be_opened_are_told_as_they_are() -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dhp.config.checks import check_autotp, check_tensor, check_tower
+from dhp.config.checks import check_autotp, check_balance, check_tensor, check_tower
+from dhp.config.schema import Config, DataConfig, LimitsConfig, TrainingConfig
 from dhp.errors import ConfigError
 
 
@@ -53,3 +54,33 @@ def test_autotp_wants_whole_key_value_heads():
         check_autotp(2, 4)
     assert "kv_heads(2) % tensor(4) = 2 != 0" in str(caught.value)
     assert "Set text.parallelism=tensor" in str(caught.value) and "one of [1, 2]" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "steps", "message"),
+    [
+        ({"balance": "isf", "packing": False}, None, "data.balance=isf with data.packing=false"),
+        ({"balance": "balanced", "shuffle": False}, None, "data.balance=balanced with data.shuffle=false"),
+        ({"limits": LimitsConfig(vision=9)}, None, "data.limits.vision=9 with data.balance=random"),
+        ({"balance_window": 64}, 9, "data.balance_window=64 with data.balance=random"),
+        ({"balance": "isf", "balance_window": 7}, 9, "balance_window(7) < training.batch_size(8)"),
+        ({"balance": "isf", "balance_window": 64}, None, "data.balance_window=64 without training.max_steps"),
+    ],
+)
+def test_what_balanced_rows_need(data, steps, message):
+    with pytest.raises(ConfigError) as caught:
+        check_balance(Config(data=DataConfig(**data), training=TrainingConfig(max_steps=steps)))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"balance": "length_group", "packing": False},
+        {"balance": "isf", "limits": LimitsConfig(text=4096)},
+        {"balance": "balanced", "balance_window": 64},
+    ],
+)
+def test_balanced_rows_that_have_it(data):
+    check_balance(Config(data=DataConfig(**data), training=TrainingConfig(max_steps=9)))

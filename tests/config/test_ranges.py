@@ -5,7 +5,7 @@ import math
 import pytest
 
 from dhp.config.ranges import check_cluster, check_data, check_seed, check_training
-from dhp.config.schema import ClusterConfig, DataConfig, DatasetEntry, TrainingConfig
+from dhp.config.schema import ClusterConfig, DataConfig, DatasetEntry, LimitsConfig, TrainingConfig
 from dhp.errors import ConfigError
 
 REGISTRY = {"shapes": DatasetEntry("a.json", "d"), "digits": DatasetEntry("b.json", "d")}
@@ -77,6 +77,10 @@ def test_a_warmup_beyond_max_steps():
         ),
         ({"on_bad_sample": "ignore"}, "data.on_bad_sample=ignore does not exist; choose from error, skip"),
         ({"num_workers": -1}, "num_workers >= 0"),
+        ({"prefetch": -1}, "prefetch >= 0"),
+        ({"balance": "balance"}, "did you mean balanced?"),
+        ({"balance_window": 0}, "data.balance_window >= 1"),
+        ({"limits": LimitsConfig(text=0)}, "data.limits.text >= 1"),
         ({"min_pixels": 0}, "data.min_pixels >= 1"),
         ({"min_pixels": 100, "max_pixels": 50}, "min_pixels(100) > max_pixels(50)"),
     ],

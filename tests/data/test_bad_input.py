@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from dhp.config.schema import DatasetEntry
-from dhp.data.sampler import BatchLayout
+from dhp.data.sampler import BatchLayout, RandomSampler
 from dhp.data.source import BatchSource, open_dataset
 from dhp.errors import DataError
 from tests.data.test_files import shard
@@ -195,7 +195,7 @@ MESSAGES: dict[str, tuple[Any, str]] = {
 
 def source(entry: DatasetEntry, preprocess: Any, on_bad_sample: str) -> BatchSource:
     dataset = open_dataset(["set"], {"set": entry})
-    return BatchSource(dataset, preprocess, LAYOUT, seed=0, shuffle=False, on_bad_sample=on_bad_sample)
+    return BatchSource(dataset, preprocess, RandomSampler(len(dataset), LAYOUT, 0, False), on_bad_sample)
 
 
 def check(entry: DatasetEntry, preprocess: Any, place: str, reason: str) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
+from PIL.PngImagePlugin import PngInfo
 
-from dhp.data.images import open_image
+from dhp.data.images import open_image, read_size
 from dhp.errors import DataError
 
 
@@ -105,6 +106,69 @@ def test_exif_rotation_is_applied(tmp_path):
     assert pixel(path, (1, 0)) == (255, 255, 255)
 
 
+ORIENTATION = 0x0112
+XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/" tiff:Orientation="{}"/>'
+
+
+def exif(orientation: int) -> Image.Exif:
+    tags = Image.Exif()
+    tags[ORIENTATION] = orientation
+    return tags
+
+
+def xmp(orientation: int) -> PngInfo:
+    info = PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", XMP.format(orientation))
+    return info
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("x.jpg", lambda o: {"exif": exif(o)}),
+        ("x.png", lambda o: {"exif": exif(o)}),
+        ("x.webp", lambda o: {"exif": exif(o)}),
+        ("x.tif", lambda o: {"exif": exif(o)}),
+        ("x.tif", lambda o: {"exif": exif(o), "compression": "tiff_lzw"}),
+        ("x.png", lambda o: {"pnginfo": xmp(o)}),
+        ("x.jpg", lambda o: {"xmp": XMP.format(o).encode()}),
+        ("x.tif", lambda o: {"tiffinfo": {700: XMP.format(o).encode()}}),
+    ],
+)
+def test_the_size_is_that_of_the_upright_image(tmp_path, monkeypatch, name, options, orientation):
+    path = save(tmp_path / name, Image.new("RGB", (40, 20)), **options(orientation))
+    upright = open_image(path).size
+    assert upright == ((20, 40) if orientation >= 5 else (40, 20))
+    assert size_undecoded(path, monkeypatch) == upright
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA", "LA", "I;16"])
+@pytest.mark.parametrize("name", ["x.png", "x.jpg", "x.gif", "x.webp", "x.bmp", "x.tif", "x.ppm", "x.jp2", "x.tga"])
+def test_the_size_by_the_header(tmp_path, monkeypatch, name, mode):
+    try:
+        path = save(tmp_path / name, Image.new(mode, (41, 22)))
+    except (OSError, ValueError, KeyError):
+        return  # this format has no such pixels
+    assert open_image(path).size == (41, 22)
+    assert size_undecoded(path, monkeypatch) == (41, 22)
+
+
+def size_undecoded(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    def fail(self: Image.Image) -> None:
+        raise AssertionError("the image is decoded")
+
+    with monkeypatch.context() as patched:
+        for kind in [ImageFile.ImageFile, *ImageFile.ImageFile.__subclasses__()]:
+            patched.setattr(kind, "load", fail)
+        return read_size(path)
+
+
+def test_the_size_of_an_icon_is_its_largest(tmp_path):
+    path = save(tmp_path / "x.ico", Image.new("RGB", (64, 64)), sizes=[(16, 16), (64, 64)])
+    assert read_size(path) == open_image(path).size == (64, 64)
+
+
 def broken(kind: str, folder: Path) -> Path:
     """A file of the kind that a test asks for."""
     path = folder / "x.png"
@@ -141,8 +205,14 @@ def broken(kind: str, folder: Path) -> Path:
 )
 def test_unusable_files_are_named_with_the_reason(tmp_path, kind, reason):
     path = broken(kind, tmp_path)
-    with pytest.raises(DataError, match=f"image {path} {reason}"):
+    with pytest.raises(DataError, match=f"image {path} {reason}") as raised:
         open_image(path)
+    if kind == "half":
+        assert read_size(path) == (64, 64)
+    else:
+        with pytest.raises(DataError) as by_header:
+            read_size(path)
+        assert str(by_header.value) == str(raised.value)
 
 
 def test_a_truncated_jpeg(tmp_path):
@@ -156,12 +226,18 @@ def test_a_picture_with_too_many_pixels_is_refused_before_decoding(tmp_path):
     path = save(tmp_path / "x.png", Image.new("1", (100, 50)))
     with pytest.raises(DataError, match="has 100 × 50 = 5000 pixels, more than the 4999"):
         open_image(path, max_pixels=4999)
-    assert open_image(path, max_pixels=5000).size == (100, 50)
+    with pytest.raises(DataError, match="has 100 × 50 = 5000 pixels, more than the 4999"):
+        read_size(path, max_pixels=4999)
+    assert open_image(path, max_pixels=5000).size == read_size(path, max_pixels=5000) == (100, 50)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # ours is the error after it
 @pytest.mark.parametrize("side", [10_000, 20_000])  # above Pillow's warning; above its own error
 def test_a_decompression_bomb_is_refused_by_default(tmp_path, side):
     path = save(tmp_path / "x.png", Image.new("1", (side, side)))
-    with pytest.raises(DataError, match=r"x\.png (has 10000 × 10000|cannot be decoded: .*decompression bomb)"):
+    reason = r"x\.png (has 10000 × 10000|cannot be decoded: .*decompression bomb)"
+    with pytest.raises(DataError, match=reason) as raised:
         open_image(path)
+    with pytest.raises(DataError) as by_header:
+        read_size(path)
+    assert str(by_header.value) == str(raised.value)

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 
+from dhp.data.preprocess import Length
 from dhp.data.records import Record, Turn
 from dhp.data.sample import IGNORED
 from dhp.errors import ConfigError, DataError, ModelError
@@ -231,3 +232,89 @@ def test_an_unusable_image_is_named_with_its_place(preprocessor, tmp_path, size,
     path = picture(tmp_path, *size) if size else tmp_path / "gone.png"
     with pytest.raises(DataError, match=rf"^dataset 'set', line 7 of x\.jsonl: image {path} {reason}"):
         preprocessor()(talk("Q?", "A.", images=[path]))
+
+
+class Counting(Qwen2VLImageProcessorPil):
+    """Notes the sizes that it scales."""
+
+    def __call__(self, images, **options):
+        self.seen = [*getattr(self, "seen", []), images[0].size]
+        return super().__call__(images=images, **options)
+
+
+class ByTiles(Counting):
+    """Means something else by patches."""
+
+    def get_number_of_image_patches(self, height, width, images_kwargs=None):
+        return 7
+
+
+class Unsure(Counting):
+    """Knows the bounds by other names."""
+
+    def get_number_of_image_patches(self, height, width, images_kwargs):
+        return images_kwargs["tiles"]
+
+
+@pytest.mark.parametrize("kind, by_formula", [(Counting, True), (ByTiles, False), (Unsure, False)])
+@pytest.mark.parametrize("bounds", [{}, {"max_pixels": 70 * 70}])
+def test_lengths_come_from_the_formula_or_a_blank_picture(preprocessor, tmp_path, kind, by_formula, bounds):
+    processor = kind(min_pixels=56 * 56, max_pixels=168 * 168)
+    make = preprocessor(image_processor=processor, **bounds)
+    for width, height in ((100, 30), (30, 100), (100, 30)):
+        record = talk("Compare.", "Same.", images=[picture(tmp_path, width, height), picture(tmp_path, 77, 301)])
+        sample = make(record)
+        assert make.measure(record) == Length(int(sample.mm_token_type_ids.sum()), len(sample.input_ids))
+    processor.seen = []
+    for _ in range(3):
+        make.measure(record)
+        make.measure(talk("And?", "So.", images=[picture(tmp_path, 123, 45)]))
+    assert processor.seen == ([] if by_formula else [(123, 45)])
+
+
+def test_a_processor_that_does_not_scale_is_not_measured_by_its_formula(preprocessor, tmp_path):
+    make = preprocessor(image_processor=Qwen2VLImageProcessorPil(do_resize=False))
+    record = talk("Q?", "A.", images=[picture(tmp_path, 28, 1400)])
+    assert make.measure(record) == Length(50, len(make(record).input_ids))
+
+
+def test_the_length_of_text_alone(preprocessor):
+    assert preprocessor().measure(talk("Hi?", "Yes.")) == Length(0, len(preprocessor()(talk("Hi?", "Yes.")).input_ids))
+
+
+@pytest.mark.parametrize(
+    "question, files, bounds, reason",
+    [
+        ("<|image_pad|>?", [(56, 56)], {}, "2 image placeholder tokens for 1 images"),
+        ("Q?", [None], {}, "does not exist"),
+        ("Q?", [(2000, 5)], {}, r"\(2000 × 5\) cannot be scaled: .*aspect ratio"),
+        ("Q?", [(140, 140)], {"max_tokens": 20}, r"\(25 of images and videos\) are more than data.max_tokens=20"),
+    ],
+)
+def test_a_sample_is_refused_in_the_same_words_when_it_is_measured(
+    preprocessor, tmp_path, question, files, bounds, reason
+):
+    paths = [picture(tmp_path, *size) if size else tmp_path / "gone.png" for size in files]
+    errors = []
+    for use in (preprocessor(**bounds), preprocessor(**bounds).measure):
+        with pytest.raises(DataError, match=rf"^dataset 'set', line 7 of x\.jsonl: .*{reason}") as raised:
+            use(talk(question, "A.", images=paths))
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+
+
+def test_the_fingerprint_is_that_of_all_settings(preprocessor, tokenizer):
+    settings = [{}, {"max_pixels": 999_999}, {"max_tokens": 9}, {"videos": None}, {"image_processor": Counting()}]
+    settings += [{"tokenizer": with_template(tokenizer, MARKED)}]
+    prints = [preprocessor(**changes).fingerprint() for changes in settings]
+    assert len(set(prints)) == len(settings)
+    assert [preprocessor(**changes).fingerprint() for changes in settings] == prints
+
+
+def test_the_fingerprint_does_not_change_with_use(preprocessor, tokenizer):
+    cutting = copy.deepcopy(tokenizer)
+    cutting.backend_tokenizer.enable_truncation(5)  # as a tokenizer's file may have it; no call here cuts
+    make = preprocessor(tokenizer=cutting)
+    before = make.fingerprint()
+    assert make.measure(talk("Hi?", "Yes.")) == preprocessor().measure(talk("Hi?", "Yes."))
+    assert make.fingerprint() == before

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
 from dhp.config.schema import DatasetEntry
-from dhp.data.sampler import BatchLayout
+from dhp.data.sampler import BatchLayout, RandomSampler
 from dhp.data.source import BatchSource, open_dataset
 from dhp.errors import ConfigError, DataError
 
@@ -42,6 +40,10 @@ def test_datasets_follow_one_another(dataset):
             dataset.record(index)
 
 
+def in_file_order(dataset) -> RandomSampler:
+    return RandomSampler(len(dataset), LAYOUT, seed=0, shuffle=False)
+
+
 def places(step) -> list:
     return [[[(s.dataset[0], s.position) for s in slot] for slot in row] for row in step.samples]
 
@@ -51,8 +53,8 @@ def flat(step) -> list:
 
 
 def test_a_skipped_sample_leaves_its_place_empty_and_moves_no_other(dataset, preprocessor):
-    source = BatchSource(dataset, preprocessor(), LAYOUT, seed=0, shuffle=False, on_bad_sample="skip")
-    assert source.steps_per_epoch == 3
+    source = BatchSource(dataset, preprocessor(), in_file_order(dataset), on_bad_sample="skip")
+    assert source.sampler.steps(1) == 3
     steps = [source.step(k) for k in range(4)]
     assert [(step.step, step.epoch) for step in steps] == [(0, 0), (1, 0), (2, 0), (3, 1)]
     assert [places(step) for step in steps[:3]] == [
@@ -68,9 +70,8 @@ def test_a_skipped_sample_leaves_its_place_empty_and_moves_no_other(dataset, pre
     assert "dataset 'words', line 3 of " in steps[1].skipped[0]
 
 
-@pytest.mark.parametrize("num_workers", [0, 3])
-def test_a_bad_sample_ends_the_run_by_default(dataset, preprocessor, num_workers):
-    source = BatchSource(dataset, preprocessor(), LAYOUT, seed=0, shuffle=False, num_workers=num_workers)
+def test_a_bad_sample_ends_the_run_by_default(dataset, preprocessor):
+    source = BatchSource(dataset, preprocessor(), in_file_order(dataset))
     with pytest.raises(DataError, match=r"dataset 'pictures', element 2 of .*gone\.png does not exist"):
         source.step(0)
     with pytest.raises(DataError, match=r"dataset 'words', line 3 of .*text\.jsonl: 'conversations' is empty"):
@@ -78,12 +79,12 @@ def test_a_bad_sample_ends_the_run_by_default(dataset, preprocessor, num_workers
 
 
 def test_a_step_depends_on_nothing_but_its_number(dataset, preprocessor):
-    def make(num_workers):
-        return BatchSource(dataset, preprocessor(), LAYOUT, 5, True, "skip", num_workers)
+    def make():
+        return BatchSource(dataset, preprocessor(), RandomSampler(len(dataset), LAYOUT, 5, True), "skip")
 
-    plain, threaded = make(0), make(4)
+    source, another = make(), make()
     for k in (4, 0, 2, 4):
-        one, other = plain.step(k), threaded.step(k)
+        one, other = source.step(k), another.step(k)
         assert (one.step, one.epoch, one.skipped) == (other.step, other.epoch, other.skipped)
         assert places(one) == places(other)
         for left, right in zip(flat(one), flat(other), strict=True):
@@ -98,7 +99,7 @@ def test_an_epoch_shows_each_sample_once_in_an_order_of_its_own(dataset):
     def note(record):
         seen.append((record.dataset, record.position))
 
-    source = BatchSource(dataset, note, LAYOUT, 3, True, "skip")
+    source = BatchSource(dataset, note, RandomSampler(len(dataset), LAYOUT, 3, True), "skip")
     epochs = []
     for epoch in range(2):
         for k in range(3):
@@ -107,20 +108,6 @@ def test_an_epoch_shows_each_sample_once_in_an_order_of_its_own(dataset):
         seen.clear()
     assert sorted(epochs[0]) == sorted(epochs[1]) and len(epochs[0]) == 7  # two of nine do not parse
     assert epochs[0] != epochs[1]
-
-
-@pytest.mark.parametrize("num_workers, at_once", [(0, 1), (1, 1), (4, 4)])
-def test_num_workers_threads_decode_each_sample_once(write_json, num_workers, at_once):
-    barrier = threading.Barrier(at_once, timeout=10)  # breaks unless that many calls run at the same time
-    decoded = []
-
-    def preprocess(record):
-        barrier.wait()
-        decoded.append(record.position)
-
-    words = open_dataset(["words"], {"words": entry(write_json([sample(str(n)) for n in range(4)]))})
-    BatchSource(words, preprocess, BatchLayout(1, 1, 4), 0, True, "error", num_workers).step(0)
-    assert sorted(decoded) == [1, 2, 3, 4]
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
@@ -134,7 +121,6 @@ def test_no_dataset_is_an_error():
         open_dataset([], {})
 
 
-@pytest.mark.parametrize("name, value", [("on_bad_sample", "ignore"), ("num_workers", -1)])
-def test_impossible_settings(dataset, name, value):
-    with pytest.raises(ConfigError, match=f"data.{name} = {value!r}"):
-        BatchSource(dataset, None, LAYOUT, 0, True, **{name: value})
+def test_impossible_settings(dataset):
+    with pytest.raises(ConfigError, match="data.on_bad_sample = 'ignore'"):
+        BatchSource(dataset, None, in_file_order(dataset), "ignore")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
 
+from dhp.data import video
 from dhp.data.media import Blob, Video
 from dhp.data.records import Record, Turn
-from dhp.data.video import Taking, _frames, map_frames
+from dhp.data.video import Extent, Taking, _frame_size, _frames, map_frames, read_extent
 from dhp.errors import DataError
 
 
@@ -49,6 +51,49 @@ def test_a_single_frame_fills_its_group(tmp_path, write_video):
     path = write_video(tmp_path / "v.mp4", frames=1)
     groups, _ = map_frames(path, Taking(2.0, 768, 2), lambda group: group)
     assert len(groups) == 1 and groups[0][0] == groups[0][1]
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "avi"])
+@pytest.mark.parametrize("frames, expected", [(1, 2), (3, 2), (12, 6), (40, 20)])
+def test_what_is_taken_is_known_from_the_header(tmp_path, write_video, monkeypatch, ending, frames, expected):
+    path, taking = write_video(tmp_path / f"v.{ending}", frames=frames, size=(112, 56)), Taking(2.0, 768, 2)
+    assert sum(map_frames(path, taking, len)[0]) == expected
+    if ending != "mkv":  # which does not say how many frames it holds
+        monkeypatch.setattr(video, "_count", None)
+    assert read_extent(path, taking) == Extent(expected, 112, 56)
+
+
+def test_the_header_of_a_turned_video_has_its_sides_exchanged(tmp_path):
+    path = tmp_path / "v.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 112, 56, "yuv420p"
+        stream.set_display_rotation(90)
+        for _ in range(4):
+            container.mux(stream.encode(av.VideoFrame(112, 56, "yuv420p")))
+        container.mux(stream.encode())
+    sizes, _ = map_frames(path, Taking(2.0, 768, 2), lambda group: group[0].size)
+    assert sizes == [(56, 112)] * 2
+    assert read_extent(path, Taking(2.0, 768, 2)) == Extent(4, 112, 56)
+
+
+def test_a_size_that_the_header_lacks_is_the_first_frames():
+    stream = SimpleNamespace(width=0, height=0)
+    frames = [SimpleNamespace(width=4, height=2)]
+    assert _frame_size(SimpleNamespace(decode=lambda _: iter(frames)), stream, Blob("v", b"x")) == (4, 2)
+    with pytest.raises(DataError, match="video v has no frames"):
+        _frame_size(SimpleNamespace(decode=lambda _: iter([])), stream, Blob("v", b"x"))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a video" * 100])
+def test_the_header_of_no_video(content):
+    errors = []
+    for read in (lambda: map_frames(Blob("v", content), Taking(2.0, 768, 2), len),
+                 lambda: read_extent(Blob("v", content), Taking(2.0, 768, 2))):  # fmt: skip
+        with pytest.raises(DataError, match="^video v ") as raised:
+            read()
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
 
 
 def test_frames_are_turned_upright():

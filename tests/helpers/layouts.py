@@ -165,7 +165,7 @@ def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed
         dealt = slots(samples, BatchLayout(case.text.data, case.micro_batches, size))
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
-    source: Any = SimpleNamespace(step=step, steps_per_epoch=len(steps))
+    source: Any = SimpleNamespace(step=step)
     return Feed(source, load_family(model), 0, case.vision.data, case.vision.sequence, case.packing)
 
 

@@ -122,7 +122,7 @@ class Feed:
 def test_the_dataset_actor_runs_beside_the_driver() -> None:
     actor = DatasetActor(Feed, shape=(1, 1, 1))
     try:
-        assert actor.describe("node", WAIT_S) == own_node()
+        assert actor.ask("node", timeout_s=WAIT_S) == own_node()
     finally:
         actor.stop()
 

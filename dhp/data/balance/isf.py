@@ -13,7 +13,6 @@ from numba import njit
 from dhp.data.balance.packs import Limits, Loads, Packs, from_groups
 
 PASSES = 10
-TEXT_SLACK = 128  # Q'_t = Q_t − 128, Q'_v = Q_v, as published
 
 
 def isf(loads: Loads, limits: Limits, replicas: int, seed: int, passes: int = PASSES) -> Packs:
@@ -24,9 +23,7 @@ def isf(loads: Loads, limits: Limits, replicas: int, seed: int, passes: int = PA
     left = np.arange(len(loads))
     for turn in range(passes):
         left = rng.permutation(left)
-        numbers, full = _fill(
-            loads.vision[left], loads.text[left], limits.vision, limits.text, limits.vision, limits.text - TEXT_SLACK
-        )
+        numbers, full = _fill(loads.vision[left], loads.text[left], limits.vision, limits.text, *limits.full)
         keep = full[numbers] if turn < passes - 1 else np.ones(len(left), dtype=np.bool_)
         group[left[keep]] = made + numbers[keep]
         made += len(full)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+TEXT_ROOM = 128  # tokens, between Q_t and Q'_t
+
 
 @dataclass(frozen=True)
 class Loads:
@@ -24,11 +26,22 @@ class Loads:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pack may hold; a sample beyond a limit gets a pack of its own. samples: of methods that fix the count."""
+    """What a pack may hold; a sample beyond a limit gets a pack of its own. samples: of methods that fix the count.
+
+    full_vision, full_text: what ISF takes for full (Q'_v and Q'_t); None: as `full` has it.
+    """
 
     vision: int
     text: int
     samples: int = 4
+    full_vision: int | None = None
+    full_text: int | None = None
+
+    @property
+    def full(self) -> tuple[int, int]:
+        """From how much vision or text on a pack is full; as published, Q'_v = Q_v and Q'_t = Q_t − 128."""
+        vision = self.vision if self.full_vision is None else self.full_vision
+        return vision, self.text - TEXT_ROOM if self.full_text is None else self.full_text
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp.data.balance.isf import TEXT_SLACK, _fill, isf
-from dhp.data.balance.packs import Limits, Loads
+from dhp.data.balance.isf import _fill, isf
+from dhp.data.balance.packs import TEXT_ROOM, Limits, Loads
 from tests.data.balance.made import LIMITS, mixture
 
 
 def test_a_pack_closes_before_the_sample_that_would_pass_a_limit() -> None:
     vision, text = np.array([3, 3, 3, 3, 9, 0, 1]), np.array([900, 900, 900, 900, 2500, 1000, 700])
-    numbers, full = _fill(vision, text, 9, 4096, 9, 4096 - TEXT_SLACK)
+    numbers, full = _fill(vision, text, 9, 4096, 9, 4096 - TEXT_ROOM)
     assert numbers.tolist() == [0, 0, 0, 1, 2, 2, 3]
     assert full.tolist() == [True, False, True, False]  # 9 tiles; 3 tiles; 9 tiles; the rest
 
 
 def test_either_amount_fills_a_pack() -> None:
-    _, full = _fill(np.array([1, 1]), np.array([3968, 3967]), 9, 4096, 9, 4096 - TEXT_SLACK)
+    _, full = _fill(np.array([1, 1]), np.array([3968, 3967]), 9, 4096, 9, 4096 - TEXT_ROOM)
     assert full.tolist() == [True, False]
 
 
@@ -40,7 +40,7 @@ def test_passes_leave_few_packs_that_are_not_full() -> None:
 
     def share_full(passes: int) -> float:
         packs = isf(loads, LIMITS, 8, 0, passes)
-        full = (packs.sums(loads.vision) >= LIMITS.vision) | (packs.sums(loads.text) >= LIMITS.text - TEXT_SLACK)
+        full = (packs.sums(loads.vision) >= LIMITS.vision) | (packs.sums(loads.text) >= LIMITS.text - TEXT_ROOM)
         return float(full.mean())
 
     assert share_full(1) < 0.7 < 0.95 < share_full(10)

@@ -1,0 +1,158 @@
+"""What the data of a configuration are: counts, lengths, defects, and what each balancing method makes of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from dhp.config.ranges import BALANCE
+from dhp.config.resolve import micro_batches
+from dhp.config.schema import Config
+from dhp.data.balance.measures import Balance, measure
+from dhp.data.balance.methods import METHODS, PADDED
+from dhp.data.balance.packs import Limits, Loads
+from dhp.data.lengths import Lengths
+from dhp.data.measured import Chunk
+from dhp.errors import DataError
+from dhp.feed import Feed, FeedSettings, make_feed
+from dhp.observe.histogram import draw_histograms
+from dhp.wiring import feed_settings
+
+SHOWN = 20  # defects that are printed; the file has all
+COLUMNS = ("steps", "pad", "dist_vision", "dist_text", "dist_flops", "cv_vision", "cv_text", "critical", "seconds")
+
+
+def inspect_data(config: Config, out: Path, decode: bool) -> None:
+    """Print the tables and write lengths.png, balance.jsonl and defects.txt to the folder `out`.
+
+    decode: decode every sample too. Raises DataError for datasets that cannot be opened, or without a usable sample.
+    """
+    settings = feed_settings(config)
+    settings = replace(settings, balancing=replace(settings.balancing, method="balanced", window=None))
+    feed = make_feed(settings)
+    out.mkdir(parents=True, exist_ok=True)
+    _measure(feed, settings, config.data.num_workers)
+    defects = _defects(feed)
+    if decode:
+        defects |= _decode(settings, feed, config.data.num_workers)
+    _tell_datasets(feed, defects)
+    (out / "defects.txt").write_text("".join(f"{text}\n" for text in defects.values()), encoding="utf-8")
+    loads = feed.measured.loads(np.arange(feed.dataset_size), 0)
+    usable = loads.text > 0
+    loads = Loads(loads.vision[usable], loads.text[usable])
+    if not len(loads):
+        raise DataError(f"no sample of {', '.join(config.data.datasets)} can be used; {out / 'defects.txt'} says why")
+    draw_histograms({"tokens a sample": loads.text, "of these, of images": loads.vision}, out / "lengths.png")
+    limits = settings.balancing.limits(loads, config.training.micro_batch_size)
+    rows = list(_balance(loads, limits, config))
+    (out / "balance.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    _tell_lengths(loads, limits)
+    _tell_balance(rows, config)
+    print(f"\nwritten to {out}: lengths.png, balance.jsonl, defects.txt")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a process of its own does for the feed."""
+
+    settings: FeedSettings
+
+    def measure(self, chunk: Chunk) -> Lengths:
+        return _own_feed(self.settings).measure(chunk)
+
+    def decode(self, chunk: Chunk) -> dict[tuple[str, int], str]:
+        return _own_feed(self.settings).measured.decode(chunk)
+
+
+_feeds: dict[str, Feed] = {}  # of this process: the one that its work is about
+
+
+def _own_feed(settings: FeedSettings) -> Feed:
+    if not _feeds:
+        _feeds["own"] = make_feed(settings)
+    return _feeds["own"]
+
+
+def _measure(feed: Feed, settings: FeedSettings, workers: int) -> None:
+    chunks = feed.missing()
+    work = _Work(settings).measure if workers else feed.measure
+    for chunk, lengths in zip(chunks, _map(work, chunks, workers, "measuring")):
+        feed.learn(chunk, lengths)
+
+
+def _decode(settings: FeedSettings, feed: Feed, workers: int) -> dict[tuple[str, int], str]:
+    chunks = feed.measured.chunks()
+    work = _Work(settings).decode if workers else feed.measured.decode
+    found: dict[tuple[str, int], str] = {}
+    for defects in _map(work, chunks, workers, "decoding"):
+        found |= defects
+    return found
+
+
+def _map(work, chunks: Sequence[Chunk], workers: int, what: str) -> Iterator:
+    """What `work` makes of each chunk, in order, in so many processes of their own; 0: here."""
+    bar = {"total": len(chunks), "desc": what, "disable": not chunks}
+    if not workers:
+        yield from tqdm(map(work, chunks), **bar)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from tqdm(pool.map(work, chunks), **bar)
+
+
+def _defects(feed: Feed) -> dict[tuple[str, int], str]:
+    """What is wrong with each defective sample, by dataset and row."""
+    tables = feed.measured.tables.items()
+    return {(name, row): text for name, table in tables for row, text in sorted(table.defects.items())}
+
+
+def _tell_datasets(feed: Feed, defects: Mapping[tuple[str, int], str]) -> None:
+    print(f"{'dataset':24} {'samples':>9} {'text only':>9} {'defective':>9} {'tokens':>12} {'of images':>12}")
+    for name, table in feed.measured.tables.items():
+        bad = sum(of == name for of, _ in defects)
+        text_only = int(((table.vision == 0) & (table.text > 0)).sum())
+        tokens, vision = int(table.text.sum(dtype=np.int64)), int(table.vision.sum(dtype=np.int64))
+        print(f"{name:24} {len(table.text):9} {text_only:9} {bad:9} {tokens:12} {vision:12}")
+    print(f"an epoch shows {feed.dataset_size} samples")
+    for text in list(defects.values())[:SHOWN]:
+        print(f"  defective: {text}")
+    if len(defects) > SHOWN:
+        print(f"  … and {len(defects) - SHOWN} more")
+
+
+def _tell_lengths(loads: Loads, limits: Limits) -> None:
+    print(f"\n{'':24} {'mean':>9} {'median':>9} {'95%':>9} {'99%':>9} {'longest':>9}")
+    for name, values in (("tokens a sample", loads.text), ("of these, of images", loads.vision)):
+        figures = (values.mean(), *np.quantile(values, (0.5, 0.95, 0.99)), values.max())
+        print(f"{name:24} " + " ".join(f"{figure:9.0f}" for figure in figures))
+    beyond = int(((loads.text > limits.text) | (loads.vision > limits.vision)).sum())
+    told = f"packs of isf and balanced hold {limits.text} tokens, {limits.vision} of images"
+    print(f"{told}; {beyond} samples ({beyond / len(loads):.1%}) are beyond that and stand alone")
+
+
+def _balance(loads: Loads, limits: Limits, config: Config) -> Iterator[dict[str, float | str]]:
+    """Each method on this data, rows dealt to this configuration's replicas."""
+    rows, replicas = config.text.data * micro_batches(config), config.text.data
+    for name in BALANCE:
+        start = time.perf_counter()
+        packs = METHODS[name](loads, limits, rows, config.seed)
+        seconds = time.perf_counter() - start
+        padded = name in PADDED and not config.data.packing
+        balance: Balance = measure(packs, loads, replicas, padded, dispatched=True)
+        yield {"method": name, "steps": -(-len(packs) // rows), **asdict(balance), "seconds": round(seconds, 3)}
+
+
+def _tell_balance(rows: Sequence[Mapping[str, float | str]], config: Config) -> None:
+    print(f"\ndata.balance, {config.text.data} text replicas; critical: longest replica's tokens over an even share")
+    print(f"{'method':14}" + "".join(f"{name:>12}" for name in COLUMNS))
+    for row in rows:
+        chosen = " *" if row["method"] == config.data.balance else ""
+        cells = "".join(f"{row[name]:12.4f}" if isinstance(row[name], float) else f"{row[name]:12}" for name in COLUMNS)
+        print(f"{row['method'] + chosen:14}{cells}")

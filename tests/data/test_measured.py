@@ -1,0 +1,104 @@
+"""Lengths of a dataset: told for any sample of any epoch, measured in chunks or when they are needed, kept on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dhp.config.schema import DatasetEntry
+from dhp.data import measured
+from dhp.data.lengths import LengthCache
+from dhp.data.measured import Chunk, MeasuredDataset
+from dhp.data.source import Dataset, open_dataset
+
+
+def sample(text: str, **more) -> dict:
+    return {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "Yes."}], **more}
+
+
+@pytest.fixture
+def dataset(write_json, images) -> Dataset:
+    """Of `pictures` two of four samples, of `words` each once and a half; some are defective."""
+    asked = [("<image>0", "a.png"), ("<image>1", "gone.png"), ("2", "b.jpg"), ("<image>3", "b.jpg")]
+    first = write_json([sample(text, image=name) for text, name in asked])
+    second = write_json([sample("more " * n) for n in range(5)] + [{"conversations": []}], "text.jsonl")
+    registry = {
+        "pictures": DatasetEntry(str(first), str(images)),
+        "words": DatasetEntry(str(second), weight=1.5),
+    }
+    return open_dataset(["pictures%50", "words", "pictures"], registry, seed=3)
+
+
+@pytest.fixture
+def make(dataset: Dataset, preprocessor, tmp_path: Path):
+    return lambda **more: MeasuredDataset(dataset, preprocessor(), LengthCache(tmp_path / "cache"), **more)
+
+
+def expected(dataset: Dataset, preprocess, epoch: int) -> list[tuple[int, int] | None]:
+    """By the real thing."""
+    found = []
+    for index in range(len(dataset)):
+        try:
+            made = preprocess(dataset.record(index, epoch))
+            found.append((int((made.mm_token_type_ids > 0).sum()), len(made.input_ids)))
+        except Exception:
+            found.append(None)
+    return found
+
+
+def test_lengths_of_each_epoch_equal_the_samples_own(make, dataset: Dataset, preprocessor) -> None:
+    table = make(whole=False)
+    for epoch in (0, 1, 2):
+        loads = table.loads(np.arange(len(dataset)), epoch)
+        wanted = expected(dataset, preprocessor(), epoch)
+        assert list(zip(loads.vision.tolist(), loads.text.tolist())) == [pair or (0, 0) for pair in wanted]
+        bad = np.array([index for index, pair in enumerate(wanted) if pair is None])
+        told = table.defects(bad, epoch)
+        assert all("dataset 'pictures', element" in text or "dataset 'words', line 6" in text for text in told)
+
+
+def test_chunks_are_learned_in_any_order_and_kept(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "CHUNK", 3)
+    table = make()
+    chunks = table.missing()
+    assert chunks == [
+        *(Chunk("pictures", 0, 3), Chunk("pictures", 3, 4)),
+        *(Chunk("words", 0, 3), Chunk("words", 3, 6)),
+    ]
+    for chunk in reversed(chunks):
+        table.learn(chunk, table.measure(chunk))
+    assert table.missing() == []
+    again = make()
+    assert again.missing() == []
+    indices = np.arange(len(table))
+    one, other = table.loads(indices, 1), again.loads(indices, 1)
+    assert np.array_equal(one.text, other.text) and np.array_equal(one.vision, other.vision)
+    assert one.text.any() and again.tables["pictures"].defects == table.tables["pictures"].defects
+
+
+def test_a_window_measures_what_it_needs(make) -> None:
+    table = make(whole=False)
+    assert table.missing() == []
+    table.loads(np.array([0]), 0)
+    assert sum((t.text != measured.UNKNOWN).sum() for t in table.tables.values()) == 1
+
+
+def test_what_was_measured_before_a_stop_is_not_measured_again(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "SAVE_S", -1.0)
+    table = make()
+    table.loads(np.array([0, 5]), 0)
+    again = make()
+    assert sum((t.text != measured.UNKNOWN).sum() for t in again.tables.values()) == 2
+    assert [chunk.dataset for chunk in again.missing()] == ["pictures", "words"]
+
+
+def test_decoding_finds_what_headers_do_not_show(make, images: Path) -> None:
+    table = make()
+    name = images / "b.jpg"
+    name.write_bytes(name.read_bytes()[:-20] if len(name.read_bytes()) > 700 else name.read_bytes()[:600])
+    chunk = Chunk("pictures", 0, 4)
+    from_headers = {row for row in table.measure(chunk).defects}
+    assert from_headers == {1, 2}
+    assert {row for _, row in table.decode(chunk)} == {1, 2, 3}

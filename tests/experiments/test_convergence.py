@@ -1,0 +1,56 @@
+"""The summary of several seeds, and the picture of their losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from experiments.convergence.__main__ import main
+from experiments.convergence.plot import SIZE
+from experiments.convergence.summary import Row, summaries
+
+
+def rows(method: str, ends: dict[int, float]) -> list[Row]:
+    return [
+        {
+            "method": method,
+            "seed": seed,
+            "step": step,
+            "epoch": step / 2,
+            "samples": 8 * step,
+            "train_loss": loss,
+            "heldout_loss": loss,
+        }
+        for seed, end in ends.items()
+        for step, loss in ((1, 9.0), (2, end))
+    ]
+
+
+def test_a_difference_is_in_units_of_the_noise_of_random_seeds() -> None:
+    random, isf = summaries([*rows("random", {0: 1.0, 1: 2.0, 2: 3.0}), *rows("isf", {0: 4.0, 1: 4.5, 2: 5.0})])
+    assert (random["heldout_mean"], random["heldout_sd"], random["difference"]) == (2.0, 1.0, 0.0)
+    assert (isf["heldout_mean"], isf["heldout_sd"]) == (4.5, 0.5)
+    assert isf["difference"] == isf["difference_in_sd"] == 2.5
+    assert isf["seeds"] == [0, 1, 2] and isf["steps"] == [2, 2, 2] and isf["samples"] == [16, 16, 16]
+
+
+def test_without_noise_or_random_batches_there_is_no_unit() -> None:
+    assert summaries(rows("random", {0: 1.0}))[0]["difference_in_sd"] is None
+    (isf,) = summaries(rows("isf", {0: 1.0, 1: 2.0}))
+    assert isf["difference"] is None and isf["difference_in_sd"] is None
+
+
+def test_rows_of_earlier_runs_are_summed_up_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for file, found in zip(files, (rows("random", {0: 1.0, 1: 2.0}), rows("isf", {0: 1.2, 1: 2.2})), strict=True):
+        file.write_text("".join(json.dumps(line) + "\n" for line in [*found, *summaries(found)]))
+    picture = tmp_path / "losses.png"
+    main(["--seeds", "--read", *map(str, files), "--plot", str(picture)])
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["summary"] for line in told] == ["random", "isf"]
+    assert told[1]["difference"] == 0.2
+    with Image.open(picture) as image:
+        assert image.size == SIZE
