@@ -84,7 +84,7 @@ def _own_feed(settings: FeedSettings) -> Feed:
 def _measure(feed: Feed, settings: FeedSettings, workers: int) -> None:
     chunks = feed.missing()
     work = _Work(settings).measure if workers else feed.measure
-    for chunk, lengths in zip(chunks, _map(work, chunks, workers, "measuring")):
+    for lengths, chunk in zip(_map(work, chunks, workers, "measuring"), chunks):
         feed.learn(chunk, lengths)
 
 

@@ -34,4 +34,4 @@ class Balancing:
         text = self.text or max(1, ceil(samples * float(loads.text.mean())))
         full_vision = vision - vision // ROOM if self.full_vision is None else self.full_vision
         full_text = text - min(text // ROOM, TEXT_ROOM) if self.full_text is None else self.full_text
-        return Limits(vision, text, samples, full_vision, full_text)
+        return Limits(vision, text, samples, full_vision, full_text, soft=self.text is None)

@@ -124,7 +124,7 @@ def _chosen(number: np.ndarray) -> Packs:
 def _mended(packs: Packs, text: np.ndarray, limits: Limits) -> Packs:
     """Packs beyond the limit of text taken apart and fitted anew."""
     over = packs.sums(text) > limits.text
-    if not over.any():
+    if limits.soft or not over.any():
         return packs
     left = packs.reordered(np.flatnonzero(over)).samples
     apart = from_groups(best_fit(text[left].astype(np.float64), float(limits.text)))
