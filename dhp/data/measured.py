@@ -40,7 +40,9 @@ class LengthTable:
         rows = len(annotations)
         self.vision = np.zeros(rows, dtype=np.int32) if known is None else known.vision
         self.text = np.full(rows, UNKNOWN, dtype=np.int32) if known is None else known.text
-        self.defects: dict[int, str] = {} if known is None else dict(known.defects)
+        self.defects: dict[int, str] = {}
+        if known is not None:  # what was missing or broken may be there by now
+            self.text[list(known.defects)] = UNKNOWN
         self._missing = int((self.text == UNKNOWN).sum())
         self._saved = time.monotonic()
         if self._missing:

@@ -71,11 +71,23 @@ def test_chunks_are_learned_in_any_order_and_kept(make, monkeypatch: pytest.Monk
         table.learn(chunk, table.measure(chunk))
     assert table.missing() == []
     again = make()
-    assert again.missing() == []
+    unknown = {name: np.flatnonzero(t.text == measured.UNKNOWN).tolist() for name, t in again.tables.items()}
+    assert unknown == {"pictures": [1, 2], "words": [5]}  # defective: they may have been mended
     indices = np.arange(len(table))
     one, other = table.loads(indices, 1), again.loads(indices, 1)
     assert np.array_equal(one.text, other.text) and np.array_equal(one.vision, other.vision)
     assert one.text.any() and again.tables["pictures"].defects == table.tables["pictures"].defects
+
+
+def test_an_image_that_came_later_is_found(make, images: Path) -> None:
+    table = make()
+    for chunk in table.missing():
+        table.learn(chunk, table.measure(chunk))
+    (images / "gone.png").write_bytes((images / "a.png").read_bytes())
+    again = make()
+    for chunk in again.missing():
+        again.learn(chunk, again.measure(chunk))
+    assert set(again.tables["pictures"].defects) == {2} and make().tables["pictures"].text[1] > 0
 
 
 def test_a_window_measures_what_it_needs(make) -> None:
@@ -88,7 +100,7 @@ def test_a_window_measures_what_it_needs(make) -> None:
 def test_what_was_measured_before_a_stop_is_not_measured_again(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "SAVE_S", -1.0)
     table = make()
-    table.loads(np.array([0, 5]), 0)
+    table.loads(np.array([11, 14]), 0)  # rows 0 and 3 of `pictures`
     again = make()
     assert sum((t.text != measured.UNKNOWN).sum() for t in again.tables.values()) == 2
     assert [chunk.dataset for chunk in again.missing()] == ["pictures", "words"]

@@ -28,8 +28,8 @@ class Loads:
 class Limits:
     """What a pack may hold; a sample beyond a limit gets a pack of its own. samples: of methods that fix the count.
 
-    full_vision, full_text: what ISF takes for full (Q'_v and Q'_t); None: as `full` has it. soft: text is what packs are
-    to hold in the mean, and one may have some tokens more where all others are even for it.
+    full_vision, full_text: what ISF takes for full (Q'_v and Q'_t); None: as `full` has it. soft: text is what
+    packs are to hold in the mean, and one may have some tokens more where all others are even for it.
     """
 
     vision: int
