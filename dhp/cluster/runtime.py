@@ -34,6 +34,7 @@ def ray_session(address: str, cpus: int, gpus: int | None = None) -> Iterator[No
     Raises ConfigError when there is no cluster at `address`.
     """
     os.environ.update(_ENVIRONMENT)
+    ray_constants.RAY_ENABLE_ZERO_COPY_TORCH_TENSORS = True  # this process read its environment when it imported Ray
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA visible to actors without a GPU
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # every failure is reported by us, once
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "dhp"}

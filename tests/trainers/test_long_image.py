@@ -7,6 +7,7 @@ import pytest
 
 from dhp.parallel.attention import GATHER_TOKENS
 from dhp.parallel.mesh import Degrees
+from tests.helpers import ranks
 from tests.helpers.layouts import Case, compare
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
@@ -14,7 +15,10 @@ from tests.trainers.test_parity import assert_exact, assert_exact_in_single_prec
 
 @pytest.mark.grid
 @pytest.mark.parametrize("vision", [Degrees(ulysses=4), Degrees(ring=2, ulysses=2)], ids=str)
-def test_an_image_of_65536_patches_equals_the_plain_model(vision: Degrees, made_model: str) -> None:
+def test_an_image_of_65536_patches_equals_the_plain_model(
+    vision: Degrees, made_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "TIMEOUT_S", 3600)  # minutes a pass on two cores
     step = [make_sample([(1, 256, 256)], 12, 8, 1, IMAGE_TOKEN)]
     case = Case(vision, Degrees(tensor=2), micro_batches=1, dtype="float32", packing=True)
     assert_exact_in_single_precision(compare(made_model, case, [step]))

@@ -15,6 +15,8 @@ LOOKED_AT = 16 * TRIED  # items passed over, used ones included, before a bin is
 MISSING = 2.5  # mean items that a bin still has room for when its completion is tried
 BUCKETS = 1 << 23  # more different loads than this, and hardly any item has its complement
 MOST_ITEMS = 512  # in a bin
+ROOMY = 1.15
+PLENTY = 0.95  # quantile of loads up to which there are items enough to count on
 UNUSED, GIVEN_UP = -1, -2
 
 
@@ -33,7 +35,12 @@ def fill(count: np.ndarray, load: np.ndarray, counts: np.ndarray, targets: np.nd
     live = np.bincount(keys, minlength=(int(count.max()) + 1) * width)
     order = np.argsort(keys, kind="stable")
     starts = np.cumsum(live) - live
-    _fill(count, load, counts, targets, squares, float(load.mean()), width, order, starts, live, number)
+    most = int(np.quantile(load, PLENTY))
+    # Only where what is counted are the items themselves, and where many are well above the mean: else small items
+    # would have to wait for the last bins, which then are unlike all others.
+    if not (count == 1).all() or most * counts.sum() < ROOMY * targets.sum():
+        most = width * MOST_ITEMS
+    _fill(count, load, counts, targets, squares, float(load.mean()), most, width, order, starts, live, number)
     return np.maximum(number, UNUSED)
 
 
@@ -45,6 +52,7 @@ def _fill(
     targets: np.ndarray,
     squares: float,
     mean: float,
+    most: int,
     width: int,
     order: np.ndarray,
     starts: np.ndarray,
@@ -73,7 +81,7 @@ def _fill(
                     live[key] -= 1
                     complete = True
                     break
-            cursor = _next(count, load, c, t, number, cursor)
+            cursor = _next(count, load, c, t, most, number, cursor)
             if cursor < 0:
                 break
             c, t, s = c - count[cursor], t - load[cursor], s - float(load[cursor]) ** 2
@@ -91,12 +99,14 @@ def _fill(
 
 @njit(cache=True)
 def _next(
-    count: np.ndarray, load: np.ndarray, c: int, t: int, number: np.ndarray, cursor: int
+    count: np.ndarray, load: np.ndarray, c: int, t: int, most: int, number: np.ndarray, cursor: int
 ) -> int:  # pragma: no cover - compiled
-    """The next item that fits and leaves room for another one; −1 if there is none near."""
+    """The next item that fits and leaves room for another one; −1 if there is none near. most: load
+    that an item still to come may be counted on for: two small ones in a bin of few would never be completed."""
     for item in range(cursor, min(cursor + LOOKED_AT, len(load))):
         if number[item] == UNUSED and load[item] < t and count[item] <= c:
-            return item
+            if t - load[item] <= max(c - count[item], 1) * most:
+                return item
     return -1
 
 

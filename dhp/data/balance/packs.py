@@ -71,7 +71,8 @@ class Packs:
 
     def pack(self, index: int) -> np.ndarray:
         """The samples of one pack."""
-        return self.samples[self.starts[index] : self.ends[index]]
+        start = self.ends[index - 1] if index else 0  # not `starts`, which lists those of millions of packs
+        return self.samples[start : self.ends[index]]
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Of each pack, the sum of its samples' values. Packs are not empty."""

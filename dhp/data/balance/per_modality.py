@@ -30,6 +30,7 @@ FILLED = 0.97  # of the rows are completed exactly; to complete all would leave 
 ALONE = 4  # rows a step to one that a sample has alone: its attention costs more than others of its length do
 RAISED = 0.1  # share of the rows that may be longer than the others for the sake of samples that are
 LEVELS = 50  # rows longer than the others differ from one another by at least this part of the others' length
+FILLS = 3  # times that steps are completed exactly from what the time before left over
 LIKE_TEXT = 0.004  # rows that differ by less are alike
 
 
@@ -155,12 +156,17 @@ def _even_steps(packs: np.ndarray, vision: np.ndarray, replicas: int) -> np.ndar
     if not v.sum():
         return packs
     # As much for each rank, as far as it goes: a unit more than that and all ranks of the step wait for one.
-    targets = replicas * whole_shares(int(v.sum()) // replicas, len(packs) // replicas)
-    targets[-1] += int(v.sum()) % replicas
-    made = _chosen(fill(np.ones(len(packs), dtype=np.int64), v, np.full(len(targets), replicas), targets)).samples
-    left = others_than(made, len(packs))
+    made, left = [], np.arange(len(packs))
+    for _ in range(FILLS):
+        if len(left) < replicas:
+            break
+        targets = replicas * whole_shares(int(v[left].sum()) // replicas, len(left) // replicas)
+        targets[-1] += int(v[left].sum()) % replicas
+        chosen = _chosen(fill(np.ones(len(left), dtype=np.int64), v[left], np.full(len(targets), replicas), targets))
+        made.append(left[chosen.samples])
+        left = left[others_than(chosen.samples, len(left))]
     if len(left) > replicas:
         loads = v[left, None].astype(np.float64)
         bins = len(left) // replicas
         left = left[exchange(loads, bins, loads.sum(axis=0) / bins, (1.0,), PASSES, moves=False).samples]
-    return packs[np.concatenate([made, left])]
+    return packs[np.concatenate([*made, left])]
