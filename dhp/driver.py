@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
-from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
+from dhp.checkpoint.folder import check_writable, finish_checkpoint, open_checkpoint
 from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.runtime import chosen_address
@@ -21,7 +20,6 @@ from dhp.config.load import to_yaml
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import make_run_dir
 from dhp.config.schema import Config
-from dhp.errors import ConfigError
 from dhp.feed import make_feed
 from dhp.messages import PartReport, StepInfo
 from dhp.models.registry import auxiliary_files
@@ -39,6 +37,7 @@ from dhp.trainers.vision import VisionTrainer
 from dhp.wiring import degrees, feed_settings, kept_settings, needed_paths, part_settings, world
 
 NUMBERS = {"vision": VISION, "text": TEXT}
+TOLD = 20  # messages of skipped samples in one step
 AHEAD = 1  # steps submitted beyond the one that runs: their data is read meanwhile, and no rank waits for the driver
 
 
@@ -52,16 +51,24 @@ class Saving:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """What will tell who did what up to here, in a traced run, and its calls."""
+
+    refs: SpanRefs
+    watched: list[Watched]
+
+
+@dataclass(frozen=True)
 class Pending:
     """A submitted step. reading: the call that reads its data; watched: all of its calls; saving: what follows it;
-    spans: what will tell who did what, in a traced run."""
+    spans: in a traced run."""
 
     step: int
     refs: StepRefs
     reading: list[Watched]
     watched: list[Watched]
     saving: Saving | None
-    spans: SpanRefs | None
+    spans: Spans | None
 
 
 def run(config: Config) -> None:
@@ -69,7 +76,7 @@ def run(config: Config) -> None:
     start = find_start(config.training.resume, Path(str(config.training.checkpoint_dir)))
     start.check(kept_settings(config))
     run_dir = make_run_dir(config)
-    _make_checkpoint_dir(config)
+    check_writable(Path(str(config.training.checkpoint_dir)))
     (run_dir / "config.yaml").write_text(to_yaml(config))
     recorder = Recorder(run_dir, config.training.log_interval, world(config), start.checkpoint, start.step)
     with recorder, _interruptible():
@@ -118,7 +125,7 @@ class Driver:
         while pending:
             self._finish(pending.popleft())
         if self.tracing is not None:
-            self._write_spans(self.tracing.submit())  # of the final checkpoint
+            self._write_spans(self._submit_spans())  # of the final checkpoint
 
     def _open_data(self) -> None:
         """Start the dataset actor, and learn from it how long the run is and whether it continues the one before."""
@@ -173,8 +180,12 @@ class Driver:
         refs = train_step(self.parts, self.schedule, Batch(*self.data.next(step)))
         reading = self.data.take_watched()
         of_parts = [w for part in self.parts.values() for w in part.group.take_watched()]
-        spans = None if self.tracing is None else self.tracing.submit()
+        spans = None if self.tracing is None else self._submit_spans()
         return Pending(step, refs, reading, reading + of_parts, self._submit_saving(step + 1), spans)
+
+    def _submit_spans(self) -> Spans:
+        refs = self.tracing.submit()
+        return Spans(refs, [w for group in (*self.cluster.groups.values(), self.data) for w in group.take_watched()])
 
     def _submit_saving(self, step: int) -> Saving | None:
         """Ask each rank to write what it holds after `step` optimizer steps, if a checkpoint is due then.
@@ -198,8 +209,10 @@ class Driver:
         step_s, data_s = end - self._last_end, data_ready - self._last_end
         self._last_end = end
         info: StepInfo = self.cluster.values([pending.refs.info])[0]
-        for message in info.skipped:
+        for message in info.skipped[:TOLD]:
             self.recorder.say(f"skipped: {message}")
+        if len(info.skipped) > TOLD:
+            self.recorder.say(f"skipped: {len(info.skipped) - TOLD} more; `python -m dhp inspect data` lists them")
         self._skipped += len(info.skipped)
         reports = {number: self.cluster.values(refs) for number, refs in pending.refs.reports.items()}
         self.recorder.record(self._metrics(info, reports, step_s, data_s))
@@ -213,9 +226,10 @@ class Driver:
             self._finish_saving(pending.saving)
             self._last_end = time.perf_counter()  # writing is no part of the next step's time
 
-    def _write_spans(self, spans: SpanRefs | None) -> None:
+    def _write_spans(self, spans: Spans | None) -> None:
         if spans is not None:
-            self.tracing.write({name: self.cluster.values(refs) for name, refs in spans.items()})
+            wait_all(spans.watched, self._timeout_s)  # a data worker may die that has no part in the step
+            self.tracing.write({name: self.cluster.values(refs) for name, refs in spans.refs.items()})
 
     def _metrics(
         self, info: StepInfo, reports: dict[int, list[PartReport]], step_s: float, data_s: float
@@ -265,17 +279,6 @@ class Driver:
 def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Bytes by kind, of all ranks together."""
     return dict(sorted(sum(map(Counter, of_ranks), Counter()).items()))
-
-
-def _make_checkpoint_dir(config: Config) -> None:
-    """Now, not after hours of training, is the time to learn that it cannot be written."""
-    folder = Path(str(config.training.checkpoint_dir))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"training.checkpoint_dir={folder} cannot be written ({error}); choose another") from error
 
 
 @contextmanager

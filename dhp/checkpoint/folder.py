@@ -6,12 +6,24 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
-from dhp.errors import CheckpointError
+from dhp.errors import CheckpointError, ConfigError
 
 ABOUT = "checkpoint.json"
 MODEL = "model"  # configuration, tokenizer and processors of the model, without weights
+
+
+def check_writable(parent: Path) -> None:
+    """Make the directory of checkpoints. Raises ConfigError when it cannot be written: better now than after hours of
+    training."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"training.checkpoint_dir={parent} cannot be written ({error}); choose another") from error
 
 
 def open_checkpoint(parent: Path, step: int) -> Path:

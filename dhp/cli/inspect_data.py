@@ -7,6 +7,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from dhp.data.balance.methods import METHODS, PADDED
 from dhp.data.balance.packs import Limits, Loads
 from dhp.data.lengths import Lengths
 from dhp.data.measured import Chunk
-from dhp.errors import DataError
+from dhp.errors import DataError, PartFailed
 from dhp.feed import Feed, FeedSettings, make_feed
 from dhp.observe.histogram import draw_histograms
 from dhp.wiring import feed_settings
@@ -103,8 +104,14 @@ def _map(work, chunks: Sequence[Chunk], workers: int, what: str) -> Iterator:
     if not workers:
         yield from tqdm(map(work, chunks), **bar)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        yield from tqdm(pool.map(work, chunks), **bar)
+    try:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            yield from tqdm(pool.map(work, chunks), **bar)
+    except BrokenProcessPool as error:
+        raise PartFailed(
+            f"a process died while {what}: killed, perhaps for want of memory, or crashed in a native library. Take "
+            "fewer (data.num_workers), or none to see where it happens"
+        ) from error
 
 
 def _defects(feed: Feed) -> dict[tuple[str, int], str]:

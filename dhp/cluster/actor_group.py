@@ -51,7 +51,9 @@ class ActorGroup:
 
     def take_spans_async(self) -> list[Any]:
         """For each rank, the ref of what it did since the last time; empty lists when the run is not traced."""
-        return [actor.take_spans.remote() for actor in self._actors]
+        refs = [actor.take_spans.remote() for actor in self._actors]
+        self._submit("telling what it did", refs)
+        return refs
 
     def clock_offsets(self, timeout_s: float) -> list[int]:
         """What to add to each rank's clock to get this process's, nanoseconds."""

@@ -153,7 +153,10 @@ class DatasetActor:
 
     def take_spans_async(self) -> list[Any]:
         """For each process the ref of what it read when, as `ActorGroup.take_spans_async` has one for each rank."""
-        return [actor.take_spans.remote() for actor in self._actors]
+        refs = [actor.take_spans.remote() for actor in self._actors]
+        told = "telling what it did"
+        self._watched += [self._watch(actor, told, ref) for actor, ref in zip(self._actors, refs, strict=True)]
+        return refs
 
     def clock_offsets(self, timeout_s: float) -> list[int]:
         """What to add to each process's clock to get this one's, nanoseconds."""

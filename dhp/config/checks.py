@@ -1,7 +1,7 @@
 """Rules between keys of several sections, and between degrees and a model's shape, which come as plain numbers."""
 
 from dhp.config.recompute import read_choices
-from dhp.config.schema import Config
+from dhp.config.schema import Config, LimitsConfig
 from dhp.errors import ConfigError
 
 
@@ -45,12 +45,21 @@ def check_balance(config: Config) -> None:
             f"data.balance={method} with data.shuffle=false: which samples share a step is the method's to say. Set "
             "data.shuffle=true, or data.balance=random"
         )
-    if not packs:
-        for name, value in vars(data.limits).items():
-            if value is not None:
-                raise ConfigError(f"data.limits.{name}={value} with data.balance={method}, which fills no rows to it")
+    _check_limits(data.limits, method, packs)
     if data.balance_window is not None:
         _check_window(config, data.balance_window)
+
+
+def _check_limits(limits: LimitsConfig, method: str, packs: bool) -> None:
+    for name, value in vars(limits).items():
+        if value is not None and not packs:
+            raise ConfigError(f"data.limits.{name}={value} with data.balance={method}, which fills no rows to it")
+        if value is not None and method != "isf" and name.startswith("full_"):
+            raise ConfigError(f"data.limits.{name}={value} with data.balance={method}: only isf asks what is full")
+    for name in ("text", "vision"):
+        most, full = getattr(limits, name), getattr(limits, f"full_{name}")
+        if most is not None and full is not None and full > most:
+            raise ConfigError(f"data.limits.full_{name}={full} > data.limits.{name}={most}: no row would ever be full")
 
 
 def _check_window(config: Config, window: int) -> None:

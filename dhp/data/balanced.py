@@ -12,7 +12,7 @@ import numpy as np
 from dhp.data.balance.methods import METHODS
 from dhp.data.balance.packs import Limits, Loads, Packs
 from dhp.data.balancing import Balancing
-from dhp.data.sampler import BatchLayout, Sampler, StepBatch, epoch_order
+from dhp.data.sampler import LENGTHS, ROWS, BatchLayout, Sampler, StepBatch, epoch_order
 from dhp.errors import DataError
 
 _KEPT = 2  # epochs whose plans are kept: reading ahead goes from one to the next
@@ -47,7 +47,7 @@ class BalancedSampler(Sampler):
         self._dataset, self._balancing = dataset, balancing
         self._skip = on_bad_sample == "skip"
         self._limits: Limits | None = None
-        self._digest = 0
+        self._digests = {LENGTHS: 0, ROWS: 0}  # of the first window
         self._ends: list[int] = []  # steps up to the end of each epoch that is planned to its end
         self._epochs: dict[int, _Epoch] = {}
 
@@ -82,7 +82,7 @@ class BalancedSampler(Sampler):
             "rows": self.layout.rows,
             "window": self._balancing.window,
             "limits": asdict(self.limits),
-            "checksum of the lengths": self._digest,
+            **self._digests,
         }
 
     @property
@@ -102,11 +102,14 @@ class BalancedSampler(Sampler):
         indices, loads = indices[usable], Loads(loads.vision[usable], loads.text[usable])
         if not len(indices):
             return Packs(indices, indices), defects
-        if self._limits is None:
+        first = self._limits is None
+        if first:
             self._limits = self._balancing.limits(loads, self.layout.micro_batch_size)
-            self._digest = crc32(loads.text.tobytes(), crc32(loads.vision.tobytes()))
+            self._digests[LENGTHS] = _digest(loads.vision, loads.text)
         seed = int(np.random.SeedSequence([self.seed, epoch, window]).generate_state(1)[0])
         packs = METHODS[self._balancing.method](loads, self._limits, self.layout.rows, seed)
+        if first:  # a method that was changed since a checkpoint would lose samples and repeat others
+            self._digests[ROWS] = _digest(packs.samples, packs.ends)
         return Packs(indices[packs.samples], packs.ends), defects
 
     def _locate(self, step: int) -> tuple[int, int]:
@@ -136,6 +139,10 @@ class BalancedSampler(Sampler):
         return self._epochs[epoch]
 
 
+def _digest(one: np.ndarray, other: np.ndarray) -> int:
+    return crc32(other.astype(np.int64).tobytes(), crc32(one.astype(np.int64).tobytes()))
+
+
 class _Epoch:
     """The rows of one epoch, as far as they are planned."""
 
@@ -151,8 +158,9 @@ class _Epoch:
         self._waiting: tuple[str, ...] = ()  # of windows too small for a step of their own
 
     def reaches(self, place: int) -> bool:
-        """Whether the epoch has a step of that number; plans as far as it takes to know."""
-        while len(self._planned) < len(self._windows) and self._rows() < (place + 1) * self._width:
+        """Whether the epoch has a step of that number; plans as far as it takes to know that and whether it is the last
+        one, which names what the windows behind it leave out."""
+        while len(self._planned) < len(self._windows) and self._rows() <= (place + 1) * self._width:
             self._extend()
         return place * self._width < self._rows()
 

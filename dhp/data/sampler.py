@@ -13,6 +13,12 @@ import numpy as np
 from dhp.errors import DataError
 
 RANDOM = "random"
+LENGTHS, ROWS = "checksum of the lengths", "checksum of the rows"  # of `Sampler.order`, where rows are balanced
+_CAUSES = {
+    LENGTHS: "images, the tokenizer or what decides their tokens have changed, or samples that were defective are not "
+    "any more",
+    ROWS: "another release of dhp or of a library it uses plans other rows of the same samples",
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class Sampler:
         now = self.order()
         other = [key for key in now if state["order"].get(key) != now[key]]
         if other:
-            told = "; ".join(f"{key} was {state['order'].get(key)} and is {now[key]}" for key in other)
+            causes = {key: f" ({cause})" for key, cause in _CAUSES.items()}
+            told = "; ".join(f"{k} was {state['order'].get(k)} and is {now[k]}{causes.get(k, '')}" for k in other)
             raise DataError(
                 f"the run cannot go on in the middle of its data, which is dealt out otherwise: {told}. Set what it "
                 "had, or begin anew with training.resume=never"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dhp.__main__ import main
+from dhp.cli.inspect_data import _map
+from dhp.errors import PartFailed
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -103,3 +106,8 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     told = capsys.readouterr().out
     assert "line 1 of" in told and "cut.png cannot be decoded" in told
     assert (out / "defects.txt").read_text().count("\n") == 2
+
+
+def test_inspect_data_says_when_one_of_its_processes_died() -> None:
+    with pytest.raises(PartFailed, match=r"^a process died while measuring: .*data\.num_workers"):
+        list(_map(os._exit, [1], 1, "measuring"))

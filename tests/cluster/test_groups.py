@@ -215,6 +215,24 @@ def test_workers_read_in_turn_and_ahead_but_not_beyond_the_end() -> None:
         actor.stop()
 
 
+def test_a_worker_that_died_idle_is_named_when_spans_are_collected() -> None:
+    import ray
+
+    actor = DatasetActor(Feed, shape=(3, 2, 1), workers=2, trace=True)
+    try:
+        actor.next(0)
+        actor.take_spans_async()
+        wait_all(actor.take_watched(), WAIT_S)
+        ray.kill(actor._actors[2])
+        actor.next(2)
+        wait_all(actor.take_watched(), WAIT_S)  # the other one's
+        actor.take_spans_async()
+        with pytest.raises(PartFailed, match="^data worker 1 died during telling what it did: "):
+            wait_all(actor.take_watched(), WAIT_S)
+    finally:
+        actor.stop()
+
+
 def test_a_bad_sample_read_ahead_is_told_when_its_step_comes() -> None:
     actor = DatasetActor(Feed, shape=(3, 2, 1), workers=1, prefetch=3)
     try:

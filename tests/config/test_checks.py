@@ -62,6 +62,16 @@ def test_autotp_wants_whole_key_value_heads():
         ({"balance": "isf", "packing": False}, None, "data.balance=isf with data.packing=false"),
         ({"balance": "balanced", "shuffle": False}, None, "data.balance=balanced with data.shuffle=false"),
         ({"limits": LimitsConfig(vision=9)}, None, "data.limits.vision=9 with data.balance=random"),
+        (
+            {"balance": "balanced", "limits": LimitsConfig(full_text=9)},
+            None,
+            "data.limits.full_text=9 with data.balance",
+        ),
+        (
+            {"balance": "isf", "limits": LimitsConfig(vision=8, full_vision=9)},
+            None,
+            "full_vision=9 > data.limits.vision=8",
+        ),
         ({"balance_window": 64}, 9, "data.balance_window=64 with data.balance=random"),
         ({"balance": "isf", "balance_window": 7}, 9, "balance_window(7) < training.batch_size(8)"),
         ({"balance": "isf", "balance_window": 64}, None, "data.balance_window=64 without training.max_steps"),
@@ -79,6 +89,7 @@ def test_what_balanced_rows_need(data, steps, message):
         {},
         {"balance": "length_group", "packing": False},
         {"balance": "isf", "limits": LimitsConfig(text=4096)},
+        {"balance": "isf", "limits": LimitsConfig(text=4096, full_text=4096, full_vision=9)},
         {"balance": "balanced", "balance_window": 64},
     ],
 )

@@ -8,10 +8,12 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from dhp.data import balanced
+from dhp.data.balance.isf import isf
 from dhp.data.balance.packs import Limits, Loads
 from dhp.data.balanced import BalancedSampler
 from dhp.data.balancing import Balancing
-from dhp.data.sampler import BatchLayout, RandomSampler, Sampler, StepBatch
+from dhp.data.sampler import BatchLayout, RandomSampler, Sampler, StepBatch, epoch_order
 from dhp.errors import DataError
 
 METHODS = ("length_group", "device_group", "isf", "balanced")
@@ -116,6 +118,26 @@ def test_bad_samples_are_named_once_an_epoch_and_move_no_other_out(window: int |
     assert sorted(text for batch in batches for text in batch.defects) == sorted(f"sample {i} is bad" for i in bad)
     with pytest.raises(DataError, match=r"^sample (3|500|501|1002) is bad$"):
         sampler(made(bad=bad), "balanced").steps(1)
+
+
+@pytest.mark.parametrize("bad", [20, 40])  # of 50 samples, in three windows: all of the last one, of the last two
+def test_windows_of_bad_samples_at_the_end_of_an_epoch(bad: int) -> None:
+    layout = BatchLayout(1, 1, 2)
+    last = tuple(epoch_order(50, 7, 0, True)[-bad:].tolist())
+    source = sampler(made(50, bad=last), "length_group", layout, skip=True, window=20)
+    batches = [source.batch(step) for step in range((50 - bad) // 2 + 1)]
+    assert [batch.epoch for batch in batches] == [0] * (len(batches) - 1) + [1]
+    assert batches[-2].done == 1 and sum(len(batch.defects) for batch in batches[:-1]) == bad
+    again = sampler(made(50, bad=last), "length_group", layout, skip=True, window=20)
+    again.batch(len(batches))
+    assert [again.batch(step) for step in range(len(batches))] == batches  # whatever is planned already
+
+
+def test_a_state_of_other_rows_of_the_same_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = sampler(made(), "isf").state_dict()
+    monkeypatch.setitem(balanced.METHODS, "isf", lambda *given: isf(*given, passes=3))
+    with pytest.raises(DataError, match=r"checksum of the rows was \d+ and is \d+ \(another release of dhp"):
+        sampler(made(), "isf").load_state_dict(state)
 
 
 def test_nothing_but_bad_samples() -> None:

@@ -29,11 +29,12 @@ def rows(method: str, ends: dict[int, float]) -> list[Row]:
     ]
 
 
-def test_a_difference_is_in_units_of_the_noise_of_random_seeds() -> None:
+def test_a_difference_is_in_units_of_the_noise_of_all_seeds() -> None:
     random, isf = summaries([*rows("random", {0: 1.0, 1: 2.0, 2: 3.0}), *rows("isf", {0: 4.0, 1: 4.5, 2: 5.0})])
     assert (random["heldout_mean"], random["heldout_sd"], random["difference"]) == (2.0, 1.0, 0.0)
     assert (isf["heldout_mean"], isf["heldout_sd"]) == (4.5, 0.5)
-    assert isf["difference"] == isf["difference_in_sd"] == 2.5
+    assert isf["difference"] == 2.5
+    assert isf["difference_in_sd"] == pytest.approx(2.5 / ((1 + 0.25) / 2) ** 0.5, abs=1e-5)
     assert isf["seeds"] == [0, 1, 2] and isf["steps"] == [2, 2, 2] and isf["samples"] == [16, 16, 16]
 
 

@@ -14,6 +14,7 @@ from tests.trainers.test_parity import assert_exact, assert_exact_in_single_prec
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("vision", [Degrees(ulysses=4), Degrees(ring=2, ulysses=2)], ids=str)
 def test_an_image_of_65536_patches_equals_the_plain_model(
     vision: Degrees, made_model: str, monkeypatch: pytest.MonkeyPatch

@@ -80,7 +80,9 @@ def _sums(values: np.ndarray, packs: Packs) -> np.ndarray:
 
 
 def _steps(of_packs: np.ndarray, replicas: int) -> np.ndarray:
-    """[steps, replicas]; a last step of fewer packs is left out."""
+    """[steps, replicas]; a last step of fewer packs is left out, unless there is no other."""
+    if len(of_packs) < replicas:
+        return np.pad(of_packs, (0, replicas - len(of_packs)))[None]
     whole = len(of_packs) // replicas * replicas
     return of_packs[:whole].reshape(-1, replicas)
 
@@ -95,6 +97,8 @@ def _dealt(vision: np.ndarray, replicas: int) -> np.ndarray:
 def _dist(steps: np.ndarray) -> float:
     most = steps.max(axis=1)
     at_work = most > 0
+    if not at_work.any():
+        return 0.0
     return float(((most[:, None] - steps).sum(axis=1)[at_work] / (most[at_work] * steps.shape[1])).mean())
 
 

@@ -39,6 +39,17 @@ def test_samples_that_are_missing_are_dropped_ones() -> None:
     assert measure(Packs(np.array([0, 1]), np.array([1, 2])), LOADS, 2, False, False).dropped == 2
 
 
+def test_fewer_packs_than_replicas_leave_some_without_work() -> None:
+    found = measure(PACKS, LOADS, 4, padded=False, dispatched=True)
+    assert found.critical == pytest.approx(400 / 175)
+    assert found.dist_text == pytest.approx((4 * 400 - 700) / (400 * 4))
+
+
+def test_text_alone() -> None:
+    found = measure(PACKS, Loads(np.zeros(4, np.int64), LOADS.text), 2, padded=False, dispatched=True)
+    assert found.dist_vision == found.cv_vision == 0
+
+
 def test_nothing_to_do_is_balanced() -> None:
     assert dist_ratio(np.zeros(4)) == 0.0
     assert dist_ratio(np.array([2.0, 1.0])) == pytest.approx(0.25)
