@@ -70,6 +70,7 @@ def kept_settings(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "data.datasets": [_weighted(config, text) for text in config.data.datasets],
         "data.shuffle": config.data.shuffle,
+        "data.balance": config.data.balance,
         "training.batch_size": config.training.batch_size,
         "training.micro_batch_size": config.training.micro_batch_size,
         **of_parts,

@@ -20,6 +20,7 @@ from dhp.config.schema import Config
 from dhp.data.balance.measures import Balance, measure
 from dhp.data.balance.methods import METHODS, PADDED
 from dhp.data.balance.packs import Limits, Loads
+from dhp.data.balancing import Balancing
 from dhp.data.lengths import Lengths
 from dhp.data.measured import Chunk
 from dhp.errors import DataError, PartFailed
@@ -53,7 +54,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
         raise DataError(f"no sample of {', '.join(config.data.datasets)} can be used; {out / 'defects.txt'} says why")
     draw_histograms({"tokens a sample": loads.text, "of these, of images": loads.vision}, out / "lengths.png")
     limits = settings.balancing.limits(loads, config.training.micro_batch_size)
-    rows = list(_balance(loads, limits, config))
+    rows = list(_balance(loads, settings.balancing, config))
     (out / "balance.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     _tell_lengths(loads, limits)
     _tell_balance(rows, config)
@@ -144,10 +145,13 @@ def _tell_lengths(loads: Loads, limits: Limits) -> None:
     print(f"{told}; {beyond} samples ({beyond / len(loads):.1%}) are beyond that and stand alone")
 
 
-def _balance(loads: Loads, limits: Limits, config: Config) -> Iterator[dict[str, float | str]]:
+def _balance(loads: Loads, balancing: Balancing, config: Config) -> Iterator[dict[str, float | str]]:
     """Each method on this data, rows dealt to this configuration's replicas."""
     rows, replicas = config.text.data * micro_batches(config), config.text.data
+    few = Loads(loads.vision[:100], loads.text[:100])
     for name in BALANCE:
+        limits = replace(balancing, method=name).limits(loads, config.training.micro_batch_size)
+        METHODS[name](few, limits, rows, config.seed)  # compiled now, so that seconds are those of planning
         start = time.perf_counter()
         packs = METHODS[name](loads, limits, rows, config.seed)
         seconds = time.perf_counter() - start

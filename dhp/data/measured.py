@@ -15,7 +15,7 @@ from dhp.data.preprocess import Preprocessor
 from dhp.data.source import Dataset
 from dhp.errors import DataError
 
-CHUNK = 1000  # samples that are measured in one go: some seconds
+CHUNK = 250  # samples that are measured in one go: a second, or minutes where videos must be counted or fetched
 SAVE_S = 30.0  # between two writes while lengths are being measured: what a stopped run may lose
 UNKNOWN = -1
 
