@@ -135,6 +135,7 @@ class Cluster:
             "log_dir": layout.log_dir,
             "loopback": local,
             "trace": layout.trace,
+            "keep_memory": self.device == "cpu",
         }
 
 

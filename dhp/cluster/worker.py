@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dhp.cluster.clock import Reading, read_clock
 from dhp.cluster.direct import Exchange
+from dhp.cluster.host_memory import keep_freed_memory
 from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
 from dhp.cluster.paths import require_beacon, require_paths
 from dhp.cluster.process import named_errors, redirect_output
@@ -44,8 +45,9 @@ FLOAT_BYTES = 8  # the norm of a part
 class GroupSettings:
     """What all ranks of a group share. log_dir: None leaves what ranks print to Ray. loopback: nothing listens beyond
     this host. needs: paths that must exist on a rank's node, by configuration key. beacon: what each rank must see of
-    the directory of checkpoints (`dhp.cluster.paths`); None: nothing. transport: how large
-    results travel, see `choose_transport`. trace: keep spans of what each rank does."""
+    the directory of checkpoints (`dhp.cluster.paths`); None: nothing. transport: how large results travel, see
+    `choose_transport`. trace: keep spans of what each rank does. keep_memory: what a rank frees stays with its process,
+    see `keep_freed_memory`."""
 
     part: str
     size: int
@@ -58,6 +60,7 @@ class GroupSettings:
     beacon: str | None = None
     transport: str = SHARED_MEMORY
     trace: bool = False
+    keep_memory: bool = False
 
 
 class Worker:
@@ -68,6 +71,8 @@ class Worker:
         self._who = f"{settings.part} rank {rank}"
         redirect_output(settings.log_dir, f"{settings.part}-{rank}")
         torch.set_num_threads(settings.threads)
+        if settings.keep_memory:
+            keep_freed_memory()
         self._listener: socket.socket | None = None
         self._trainer: Any = None
         self._inbox: Inbox | Exchange = Inbox()

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 
+from dhp.cluster.host_memory import keep_freed_memory
 from dhp.data.sample import Sample
 from dhp.models.split import load_part
 from dhp.parallel.attention import SegmentPlan, attend_segments, plan_segments
@@ -184,6 +185,7 @@ def serve_peer(
     if apart:
         enter(rank)
     torch.set_num_threads((os.cpu_count() or 1) // ranks)
+    keep_freed_memory()
     os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     if measure:

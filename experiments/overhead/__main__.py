@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGe
 
 from dhp.assets import make_tiny_assets
 from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.host_memory import keep_freed_memory
 from dhp.cluster.watch import wait_all
 from dhp.config.load import compose_config
 from dhp.config.schema import Config
@@ -85,6 +86,7 @@ class Plain:
 
     def __init__(self, model_name: str, lr: float):
         torch.set_num_threads(os.cpu_count() or 1)
+        keep_freed_memory()  # as dhp's ranks do
         self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=torch.float32).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
 
