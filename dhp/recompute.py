@@ -118,6 +118,7 @@ def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapp
     return {
         "model": {key: _plain(model.get(key)) for key in ("model_type", "vision_config", "text_config")},
         "world": world(config),
+        "parallelism": {name: part.parallelism for name, part in parts.items()},
         "dtype": {name: part.dtype for name, part in parts.items()},
         "fixed": {name: list(choices) for name, choices in fixed.items()},
         "datasets": list(config.data.datasets),

@@ -44,6 +44,8 @@ class _Memory:
     def __init__(self, agent: Any, nbytes: int, device: str):
         # A quarter more than needed: steps differ in size, and to register memory takes long.
         self.bytes = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8, device=device)
+        if self.bytes.is_cuda:  # kernels that are queued may still use memory that was freed, and NIXL waits for none
+            torch.cuda.current_stream().synchronize()
         self._agent, self._registration = agent, agent.register_memory([self.bytes])
 
     def close(self) -> None:

@@ -167,6 +167,8 @@ def _attend_whole(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, 
     for (length, count), *states in zip(plan.groups, *parts, strict=True):
         # [count, heads, length, dim]
         q, k, v = (s.reshape(count, length, *s.shape[1:]).transpose(1, 2) for s in states)
+        if grouped and q.is_cuda and q.dtype.itemsize > 2:  # only 16-bit kernels share heads; others build tokens²
+            k, v = (s.repeat_interleave(q.shape[1] // s.shape[1], dim=1) for s in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=grouped)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return outputs

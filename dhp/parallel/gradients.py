@@ -21,6 +21,7 @@ class _Bucket:
 
     def __init__(self, members: Sequence[int], sizes: Sequence[int], over: dist.ProcessGroup | None):
         self.members, self.sizes, self.over = members, sizes, over
+        self.flat: Tensor | None = None
         self.begun: dist.Work | None = None
 
     def open(self, shapes: Sequence[torch.Size], like: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
@@ -75,6 +76,14 @@ class Gradients:
         """
         self._finish()
         return self._places
+
+    def nbytes(self) -> int:
+        """Memory that the step's gradients take."""
+        if self._direct:
+            found = [_local_gradient(parameter) for parameter in self._parameters if parameter.grad is not None]
+        else:
+            found = [bucket.flat for bucket in self._buckets if bucket.flat is not None]
+        return sum(gradient.nbytes for gradient in found)
 
     def drop(self) -> None:
         """Forget the step's gradients, and give their memory back."""

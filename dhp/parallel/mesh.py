@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 AXES = ("data", "ring", "ulysses", "tensor")
 
@@ -42,11 +43,25 @@ def build_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
     if world != degrees.world:
         raise ValueError(f"data × ring × ulysses × tensor = {degrees.world} ranks, but the process group has {world}")
     shape = tuple(getattr(degrees, axis) for axis in AXES)
-    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    for axis in AXES:
+        _wait_as_long(mesh.get_group(axis))
+    return mesh
 
 
 def replicas_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The ranks that hold the same parameters as this one: those that differ from it in every axis but tensor."""
     if mesh["tensor"].size() == 1:
         return dist.group.WORLD
-    return mesh["data", "ring", "ulysses"]._flatten("replicas").get_group()
+    return _wait_as_long(mesh["data", "ring", "ulysses"]._flatten("replicas").get_group())
+
+
+def _wait_as_long(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Give a group the default group's timeout: meshes make theirs with the backend's own, 10 or 30 minutes."""
+    timeout = max(backend.options._timeout for backend in _backends(dist.group.WORLD))
+    _set_pg_timeout(timeout, group)
+    return group
+
+
+def _backends(group: dist.ProcessGroup) -> list[dist.Backend]:
+    return [group._get_backend(device) for device in group._device_types]

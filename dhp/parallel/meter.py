@@ -25,8 +25,8 @@ class _Bytes(Protocol):
     def now(self) -> int:
         """Bytes of activations at this moment."""
 
-    def take_peak(self) -> int:
-        """The most since the step began."""
+    def take_peak(self, gradient_bytes: int) -> int:
+        """The most since the step began. gradient_bytes: what the step's gradients take by now."""
 
     def counting(self) -> Any:
         """A context around forward and around backward."""
@@ -36,13 +36,15 @@ class _Saved:
     def __init__(self, model: nn.Module):
         self._saved = SavedTensors(model)
         self.counting = self._saved.counting
-        self.take_peak = self._saved.take_peak
 
     def begin(self) -> None:
         self._saved.take_peak()
 
     def now(self) -> int:
         return self._saved.bytes
+
+    def take_peak(self, gradient_bytes: int) -> int:
+        return self._saved.take_peak()
 
 
 class _Allocated:
@@ -56,8 +58,9 @@ class _Allocated:
     def now(self) -> int:
         return torch.cuda.memory_allocated() - self._between_steps
 
-    def take_peak(self) -> int:
-        return torch.cuda.max_memory_allocated() - self._between_steps
+    def take_peak(self, gradient_bytes: int) -> int:
+        # The budget is for what comes on top of weights, gradients and optimizer state.
+        return torch.cuda.max_memory_allocated() - self._between_steps - gradient_bytes
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -147,13 +150,15 @@ class Meter:
             self._replays.setdefault(index, []).append((begin, self._watch.mark()))
             self._added[index] = max(self._added.get(index, 0), self._bytes.now() - before)
 
-    def take(self, choices: Choices) -> PartUsage | None:
-        """What the step took, under these choices; None when this part had no work in it."""
+    def take(self, choices: Choices, gradient_bytes: int = 0) -> PartUsage | None:
+        """What the step took, under these choices; None when this part had no work in it. To be called before the
+        optimizer takes its step: what that allocates is no activation. gradient_bytes: of the step's own gradients."""
         if not self._passes:
             return None
         most = max(self._passes, key=lambda one: sum(one.held.values()))
+        held = most.before + sum(most.held.values()) + most.after  # no gradient may be there yet when it is
         usage = PartUsage(
-            peak_bytes=self._bytes.take_peak(),
+            peak_bytes=max(self._bytes.take_peak(gradient_bytes), held),
             before_bytes=most.before,
             after_bytes=most.after,
             rows=most.rows,

@@ -71,6 +71,10 @@ class Replicated:
             total = total + sum_in_place(_squares(sharded), mesh.get_group())
         return float(total)
 
+    def gradient_bytes(self) -> int:
+        """What the step's gradients take now, beyond what is there between steps."""
+        return self._gradients.nbytes()
+
     def step(self, lr: float, coefficient: float) -> None:
         """Scale the gradients by `coefficient`, take one optimizer step at `lr`, drop the gradients."""
         self._take_sums()

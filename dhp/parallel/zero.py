@@ -78,6 +78,10 @@ class ZeroSharded:
         norms = torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks])
         return float(sum_in_place((norms * norms).sum(), dist.group.WORLD))
 
+    def gradient_bytes(self) -> int:
+        """As `Replicated.gradient_bytes`. The engine keeps most of its buffers between steps, and does not tell."""
+        return 0
+
     def step(self, lr: float, coefficient: float) -> None:
         """Scale the gradients by `coefficient`, take one optimizer step at `lr`, drop the gradients."""
         if coefficient != 1.0:

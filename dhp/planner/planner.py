@@ -35,17 +35,20 @@ class Planner:
         """kinds: of the layers of each part. fixed: parts that recompute what the user said. known: costs that an
         earlier run has measured; a plan made of them is tried at once."""
         self._budget, self._arrangement = budget_bytes, arrangement
-        self._auto = frozenset(kinds) - set(fixed)
+        self._auto, self._kinds = frozenset(kinds) - set(fixed), kinds
+        if known is not None and not self._auto <= set(known):
+            known = None  # of a run in which a part never had work
         self._everything: Plan = {part: fixed.get(part, ("all",) * len(of)) for part, of in kinds.items()}
         self._profiles = {part: Profile((known or {}).get(part)) for part in kinds}
         self._correction = 1.0  # measured / predicted, at worst
         self._steps, self._idle = 0, 0
-        self._probes = [] if known else self._plan_probes(kinds)
+        self._probes = [] if known else self._plan_probes()
         self.asked: Plan = self._best() if known else self._everything
         self.settled = bool(known)
+        self._planned = frozenset(known or ())
 
-    def _plan_probes(self, kinds: Mapping[str, tuple[str, ...]]) -> list[Plan]:
-        by_part = {part: probes(kinds[part]) for part in self._auto}
+    def _plan_probes(self) -> list[Plan]:
+        by_part = {part: probes(self._kinds[part]) for part in self._auto}
         count = max(len(found) for found in by_part.values())
         last = lambda found, at: found[min(at, len(found) - 1)]
         return [self._everything | {part: last(by_part[part], at) for part in self._auto} for at in range(count)]
@@ -58,12 +61,25 @@ class Planner:
                 self._profiles[part].add(usage, timed=self._steps > 1)
         if not self._is_of_asked(usages):
             return False
+        if self.settled and any(usages[part] is not None for part in self._auto - self._planned if part in usages):
+            return self._begin_anew()
         return self._correct(usages) if self.settled else self._go_on()
 
     def costs(self) -> dict[str, PartCosts]:
-        """What has been measured, by part."""
+        """What has been measured, by part; a part counts once it was seen recomputing everything, or as it always
+        does."""
         found = {part: profile.costs() for part, profile in self._profiles.items()}
-        return {part: costs for part, costs in found.items() if costs is not None}
+        return {part: costs for part, costs in found.items() if costs is not None and self._is_measured(part, costs)}
+
+    def _is_measured(self, part: str, costs: PartCosts) -> bool:
+        return all(choice in costs.layers[kind] for kind, choice in zip(costs.kinds, self._everything[part]))
+
+    def _begin_anew(self) -> bool:
+        """A part has its first work after the plan was made without it: its layers are measured now."""
+        self.settled, self._idle = False, 0
+        self._probes = self._plan_probes()
+        self.asked = self._everything
+        return True
 
     def predicted_bytes(self) -> float:
         """The fullest device's peak under `asked`."""
@@ -100,6 +116,7 @@ class Planner:
             self.asked = self._probes.pop(0)
             return True
         self.settled = True
+        self._planned = frozenset(self.costs())
         self.asked = self._best()
         return True
 

@@ -48,7 +48,7 @@ class Profile:
     def __init__(self, known: PartCosts | None = None):
         """known: what an earlier run saw."""
         self._known = known
-        self._rows = 0 if known is None else known.rows
+        self._rows = self._all_rows = 0 if known is None else known.rows
         self._before = 0.0 if known is None else known.before_bytes / known.rows
         self._after = 0.0 if known is None else known.after_bytes / known.rows
         self._kinds: tuple[str, ...] = () if known is None else known.kinds
@@ -57,7 +57,7 @@ class Profile:
 
     def add(self, usage: PartUsage, timed: bool) -> None:
         """A step that ran. timed: its seconds say something, which those of a first step do not."""
-        self._rows = max(self._rows, usage.rows)
+        self._rows, self._all_rows = max(self._rows, usage.rows), max(self._all_rows, usage.all_rows)
         self._kinds = tuple(layer.kind for layer in usage.layers)
         shared = _shared_bytes(usage.layers)
         self._before = max(self._before, (usage.before_bytes + shared) / usage.rows)
@@ -68,10 +68,10 @@ class Profile:
             seen = self._bytes.get(key, (0.0, 0.0))
             self._bytes[key] = (max(seen[0], held), max(seen[1], layer.replay_bytes / usage.rows))
             if timed:
-                self._seconds[key].append(layer.replay_s / usage.all_rows * usage.rows)
+                self._seconds[key].append(layer.replay_s / usage.all_rows)
 
     def costs(self) -> PartCosts | None:
-        """What layers cost with the largest micro-batch seen; None before any step."""
+        """What layers cost with the largest micro-batch, and the largest step, seen; None before any step."""
         if not self._rows:
             return None
         layers: dict[str, dict[str, LayerCost]] = {kind: {} for kind in self._kinds}
@@ -84,7 +84,7 @@ class Profile:
             if seconds is None and choice in layers[kind]:
                 known_s = layers[kind][choice].replay_s
             else:
-                known_s = median(seconds) if seconds else 0.0
+                known_s = median(seconds) * self._all_rows if seconds else 0.0
             layers[kind][choice] = LayerCost(held * self._rows, replay * self._rows, known_s)
         return PartCosts(self._rows, self._kinds, self._before * self._rows, self._after * self._rows, layers)
 

@@ -40,6 +40,7 @@ class Part:
     def __init__(self, settings: PartSettings):
         torch.manual_seed(settings.seed)
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32; the patch embedding is a convolution
+        torch.backends.cudnn.deterministic = True  # tensor ranks each compute it, and must go on holding the same
         self.settings = settings
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.master_dtype = exact_dtype(self.dtype)
@@ -100,11 +101,13 @@ class Part:
                 "Lower training.learning_rate, set training.max_grad_norm, or look at the step's data with "
                 f"`python -m dhp inspect batch step={info.step + 1}`."
             )
+        usage = None
+        if self.meter is not None:
+            usage = self.meter.take(self.layers.choices, self.update.gradient_bytes())
         if active:
             self.update.step(lr, coefficient)
         else:
             self.update.drop()
-        usage = None if self.meter is None else self.meter.take(self.layers.choices)
         return PartReport(self.rank, loss, norm, lr, self._peak_memory(), take_sent(), usage)
 
     def metered_forward(self, rows: int) -> AbstractContextManager[None]:

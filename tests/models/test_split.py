@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
 from dhp.errors import ModelError
 from dhp.models.registry import load_family
@@ -109,6 +109,20 @@ def test_weights_of_another_shape_are_refused(made_model: str, tmp_path: Path) -
 def test_unknown_family_is_refused_with_what_is_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ModelError, match="'bert' has no adapter .*known: llava, qwen2_5_vl"):
+        load_family(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"text_config": {"sliding_window": 64, "use_sliding_window": True}}, "sliding_window=64 is not supported"),
+        ({"text_config": {"attention_dropout": 0.1}}, "attention_dropout=0.1 of Qwen2_5_VLTextConfig is not supported"),
+    ],
+)
+def test_attention_that_sees_less_is_refused(tmp_path: Path, changes: dict, told: str) -> None:
+    config = Qwen2_5_VLConfig(**changes)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=told):
         load_family(str(tmp_path))
 
 

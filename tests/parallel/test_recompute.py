@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dhp.config.recompute import CHOICES
+from dhp.parallel import meter as meter_module
 from dhp.parallel.meter import Meter
 from dhp.parallel.recompute import ATTENTION, RecomputedLayers, kept
 from dhp.parallel.saved import SavedTensors
@@ -152,7 +153,7 @@ def test_a_deeper_choice_holds_less_and_recomputes_more() -> None:
     assert added == sorted(added) and added[0] == 0
 
 
-def measured(choice: str):
+def measured(choice: str, gradient_bytes: int = 0):
     model = Model()
     meter = Meter(model, torch.device("cpu"), Parts.kinds)
     layers = RecomputedLayers(model, Parts(), (choice,) * 3, meter)
@@ -160,7 +161,7 @@ def measured(choice: str):
         loss = model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().sum()
     with meter.backward():
         loss.backward()
-    return meter.take(layers.choices)
+    return meter.take(layers.choices, gradient_bytes)
 
 
 def test_the_meter_tells_bytes_and_seconds_of_each_layer() -> None:
@@ -172,6 +173,16 @@ def test_the_meter_tells_bytes_and_seconds_of_each_layer() -> None:
     last = usage.layers[-1]
     # At its highest when the last layer has been run again.
     assert usage.peak_bytes == sum(layer.held_bytes for layer in usage.layers) + last.replay_bytes
+
+
+def test_a_peak_is_never_less_than_what_the_fullest_micro_batch_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU gradients are taken off the peak; they are not there yet when forward ends."""
+    monkeypatch.setattr(meter_module._Saved, "take_peak", lambda self, gradient_bytes: 10**9 - gradient_bytes)
+    usage = measured("none", gradient_bytes=10**8)
+    assert usage.peak_bytes == 9 * 10**8
+    usage = measured("none", gradient_bytes=10**9)
+    kept = usage.before_bytes + sum(layer.held_bytes for layer in usage.layers) + usage.after_bytes
+    assert usage.peak_bytes == kept > 0
 
 
 def test_a_step_without_work_has_no_usage() -> None:

@@ -160,3 +160,20 @@ def _not_a_number() -> float:
 
 def test_a_broken_gradient_on_one_rank_breaks_the_norm_on_all() -> None:
     assert not any(math.isfinite(norm_sq) for norm_sq in run_on_ranks(_not_a_number, 2))
+
+
+def _gradient_bytes(dtype: torch.dtype) -> list[int]:
+    net = make_net()
+    update = Replicated(net, make_optimizer, dist.group.WORLD, dtype)
+    found = [update.gradient_bytes()]
+    update.backward(sum(p.float().square().sum() for p in net.parameters()), last=True)
+    found.append(update.gradient_bytes())
+    update.norm_sq()
+    update.step(1e-3, 1.0)
+    return [*found, update.gradient_bytes()]
+
+
+@pytest.mark.parametrize("ranks, dtype", [(1, torch.float32), (1, torch.bfloat16), (2, torch.float32)])
+def test_what_gradients_take_is_told_while_they_are_there(ranks: int, dtype: torch.dtype) -> None:
+    whole = 4 * sum(p.numel() for p in make_net().parameters())  # float32, whatever the module computes in
+    assert run_on_ranks(_gradient_bytes, ranks, dtype) == [[0, whole, 0]] * ranks

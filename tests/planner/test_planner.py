@@ -100,6 +100,42 @@ def test_data_without_images_does_not_hold_up_text() -> None:
     assert set(planner.asked["text"]) != {"all"}
 
 
+def only_text(planner: Planner, steps: int) -> None:
+    for _ in range(steps):
+        planner.learn({"vision": None, "text": usage(REAL["text"], planner.asked["text"])})
+
+
+def test_a_part_whose_first_work_comes_late_is_measured_then() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    only_text(planner, PATIENCE + 8)
+    assert planner.settled and set(planner.costs()) == {"text"}
+    assert step(planner) and not planner.settled
+    assert planner.asked == {"vision": ("all",) * 6, "text": ("all",) * 8}
+    settled(planner)
+    assert set(planner.asked["vision"]) != {"all"} and set(planner.costs()) == {"vision", "text"}
+    assert predicted_bytes(REAL, planner.asked, IN_TURNS) <= 150 * MIB
+    assert not step(planner)
+
+
+def test_a_part_whose_first_work_comes_in_a_probe_does_not_count_yet() -> None:
+    """Nothing is known of it under the plan that it would begin with."""
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    only_text(planner, PATIENCE + 2)
+    while planner.asked["vision"] == ("all",) * 6 and not planner.settled:
+        only_text(planner, 1)
+    probe = planner.asked
+    planner.learn({part: usage(known, probe[part]) for part, known in REAL.items()})
+    only_text(planner, 2)
+    assert planner.settled and planner.predicted_bytes() > 0
+
+
+def test_costs_of_a_run_without_images_are_no_plan_for_one_with_them() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB, known={"text": REAL["text"]})
+    assert not planner.settled and planner.asked["text"] == ("all",) * 8
+    fixed = Planner(KINDS, {"vision": ("light",) * 6}, IN_TURNS, 180 * MIB, known={"text": REAL["text"]})
+    assert fixed.settled
+
+
 @pytest.mark.parametrize("choices", [("none",) * 5, ("all",) * 5, ("all", "all", "light", "none", "mlp")])
 def test_a_plan_in_the_words_of_the_configuration(choices: tuple[str, ...]) -> None:
     assert read_choices(as_text(choices), 5) == choices
