@@ -18,7 +18,7 @@ from dhp.cluster.runtime import chosen_address
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.load import to_yaml
 from dhp.config.resolve import micro_batches
-from dhp.config.run_dir import make_run_dir
+from dhp.config.run_dir import make_run_dir, replaces_checkpoints
 from dhp.config.schema import Config
 from dhp.feed import make_feed
 from dhp.messages import PartReport, StepInfo
@@ -73,12 +73,14 @@ class Pending:
 
 def run(config: Config) -> None:
     """Train as configured. `config` went through `dhp.preflight.prepare`. Raises DhpError; leaves no Ray process."""
-    start = find_start(config.training.resume, Path(str(config.training.checkpoint_dir)))
+    checkpoint_dir = Path(str(config.training.checkpoint_dir))
+    start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
     start.check(kept_settings(config))
     run_dir = make_run_dir(config)
-    check_writable(Path(str(config.training.checkpoint_dir)))
-    (run_dir / "config.yaml").write_text(to_yaml(config))
-    recorder = Recorder(run_dir, config.training.log_interval, world(config), start.checkpoint, start.step)
+    check_writable(checkpoint_dir)
+    recorder = Recorder(
+        run_dir, config.training.log_interval, world(config), to_yaml(config), start.checkpoint, start.step
+    )
     with recorder, _interruptible():
         layout = Layout(
             actors={"vision": config.vision.num_actors, "text": config.text.num_actors},
@@ -89,7 +91,7 @@ def run(config: Config) -> None:
             start_timeout_s=config.cluster.start_timeout_s,
             step_timeout_s=config.cluster.step_timeout_s,
             log_dir=str(run_dir.absolute() / "logs"),
-            checkpoint_dir=str(Path(str(config.training.checkpoint_dir)).absolute()),
+            checkpoint_dir=str(checkpoint_dir.absolute()),
             degrees={part: asdict(degrees(getattr(config, part))) for part in ("vision", "text")},
             transport=config.cluster.transport,
             trace=config.training.trace,
@@ -141,16 +143,17 @@ class Driver:
         wait_all(self.data.take_watched(), started_s)
         self._kept = kept_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
         self.start.check(self._kept)
-        self.data.measure(self._timeout_s, self._tell_measuring)
+        self.data.measure(self.start.step, self._timeout_s, self._tell_measuring)
+        if self.start.checkpoint is not None:  # before anything is planned
+            self.data.ask("load_state", self.start.data, timeout_s=self._timeout_s)
         self.steps = config.training.max_steps
         if self.steps is None:
             self.steps = self.data.ask("steps", config.training.num_epochs, timeout_s=self._timeout_s)
         self.data.end_at(self.steps)
         if self.start.checkpoint is not None:
-            self.data.ask("load_state", self.start.data, timeout_s=self._timeout_s)
             self.recorder.say(f"continuing after step {self.start.step} from {self.start.checkpoint}")
-        self._data_order = self.data.ask("state", 0, timeout_s=self._timeout_s)
-        self._keeping_up = KeepingUp(workers, ahead)
+        self.data.ask("state", self.start.step, timeout_s=self._timeout_s)  # plans the first steps
+        self._keeping_up = KeepingUp(workers, ahead, config.data.balance_window is not None)
 
     def _tell_measuring(self, done: int, parts: int) -> None:
         if done % max(1, parts // 10) == 0:
@@ -216,7 +219,7 @@ class Driver:
         self._skipped += len(info.skipped)
         reports = {number: self.cluster.values(refs) for number, refs in pending.refs.reports.items()}
         self.recorder.record(self._metrics(info, reports, step_s, data_s))
-        advice = self._keeping_up.add(step_s, data_s, info.data_s)
+        advice = self._keeping_up.add(step_s, data_s, info.data_s, info.measure_s)
         if advice is not None:
             self.recorder.say(advice)
         if self.recomputing is not None:
@@ -271,7 +274,7 @@ class Driver:
             "parts": list(self.cluster.groups),
             "skipped_samples": self._skipped,
             "settings": self._kept,
-            "data": self._data_order | {"step": saving.step},
+            "data": self.data.ask("state", saving.step, timeout_s=self._timeout_s),
         }
         self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(model_name))
 

@@ -27,7 +27,8 @@ def check_writable(parent: Path) -> None:
 
 
 def open_checkpoint(parent: Path, step: int) -> Path:
-    """An empty directory to write the checkpoint of `step` into."""
+    """An empty directory to write the checkpoint of `step` into. Raises CheckpointError when there is one already."""
+    _require_none(parent.absolute() / f"step_{step}")
     folder = parent.absolute() / f"step_{step}.partial"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -41,8 +42,17 @@ def finish_checkpoint(folder: Path, about: Mapping[str, Any], model_files: Seque
         shutil.copy(file, folder / MODEL / file.name)
     (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
     final = folder.with_suffix("")
+    _require_none(final)
     shutil.rmtree(final, ignore_errors=True)
     return folder.rename(final)
+
+
+def _require_none(final: Path) -> None:
+    """A run has only older checkpoints beside its own."""
+    if (final / ABOUT).is_file():
+        raise CheckpointError(
+            f"{final} is complete already: another run writes to the same training.checkpoint_dir. Give each its own"
+        )
 
 
 def find_checkpoint(run_or_checkpoint: Path) -> Path:

@@ -45,15 +45,22 @@ class Start:
         )
 
 
-def find_start(resume: str, checkpoint_dir: Path) -> Start:
-    """What training.resume means for a run that writes its checkpoints to `checkpoint_dir`.
+def find_start(resume: str, checkpoint_dir: Path, replaced: bool = False) -> Start:
+    """What training.resume means for a run that writes its checkpoints to `checkpoint_dir`. replaced: those that lie
+    there will be removed before the run begins.
 
-    Raises CheckpointError when the checkpoint that it names is not there, or when newer ones lie where the run's
-    own would come to lie.
+    Raises CheckpointError when the checkpoint that it names is not there, or when others lie where the run's own
+    would come to lie: those of another run, or newer ones.
     """
+    newest = None if replaced else newest_checkpoint(checkpoint_dir)
     if resume == NEVER:
+        if newest is not None:
+            raise CheckpointError(
+                f"training.checkpoint_dir={checkpoint_dir} holds {newest.name} of another run, and the two runs' would "
+                "be mixed. Choose another checkpoint_dir, set training.resume=auto to continue that run, or move its "
+                "checkpoints away"
+            )
         return Start()
-    newest = newest_checkpoint(checkpoint_dir)
     if resume == AUTO:
         return Start() if newest is None else _start(newest)
     found = find_checkpoint(Path(resume))

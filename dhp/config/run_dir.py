@@ -49,6 +49,13 @@ def make_run_dir(config: Config) -> Path:
     return run_dir
 
 
+def replaces_checkpoints(config: Config) -> bool:
+    """Whether `make_run_dir` removes the checkpoints in training.checkpoint_dir: those of the run that is replaced. In
+    a directory elsewhere they stay."""
+    own = Path(config.run_dir).absolute() / "checkpoints"
+    return config.overwrite and Path(str(config.training.checkpoint_dir)).absolute() == own
+
+
 def _continues(config: Config) -> bool:
     """Whether the run that run_dir may hold is the one to be continued."""
     resume = config.training.resume

@@ -16,7 +16,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from dhp.observe.numbers import from_json, json_safe
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
     """One optimizer step over the whole run, summed or averaged over all actors. None: not known (yet)."""
 

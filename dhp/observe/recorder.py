@@ -23,23 +23,25 @@ class Recorder:
         run_dir: Path,
         log_interval: int,
         world: Mapping[str, Mapping[str, Any]],
+        config: str,
         resumed_from: Path | None = None,
         done: int = 0,
     ):
-        """resumed_from: the checkpoint that the run continues; done: the steps before it."""
-        self.run_dir = run_dir
+        """config: what config.yaml will be. resumed_from: the checkpoint that the run continues; done: the steps before
+        it."""
+        self.run_dir, self._config = run_dir, config
         self.checkpoint = self._resumed_from = resumed_from
         self._done = done
         self._log_interval, self._world = log_interval, world
         self._steps: list[StepMetrics] = []
         self._progress: Progress | None = None
         self._trace: TraceWriter | None = None
+        self._metrics: MetricsWriter | None = None
         self._concluded = False
 
     def __enter__(self) -> Recorder:
-        self._steps = keep_steps(self.run_dir, self._done)
-        (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
-        self._metrics = MetricsWriter(self.run_dir)
+        if self._resumed_from is None or not (self.run_dir / "metrics.jsonl").exists():
+            self._open()
         return self
 
     def open_trace(self, groups: Mapping[str, int]) -> TraceWriter:
@@ -48,7 +50,10 @@ class Recorder:
         return self._trace
 
     def begin(self, total_steps: int) -> None:
-        """Training begins: from here on there is progress to show."""
+        """Training begins: from here on there is progress to show. The record of a run that is continued is left as it
+        was until now, when nothing can be refused any more."""
+        if self._metrics is None:
+            self._open()
         self._progress = Progress(total_steps, self._log_interval, done=self._done)
 
     def say(self, text: str) -> None:
@@ -60,10 +65,16 @@ class Recorder:
 
     def record(self, metrics: StepMetrics) -> None:
         """One step has ended."""
-        self._steps.append(metrics)
+        self._steps.append(_in_brief(metrics))
         self._metrics.write(metrics)
         if self._progress is not None:
             self._progress.update(metrics)
+
+    def _open(self) -> None:
+        (self.run_dir / "config.yaml").write_text(self._config)
+        self._steps = [_in_brief(metrics) for metrics in keep_steps(self.run_dir, self._done)]
+        (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
+        self._metrics = MetricsWriter(self.run_dir)
 
     @contextmanager
     def before_teardown(self) -> Iterator[None]:
@@ -86,6 +97,10 @@ class Recorder:
         if self._concluded:
             return
         self._concluded = True
+        if self._metrics is None and error is not None:  # it could not go on: its record stays as it was
+            return
+        if self._metrics is None:
+            self._open()
         if self._progress is not None:
             self._progress.close()
         self._metrics.close()
@@ -101,6 +116,11 @@ class Recorder:
         )
         write_summary(self.run_dir, summary)
         print("\n" + closing_table(summary, self.run_dir.absolute(), self.checkpoint), flush=True)
+
+
+def _in_brief(metrics: StepMetrics) -> StepMetrics:
+    """What the summary needs: a run may have a million steps."""
+    return StepMetrics(step=metrics.step, loss=metrics.loss, step_s=metrics.step_s, tokens=metrics.tokens)
 
 
 def _status(error: BaseException | None) -> str:

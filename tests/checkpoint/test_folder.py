@@ -26,9 +26,25 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert (newest / "model" / "config.json").is_file()
 
 
-def test_writing_again_replaces(tmp_path: Path) -> None:
-    (write(tmp_path, 3) / "old").touch()
-    assert not (write(tmp_path, 3) / "old").exists()
+def test_a_complete_one_is_never_replaced(tmp_path: Path) -> None:
+    done = write(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="step_3 is complete already: another run writes to the same"):
+        open_checkpoint(tmp_path / "checkpoints", 3)
+    assert read_about(done) == {"step": 3}
+
+
+def test_two_runs_that_write_the_same_step(tmp_path: Path) -> None:
+    first = open_checkpoint(tmp_path, 3)
+    finish_checkpoint(first, {"step": 3}, [])
+    first.mkdir()
+    with pytest.raises(CheckpointError, match="another run writes to the same training.checkpoint_dir"):
+        finish_checkpoint(first, {"step": 3}, [])
+
+
+def test_what_was_never_finished_is_written_anew(tmp_path: Path) -> None:
+    (open_checkpoint(tmp_path, 3) / "old").touch()
+    (tmp_path / "step_3").mkdir()
+    assert not (finish_checkpoint(open_checkpoint(tmp_path, 3), {"step": 3}, []) / "old").exists()
 
 
 def test_no_checkpoint_is_said(tmp_path: Path) -> None:

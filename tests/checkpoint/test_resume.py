@@ -18,9 +18,13 @@ def write(parent: Path, step: int) -> Path:
     return finish_checkpoint(open_checkpoint(parent, step), about, [])
 
 
-def test_never_looks_at_nothing(tmp_path: Path) -> None:
-    write(tmp_path, 3)
+def test_never_begins_where_no_other_run_has_its_checkpoints(tmp_path: Path) -> None:
+    open_checkpoint(tmp_path, 3)
     assert find_start("never", tmp_path) == Start() == Start(None, 0, 0, {})
+    write(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="holds step_3 of another run, .* training.resume=auto to continue"):
+        find_start("never", tmp_path)
+    assert find_start("never", tmp_path, replaced=True) == Start()
 
 
 def test_auto_takes_the_newest_complete_one_or_begins(tmp_path: Path) -> None:
