@@ -35,7 +35,7 @@ class Dealer:
         """replicas × ranks: vision data replicas, and the ranks of each that share a sequence."""
         self._family, self._rows = family, rows
         self._replicas, self._ranks = replicas, ranks
-        self._layout = lru_cache(maxsize=1024)(family.image_layout)
+        self._layout = lru_cache(maxsize=256)(family.image_layout)
 
     def deal(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
@@ -182,6 +182,7 @@ def _count(
         places=sum(map(sum, places)),
         dist_ratio={"vision": _mean_dist(patches), "text": _mean_dist(places)},
         data_s=0.0,
+        measure_s=0.0,
     )
 
 

@@ -149,21 +149,28 @@ class Feed:
         return self._source.sampler.steps(epochs)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` steps keeps of the data's order."""
-        return {"step": step, "order": self._source.sampler.order()}
+        """What a checkpoint after `step` steps keeps of the data's order; left_out: what was found defective."""
+        state = {"step": step, "order": self._source.sampler.order(step)}
+        return state if self.measured is None else state | {"left_out": self.measured.left_out()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Raises DataError unless the steps after those of `state` go on where it stopped."""
+        """Before anything is planned. Samples that were left out stay so. Raises DataError unless the steps after those
+        of `state` go on where it stopped."""
+        if self.measured is not None:
+            self.measured.leave_out(state.get("left_out", {}))
         self._source.sampler.load_state_dict(state)
 
     def batch(self, step: int) -> StepBatch:
         """Which samples a step (0-based) has. Raises DataError for lengths that cannot be told, as data.on_bad_sample
         says."""
-        return self._source.sampler.batch(step)
+        start = time.perf_counter()
+        batch = self._source.sampler.batch(step)
+        return replace(batch, measure_s=time.perf_counter() - start)
 
     def read(self, batch: StepBatch) -> StepData:
         """Read, decode and deal out one step. Raises DataError as data.on_bad_sample says."""
-        return self._deal(partial(self._source.read, batch))
+        data = self._deal(partial(self._source.read, batch))
+        return replace(data, info=replace(data.info, measure_s=batch.measure_s))
 
     def step(self, step: int) -> StepData:
         """`read` of the `batch` of that number (0-based)."""
@@ -173,9 +180,9 @@ class Feed:
         """The samples of a step (0-based), before they are dealt out."""
         return self._source.step(step)
 
-    def missing(self) -> list[Chunk]:
-        """Parts of the datasets whose lengths must be measured before the first step."""
-        return [] if self.measured is None else self.measured.missing()
+    def missing(self, step: int = 0) -> list[Chunk]:
+        """Parts of the datasets whose lengths must be measured before a run begins with `step`."""
+        return [] if self.measured is None else self.measured.missing(self._source.sampler.first(step))
 
     def measure(self, chunk: Chunk) -> Lengths:
         """Lengths of a part of a dataset; another feed of the same settings may do it for this one."""

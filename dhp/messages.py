@@ -15,7 +15,8 @@ class StepInfo:
     images: and videos.
     done: epochs after the step, with a fraction. tokens: of the decoder, without padding. target_tokens: N_global of
     the objective. vision_tokens: patches. skipped: one line for each sample left out. places: tokens with padding.
-    dist_ratio: of vision's patches and text's places over their ranks. data_s: seconds spent reading and decoding.
+    dist_ratio: of vision's patches and text's places over their ranks. data_s: seconds spent reading and decoding;
+    measure_s: on which samples the step has, lengths of samples among it.
     """
 
     step: int
@@ -30,6 +31,7 @@ class StepInfo:
     places: int
     dist_ratio: Mapping[str, float]
     data_s: float
+    measure_s: float
 
 
 @dataclass(frozen=True)

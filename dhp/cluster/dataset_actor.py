@@ -122,10 +122,11 @@ class DatasetActor:
         actor = self._actors[0]
         return fetch(self._watch(actor, name, actor.ask.remote(name, *arguments)), timeout_s)
 
-    def measure(self, timeout_s: float, tell: Callable[[int, int], None]) -> None:
-        """Measure what the feed lacks of lengths, with all workers. tell: parts done, and all. Raises as `wait_all`."""
+    def measure(self, step: int, timeout_s: float, tell: Callable[[int, int], None]) -> None:
+        """Measure what the feed lacks of lengths to begin with `step`, with all workers. tell: parts done, and all.
+        Raises as `wait_all`."""
         keeper, submitted = self._actors[0], []
-        parts = self.ask("missing", timeout_s=timeout_s)
+        parts = self.ask("missing", step, timeout_s=timeout_s)
         for reader, part in zip(cycle(self._readers), parts):
             measured = reader.ask.remote("measure", part)
             learned = keeper.ask.remote("learn", part, measured)

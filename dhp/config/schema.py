@@ -130,8 +130,9 @@ class MemoryConfig:
     """What activations (what forward keeps for backward) may take."""
 
     budget_gib: Optional[float] = None
-    """Activations on one device, of the ranks of both parts where they share it, GiB (2³⁰ bytes). On GPUs all counts
-    that a step allocates beyond what is there between steps, gradients included. To be set for recompute=auto."""
+    """Activations on one device, of the ranks of both parts where they share it, GiB (2³⁰ bytes): its memory less
+    weights, gradients and optimizer state, which a dry run (training.dry_run=true) counts. On GPUs all that forward and
+    backward allocate, but gradients. To be set for recompute=auto."""
 
     cache_dir: Optional[str] = None
     """Directory where recompute=auto keeps what it measured, for later runs of the same shape. Null: run_dir."""
@@ -207,8 +208,8 @@ class DataConfig:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     balance_window: Optional[int] = None
-    """Samples of a random order that are balanced together, and measured when they are reached: for datasets too large
-    to be measured before the first step; needs training.max_steps. Null: an epoch."""
+    """Samples of a random order that are balanced together, each window measured while the one before it is trained on:
+    for datasets too large to be measured before the first step; needs training.max_steps. Null: an epoch."""
 
     cache_dir: Optional[str] = None
     """Directory of measured lengths, for all runs. Null: dhp in $XDG_CACHE_HOME or ~/.cache."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dhp.data.files.open import open_rows
-from dhp.data.files.rows import Rows
+from dhp.data.files.rows import Entry, Rows
 from dhp.data.parse import detect, parse_record
 from dhp.data.places import Places
 from dhp.data.records import Record, located
-from dhp.errors import DataError
+from dhp.errors import DataError, DhpError
 
 AUTO = "auto"
 _PROBED = 100  # samples whose keys may tell the format
@@ -43,7 +43,7 @@ class Annotations:
         position, _ = self.rows.place(index)
         where = self.where(index)
         with located(where):
-            entry = self.rows.read(index)
+            entry = _read(self.rows, index)
             places = Places(self.data_path, self.allow_http, entry.members)
             return parse_record(entry.value, self.dataset, position, where, self.form, places)
 
@@ -74,13 +74,24 @@ def read_annotations(
         return Annotations(dataset, rows, detect(first) if form == AUTO else form, data_path, allow_http, path)
 
 
+def _read(rows: Rows, index: int) -> Entry:
+    """One raw sample. Damaged files lead the libraries that read them to raise anything; all of it means that this
+    sample cannot be used."""
+    try:
+        return rows.read(index)
+    except (DhpError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(f"cannot be read: {error or type(error).__name__}") from error
+
+
 def _first_samples(rows: Rows) -> Iterator[Any]:
     """Those of the first samples that can be read. Raises DataError if none can."""
     failed = None
     found = False
     for index in range(min(len(rows), _PROBED)):
         try:
-            value = rows.read(index).value
+            value = _read(rows, index).value
         except DataError as error:
             failed = failed or DataError(f"{rows.place(index)[1]}: {error}")
             continue

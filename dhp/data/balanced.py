@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import asdict
+from math import ceil
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -36,7 +37,8 @@ class BalancedSampler(Sampler):
 
     What is planned together is a window of a random order. The samples of rows that are too few for a step go on to
     the next window, so only an epoch's end is short. Samples whose lengths cannot be told are left out and named in
-    the first step of their window.
+    the first step of their window. While a window's steps are handed out, each also looks up a share of the lengths of
+    the next one, so that none has to wait for all of them.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class BalancedSampler(Sampler):
         self._dataset, self._balancing = dataset, balancing
         self._skip = on_bad_sample == "skip"
         self._limits: Limits | None = None
-        self._digests = {LENGTHS: 0, ROWS: 0}  # of the first window
+        # By epoch and window: of the lengths and of the rows, of all windows up to this one.
+        self._digests: dict[tuple[int, int], tuple[int, int]] = {}
         self._ends: list[int] = []  # steps up to the end of each epoch that is planned to its end
         self._epochs: dict[int, _Epoch] = {}
 
@@ -56,6 +59,7 @@ class BalancedSampler(Sampler):
         before. Raises DataError for a defective sample, as on_bad_sample says."""
         epoch, place = self._locate(step)
         plan = self._epoch(epoch)
+        self._dataset.loads(plan.due(place), epoch)
         width, rows = self.layout.replicas, [tuple(row.tolist()) for row in plan.rows(place)]
         rows += [()] * (self.layout.rows - len(rows))
         return StepBatch(
@@ -72,9 +76,10 @@ class BalancedSampler(Sampler):
             self._finish(len(self._ends))
         return self._ends[epochs - 1]
 
-    def order(self) -> dict[str, Any]:
+    def order(self, step: int = 0) -> dict[str, Any]:
         """As `Sampler.order`."""
-        self._locate(0)
+        epoch, place = self._locate(max(step - 1, 0))
+        lengths, rows = self._digests[epoch, self._epoch(epoch).window(place)]
         return {
             "balance": self._balancing.method,
             "seed": self.seed,
@@ -82,8 +87,15 @@ class BalancedSampler(Sampler):
             "rows": self.layout.rows,
             "window": self._balancing.window,
             "limits": asdict(self.limits),
-            **self._digests,
+            LENGTHS: lengths,
+            ROWS: rows,
         }
+
+    def first(self, step: int) -> np.ndarray:
+        """As `Sampler.first`: what windows hold, as far as the mean number of samples of a step tells."""
+        samples, window = len(self._dataset), self._window
+        last = ((step + 1) * self.layout.batch_size // window + 1) * window
+        return epoch_order(samples, self.seed, 0, True)[: min(last, samples)]
 
     @property
     def limits(self) -> Limits:
@@ -100,17 +112,34 @@ class BalancedSampler(Sampler):
         if defects and not self._skip:
             raise DataError(defects[0])
         indices, loads = indices[usable], Loads(loads.vision[usable], loads.text[usable])
-        if not len(indices):
-            return Packs(indices, indices), defects
-        first = self._limits is None
-        if first:
-            self._limits = self._balancing.limits(loads, self.layout.micro_batch_size)
-            self._digests[LENGTHS] = _digest(loads.vision, loads.text)
-        seed = int(np.random.SeedSequence([self.seed, epoch, window]).generate_state(1)[0])
-        packs = METHODS[self._balancing.method](loads, self._limits, self.layout.rows, seed)
-        if first:  # a method that was changed since a checkpoint would lose samples and repeat others
-            self._digests[ROWS] = _digest(packs.samples, packs.ends)
+        packs = self._pack(loads, epoch, window) if len(indices) else Packs(indices, indices)
+        self._record(epoch, window, loads, packs)
         return Packs(indices[packs.samples], packs.ends), defects
+
+    def _pack(self, loads: Loads, epoch: int, window: int) -> Packs:
+        if self._limits is None:
+            self._limits = self._balancing.limits(loads, self.layout.micro_batch_size)
+        seed = int(np.random.SeedSequence([self.seed, epoch, window]).generate_state(1)[0])
+        return METHODS[self._balancing.method](loads, self._limits, self.layout.rows, seed)
+
+    def _record(self, epoch: int, window: int, loads: Loads, packs: Packs) -> None:
+        """A run that goes on must have had the same lengths and rows: else it would lose samples and repeat others."""
+        before = (epoch, window - 1) if window else (epoch - 1, self._windows - 1)
+        lengths, rows = self._digests.get(before, (0, 0))
+        self._digests[epoch, window] = (
+            _digest(loads.vision, loads.text, lengths),
+            _digest(packs.samples, packs.ends, rows),
+        )
+
+    @property
+    def _window(self) -> int:
+        """Samples that are planned together."""
+        return self._balancing.window or len(self._dataset)
+
+    @property
+    def _windows(self) -> int:
+        """Of an epoch."""
+        return -(-len(self._dataset) // self._window)
 
     def _locate(self, step: int) -> tuple[int, int]:
         """Epoch of a step, and its place there."""
@@ -133,14 +162,14 @@ class BalancedSampler(Sampler):
     def _epoch(self, epoch: int) -> _Epoch:
         if epoch not in self._epochs:
             order = epoch_order(len(self._dataset), self.seed, epoch, True)
-            self._epochs[epoch] = _Epoch(self, epoch, order, self._balancing.window or len(order))
+            self._epochs[epoch] = _Epoch(self, epoch, order, self._window)
             for old in [number for number in self._epochs if number + _KEPT <= epoch]:
                 del self._epochs[old]
         return self._epochs[epoch]
 
 
-def _digest(one: np.ndarray, other: np.ndarray) -> int:
-    return crc32(other.astype(np.int64).tobytes(), crc32(one.astype(np.int64).tobytes()))
+def _digest(one: np.ndarray, other: np.ndarray, before: int) -> int:
+    return crc32(other.astype(np.int64).tobytes(), crc32(one.astype(np.int64).tobytes(), before))
 
 
 class _Epoch:
@@ -156,6 +185,7 @@ class _Epoch:
         self._left = order[:0]
         self._defects: dict[int, tuple[str, ...]] = {}
         self._waiting: tuple[str, ...] = ()  # of windows too small for a step of their own
+        self._due = (0, 0)  # a window, and how many samples of the next one were due
 
     def reaches(self, place: int) -> bool:
         """Whether the epoch has a step of that number; plans as far as it takes to know that and whether it is the last
@@ -182,6 +212,20 @@ class _Epoch:
         number, row = self._find((place + 1) * self._width - 1)
         seen = sum(len(packs.samples) for packs in self._planned[:number]) + int(self._planned[number].ends[row])
         return seen / self._samples
+
+    def window(self, place: int) -> int:
+        """The window that the last row of a step is from."""
+        return self._find(min((place + 1) * self._width, self._rows()) - 1)[0]
+
+    def due(self, place: int) -> np.ndarray:
+        """Samples of the next window whose lengths should be known by a step and were not due before: of all of them
+        the share that the window's rows up to this step are of its rows."""
+        number, row = self._find(min((place + 1) * self._width, self._rows()) - 1)
+        following = self._windows[number + 1] if number + 1 < len(self._windows) else self._left[:0]
+        first = self._due[1] if self._due[0] == number else 0
+        last = ceil((row + 1) / len(self._planned[number]) * len(following))
+        self._due = number, max(first, last)
+        return following[first:last]
 
     def defects(self, place: int) -> tuple[str, ...]:
         """What is wrong with samples that are left out at a step."""

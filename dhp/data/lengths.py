@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,10 @@ FORMAT = 1  # of the cache and of what is measured: raise it when either changes
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """Lengths of consecutive rows of one dataset.
+    """Lengths of rows of one dataset.
 
     vision: int32 [samples], tokens of a sample's pictures; text: int32 [samples], all tokens of a sample, those
-    included; both 0 where the sample is defective. defects: by row (0-based), what is wrong with it and where it is.
+    included; both 0 where the sample is defective. defects: by place in them, what is wrong and where it is.
     """
 
     vision: np.ndarray
@@ -37,33 +37,21 @@ class Lengths:
         return len(self.text)
 
 
-def measure(annotations: Annotations, preprocess: Preprocessor, start: int, stop: int) -> Lengths:
-    """Lengths of rows `start` to `stop` (0-based, exclusive) of a dataset; defects count from `start`.
+def measure(annotations: Annotations, preprocess: Preprocessor, rows: Sequence[int]) -> Lengths:
+    """Lengths of these rows (0-based) of a dataset, in their order; defects by place in it.
 
     A defective sample is noted and raises nothing. One whose pixels are damaged counts as good: only decoding it tells.
     """
-    vision, text = np.zeros((2, stop - start), dtype=np.int32)
+    vision, text = np.zeros((2, len(rows)), dtype=np.int32)
     defects = {}
-    for place in range(stop - start):
+    for place, row in enumerate(rows):
         try:
-            length = preprocess.measure(annotations.record(start + place))
+            length = preprocess.measure(annotations.record(int(row)))
         except DataError as error:
             defects[place] = str(error)
         else:
             vision[place], text[place] = length.vision, length.text
     return Lengths(vision, text, defects)
-
-
-def join(parts: Iterable[Lengths]) -> Lengths:
-    """Ranges that follow one another, as one."""
-    parts = list(parts)
-    starts = np.cumsum([0, *map(len, parts)]).tolist()
-    nothing = np.zeros(0, dtype=np.int32)
-    return Lengths(
-        np.concatenate([nothing, *(part.vision for part in parts)]),
-        np.concatenate([nothing, *(part.text for part in parts)]),
-        {start + row: text for start, part in zip(starts, parts) for row, text in part.defects.items()},
-    )
 
 
 class LengthCache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,13 +20,12 @@ SAVE_S = 30.0  # between two writes while lengths are being measured: what a sto
 UNKNOWN = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunk:
-    """Rows `start` to `stop` of a dataset's annotations."""
+    """Rows of a dataset's annotations, int64, ascending."""
 
     dataset: str
-    start: int
-    stop: int
+    rows: np.ndarray
 
 
 class LengthTable:
@@ -36,55 +35,72 @@ class LengthTable:
         """Takes what the cache has. Raises ConfigError when it cannot be written to."""
         self._annotations, self._preprocess, self._cache = annotations, preprocess, cache
         self._key = key_of(annotations, preprocess, annotations.path)
-        known = cache.load(self._key)
-        rows = len(annotations)
-        self.vision = np.zeros(rows, dtype=np.int32) if known is None else known.vision
-        self.text = np.full(rows, UNKNOWN, dtype=np.int32) if known is None else known.text
+        self.vision = np.zeros(len(annotations), dtype=np.int32)
+        self.text = np.full(len(annotations), UNKNOWN, dtype=np.int32)
         self.defects: dict[int, str] = {}
-        if known is not None:  # what was missing or broken may be there by now
-            self.text[list(known.defects)] = UNKNOWN
-        self._missing = int((self.text == UNKNOWN).sum())
+        self._missing = len(annotations)
+        self._take_kept()
         self._saved = time.monotonic()
         if self._missing:
             cache.check()
 
-    def missing(self) -> list[Chunk]:
-        """What is to be measured, in chunks."""
-        unknown = np.flatnonzero(self.text == UNKNOWN)
-        starts = np.unique(unknown // CHUNK) * CHUNK
-        return [Chunk(self._annotations.dataset, int(s), min(int(s) + CHUNK, len(self.text))) for s in starts]
+    def missing(self, rows: np.ndarray | None = None) -> list[Chunk]:
+        """What is to be measured of these rows (None: of all), in chunks."""
+        rows = np.arange(len(self.text)) if rows is None else np.unique(rows)
+        return self.chunks(rows[self.text[rows] == UNKNOWN])
 
-    def measure(self, start: int, stop: int) -> Lengths:
-        """Lengths of rows `start` to `stop`."""
-        return measure(self._annotations, self._preprocess, start, stop)
+    def chunks(self, rows: np.ndarray) -> list[Chunk]:
+        """Rows in chunks, whatever is known of them."""
+        return [Chunk(self._annotations.dataset, rows[start : start + CHUNK]) for start in range(0, len(rows), CHUNK)]
 
-    def decode(self, start: int, stop: int) -> dict[tuple[str, int], str]:
-        """What decoding rows `start` to `stop` finds to be wrong, by dataset and row."""
+    def measure(self, rows: np.ndarray) -> Lengths:
+        """Lengths of these rows."""
+        return measure(self._annotations, self._preprocess, rows)
+
+    def decode(self, rows: np.ndarray) -> dict[tuple[str, int], str]:
+        """What decoding these rows finds to be wrong, by dataset and row."""
         found = {}
-        for row in range(start, stop):
+        for row in rows.tolist():
             try:
                 self._preprocess(self._annotations.record(row))
             except DataError as error:
                 found[self._annotations.dataset, row] = str(error)
         return found
 
-    def learn(self, start: int, lengths: Lengths) -> None:
-        """Take the lengths of rows from `start` on; now and then, and with the last ones, write all to disk."""
-        stop = start + len(lengths.text)
-        unknown = int((self.text[start:stop] == UNKNOWN).sum())
-        self.vision[start:stop], self.text[start:stop] = lengths.vision, lengths.text
-        self.defects |= {start + row: message for row, message in lengths.defects.items()}
+    def learn(self, rows: np.ndarray, lengths: Lengths) -> None:
+        """Take the lengths of these rows; now and then, and with the last ones, write all to disk."""
+        unknown = int((self.text[rows] == UNKNOWN).sum())
+        self.vision[rows], self.text[rows] = lengths.vision, lengths.text
+        self.defects |= {int(rows[place]): message for place, message in lengths.defects.items()}
         self._missing -= unknown
         if unknown and (not self._missing or time.monotonic() - self._saved > SAVE_S):
+            self._take_kept()  # another run may have measured what this one has not
             self._cache.save(self._key, Lengths(self.vision, self.text, self.defects))
             self._saved = time.monotonic()
+
+    def leave_out(self, rows: Sequence[int]) -> None:
+        """Count these rows as defective, whatever was measured."""
+        fresh = np.array([row for row in rows if row not in self.defects], dtype=np.int64)
+        self._missing -= int((self.text[fresh] == UNKNOWN).sum())
+        self.vision[fresh] = self.text[fresh] = 0
+        told = "was defective when this run began, and stays left out until its end"
+        self.defects |= {row: f"{self._annotations.where(row)}: {told}" for row in fresh.tolist()}
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Vision and text of these rows, int32; those that are not known are measured now, one by one."""
         if self._missing:
-            for row in rows[self.text[rows] == UNKNOWN]:
-                self.learn(int(row), self.measure(int(row), int(row) + 1))
+            for chunk in self.missing(rows):
+                self.learn(chunk.rows, self.measure(chunk.rows))
         return self.vision[rows], self.text[rows]
+
+    def _take_kept(self) -> None:
+        """Take from disk what is not known yet. What was missing or broken then may be there by now."""
+        kept = self._cache.load(self._key)
+        if kept is None:
+            return
+        rows = np.flatnonzero((self.text == UNKNOWN) & (kept.text > 0))
+        self.vision[rows], self.text[rows] = kept.vision[rows], kept.text[rows]
+        self._missing -= len(rows)
 
 
 class MeasuredDataset:
@@ -120,24 +136,36 @@ class MeasuredDataset:
 
     def measure(self, chunk: Chunk) -> Lengths:
         """Lengths of a chunk; whoever has the same dataset may do it."""
-        return self.tables[chunk.dataset].measure(chunk.start, chunk.stop)
+        return self.tables[chunk.dataset].measure(chunk.rows)
 
-    def missing(self) -> list[Chunk]:
-        """All that is to be measured before the first step."""
-        return [] if not self._whole else [chunk for table in self.tables.values() for chunk in table.missing()]
+    def missing(self, indices: np.ndarray) -> list[Chunk]:
+        """What is to be measured before the first step. indices: samples of the first epoch that are seen first; more
+        than these only where all is measured."""
+        if self._whole:
+            return [chunk for table in self.tables.values() for chunk in table.missing()]
+        rows: dict[str, list[np.ndarray]] = {}
+        for portion, _, inside in self._dataset.portions(indices):
+            rows.setdefault(portion.annotations.dataset, []).append(portion.rows(inside, 0))
+        return [chunk for name, found in rows.items() for chunk in self.tables[name].missing(np.concatenate(found))]
 
     def chunks(self) -> list[Chunk]:
         """All samples, whatever is known of them."""
-        return [
-            Chunk(name, start, min(start + CHUNK, len(table.text)))
-            for name, table in self.tables.items()
-            for start in range(0, len(table.text), CHUNK)
-        ]
+        return [chunk for table in self.tables.values() for chunk in table.chunks(np.arange(len(table.text)))]
+
+    def left_out(self) -> dict[str, list[int]]:
+        """Rows that are known to be defective, by dataset."""
+        return {name: sorted(table.defects) for name, table in self.tables.items() if table.defects}
+
+    def leave_out(self, rows: Mapping[str, Sequence[int]]) -> None:
+        """Go on without the samples that were left out before, though some may be mended by now."""
+        for name, of_dataset in rows.items():
+            if name in self.tables:
+                self.tables[name].leave_out(of_dataset)
 
     def decode(self, chunk: Chunk) -> dict[tuple[str, int], str]:
         """What decoding every sample of a chunk finds to be wrong, by dataset and row."""
-        return self.tables[chunk.dataset].decode(chunk.start, chunk.stop)
+        return self.tables[chunk.dataset].decode(chunk.rows)
 
     def learn(self, chunk: Chunk, lengths: Lengths) -> None:
         """Take the lengths of a chunk."""
-        self.tables[chunk.dataset].learn(chunk.start, lengths)
+        self.tables[chunk.dataset].learn(chunk.rows, lengths)

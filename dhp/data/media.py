@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib import request
 
 from dhp.errors import DataError
 
 MAX_BYTES = 1 << 28  # of an image or video that has to lie in memory
-FETCH_TIMEOUT_S = 30.0
+FETCH_TIMEOUT_S = 30.0  # without a byte
+FETCH_S = 300.0  # altogether
+_PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,27 @@ def _fetch(url: str, what: str) -> bytes:
         opener.add_handler(handler())
     try:
         with opener.open(url, timeout=FETCH_TIMEOUT_S) as response:
-            content = response.read(MAX_BYTES + 1)
+            content = _read_within(response, FETCH_S)
     except (OSError, HTTPException, ValueError) as error:
         raise DataError(f"{what} {url:.200} cannot be fetched: {error}") from error
     _check_size(len(content), what, url)
     return content
+
+
+def _read_within(response: Any, seconds: float) -> bytes:
+    """A response's bytes, up to one more than MAX_BYTES. Raises OSError for one that is cut off or takes too long."""
+    end, expected = time.monotonic() + seconds, response.length  # None: until the server ends it
+    content = bytearray()
+    while len(content) <= MAX_BYTES and len(content) != expected:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{len(content)} bytes came within {seconds:g} s, and not all")
+        piece = response.read1(_PIECE)
+        if not piece:
+            break
+        content += piece
+    if expected is not None and len(content) < min(expected, MAX_BYTES):
+        raise OSError(f"cut off after {len(content)} of {expected} bytes")
+    return bytes(content)
 
 
 def _check_size(size: int, what: str, name: str) -> None:

@@ -36,7 +36,7 @@ class Places:
         """
         if isinstance(value, Mapping):
             content = value.get("bytes")
-            return self.find(value.get("path") if content is None else content, what)
+            value = value.get("path") if content is None else content
         if isinstance(value, bytes):
             return Blob("in the annotation", value)
         if not isinstance(value, str) or not value:

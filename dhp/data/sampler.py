@@ -46,7 +46,8 @@ class StepBatch:
     """Which samples a step trains on; cheap to send, where the samples are not.
 
     step, epoch: 0-based; done: epochs after this step, with a fraction. samples: [micro_batch][replica] -> indices
-    within the epoch. defects: one message for each sample that is left out before anything is read.
+    within the epoch. defects: one message for each sample that is left out before anything is read. measure_s: seconds
+    spent on finding them, lengths of samples among it.
     """
 
     step: int
@@ -54,6 +55,7 @@ class StepBatch:
     done: float
     samples: tuple[tuple[tuple[int, ...], ...], ...]
     defects: tuple[str, ...] = ()
+    measure_s: float = 0.0
 
 
 class Sampler:
@@ -71,10 +73,15 @@ class Sampler:
         """Steps of that many epochs from the first on."""
         raise NotImplementedError
 
-    def order(self) -> dict[str, Any]:
-        """All that decides which samples a step has, as plain values; two samplers that agree in it have equal steps.
-        The number of replicas is not in it."""
+    def order(self, step: int = 0) -> dict[str, Any]:
+        """All that decides which samples the steps before `step` have, as plain values: two samplers that agree in it
+        have the same. The number of replicas is not in it."""
         raise NotImplementedError
+
+    def first(self, step: int) -> np.ndarray:
+        """Samples of the first epoch whose lengths steps up to `step` need; without a window, none is known to be
+        needed before others."""
+        return np.arange(0)
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
@@ -85,12 +92,12 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain values."""
-        return {"step": self.position, "order": self.order()}
+        return {"step": self.position, "order": self.order(self.position)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another sampler stopped, also one with another number of replicas: no sample is lost or seen
         twice. Raises DataError when its steps would be others."""
-        now = self.order()
+        now = self.order(state["step"])
         other = [key for key in now if state["order"].get(key) != now[key]]
         if other:
             causes = {key: f" ({cause})" for key, cause in _CAUSES.items()}
@@ -123,7 +130,7 @@ class RandomSampler(Sampler):
         """As `Sampler.steps`."""
         return epochs * steps_per_epoch(self._samples, self.layout)
 
-    def order(self) -> dict[str, Any]:
+    def order(self, step: int = 0) -> dict[str, Any]:
         """As `Sampler.order`."""
         return {
             "balance": RANDOM,

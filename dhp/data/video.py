@@ -138,16 +138,20 @@ def _count(file: File) -> int:
 
 
 def _frames(container: Any, stream: Any, indices: np.ndarray, file: File, total: int) -> Iterator[Image.Image]:
-    """The frames of the given indices, upright. Raises DataError when the video ends before the last of them."""
+    """The frames of the given indices, upright. Raises DataError when the video ends before the last of them, or when
+    they are not of one size."""
     wanted = iter(indices.tolist())
     following = next(wanted, None)
-    number = 0
+    number, first = 0, None
     with _decoding(name_of(file)):  # what the caller does with a frame is not inside
         for number, frame in enumerate(container.decode(stream), start=1):
             if number - 1 == following:
                 _check_size(frame.width, frame.height, name_of(file))
                 image = frame.to_image()
-                yield image.rotate(frame.rotation, expand=True) if frame.rotation else image
+                image = image.rotate(frame.rotation, expand=True) if frame.rotation else image
+                first = first or image.size
+                _check_same(image.size, first, number, name_of(file))
+                yield image
                 following = next(wanted, None)
                 if following is None:
                     return
@@ -159,4 +163,12 @@ def _check_size(width: int, height: int, name: str) -> None:
         raise DataError(
             f"video {name} has frames of {width} × {height} = {width * height} pixels, more than the {MAX_PIXELS} that "
             "are decoded. Scale it down"
+        )
+
+
+def _check_same(size: tuple[int, int], first: tuple[int, int], number: int, name: str) -> None:
+    if size != first:
+        told = " to ".join(f"{width} × {height}" for width, height in (first, size))
+        raise DataError(
+            f"video {name} changes the size of its frames from {told} at frame {number}. Write it in one size"
         )

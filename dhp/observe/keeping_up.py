@@ -11,26 +11,37 @@ ROOM = 1.1  # steps differ: so much more than the mean needs
 
 
 class KeepingUp:
-    """One run's waits for data. workers, prefetch: data.num_workers, and the steps that are read ahead."""
+    """One run's waits for data. workers, prefetch: data.num_workers, and the steps that are read ahead.
 
-    def __init__(self, workers: int, prefetch: int) -> None:
-        self._workers, self._prefetch = workers, prefetch
-        self._steps: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
+    windows: samples are measured while the run goes on.
+    """
+
+    def __init__(self, workers: int, prefetch: int, windows: bool = False) -> None:
+        self._workers, self._prefetch, self._windows = workers, prefetch, windows
+        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW)
         self._seen = 0
         self._next = WINDOW + 1  # the first step waits for its data however fast reading is
 
-    def add(self, step_s: float, data_s: float, read_s: float) -> str | None:
-        """A step has ended: its seconds, those of them waiting for data, and those one process spent reading it. What
-        to tell the user, now and then, while more than 2% of the time goes into waiting."""
+    def add(self, step_s: float, data_s: float, read_s: float, measure_s: float) -> str | None:
+        """A step has ended: its seconds, those of them waiting for data, those one process spent reading it, and those
+        the dataset actor spent on which samples it has. What to tell the user, now and then, while more than 2% of
+        the time goes into waiting."""
         self._seen += 1
-        self._steps.append((step_s, data_s, read_s))
+        self._steps.append((step_s, data_s, read_s, measure_s))
         if self._seen < self._next:
             return None
-        steps, waits, reads = map(sum, zip(*self._steps, strict=True))
+        steps, waits, reads, measuring = map(sum, zip(*self._steps, strict=True))
         if waits <= TOLERATED * steps:
             return None
         self._next = 2 * self._seen
         told = f"{waits / steps:.0%} of the last {WINDOW} steps' time went into waiting for data"
+        if self._windows and measuring > steps - waits:
+            return (
+                f"{told}: one process measures the samples of each window (data.balance_window) and takes longer than "
+                "the steps do. `python -m dhp inspect data` measures all of them once; runs find them in data.cache_dir"
+            )
+        if not self._workers:
+            reads += measuring  # the same process
         needed = self._needed(reads, steps - waits)
         if needed > max(1, self._workers):
             return f"{told}; data.num_workers={needed} would keep up"

@@ -164,9 +164,8 @@ class Feed:
         two = lambda kind: tuple(tuple(f"{kind} {step} {m} {n}" for n in range(2)) for m in range(3))
         return SimpleNamespace(info=f"info {step}", vision=two("v"), text=tuple(row[:1] for row in two("t")))
 
-
-    def missing(self) -> list[int]:
-        return [1, 2, 3]
+    def missing(self, step: int) -> list[int]:
+        return [step, step + 1, step + 2]
 
     def measure(self, part: int) -> str:
         return f"{part} by {os.getpid()}"
@@ -250,7 +249,7 @@ def test_a_bad_sample_read_ahead_is_told_when_its_step_comes() -> None:
 def test_workers_measure_what_is_missing_and_the_first_actor_keeps_it() -> None:
     actor, told = DatasetActor(Feed, shape=(1, 1, 1), workers=2), []
     try:
-        actor.measure(WAIT_S, lambda done, parts: told.append((done, parts)))
+        actor.measure(1, WAIT_S, lambda done, parts: told.append((done, parts)))
         learned = actor.ask("learned", timeout_s=WAIT_S)
     finally:
         actor.stop()

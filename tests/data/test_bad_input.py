@@ -142,6 +142,7 @@ LINES: dict[str, tuple[Any, str]] = {
     "video without its tag": (talk(QUESTION, ANSWER, video="v.mp4"), "0 <video> tags in the human turns, but 1 videos"),
     "image of another type": (shown(7), "'image' must be a path or a list of paths, got 7"),
     "empty image path": (shown(""), "'image' must be a path"),
+    "path in a path": (shown({"path": {"path": "a.png"}}), "'image' must be a path, got {'path': 'a.png'}"),
     "the model's own placeholder": (
         talk({"from": "human", "value": "<|image_pad|>"}, ANSWER), "1 image placeholder tokens for 0 images"),
     "too many tokens": (talk({"from": "human", "value": "what " * 3000}, ANSWER), r"more than data\.max_tokens=500"),
@@ -284,6 +285,33 @@ def test_a_bad_row(tmp_path, preprocessor, changes, reason):
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([good, good | changes, good]), path)
     check(DatasetEntry(str(path)), preprocessor(), rf"row 2 of {path}", reason)
+
+
+def test_text_of_a_row_that_is_no_utf_8(tmp_path, preprocessor):
+    """Libraries raise whatever such bytes lead them to."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    good = json.dumps(GOOD["conversations"]).encode()
+    texts = pyarrow.array([b"fine", b"caf\xe9", b"fine"], pyarrow.binary()).view(pyarrow.string())
+    turns = pyarrow.array([json.loads(good)] * 3)
+    pictures = pyarrow.array([{"bytes": png(), "path": "a.png"}] * 3)
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"note": texts, "conversations": turns, "image": pictures}), path)
+    check(DatasetEntry(str(path)), preprocessor(), rf"row 2 of {path}", "cannot be read: .*utf-8")
+
+
+def test_a_shard_that_is_gone(tmp_path, preprocessor):
+    members = {name: c for n in (1, 2) for name, c in ((f"{n}.json", WITHOUT_NAME), (f"{n}.png", png()))}
+    path = shard(tmp_path / "a.tar", members)
+    dataset = open_dataset(["set"], {"set": DatasetEntry(str(path))})
+    path.unlink()
+    with pytest.raises(DataError, match=rf"sample 2 of {path}: cannot be read: .*No such file"):
+        dataset.record(1, 0)
+
+
+def test_a_byte_order_mark_in_a_shard_is_no_defect(tmp_path, preprocessor):
+    path = shard(tmp_path / "a.tar", {"1.json": b"\xef\xbb\xbf" + WITHOUT_NAME, "1.png": png()})
+    assert source(DatasetEntry(str(path)), preprocessor(), "error").step(0).skipped == ()
 
 
 def test_a_byte_order_mark_is_no_defect(tmp_path, preprocessor):

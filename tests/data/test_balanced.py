@@ -146,13 +146,51 @@ def test_nothing_but_bad_samples() -> None:
         sampler(nothing, "isf", skip=True).batch(0)
 
 
-def test_windows_are_measured_only_when_they_are_reached() -> None:
+def test_a_window_is_measured_while_the_one_before_it_is_trained_on() -> None:
+    """And no window earlier. With every step comes an equal share."""
     dataset = made()
-    source = sampler(dataset, "balanced", window=200)
-    source.batch(0)
-    assert sum(map(len, dataset.asked)) == 200
-    source.batch(20)
-    assert sum(map(len, dataset.asked)) < 1003
+    source = sampler(dataset, "balanced", window=240)
+    order = epoch_order(1003, 7, 0, True)
+    for step in range(10):  # of 24 samples
+        source.batch(step)
+        known = set(np.concatenate(dataset.asked).tolist())
+        assert known >= set(order[: 240 + 24 * step].tolist())
+        assert known <= set(order[: 240 + 24 * (step + 2)].tolist()) or len(known) <= 480
+    source.batch(11)
+    assert set(np.concatenate(dataset.asked).tolist()) <= set(order[:720].tolist())
+
+
+def test_lengths_that_changed_in_any_window_seen_are_noticed() -> None:
+    """Such a run would lose samples and repeat others."""
+    dataset, other = made(), made()
+    source = sampler(dataset, "balanced", window=240)
+    early = [next(source) for _ in range(3)] and source.state_dict()
+    late = [next(source) for _ in range(17)] and source.state_dict()
+    assert (early["step"], late["step"]) == (3, 20)
+    other.text[epoch_order(1003, 7, 0, True)[300]] += 1  # in the second window
+    sampler(other, "balanced", window=240).load_state_dict(early)
+    with pytest.raises(DataError, match="checksum of the lengths was .* .images, the tokenizer or what decides"):
+        sampler(other, "balanced", window=240).load_state_dict(late)
+    again = sampler(dataset, "balanced", window=240)
+    again.load_state_dict(late)
+    assert seen(next(again)) == seen(source.batch(20))
+
+
+def test_what_a_resumed_run_needs_first() -> None:
+    source = sampler(made(), "balanced", window=240)
+    order = epoch_order(1003, 7, 0, True)
+    assert source.first(0).tolist() == order[:240].tolist()
+    assert source.first(20).tolist() == order[:720].tolist()
+    assert source.first(10**6).tolist() == order.tolist()
+    assert sampler(made(), "balanced").first(0).tolist() == order.tolist()
+
+
+def test_a_resumed_run_catches_up_with_the_window_it_is_in() -> None:
+    dataset = made()
+    source = sampler(dataset, "balanced", window=240)
+    source.batch(8)  # without the eight before it
+    order = epoch_order(1003, 7, 0, True)
+    assert set(np.concatenate(dataset.asked).tolist()) >= set(order[: 240 + 24 * 7].tolist())
 
 
 def test_what_is_planned_is_balanced() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import threading
+import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -111,11 +113,18 @@ class _Pictures(BaseHTTPRequestHandler):
 
     def do_GET(self):
         moved = {"/moved": "/a.png", "/file": "file:///etc/hostname", "/ftp": "ftp://127.0.0.1/a.png"}
-        found = self.path == "/a.png"
+        found = self.path in ("/a.png", "/short", "/slow")
         self.send_response(302 if self.path in moved else 200 if found else 404)
         if self.path in moved:
             self.send_header("Location", moved[self.path])
+        if self.path == "/short":
+            self.send_header("Content-Length", str(len(self.content) + 1))
         self.end_headers()
+        if self.path == "/slow":
+            with suppress(OSError):  # the other side hangs up
+                for byte in self.content:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.01)
         self.wfile.write(self.content if found else b"")
 
     def log_message(self, *_):
@@ -145,3 +154,14 @@ def test_addresses_are_fetched_only_where_allowed(server):
 def test_an_address_that_leads_nowhere_or_elsewhere_is_a_data_error(server, path):
     with pytest.raises(DataError, match=rf"image {server}{path} cannot be fetched"):
         open_image(Remote(server + path))
+
+
+def test_an_address_that_gives_less_than_it_says_is_a_data_error(server):
+    with pytest.raises(DataError, match=rf"image {server}/short cannot be fetched: cut off after \d+ of \d+ bytes"):
+        open_image(Remote(f"{server}/short"))
+
+
+def test_an_address_that_gives_a_byte_now_and_then_is_a_data_error(server, monkeypatch):
+    monkeypatch.setattr("dhp.data.media.FETCH_S", 0.05)
+    with pytest.raises(DataError, match=rf"image {server}/slow cannot be fetched: \d+ bytes came within 0.05 s"):
+        open_image(Remote(f"{server}/slow"))

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from dhp.data.annotations import Annotations, read_annotations
-from dhp.data.lengths import LengthCache, Lengths, join, key_of, measure
+from dhp.data.lengths import LengthCache, Lengths, key_of, measure
 from dhp.data.preprocess import Preprocessor, Videos
 from dhp.data.shapes import ANNOTATIONS, make_dataset
 from dhp.data.video import Taking
@@ -113,7 +113,7 @@ def test_the_generated_dataset(tmp_path, make, undecodable):
     expected = of_samples(annotations, make())
     assert expected.vision.min() == 0 < expected.vision.max() and not expected.defects
     undecodable()
-    check_same(measure(annotations, make(), 0, 64), expected)
+    check_same(measure(annotations, make(), range(64)), expected)
 
 
 SIZES = [
@@ -138,7 +138,7 @@ def test_many_sizes(tmp_path, tokenizer, undecodable, make, bounds, write_json):
     annotations = read_annotations("set", write_json([shown(name) for name in names]), tmp_path)
     expected = of_samples(annotations, make(tokenizer, **bounds))
     undecodable()
-    check_same(measure(annotations, make(tokenizer, **bounds), 0, len(SIZES)), expected)
+    check_same(measure(annotations, make(tokenizer, **bounds), range(len(SIZES))), expected)
 
 
 def test_every_kind_of_sample(tmp_path, make, undecodable, write_json, images):
@@ -164,7 +164,7 @@ def test_every_kind_of_sample(tmp_path, make, undecodable, write_json, images):
     expected = of_samples(annotations, make())
     assert not expected.defects
     undecodable()
-    check_same(measure(annotations, make(), 0, len(samples)), expected)
+    check_same(measure(annotations, make(), range(len(samples))), expected)
 
 
 @pytest.mark.parametrize("video_pixels", [None, 60 * 60])
@@ -176,7 +176,7 @@ def test_videos(tokenizer, write_json, images, write_video, video_pixels):
     preprocess = qwen(tokenizer, video_pixels=video_pixels)
     expected = of_samples(annotations, preprocess)
     assert not expected.defects and expected.vision.min() > 0
-    check_same(measure(annotations, preprocess, 0, 3), expected)
+    check_same(measure(annotations, preprocess, range(3)), expected)
 
 
 @pytest.mark.parametrize("kind", LINES)
@@ -184,7 +184,7 @@ def test_defects_are_told_in_the_same_words(tmp_path, images, tokenizer, kind):
     path = write(tmp_path / "a.jsonl", LINES[kind][0], GOOD, images)
     annotations = read_annotations("set", path, images)
     preprocess = qwen(tokenizer, max_tokens=500)
-    expected, found = of_samples(annotations, preprocess), measure(annotations, preprocess, 0, 3)
+    expected, found = of_samples(annotations, preprocess), measure(annotations, preprocess, range(3))
     assert list(expected.defects) == [1] and expected.defects[1].startswith(f"dataset 'set', line 2 of {path}: ")
     if kind in DAMAGED_PIXELS:
         assert not found.defects and found.text.min() > 0
@@ -198,7 +198,7 @@ def test_a_video_for_a_model_without(tmp_path, images, tokenizer, write_video):
     preprocess = llava(tokenizer)
     expected = of_samples(annotations, preprocess)
     assert "sees images only" in expected.defects[1]
-    check_same(measure(annotations, preprocess, 0, 3), expected)
+    check_same(measure(annotations, preprocess, range(3)), expected)
 
 
 @pytest.fixture
@@ -207,13 +207,12 @@ def annotations(tmp_path: Path, images: Path) -> Annotations:
     return read_annotations("set", write(tmp_path / "a.jsonl", [1], GOOD, images), images)
 
 
-def test_ranges_join_to_the_whole(annotations, preprocessor):
-    whole = measure(annotations, preprocessor(), 0, 3)
+def test_rows_in_any_order(annotations, preprocessor):
+    whole = measure(annotations, preprocessor(), range(3))
     assert len(whole) == 3 and list(whole.defects) == [1]
-    parts = [measure(annotations, preprocessor(), start, stop) for start, stop in ((0, 1), (1, 1), (1, 3))]
-    assert [list(part.defects) for part in parts] == [[], [], [0]]
-    check_same(join(parts), whole)
-    check_same(join([]), Lengths(np.zeros(0, np.int32), np.zeros(0, np.int32), {}))
+    turned = measure(annotations, preprocessor(), np.array([2, 1]))
+    assert turned.text.tolist() == [whole.text[2], 0] and turned.defects == {1: whole.defects[1]}
+    check_same(measure(annotations, preprocessor(), []), Lengths(np.zeros(0, np.int32), np.zeros(0, np.int32), {}))
 
 
 LENGTHS = Lengths(np.array([4, 0, 8], np.int32), np.array([20, 0, 30], np.int32), {1: "line 2 of \udcff: “no”"})
@@ -293,7 +292,7 @@ def test_the_key_stays_the_same(annotations, tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     key = key_of(annotations, qwen(tokenizer), path)
     used = qwen(tokenizer)
-    measure(annotations, used, 0, 3)
+    measure(annotations, used, range(3))
     again = read_annotations("set", path, annotations.data_path)
     assert key_of(again, used, path) == key
     assert key_of(again, used, Path(os.path.relpath(path))) == key

@@ -13,6 +13,13 @@ from dhp.data.lengths import LengthCache
 from dhp.data.measured import Chunk, MeasuredDataset
 from dhp.data.source import Dataset, open_dataset
 
+NONE = np.arange(0)
+
+
+def learn(table: MeasuredDataset, indices: np.ndarray = NONE) -> None:
+    for chunk in table.missing(indices):
+        table.learn(chunk, table.measure(chunk))
+
 
 def sample(text: str, **more) -> dict:
     return {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "Yes."}], **more}
@@ -62,15 +69,14 @@ def test_lengths_of_each_epoch_equal_the_samples_own(make, dataset: Dataset, pre
 def test_chunks_are_learned_in_any_order_and_kept(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "CHUNK", 3)
     table = make()
-    chunks = table.missing()
-    assert chunks == [
-        *(Chunk("pictures", 0, 3), Chunk("pictures", 3, 4)),
-        *(Chunk("words", 0, 3), Chunk("words", 3, 6)),
-    ]
+    chunks = table.missing(NONE)
+    told = [("pictures", [0, 1, 2]), ("pictures", [3]), ("words", [0, 1, 2]), ("words", [3, 4, 5])]
+    assert [(chunk.dataset, chunk.rows.tolist()) for chunk in chunks] == told
     for chunk in reversed(chunks):
         table.learn(chunk, table.measure(chunk))
-    assert table.missing() == []
+    assert table.missing(NONE) == []
     again = make()
+    assert [chunk.rows.tolist() for chunk in again.missing(NONE)] == [[1, 2], [5]]  # not their neighbours
     unknown = {name: np.flatnonzero(t.text == measured.UNKNOWN).tolist() for name, t in again.tables.items()}
     assert unknown == {"pictures": [1, 2], "words": [5]}  # defective: they may have been mended
     indices = np.arange(len(table))
@@ -81,18 +87,53 @@ def test_chunks_are_learned_in_any_order_and_kept(make, monkeypatch: pytest.Monk
 
 def test_an_image_that_came_later_is_found(make, images: Path) -> None:
     table = make()
-    for chunk in table.missing():
-        table.learn(chunk, table.measure(chunk))
+    learn(table)
     (images / "gone.png").write_bytes((images / "a.png").read_bytes())
     again = make()
-    for chunk in again.missing():
-        again.learn(chunk, again.measure(chunk))
+    learn(again)
     assert set(again.tables["pictures"].defects) == {2} and make().tables["pictures"].text[1] > 0
+
+
+def test_a_resumed_run_leaves_out_what_it_had_left_out(make, images: Path) -> None:
+    """Or its rows would be others."""
+    table = make()
+    learn(table)
+    left_out = table.left_out()
+    assert left_out == {"pictures": [1, 2], "words": [5]}
+    (images / "gone.png").write_bytes((images / "a.png").read_bytes())
+    for measured_before in (False, True):
+        again = make()
+        if measured_before:
+            learn(again)
+            assert again.left_out()["pictures"] == [2]
+        again.leave_out(left_out)
+        learn(again)
+        assert again.left_out() == left_out and again.missing(NONE) == []
+        assert again.tables["pictures"].text[1] == again.tables["pictures"].vision[1] == 0
+        assert "element 2" in again.tables["pictures"].defects[1]
+        assert "was defective when this run began" in again.tables["pictures"].defects[1] or not measured_before
+
+
+def test_two_runs_do_not_take_from_each_other_what_they_measured(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "SAVE_S", -1.0)
+    one, other = make(whole=False), make(whole=False)
+    one.loads(np.array([11]), 0)
+    other.loads(np.array([14]), 0)
+    assert sum((t.text > 0).sum() for t in other.tables.values()) == 2  # it took the first one's too
+    assert sum((t.text > 0).sum() for t in make().tables.values()) == 2
+
+
+def test_windows_are_measured_as_far_as_the_run_needs(make) -> None:
+    table = make(whole=False)
+    assert table.missing(NONE) == []
+    rows = {chunk.dataset: chunk.rows.tolist() for chunk in table.missing(np.array([11, 14, 2]))}
+    assert rows["pictures"] == [0, 3] and len(rows["words"]) == 1
+    learn(table, np.array([11, 14, 2]))
+    assert table.missing(np.array([11, 14, 2])) == [] and table.missing(np.array([11, 3]))
 
 
 def test_a_window_measures_what_it_needs(make) -> None:
     table = make(whole=False)
-    assert table.missing() == []
     table.loads(np.array([0]), 0)
     assert sum((t.text != measured.UNKNOWN).sum() for t in table.tables.values()) == 1
 
@@ -103,14 +144,14 @@ def test_what_was_measured_before_a_stop_is_not_measured_again(make, monkeypatch
     table.loads(np.array([11, 14]), 0)  # rows 0 and 3 of `pictures`
     again = make()
     assert sum((t.text != measured.UNKNOWN).sum() for t in again.tables.values()) == 2
-    assert [chunk.dataset for chunk in again.missing()] == ["pictures", "words"]
+    assert [chunk.dataset for chunk in again.missing(NONE)] == ["pictures", "words"]
 
 
 def test_decoding_finds_what_headers_do_not_show(make, images: Path) -> None:
     table = make()
     name = images / "b.jpg"
     name.write_bytes(name.read_bytes()[:-20] if len(name.read_bytes()) > 700 else name.read_bytes()[:600])
-    chunk = Chunk("pictures", 0, 4)
+    chunk = Chunk("pictures", np.arange(4))
     from_headers = {row for row in table.measure(chunk).defects}
     assert from_headers == {1, 2}
     assert {row for _, row in table.decode(chunk)} == {1, 2, 3}

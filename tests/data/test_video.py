@@ -104,6 +104,17 @@ def test_frames_are_turned_upright():
     assert upright.size == (2, 4)
 
 
+def test_a_video_whose_frames_change_their_size_is_named():
+    """Their patches would not be those of one grid."""
+    frames = [
+        SimpleNamespace(width=w, height=2, rotation=0, to_image=lambda w=w: Image.new("RGB", (w, 2))) for w in (4, 4, 6)
+    ]
+    container = SimpleNamespace(decode=lambda _: frames)
+    assert len(list(_frames(container, None, np.array([0, 1]), Blob("v", b"x"), 3))) == 2
+    with pytest.raises(DataError, match="video v changes the size of its frames from 4 × 2 to 6 × 2 at frame 3"):
+        list(_frames(container, None, np.array([0, 2]), Blob("v", b"x"), 3))
+
+
 def test_a_video_that_ends_early_is_named(tmp_path):
     container = SimpleNamespace(decode=lambda _: [])
     with pytest.raises(DataError, match="cut off: it ends after 0 of 8 frames"):

@@ -50,17 +50,19 @@ class ParquetRows:
 
     def _read_group(self, group: int) -> Any:
         file, number = self._groups[group]
+        parquet = _pyarrow()
         try:
-            return _pyarrow().ParquetFile(self._paths[file]).read_row_group(number)
-        except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+            return parquet.ParquetFile(self._paths[file]).read_row_group(number)
+        except Exception as error:  # pyarrow's own errors are of several kinds
             raise DataError(f"row group {number + 1} cannot be read: {error}") from error
 
 
 def _group_sizes(path: Path) -> list[int]:
     """Rows of each row group."""
+    parquet = _pyarrow()
     try:
-        about = _pyarrow().ParquetFile(path).metadata
-    except (OSError, ValueError) as error:
+        about = parquet.ParquetFile(path).metadata
+    except Exception as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}. Copy it again") from error
     return [about.row_group(group).num_rows for group in range(about.num_row_groups)]
 

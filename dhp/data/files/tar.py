@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dhp.data.files.decode import decode_json
+from dhp.data.files.decode import BYTE_ORDER_MARK, decode_json
 from dhp.data.files.rows import Entry
 from dhp.data.media import Member
 from dhp.errors import DataError
@@ -48,7 +48,7 @@ class TarRows:
             if len(written) != 1:
                 raise DataError(f"the sample needs one .json member with its conversation; it has {sorted(members)}")
             file.seek(written[0].offset_data)
-            content = file.read(written[0].size)
+            content = file.read(written[0].size).removeprefix(BYTE_ORDER_MARK)
         value = decode_json(content, whole_file=True)
         return Entry(_with_media(value, members), members)
 
@@ -69,7 +69,7 @@ def _sample_starts(shard: Path) -> np.ndarray:
                     key = _key(info.name)
                     starts.append(info.offset)
                 end = info.offset_data + info.size
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError) as error:  # ValueError: numbers in a header that are none
         raise DataError(f"{shard}: no readable tar file ({error}). Copy it again; unpack a compressed one") from error
     if end > shard.stat().st_size:
         raise DataError(f"{shard}: cut off in sample {len(starts)}. Copy it again")
