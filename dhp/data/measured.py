@@ -80,7 +80,8 @@ class LengthTable:
 
     def leave_out(self, rows: Sequence[int]) -> None:
         """Count these rows as defective, whatever was measured."""
-        fresh = np.array([row for row in rows if row not in self.defects], dtype=np.int64)
+        known = len(self.text)  # rows that are gone show in the order, which refuses to go on
+        fresh = np.array([row for row in rows if row < known and row not in self.defects], dtype=np.int64)
         self._missing -= int((self.text[fresh] == UNKNOWN).sum())
         self.vision[fresh] = self.text[fresh] = 0
         told = "was defective when this run began, and stays left out until its end"
