@@ -14,7 +14,7 @@ from dhp.data.balance.measures import dist_ratio
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.messages import StepData, StepInfo, TextInput, VisionInput
-from dhp.models.family import Family, ImageLayout
+from dhp.models.family import Family, Grid, ImageLayout
 from dhp.parallel.dispatch import ImageWork, Piece, Pieces, shard_images
 from dhp.rows import Row, Rows
 
@@ -35,7 +35,7 @@ class Dealer:
         """replicas × ranks: vision data replicas, and the ranks of each that share a sequence."""
         self._family, self._rows = family, rows
         self._replicas, self._ranks = replicas, ranks
-        self._layout = lru_cache(maxsize=256)(family.image_layout)
+        self._known_layout = lru_cache(maxsize=256)(family.image_layout)
 
     def deal(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
@@ -58,6 +58,10 @@ class Dealer:
             for sample in row
             for pixels, grid in zip(sample.pixels, sample.grids, strict=True)
         ]
+
+    def _layout(self, grid: Grid) -> ImageLayout:
+        """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
+        return self._known_layout(grid) if grid[0] == 1 else self._family.image_layout(grid)
 
     def _shard(self, pictures: Sequence[Picture]) -> list[Pieces]:
         """Pieces for each vision rank, sequence ranks innermost."""

@@ -64,8 +64,10 @@ class Recomputing:
         was_settled = self._planner.settled
         if not self._planner.learn(usages):
             return
-        if was_settled:
+        if was_settled and self._planner.settled:
             self._say(f"recompute      {mebibytes(peak)} are more than the budget, so more is recomputed")
+        elif was_settled:
+            self._say("recompute      a part has its first work: everything again, and measured; a new plan follows")
         if self._planner.settled:
             write_costs(self._folder, self._shape, self._planner.costs())
         self._apply()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from dhp.config.load import compose_config
 from dhp.messages import PartReport
 from dhp.models.registry import load_family
+from dhp.planner.planner import PATIENCE
 from dhp.preflight import prepare
 from dhp.recompute import Recomputing, arrange
 from dhp.schedule import sequential, vision_ahead
@@ -79,8 +81,8 @@ class Told:
         return [PartReport(0, 1.0, 1.0, 1e-3, None, {}, usage(self.known, self.choices))]
 
 
-def plan(assets: Path, folder: Path, budget_mib: float) -> tuple[str, dict[str, Told]]:
-    """What a run of 20 steps says, and its parts at the end."""
+def plan(assets: Path, folder: Path, budget_mib: float, late: int = 0) -> tuple[str, dict[str, Told]]:
+    """What a run of 20 steps says, and its parts at the end. late: steps before them in which vision has no work."""
     budget = f"memory.budget_gib={budget_mib * MIB / 2**30}"
     overrides = [*tiny(assets, folder / "run")[1:], *SETTINGS, budget, f"memory.cache_dir={folder}"]
     config = prepare(compose_config("tiny", overrides=overrides))
@@ -88,8 +90,11 @@ def plan(assets: Path, folder: Path, budget_mib: float) -> tuple[str, dict[str, 
     parts = {"vision": Told(family.vision_layers.kinds), "text": Told(family.text_layers.kinds)}
     said: list[str] = []
     recomputing = Recomputing(config, parts, "cpu", sequential(4), said.append)
-    for _ in range(20):
-        recomputing.learn({name: part.report() for name, part in parts.items()})
+    for step in range(late + 20):
+        reports = {name: part.report() for name, part in parts.items()}
+        if step < late:
+            reports["vision"] = [replace(report, usage=None) for report in reports["vision"]]
+        recomputing.learn(reports)
     return "\n".join(said), parts
 
 
@@ -107,3 +112,9 @@ def test_a_budget_that_nothing_fits_is_said(tiny_assets: Path, tmp_path: Path) -
     said, parts = plan(tiny_assets, tmp_path, 5)
     assert "it does not fit even so" in said
     assert all(set(part.choices) == {"all"} for part in parts.values())
+
+
+def test_a_part_whose_first_work_comes_late_is_told_as_that(tiny_assets: Path, tmp_path: Path) -> None:
+    said, parts = plan(tiny_assets, tmp_path, 100, late=PATIENCE + 10)
+    assert said.count("a part has its first work") == 1 and "more than the budget" not in said
+    assert all(set(part.choices) != {"all"} for part in parts.values())

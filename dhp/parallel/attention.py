@@ -161,17 +161,24 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan
 def _attend_whole(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float) -> list[Tensor]:
     """Outputs of the segments that are here whole, group by group."""
     grouped = query.shape[1] != key.shape[1]
+    repeated = grouped and _must_repeat(query)
     sizes = [length * count for length, count in plan.groups]
     parts = (s[: sum(sizes)].split(sizes) if sizes else () for s in (query, key, value))
     outputs = []
     for (length, count), *states in zip(plan.groups, *parts, strict=True):
         # [count, heads, length, dim]
         q, k, v = (s.reshape(count, length, *s.shape[1:]).transpose(1, 2) for s in states)
-        if grouped and q.is_cuda and q.dtype.itemsize > 2:  # only 16-bit kernels share heads; others build tokens²
+        if repeated:
             k, v = (s.repeat_interleave(q.shape[1] // s.shape[1], dim=1) for s in (k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=grouped)
+        shared = grouped and not repeated
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=shared)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return outputs
+
+
+def _must_repeat(query: Tensor) -> bool:
+    """Whether key/value heads must be repeated: on GPUs only 16-bit kernels share them, others build tokens²."""
+    return query.is_cuda and query.dtype.itemsize > 2
 
 
 def _attend_rest(query: Tensor, key: Tensor, value: Tensor, rest: Ulysses | Ring, scale: float) -> Tensor:

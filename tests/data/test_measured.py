@@ -9,9 +9,13 @@ import pytest
 
 from dhp.config.schema import DatasetEntry
 from dhp.data import measured
+from dhp.data.balanced import BalancedSampler
+from dhp.data.balancing import Balancing
 from dhp.data.lengths import LengthCache
 from dhp.data.measured import Chunk, MeasuredDataset
+from dhp.data.sampler import BatchLayout
 from dhp.data.source import Dataset, open_dataset
+from dhp.errors import DataError
 
 NONE = np.arange(0)
 
@@ -111,7 +115,29 @@ def test_a_resumed_run_leaves_out_what_it_had_left_out(make, images: Path) -> No
         assert again.left_out() == left_out and again.missing(NONE) == []
         assert again.tables["pictures"].text[1] == again.tables["pictures"].vision[1] == 0
         assert "element 2" in again.tables["pictures"].defects[1]
-        assert "was defective when this run began" in again.tables["pictures"].defects[1] or not measured_before
+        assert "was defective when this run began" in again.tables["pictures"].defects[1]
+
+
+def test_a_run_is_resumed_though_a_sample_was_mended(make, images: Path) -> None:
+    """In the same steps; without leaving it out again, it is refused."""
+
+    def sampler(table: MeasuredDataset) -> BalancedSampler:
+        return BalancedSampler(table, Balancing("length_group", window=12), BatchLayout(1, 2, 1), 0, "skip")
+
+    whole = make(whole=False)
+    stopped = sampler(whole)
+    seen = [next(stopped).samples for _ in range(3)]
+    state, left_out = stopped.state_dict(), whole.left_out()
+    following = next(stopped).samples
+    assert left_out["pictures"]
+    (images / "gone.png").write_bytes((images / "a.png").read_bytes())
+    with pytest.raises(DataError, match="checksum of the lengths"):
+        sampler(make(whole=False)).load_state_dict(state)
+    again = make(whole=False)
+    again.leave_out(left_out)
+    resumed = sampler(again)
+    resumed.load_state_dict(state)
+    assert next(resumed).samples == following and following not in seen
 
 
 def test_two_runs_do_not_take_from_each_other_what_they_measured(make, monkeypatch: pytest.MonkeyPatch) -> None:

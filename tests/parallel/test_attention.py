@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dhp.parallel import attention
 from dhp.parallel.attention import attend_segments, plan_segments, segment_attention
 
 HEADS, DIM = 4, 8
@@ -43,9 +44,13 @@ def test_segments_equal_dense_attention(lengths: list[int]) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("repeated", [False, True])  # True: as on a GPU in float32
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [1, 7, 1, 3, 7]])
-def test_causal_segments_with_shared_keys_equal_dense_attention(lengths: list[int], kv_heads: int) -> None:
+def test_causal_segments_with_shared_keys_equal_dense_attention(
+    lengths: list[int], kv_heads: int, repeated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_must_repeat", lambda query: repeated)
     tokens = sum(lengths)
     query, key, value, weight = (s[0].transpose(0, 1) for s in states(tokens))  # [tokens, heads, dim]
     key, value = key[:, :kv_heads], value[:, :kv_heads]

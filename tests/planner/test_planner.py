@@ -118,15 +118,19 @@ def test_a_part_whose_first_work_comes_late_is_measured_then() -> None:
 
 
 def test_a_part_whose_first_work_comes_in_a_probe_does_not_count_yet() -> None:
-    """Nothing is known of it under the plan that it would begin with."""
-    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
-    only_text(planner, PATIENCE + 2)
-    while planner.asked["vision"] == ("all",) * 6 and not planner.settled:
+    """Nothing is known of the plan that it would begin with: here a probe changes all layers of a kind."""
+    kinds = ("only",) * 5 + ("slow",) * 4
+    vision = costs(9, kinds=kinds)
+    planner = Planner(KINDS | {"vision": kinds}, {}, IN_TURNS, 150 * MIB)
+    only_text(planner, PATIENCE + 1)
+    while "all" in planner.asked["vision"][5:] and not planner.settled:
         only_text(planner, 1)
+    assert not planner.settled
     probe = planner.asked
-    planner.learn({part: usage(known, probe[part]) for part, known in REAL.items()})
-    only_text(planner, 2)
-    assert planner.settled and planner.predicted_bytes() > 0
+    planner.learn({"vision": usage(vision, probe["vision"]), "text": usage(REAL["text"], probe["text"])})
+    only_text(planner, 4)
+    assert planner.settled and set(planner.costs()) == {"text"}
+    assert planner.predicted_bytes() > 0 and planner.asked["vision"] == ("all",) * 9
 
 
 def test_costs_of_a_run_without_images_are_no_plan_for_one_with_them() -> None:
