@@ -9,7 +9,7 @@ safetensors file are transformers' own (`from_pretrained`).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from dhp.errors import ModelError
+
+ReadPlan = Callable[[nn.Module, Mapping[str, str]], dict[str, str]]
 
 
 class _OneMesh:
@@ -50,18 +52,20 @@ def load_part(
     dtype: torch.dtype,
     tensor_mesh: DeviceMesh | None = None,
     tensor_plan: dict[str, str] | None = None,
+    read_plan: ReadPlan = lambda _, plan: dict(plan),
 ) -> PreTrainedModel:
     """Load `model_name` without the modules named in `dropped`, on CPU, in training mode.
 
     With a `tensor_mesh` of more than one rank, transformers' tensor-parallel plan is applied over it and
-    each rank reads only its own slices; its sharded parameters are DTensors on that mesh. `tensor_plan` adds to that
-    plan, or replaces rules of it (module name, with `*` for layer numbers → style).
+    each rank reads only its own slices, onto the mesh's device; its sharded parameters are DTensors on that mesh.
+    `tensor_plan` adds to that plan, or replaces rules of it (module name, with `*` for layer numbers → style);
+    `read_plan` has the last word: it is given the model and its plan by full names, and answers with the one to apply.
 
     Raises ModelError when the directory lacks a weight of this part, holds one of another shape, or cannot be read.
     """
     base = model_class(model_name)
     generic, exact = _by_kind(tensor_plan or {})
-    part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh, exact))
+    part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh, exact, read_plan))
     sharded = tensor_mesh is not None and tensor_mesh.size() > 1
     distributed = DistributedConfig(tp_size=tensor_mesh.size(), tp_plan=generic or None) if sharded else None
     try:
@@ -86,7 +90,11 @@ def _by_kind(plan: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _overrides(
-    base: type[PreTrainedModel], dropped: Sequence[str], mesh: DeviceMesh | None, exact_plan: dict[str, str]
+    base: type[PreTrainedModel],
+    dropped: Sequence[str],
+    mesh: DeviceMesh | None,
+    exact_plan: dict[str, str],
+    read_plan: ReadPlan,
 ) -> dict[str, Any]:
     def build(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
@@ -100,8 +108,8 @@ def _overrides(
     def prepare(cls: type, config: DistributedConfig | None, device_map: Any = None) -> tuple[Any, Any, Any]:
         if config is None:
             return config, device_map, None
-        device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else None
-        return config, device, _OneMesh(mesh)
+        # No device map, which would demand another package: slices go to the mesh's device when they become DTensors.
+        return config, None, _OneMesh(mesh)
 
     def resolve(self: PreTrainedModel, config: DistributedConfig) -> tuple[dict[str, str], ...]:
         """Plans by the full names of modules and of their parameters."""
@@ -109,7 +117,7 @@ def _overrides(
         for name, style in exact_plan.items():
             module = self.get_submodule(name)
             tensor |= {name: style} | {f"{name}.{own}": style for own, _ in module.named_parameters(recurse=False)}
-        return tensor, *others
+        return read_plan(self, tensor), *others
 
     unexpected = [rf"^(.*\.)?{re.escape(name.removeprefix('model.'))}\." for name in dropped]
     return {

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dhp.parallel.collectives import begin_sum, sum_in_place
 from dhp.spans import COLLECTIVE, span
@@ -70,7 +69,7 @@ class Gradients:
             self._begin_all()
 
     def local(self) -> list[Tensor]:
-        """The summed gradient of each parameter, this rank's shard where it is a DTensor; zero where there is none.
+        """The summed gradient of each parameter; zero where there is none.
 
         Waits for the sums. `backward` does not: what it hands to the other part need not wait for them.
         """
@@ -80,7 +79,7 @@ class Gradients:
     def nbytes(self) -> int:
         """Memory that the step's gradients take."""
         if self._direct:
-            found = [_local_gradient(parameter) for parameter in self._parameters if parameter.grad is not None]
+            found = [_gradient_of(parameter) for parameter in self._parameters if parameter.grad is not None]
         else:
             found = [bucket.flat for bucket in self._buckets if bucket.flat is not None]
         return sum(gradient.nbytes for gradient in found)
@@ -95,17 +94,17 @@ class Gradients:
             bucket.flat = bucket.begun = None
 
     def _open(self) -> None:
-        shapes = [_local(parameter).shape for parameter in self._parameters]
+        shapes = [parameter.shape for parameter in self._parameters]
         places: dict[int, Tensor] = {}
         for bucket in self._buckets:
-            like = _local(self._parameters[bucket.members[0]])
+            like = self._parameters[bucket.members[0]].detach()
             places |= bucket.open([shapes[m] for m in bucket.members], like, self._dtype)
         self._places = [places[index] for index in range(len(self._parameters))]
         self._next = 0
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
         """Autograd has finished a parameter's gradient: add it to its place, and forget it."""
-        self._places[index] += _local_gradient(parameter)
+        self._places[index] += _gradient_of(parameter)
         parameter.grad = None
         if self._reducing:
             self._buckets[self._bucket_of[index]].missing -= 1
@@ -135,7 +134,7 @@ class Gradients:
             return
         self._unfinished = False
         if self._direct:
-            self._places = [_local_gradient(parameter) for parameter in self._parameters]
+            self._places = [_gradient_of(parameter) for parameter in self._parameters]
             for parameter, place in zip(self._parameters, self._places, strict=True):
                 if id(parameter) in self._partial:
                     sum_in_place(place, self._partial[id(parameter)])
@@ -158,7 +157,7 @@ def _cut_into_buckets(
     order = sorted(reversed(range(len(parameters))), key=lambda index: id(parameters[index]) in partial_over)
     cuts: list[tuple[dist.ProcessGroup | None, list[int], list[int]]] = []
     for index in order:
-        over, size = partial_over.get(id(parameters[index])), _local(parameters[index]).numel()
+        over, size = partial_over.get(id(parameters[index])), parameters[index].numel()
         if not cuts or cuts[-1][0] is not over or (sum(cuts[-1][2]) + size) * dtype.itemsize > BUCKET_BYTES:
             cuts.append((over, [], []))
         cuts[-1][1].append(index)
@@ -167,17 +166,5 @@ def _cut_into_buckets(
     return buckets, {index: at for at, bucket in enumerate(buckets) for index in bucket.members}
 
 
-def _local(parameter: nn.Parameter) -> Tensor:
-    value = parameter.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    gradient = parameter.grad
-    if isinstance(parameter, DTensor):
-        if gradient is None:
-            return torch.zeros_like(_local(parameter))
-        if gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(placements=parameter.placements)
-        return gradient.to_local().contiguous()
-    return torch.zeros_like(parameter) if gradient is None else gradient
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dhp.parallel.collectives import largest_in_place, sum_in_place
-from dhp.parallel.slices import laid_out
+from dhp.parallel.slices import cut_of
 
 CHUNK_ROWS = 2048
 
@@ -25,30 +25,28 @@ CHUNK_ROWS = 2048
 def token_loss_sum(head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows: int = CHUNK_ROWS) -> Tensor:
     """Σ −log softmax(head(states))[targets], a scalar in float32 (float64 for float64 states).
 
-    states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]. `head.weight` is a plain tensor or a
-    DTensor, replicated or sharded by vocabulary. Raises ValueError for any other split, and for a head with a bias,
+    states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]. `head.weight` is whole, or this rank's
+    slice of the vocabulary (`dhp.parallel.slices`). Raises ValueError for any other split, and for a head with a bias,
     which no known family has.
     """
     if head.bias is not None:
         raise ValueError("a head with a bias is not supported; add its gradient here and to the tests first")
-    weight, first, group = _own_rows(laid_out(head, "weight"))
-    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows)
+    first, group = _own_rows(head)
+    return _TokenLossSum.apply(states, head.weight, targets, first, group, chunk_rows)
 
 
-def _own_rows(weight: Tensor) -> tuple[Tensor, int, dist.ProcessGroup | None]:
-    """This rank's rows of the head, the first one's token id, and the ranks that hold the others."""
-    if not isinstance(weight, DTensor):
-        return weight, 0, None
-    own = weight.to_local(grad_placements=weight.placements)
-    if all(placement.is_replicate() for placement in weight.placements):
-        return own, 0, None  # summing over ranks that all hold the whole vocabulary would count it several times
-    if weight.placements != (Shard(0),):
+def _own_rows(head: nn.Linear) -> tuple[int, dist.ProcessGroup | None]:
+    """The token id of this rank's first row of the head, and the ranks that hold the others."""
+    cut = cut_of(head, "weight")
+    if cut is None or all(placement.is_replicate() for placement in cut.placements):
+        return 0, None  # summing over ranks that all hold the whole vocabulary would count it several times
+    if cut.placements != (Shard(0),):
         raise ValueError(
-            f"the head is split as {weight.placements}, but a vocabulary split over one mesh axis, (Shard(dim=0),), "
+            f"the head is split as {cut.placements}, but a vocabulary split over one mesh axis, (Shard(dim=0),), "
             "is what the loss knows; change the model's tensor-parallel plan for the head"
         )
-    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return own, offset[0], weight.device_mesh.get_group()
+    _, offset = compute_local_shape_and_global_offset(cut.shape, cut.mesh, cut.placements)
+    return offset[0], cut.mesh.get_group()
 
 
 class _TokenLossSum(torch.autograd.Function):

@@ -1,33 +1,87 @@
-"""Parameters as DTensors, also those that something else than DTensor cut: who holds which slice, told in one way."""
+"""Slices of matrices as ordinary parameters, and what they are slices of: who holds which, told in one way.
+
+A module computes with plain tensors, which costs a tenth of DTensor's dispatch on the host. Checkpoints, the norm and
+the loss ask `laid_out` for the DTensor that a slice is part of.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-_CUT = "dhp_cut"  # on a module: by parameter, the mesh over which it is cut in equal slices, and along which dimension
+_CUTS = "dhp_cuts"  # on a module: by parameter, its `Cut`
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter of `shape` is cut over the ranks of `mesh`; `placements` as DTensor has them."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+    def around(self, local: Tensor) -> DTensor:
+        """The DTensor of which `local` is this rank's slice, on its memory and graph."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides
+        )
 
 
 def mark_cut(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
     """Remember that the module's parameter is this rank's slice along `dim`, one of equal ones over `mesh`."""
-    module.__dict__.setdefault(_CUT, {})[name] = (mesh, dim)
+    shape = list(module.get_parameter(name).shape)
+    shape[dim] *= mesh.size()
+    _mark(module, name, Cut(mesh, (Shard(dim),), torch.Size(shape)))
+
+
+def use_local_slices(model: nn.Module) -> None:
+    """Put this rank's slice in the place of each parameter that is a DTensor, on the same memory.
+
+    A parameter that two modules share stays shared.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+            _mark(module, name, Cut(parameter.device_mesh, parameter.placements, parameter.shape))
+            module._parameters[name] = made[id(parameter)]
+
+
+def cut_of(module: nn.Module, name: str) -> Cut | None:
+    """What the module's own parameter `name` is a slice of; None where every rank holds all of it."""
+    return module.__dict__.get(_CUTS, {}).get(name)
 
 
 def laid_out(module: nn.Module, name: str) -> Tensor:
-    """The module's own parameter `name`; a DTensor on the parameter's memory and graph where it is marked as cut."""
-    parameter = module.get_parameter(name)
-    if name not in module.__dict__.get(_CUT, {}):
-        return parameter
-    mesh, dim = module.__dict__[_CUT][name]
-    return DTensor.from_local(parameter, mesh, [Shard(dim)], run_check=False)
+    """The module's own parameter `name`; the DTensor that it is a slice of where it is one."""
+    parameter, cut = module.get_parameter(name), cut_of(module, name)
+    return parameter if cut is None else cut.around(parameter)
 
 
 def all_laid_out(module: nn.Module) -> dict[str, Tensor]:
     """Every parameter as `laid_out` has it, in the order and by the names of `named_parameters`."""
+    return {name: laid_out(owner, own) for name, owner, own in owned_parameters(module)}
+
+
+def owned_parameters(module: nn.Module) -> Sequence[tuple[str, nn.Module, str]]:
+    """Each parameter by its full name, the module that owns it and its name there, as `named_parameters` orders them."""
     owners = {
-        (f"{prefix}." if prefix else "") + name: (owner, name)
+        (f"{prefix}." if prefix else "") + own: (owner, own)
         for prefix, owner in module.named_modules()
-        for name in owner._parameters
+        for own in owner._parameters
     }
-    return {name: laid_out(*owners[name]) for name, _ in module.named_parameters()}
+    return [(name, *owners[name]) for name, _ in module.named_parameters()]
+
+
+def _mark(module: nn.Module, name: str, cut: Cut) -> None:
+    module.__dict__.setdefault(_CUTS, {})[name] = cut

@@ -23,7 +23,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Replicated:
-    """Gradients summed over `group`; parameters that are DTensors are sharded over their own mesh beside it.
+    """Gradients summed over `group`; parameters that are slices (`dhp.parallel.slices`) are cut over their own mesh
+    beside it.
 
     dtype: what the module is to compute in. Its parameters come in `exact_dtype(dtype)`; where that is another
     format, they become the optimizer's master weights and the module gets rounded copies.
@@ -37,9 +38,8 @@ class Replicated:
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
     ):
-        # The optimizer works element by element, so it sees plain local shards: torch's fused loops refuse a mixture
-        # of DTensors and tensors. Without a cast they share the parameters' memory.
-        self._masters = [_local_alias(p) for p in module.parameters() if p.requires_grad]
+        # Without a cast, the optimizer's weights share the parameters' memory and keep gradients of their own.
+        self._masters = [nn.Parameter(p.detach()) for p in module.parameters() if p.requires_grad]
         self._cast = dtype != exact_dtype(dtype)
         if self._cast:
             cast_parameters(module, dtype)
@@ -128,16 +128,7 @@ class Replicated:
     def _round(self) -> None:
         """Give the module the master weights, rounded to what it computes in."""
         if self._cast:
-            torch._foreach_copy_([_local(parameter) for parameter in self._parameters], self._masters)
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    value = parameter.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _local_alias(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_local(parameter))
+            torch._foreach_copy_([parameter.detach() for parameter in self._parameters], self._masters)
 
 
 def _laid_out_as(layout: Tensor, local: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from dhp.parallel.autotp import split_by_autotp
 from dhp.parallel.mesh import replicas_group
 from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.recompute import kept
+from dhp.parallel.slices import use_local_slices
 from dhp.parallel.tensor import shared_heads_style
+from dhp.parallel.tensor_plan import local_plan
 from dhp.trainers.objective import share_of_objective
 from dhp.trainers.part import Part, joined, own_copy, to_device
 from dhp.trainers.settings import PartSettings
@@ -48,7 +50,9 @@ class TextTrainer:
         plan = None
         if ranks > family.text_kv_heads:
             plan = dict.fromkeys(family.text_kv_projections, shared_heads_style(family.text_kv_heads))
-        model = load_part(name, family.vision_modules, self.part.master_dtype, self.part.mesh["tensor"], plan)
+        mesh = self.part.mesh["tensor"]
+        model = load_part(name, family.vision_modules, self.part.master_dtype, mesh, plan, local_plan)
+        use_local_slices(model)
         if plan is not None:
             family.share_kv_heads(model, ranks)
         return model

@@ -14,7 +14,9 @@ from dhp.parallel.mesh import replicas_group
 from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.recompute import kept
 from dhp.parallel.shard_plan import ShardPlan, Span
+from dhp.parallel.slices import use_local_slices
 from dhp.parallel.tensor import with_fused
+from dhp.parallel.tensor_plan import local_plan
 from dhp.trainers.part import Part, joined, own_copy, to_device
 from dhp.trainers.settings import PartSettings
 
@@ -39,7 +41,9 @@ class VisionTrainer:
     def _load(self) -> PreTrainedModel:
         part, family = self.part, self.family
         plan = with_fused(family.vision_tensor_plan, family.vision_fused)
-        model = load_part(part.settings.model_name, family.text_modules, part.master_dtype, part.mesh["tensor"], plan)
+        name, mesh = part.settings.model_name, part.mesh["tensor"]
+        model = load_part(name, family.text_modules, part.master_dtype, mesh, plan, local_plan)
+        use_local_slices(model)
         family.freeze_unused(model)
         family.split_vision_heads(model, part.settings.degrees.tensor)
         return model

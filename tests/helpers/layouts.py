@@ -20,6 +20,7 @@ from dhp.messages import StepData
 from dhp.models.registry import load_family
 from dhp.parallel import zero
 from dhp.parallel.mesh import Degrees
+from dhp.parallel.slices import all_laid_out
 from dhp.parts import Batch, make_parts
 from dhp.schedule import SCHEDULES, TEXT, VISION
 from dhp.step import accumulate_gradients, update_weights
@@ -111,13 +112,14 @@ class Inspected:
             return part.update._frozen | {n: weight.clone() for n, weight in trained.items()}
         update = part.update
         masters = zip(update._names, update._layouts, update._masters, strict=True)
-        frozen = {n: _whole(p.detach(), p) for n, p in named.items() if not p.requires_grad}
+        layouts = all_laid_out(part.model)
+        frozen = {n: _whole(layouts[n].detach(), layouts[n]) for n, p in named.items() if not p.requires_grad}
         return frozen | {n: _whole(master.detach(), layout) for n, layout, master in masters}
 
     def rounded(self) -> bool:
         """Whether every weight that the module computes with is its master weight, rounded."""
         masters = self.weights()
-        named = self.part.model.named_parameters()
+        named = all_laid_out(self.part.model).items()
         return all(torch.equal(_whole(p.detach(), p), masters[n].to(p.dtype)) for n, p in named)
 
 

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from dhp.parallel.loss import token_loss_sum
+from dhp.parallel.slices import cut_of, use_local_slices
 from tests.helpers.ranks import run_on_ranks
 
 HIDDEN = 6
@@ -41,10 +42,11 @@ def ours(
     if ranks > 1:
         mesh = init_device_mesh("cpu", (ranks,))
         head.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement or Shard(0)]))
+        use_local_slices(head)
     loss = token_loss_sum(head, states, targets, chunk) / 7
     loss.backward()
-    grad = head.weight.grad
-    return loss.detach(), states.grad, grad.full_tensor() if isinstance(grad, DTensor) else grad
+    cut, grad = cut_of(head, "weight"), head.weight.grad
+    return loss.detach(), states.grad, grad if cut is None else cut.around(grad).full_tensor()
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 5, 100])

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from dhp.parallel.slices import all_laid_out, cut_of, use_local_slices
 from dhp.parallel.update import Replicated
 from tests.helpers.ranks import run_on_ranks
 
@@ -98,7 +99,7 @@ def _gradient_of(name: str, replica: int, like: Tensor) -> Tensor:
 
 
 class _Gives(torch.autograd.Function):
-    """A scalar whose gradient by the parameter is what it is told, in whatever layout."""
+    """A scalar whose gradient by the parameter is what it is told."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -113,22 +114,21 @@ class _Gives(torch.autograd.Function):
 def _split_update() -> tuple[float, dict[str, Tensor]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     module, replica, tensor = _Split(mesh["tensor"]), mesh.get_local_rank("data"), mesh["tensor"]
+    use_local_slices(module)
     update = Replicated(module, make_optimizer, mesh["data"].get_group())
     shares = []
     for name, parameter in module.named_parameters():
-        gradient = _gradient_of(name, replica, parameter)
-        if isinstance(parameter, DTensor):
-            # Each arrives in a layout that is not the parameter's: whole on every rank, or halves to be added up.
-            arrives = Replicate() if name in ("rows", "fused") else Partial()
-            share = gradient if arrives == Replicate() else gradient / 2
-            gradient = DTensor.from_local(share, tensor, [arrives])
+        cut = cut_of(module, name)
+        gradient = _gradient_of(name, replica, parameter if cut is None else torch.empty(cut.shape))
+        if cut is not None:
+            gradient = distribute_tensor(gradient, tensor, cut.placements).to_local()
         if name != "sometimes" or replica == 0:
             shares.append(_Gives.apply(parameter, gradient))
     update.backward(torch.stack(shares).sum(), last=True)
     norm_sq = update.norm_sq()
     update.step(0.1, 0.5)
     whole = lambda p: p.full_tensor() if isinstance(p, DTensor) else p
-    return norm_sq, {name: whole(p.detach()) for name, p in module.named_parameters()}
+    return norm_sq, {name: whole(p.detach()) for name, p in all_laid_out(module).items()}
 
 
 def test_weights_split_in_any_way_are_summed_measured_and_updated_as_whole_ones() -> None:
