@@ -47,6 +47,14 @@ def llava_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def head_norms_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A LLaVA whose decoder has a norm of each head, as Qwen3's."""
+    from tests.helpers.tiny import save_llava_with_head_norms
+
+    return str(save_llava_with_head_norms(Path(tmp_path_factory.mktemp("models")) / "head_norms"))
+
+
+@pytest.fixture(scope="session")
 def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded default's model and dataset."""
     from dhp.assets import make_tiny_assets

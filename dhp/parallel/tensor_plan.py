@@ -53,11 +53,11 @@ def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """
     head = _head_names(model)
     ours = {name: _ours(name, style, head) for name, style in plan.items()}
-    cut = {name for name, style in ours.items() if style.startswith(_CUTS_OUTPUTS)}
     modules = dict(model.named_modules())
     siblings: dict[str, list[nn.Module]] = defaultdict(list)
-    for name in cut & modules.keys():
-        siblings[name.rpartition(".")[0]].append(modules[name])
+    for name, style in ours.items():
+        if name in modules and style.startswith(_CUTS_OUTPUTS):
+            siblings[name.rpartition(".")[0]].append(modules[name])
     for parent, members in siblings.items():
         _refuse_unnamed(parent, modules[parent], ours)
         share_entry(members)

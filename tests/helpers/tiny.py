@@ -12,9 +12,11 @@ from transformers import (
     CLIPVisionConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
+    Qwen3Config,
 )
 
 from dhp.data.sample import IGNORED, Sample
@@ -87,10 +89,10 @@ def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = N
     return _save(Qwen2_5_VLForConditionalGeneration, config, folder)
 
 
-def save_llava(folder: Path) -> Path:
+def save_llava(folder: Path, decoder: type[PreTrainedConfig] = Qwen2Config, **more: Any) -> Path:
     """A LLaVA with random weights: images of 4 × 4 patches, 8 query and 4 key/value heads, 4 vision heads; the tower's
-    last layer is not used, as in the released models."""
-    text = Qwen2Config(
+    last layer is not used, as in the released models. more: of the decoder's configuration."""
+    text = decoder(
         vocab_size=512,
         hidden_size=64,
         intermediate_size=96,
@@ -100,6 +102,7 @@ def save_llava(folder: Path) -> Path:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
+        **more,
     )
     vision = CLIPVisionConfig(
         hidden_size=32,
@@ -111,6 +114,12 @@ def save_llava(folder: Path) -> Path:
     )
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN)
     return _save(LlavaForConditionalGeneration, config, folder)
+
+
+def save_llava_with_head_norms(folder: Path) -> Path:
+    """A LLaVA whose decoder normalizes each query and key head (Qwen3): all ranks hold that norm, each sees its own
+    heads."""
+    return save_llava(folder, Qwen3Config, head_dim=8)
 
 
 def _save(kind: type, config: Any, folder: Path) -> Path:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dhp.data.sample import Sample
 from dhp.parallel.mesh import Degrees
-from tests.helpers.layouts import Case, compare
+from tests.helpers.layouts import Case, Fault, InspectedText, compare, compare_rounding
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
 
@@ -41,3 +46,35 @@ def steps() -> list[list[Sample]]:
 def test_llava_equals_the_plain_model(case: Case, llava_model: str) -> None:
     check = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
     check(compare(llava_model, case, steps()))
+
+
+HEAD_NORMS = [
+    Case(ONE, Degrees(tensor=2), micro_batches=2),  # with one micro-batch, summing sums again would not show
+    Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, checkpointing=True),
+    Case(ONE, Degrees(tensor=8), micro_batches=3),  # ranks share key heads, and so parts of the gradient of their norm
+]
+
+
+def _norm(self: Qwen3RMSNorm, states: Tensor) -> Tensor:
+    """Qwen3's norm without its detour through float32, whose rounding jumps by 1e-7 for a difference of 1e-16."""
+    return self.weight * (states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+class ExactNorms(InspectedText):
+    def __init__(self, settings: Any):
+        Qwen3RMSNorm.forward = _norm
+        super().__init__(settings)
+
+
+@pytest.mark.parametrize("case", HEAD_NORMS, ids=str)
+def test_norms_of_heads_get_the_gradient_of_all_heads(
+    case: Case, head_norms_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", _norm)
+    assert_exact(compare(head_norms_model, case, steps(), Fault(text=ExactNorms)))
+
+
+def test_norms_of_heads_in_bfloat16(head_norms_model: str) -> None:
+    case = Case(ONE, Degrees(tensor=2), 3, dtype="bfloat16", packing=True)
+    ratios = compare_rounding(head_norms_model, case, steps())
+    assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
