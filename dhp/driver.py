@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import check_writable, finish_checkpoint, open_checkpoint
+from dhp.checkpoint.folder import check_writable, finish_checkpoint, open_checkpoint, put_aside
 from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.runtime import chosen_address
@@ -78,6 +78,8 @@ def run(config: Config) -> None:
     start.check(kept_settings(config))
     with run_directory(config) as run_dir:
         check_writable(checkpoint_dir)
+        for checkpoint, reason in start.damaged:
+            print(f"{checkpoint.name} is skipped, and now named {put_aside(checkpoint).name}: {reason}", flush=True)
         recorder = Recorder(
             run_dir, config.training.log_interval, world(config), to_yaml(config), start.checkpoint, start.step
         )
