@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import check_writable, finish_checkpoint, open_checkpoint
+from dhp.checkpoint.folder import check_writable, finish_checkpoint, open_checkpoint, put_aside
 from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.runtime import chosen_address
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.load import to_yaml
 from dhp.config.resolve import micro_batches
-from dhp.config.run_dir import make_run_dir, replaces_checkpoints
+from dhp.config.run_dir import replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.feed import make_feed
 from dhp.messages import PartReport, StepInfo
@@ -76,29 +76,35 @@ def run(config: Config) -> None:
     checkpoint_dir = Path(str(config.training.checkpoint_dir))
     start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
     start.check(kept_settings(config))
-    run_dir = make_run_dir(config)
-    check_writable(checkpoint_dir)
-    recorder = Recorder(
-        run_dir, config.training.log_interval, world(config), to_yaml(config), start.checkpoint, start.step
-    )
-    with recorder, _interruptible():
-        layout = Layout(
-            actors={"vision": config.vision.num_actors, "text": config.text.num_actors},
-            collocate=config.cluster.collocate,
-            device=config.cluster.device,
-            address=chosen_address(config.cluster.address),
-            threads=config.cluster.threads_per_actor,
-            start_timeout_s=config.cluster.start_timeout_s,
-            step_timeout_s=config.cluster.step_timeout_s,
-            log_dir=str(run_dir.absolute() / "logs"),
-            checkpoint_dir=str(checkpoint_dir.absolute()),
-            degrees={part: asdict(degrees(getattr(config, part))) for part in ("vision", "text")},
-            transport=config.cluster.transport,
-            trace=config.training.trace,
-            needs=needed_paths(config, start.checkpoint),
+    with run_directory(config) as run_dir:
+        check_writable(checkpoint_dir)
+        for checkpoint, reason in start.damaged:
+            print(f"{checkpoint.name} is skipped, and now named {put_aside(checkpoint).name}: {reason}", flush=True)
+        recorder = Recorder(
+            run_dir, config.training.log_interval, world(config), to_yaml(config), start.checkpoint, start.step
         )
-        with Cluster(layout) as cluster, recorder.before_teardown():
-            Driver(config, cluster, recorder, start).run()
+        with recorder, _interruptible():
+            layout = _layout(config, run_dir, start)
+            with Cluster(layout) as cluster, recorder.before_teardown():
+                Driver(config, cluster, recorder, start).run()
+
+
+def _layout(config: Config, run_dir: Path, start: Start) -> Layout:
+    return Layout(
+        actors={"vision": config.vision.num_actors, "text": config.text.num_actors},
+        collocate=config.cluster.collocate,
+        device=config.cluster.device,
+        address=chosen_address(config.cluster.address),
+        threads=config.cluster.threads_per_actor,
+        start_timeout_s=config.cluster.start_timeout_s,
+        step_timeout_s=config.cluster.step_timeout_s,
+        log_dir=str(run_dir.absolute() / "logs"),
+        checkpoint_dir=str(Path(str(config.training.checkpoint_dir)).absolute()),
+        degrees={part: asdict(degrees(getattr(config, part))) for part in ("vision", "text")},
+        transport=config.cluster.transport,
+        trace=config.training.trace,
+        needs=needed_paths(config, start.checkpoint),
+    )
 
 
 class Driver:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.config.load import compose_config
+from dhp.config.load import compose_config, to_yaml
 from dhp.errors import ConfigError, DhpError
 from dhp.preflight import prepare
 
@@ -48,6 +48,7 @@ def test_a_mistake_is_told_with_its_values(
 
 def test_a_directory_that_holds_a_run_is_refused(tiny_assets: Path, tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({}))
+    (tmp_path / "config.yaml").write_text(to_yaml(compose_config("tiny")))
     with pytest.raises(ConfigError, match="overwrite"):
         check(tiny_assets, f"run_dir={tmp_path}")
     check(tiny_assets, f"run_dir={tmp_path}", "overwrite=true")

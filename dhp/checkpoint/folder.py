@@ -9,10 +9,16 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from dhp.checkpoint.disk import damaged, read_json, sync, write_text, writing
+from dhp.checkpoint.whole import check_part, read_header
 from dhp.errors import CheckpointError, ConfigError
 
 ABOUT = "checkpoint.json"
 MODEL = "model"  # configuration, tokenizer and processors of the model, without weights
+OPTIMIZER, RANDOM = "optimizer", "random"  # in each part's folder
+RESUMED = ("step", "parts", "settings", "skipped_samples", "data")  # what a resume needs of checkpoint.json
+
+_ABOUT_TYPES = {"step": int, "parts": list, "settings": dict, "skipped_samples": int, "data": dict}
 
 
 def check_writable(parent: Path) -> None:
@@ -37,14 +43,42 @@ def open_checkpoint(parent: Path, step: int) -> Path:
 
 def finish_checkpoint(folder: Path, about: Mapping[str, Any], model_files: Sequence[Path]) -> Path:
     """Add what an export needs besides weights, and give the directory its final name, which is returned."""
-    (folder / MODEL).mkdir()
-    for file in model_files:
-        shutil.copy(file, folder / MODEL / file.name)
-    (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
     final = folder.with_suffix("")
-    _require_none(final)
-    shutil.rmtree(final, ignore_errors=True)
-    return folder.rename(final)
+    with writing(folder):
+        (folder / MODEL).mkdir()
+        for file in model_files:
+            copy = Path(shutil.copy(file, folder / MODEL / file.name))
+            sync(copy)
+        write_text(folder / ABOUT, json.dumps(about, indent=2) + "\n")
+        for inner in [path for path in folder.rglob("*") if path.is_dir()]:
+            sync(inner)
+        sync(folder)
+        _require_none(final)
+        shutil.rmtree(final, ignore_errors=True)
+        folder.rename(final)
+        sync(final.parent)
+    return final
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raise CheckpointError, naming the file, unless everything in it that a resume reads can be read."""
+    about = read_about(checkpoint, RESUMED)
+    for part in about["parts"]:
+        folder = checkpoint / str(part)
+        check_part(folder)
+        check_part(folder / OPTIMIZER)
+        for file in sorted((folder / RANDOM).glob("rank_*.safetensors")):
+            read_header(file)
+    for file in sorted((checkpoint / MODEL).glob("*.json")):
+        read_json(file)
+
+
+def put_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint to `step_N.damaged`, so that the run may write its step anew. Where it is now."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
+    with writing(aside):
+        return checkpoint.rename(aside)
 
 
 def _require_none(final: Path) -> None:
@@ -76,8 +110,13 @@ def find_checkpoint(run_or_checkpoint: Path) -> Path:
 
 def newest_checkpoint(parent: Path) -> Path | None:
     """The complete checkpoint of the latest step in a directory of checkpoints, if there is one."""
+    return next(iter(checkpoints(parent)), None)
+
+
+def checkpoints(parent: Path) -> list[Path]:
+    """The complete checkpoints in a directory of them, the latest step first. Complete ones may be damaged since."""
     found = [f for f in parent.glob("step_*") if (f / ABOUT).is_file() and f.name[5:].isdigit()]
-    return max(found, key=step_of, default=None)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -85,6 +124,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
-def read_about(checkpoint: Path) -> dict[str, Any]:
-    """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples, data."""
-    return json.loads((checkpoint / ABOUT).read_text())
+def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
+    """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples, data.
+
+    Raises CheckpointError when the file is damaged, or lacks one of `needed`.
+    """
+    file = checkpoint / ABOUT
+    about = read_json(file)
+    for name in needed:
+        kind = _ABOUT_TYPES[name]
+        if not isinstance(about.get(name), kind):
+            raise damaged(file, f"{name} should be {kind.__name__}, and is {about.get(name, 'missing')!r}")
+    return about

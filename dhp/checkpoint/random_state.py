@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from dhp.errors import CheckpointError
+from dhp.checkpoint.disk import damaged, reading, sync, writing
 
 
 def save_random_state(folder: Path, rank: int) -> None:
@@ -15,16 +15,20 @@ def save_random_state(folder: Path, rank: int) -> None:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(states, _file(folder, rank))
+    file = _file(folder, rank)
+    with writing(file):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(states, file)
+        sync(file)
 
 
 def load_random_state(folder: Path, rank: int) -> None:
-    """Set this rank's generators. Raises CheckpointError when the rank's file is missing."""
+    """Set this rank's generators. Raises CheckpointError when the rank's file is missing or damaged."""
     file = _file(folder, rank)
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing: the checkpoint is incomplete. Resume from an earlier one")
-    states = load_file(file)
+    with reading(file):
+        states = load_file(file)
+    if "cpu" not in states:
+        raise damaged(file, "it holds no state of the CPU's generator")
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import find_checkpoint, newest_checkpoint, read_about, step_of
+from dhp.checkpoint.folder import check_checkpoint, checkpoints, find_checkpoint, newest_checkpoint, read_about, step_of
 from dhp.errors import CheckpointError
 
 AUTO, NEVER = "auto", "never"
@@ -17,13 +17,14 @@ LAYOUT = ("vision.", "text.")  # beginnings of the settings that say how a part 
 @dataclass(frozen=True)
 class Start:
     """step: steps done before; skipped_samples: counted in them; settings: those of the checkpoint, by key; data: what
-    the sampler told of its order."""
+    the sampler told of its order; damaged: newer checkpoints that cannot be continued from, with the reason."""
 
     checkpoint: Path | None = None
     step: int = 0
     skipped_samples: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
+    damaged: tuple[tuple[Path, str], ...] = ()
 
     def check(self, now: Mapping[str, Any]) -> None:
         """Refuse to continue a run that would see other samples, or lies otherwise on the ranks.
@@ -49,8 +50,8 @@ def find_start(resume: str, checkpoint_dir: Path, replaced: bool = False) -> Sta
     """What training.resume means for a run that writes its checkpoints to `checkpoint_dir`. replaced: those that lie
     there will be removed before the run begins.
 
-    Raises CheckpointError when the checkpoint that it names is not there, or when others lie where the run's own
-    would come to lie: those of another run, or newer ones.
+    Raises CheckpointError when the checkpoint that it names is not there or damaged, or when others lie where the
+    run's own would come to lie: those of another run, or newer ones. `auto` takes the newest that is whole.
     """
     newest = None if replaced else newest_checkpoint(checkpoint_dir)
     if resume == NEVER:
@@ -62,7 +63,7 @@ def find_start(resume: str, checkpoint_dir: Path, replaced: bool = False) -> Sta
             )
         return Start()
     if resume == AUTO:
-        return Start() if newest is None else _start(newest)
+        return Start() if newest is None else _newest_whole(checkpoint_dir)
     found = find_checkpoint(Path(resume))
     if newest is not None and step_of(newest) > read_about(found)["step"]:
         raise CheckpointError(
@@ -73,6 +74,20 @@ def find_start(resume: str, checkpoint_dir: Path, replaced: bool = False) -> Sta
     return _start(found)
 
 
+def _newest_whole(checkpoint_dir: Path) -> Start:
+    unusable: list[tuple[Path, str]] = []
+    for checkpoint in checkpoints(checkpoint_dir):
+        try:
+            return replace(_start(checkpoint), damaged=tuple(unusable))
+        except CheckpointError as error:
+            unusable.append((checkpoint, str(error)))
+    told = "\n".join(f"  {checkpoint.name}: {reason}" for checkpoint, reason in unusable)
+    raise CheckpointError(
+        f"training.resume=auto finds no checkpoint in {checkpoint_dir} that can be continued from:\n{told}\n"
+        "Mend or move these away; without any the run begins at step 1"
+    )
+
+
 def _start(checkpoint: Path) -> Start:
     about = read_about(checkpoint)
     if "data" not in about:
@@ -80,4 +95,5 @@ def _start(checkpoint: Path) -> Start:
             f"{checkpoint} does not say where it stopped in its data: an earlier release of dhp wrote it. It can be "
             "exported and trained from as a model (model_name), but not resumed"
         )
+    check_checkpoint(checkpoint)
     return Start(checkpoint.absolute(), about["step"], about["skipped_samples"], about["settings"], about["data"])

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from dhp.checkpoint.disk import reading, sync, write_text, writing
+from dhp.checkpoint.whole import read_places
 from dhp.errors import CheckpointError
 
 Place = dict[str, Any]  # {"shape": of the whole, and "offset": of a block in it, or "flat": of a range of its elements}
@@ -43,12 +45,15 @@ class ShardWriter:
         self._keep(name, elements.detach(), {"shape": list(shape), "flat": start})
 
     def write(self) -> tuple[str, ...]:
-        """Write both files; their names."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        stem = f"rank_{self._rank:05d}"
-        save_file(self._pieces, self._folder / f"{stem}.safetensors")
-        (self._folder / f"{stem}.json").write_text(json.dumps(self._places, indent=1))
-        return f"{stem}.safetensors", f"{stem}.json"
+        """Write both files, down to the disk; their names. Raises CheckpointError."""
+        weights = self._folder / f"rank_{self._rank:05d}.safetensors"
+        places = weights.with_suffix(".json")
+        with writing(weights):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file(self._pieces, weights)
+            sync(weights)
+        write_text(places, json.dumps(self._places, indent=1))
+        return weights.name, places.name
 
     def _keep(self, name: str, piece: Tensor, place: Place) -> None:
         self._pieces[name], self._places[name] = piece.cpu().contiguous(), place
@@ -58,7 +63,7 @@ class ShardReader:
     """The tensors that the ranks of a part wrote into `folder`, read piece by piece as they are asked for."""
 
     def __init__(self, folder: Path):
-        """Raises CheckpointError when the directory is no part of a checkpoint, or a file is missing."""
+        """Raises CheckpointError when the directory is no part of a checkpoint, or a file is missing or damaged."""
         self._folder = folder
         self._pieces: dict[str, list[tuple[Path, Place]]] = {}
         places_files = sorted(folder.glob("rank_*.json"))
@@ -68,7 +73,7 @@ class ShardReader:
             weights = file.with_suffix(".safetensors")
             if not weights.is_file():
                 raise CheckpointError(f"{weights} is missing beside {file.name}: the checkpoint is incomplete")
-            for name, place in json.loads(file.read_text()).items():
+            for name, place in read_places(file).items():
                 self._pieces.setdefault(name, []).append((weights, place))
 
     @property
@@ -166,7 +171,7 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _read(file: Path, name: str) -> Tensor:
-    with safe_open(file, framework="pt") as pieces:
+    with reading(file), safe_open(file, framework="pt") as pieces:
         return pieces.get_tensor(name)
 
 

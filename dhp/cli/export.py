@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out_dir", type=Path, help="a new or empty directory")
     given = parser.parse_args(arguments)
     checkpoint = find_checkpoint(given.checkpoint)
-    about = read_about(checkpoint)
+    about = read_about(checkpoint, ("step", "parts"))
     weights = {name: tensor for part in about["parts"] for name, tensor in read_shards(checkpoint / part).items()}
     save_whole(checkpoint / MODEL, weights, given.out_dir)
     print(f"{given.out_dir}: {len(weights)} weights of step {about['step']}, from {checkpoint}")

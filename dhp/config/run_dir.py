@@ -1,20 +1,37 @@
 """The directory of a run: refused when it holds a run already, emptied of that run when told to overwrite."""
 
+import json
+import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import yaml
+
+from dhp.config.mixing import split_share
 from dhp.config.schema import Config
 from dhp.errors import ConfigError
 
-_MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that a run was here
-_LEAVINGS = (*_MARKS, "trace.json", "tb", "logs", "checkpoints")
+_MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
+_RECORD = (*_MARKS, "trace.json", "tb")
+_RANK_LOG = re.compile(r"(vision|text|data)(-\w+)*\.log")
+_CHECKPOINT = re.compile(r"step_\d+(\.partial)?")
+_SECTIONS = {"run_dir", "vision", "text", "training", "data", "cluster"}  # config.yaml of a run has all of them
 
 
 def check_run_dir(config: Config) -> None:
-    """Raise ConfigError when run_dir is a file, or holds a run that this one neither replaces nor continues.
+    """Raise ConfigError when run_dir is empty text or a file, holds a run that this one neither replaces nor
+    continues, or when replacing that run would remove what this one reads.
 
     Changes nothing.
     """
+    if not config.run_dir.strip():
+        raise ConfigError(
+            "run_dir is empty, which would mean the working directory: was a shell variable not set? Give a directory "
+            "that is new, or leave run_dir out"
+        )
     run_dir = Path(config.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir} is a file; give a directory that is new or empty")
@@ -24,24 +41,21 @@ def check_run_dir(config: Config) -> None:
             f"overwrite=true would remove the checkpoints in run_dir={run_dir} that "
             f"training.resume={config.training.resume} asks to continue from. Set one of them only."
         )
-    marks = [mark for mark in _MARKS if (run_dir / mark).exists()]
-    if marks and not (config.overwrite or continues):
-        raise ConfigError(
-            f"run_dir={run_dir} already holds a run ({', '.join(marks)}), and overwrite=false keeps it. "
-            "Choose another run_dir, set training.resume=auto to continue that run, or overwrite=true to replace it "
-            "and its checkpoints."
-        )
+    if not continues and not _never_began(run_dir):
+        _refuse_other_runs(run_dir, config.overwrite)
+    _refuse_to_remove_what_is_read(config)
 
 
 def make_run_dir(config: Config) -> Path:
     """Create run_dir, without anything that an overwritten run left in it, and return it. Raises ConfigError.
 
-    Only what runs write there is removed; other files in the directory stay.
+    Only what runs write there is removed, and only where a run's record says that it was one; other files in the
+    directory stay. A run that ended before its first step is replaced without being asked.
     """
     check_run_dir(config)
     run_dir = Path(config.run_dir)
-    for name in _LEAVINGS if config.overwrite else ():
-        _remove(run_dir / name)
+    for path in _removed(config):
+        _remove(path)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -49,11 +63,131 @@ def make_run_dir(config: Config) -> Path:
     return run_dir
 
 
+@contextmanager
+def run_directory(config: Config) -> Iterator[Path]:
+    """`make_run_dir` for the time of a run. One that is refused (ConfigError) before its first step leaves nothing in
+    it, and no new directory that is empty."""
+    run_dir = Path(config.run_dir)
+    existed = run_dir.exists()
+    try:
+        yield make_run_dir(config)
+    except BaseException as error:
+        if isinstance(error, ConfigError) and _never_began(run_dir):
+            for path in list(_record(run_dir)):
+                _remove(path)
+        if not existed:
+            for folder in (run_dir / "logs", run_dir / "checkpoints", run_dir):
+                with suppress(OSError):  # it is not empty, or was never made
+                    folder.rmdir()
+        raise
+
+
 def replaces_checkpoints(config: Config) -> bool:
     """Whether `make_run_dir` removes the checkpoints in training.checkpoint_dir: those of the run that is replaced. In
     a directory elsewhere they stay."""
     own = Path(config.run_dir).absolute() / "checkpoints"
-    return config.overwrite and Path(str(config.training.checkpoint_dir)).absolute() == own
+    same = Path(str(config.training.checkpoint_dir)).absolute() == own
+    return config.overwrite and same and _is_run(Path(config.run_dir))
+
+
+def _refuse_other_runs(run_dir: Path, overwrite: bool) -> None:
+    marks = [mark for mark in _MARKS if (run_dir / mark).exists()]
+    if not marks:
+        return
+    if not overwrite:
+        raise ConfigError(
+            f"run_dir={run_dir} already holds a run ({', '.join(marks)}), and overwrite=false keeps it. "
+            "Choose another run_dir, set training.resume=auto to continue that run, or overwrite=true to replace it "
+            "and its checkpoints."
+        )
+    if not _is_run(run_dir):
+        raise ConfigError(
+            f"overwrite=true replaces runs only, and run_dir={run_dir} holds {', '.join(marks)} but no run's record: "
+            "the config.yaml that a run writes, beside metrics.jsonl or summary.json. Choose another run_dir, or move "
+            "these files away yourself."
+        )
+
+
+def _refuse_to_remove_what_is_read(config: Config) -> None:
+    removed = list(_removed(config))
+    for key, given in _read_paths(config):
+        holding = next((path for path in removed if _lies_in(given, path)), None)
+        if holding is not None:
+            raise ConfigError(
+                f"{key}={given} lies in {holding}, which is removed with the run that run_dir={config.run_dir} holds. "
+                "Move it elsewhere first, or choose another run_dir."
+            )
+
+
+def _read_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """What the run needs, by key; hub ids and words such as auto are no paths that exist."""
+    yield "vision.model_name", config.vision.model_name
+    yield "text.model_name", config.text.model_name
+    yield "training.resume", config.training.resume
+    own = Path(config.run_dir) / "checkpoints"
+    if config.training.checkpoint_dir and Path(config.training.checkpoint_dir).absolute() != own.absolute():
+        yield "training.checkpoint_dir", config.training.checkpoint_dir
+    yield "tiny_assets", config.tiny_assets or ""
+    yield "data.cache_dir", config.data.cache_dir or ""
+    yield "memory.cache_dir", config.memory.cache_dir or ""
+    for name in dict.fromkeys(split_share(text)[0] for text in config.data.datasets):
+        entry = config.data.data_registry.get(name)
+        if entry is not None:
+            yield f"data.data_registry.{name}.annotation_path", entry.annotation_path
+            yield f"data.data_registry.{name}.data_path", entry.data_path
+
+
+def _removed(config: Config) -> Iterator[Path]:
+    """What making this run's directory removes."""
+    run_dir = Path(config.run_dir)
+    if _continues(config) or not _is_run(run_dir):
+        return
+    if not config.overwrite:
+        if _never_began(run_dir):
+            yield from _record(run_dir)
+        return
+    yield from (run_dir / name for name in (*_RECORD, "logs") if os.path.lexists(run_dir / name))
+    checkpoints = run_dir / "checkpoints"
+    if checkpoints.is_symlink():
+        yield checkpoints  # what it leads to stays
+    elif checkpoints.is_dir():
+        yield from (path for path in sorted(checkpoints.iterdir()) if _CHECKPOINT.fullmatch(path.name))
+
+
+def _record(run_dir: Path) -> Iterator[Path]:
+    """What a run wrote before its first step. Nobody asked to have it removed, so of the logs only those of ranks."""
+    yield from (run_dir / name for name in _RECORD if os.path.lexists(run_dir / name))
+    yield from (log for log in sorted((run_dir / "logs").glob("*.log")) if _RANK_LOG.fullmatch(log.name))
+
+
+def _is_run(run_dir: Path) -> bool:
+    """Whether a run's own record is there: its configuration, and what it writes from its start or at its end."""
+    if not any((run_dir / name).is_file() for name in ("metrics.jsonl", "summary.json")):
+        return False
+    try:
+        written = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(written, dict) and written.keys() >= _SECTIONS
+
+
+def _never_began(run_dir: Path) -> bool:
+    """Whether the run in there has ended before its first step: nothing of it is worth asking for."""
+    try:
+        ended = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] != "completed"
+        steps = (run_dir / "metrics.jsonl").stat().st_size
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return ended and not steps and _is_run(run_dir)
+
+
+def _lies_in(given: str, folder: Path) -> bool:
+    if not given or not Path(given).exists():
+        return False
+    path, folder = Path(os.path.abspath(given)), Path(os.path.abspath(folder))
+    if path.is_relative_to(folder):
+        return True
+    return not folder.is_symlink() and path.resolve().is_relative_to(folder.resolve())
 
 
 def _continues(config: Config) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dhp.checkpoint.folder import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards, save_shards
 from dhp.config.recompute import read_choices
@@ -30,8 +31,6 @@ from dhp.parallel.zero import ZeroSharded
 from dhp.sent import take_sent
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw
 from dhp.trainers.settings import PartSettings, UpdateSettings
-
-OPTIMIZER, RANDOM = "optimizer", "random"  # directories beside a part's weights
 
 
 class Part:

@@ -14,7 +14,7 @@ SETTINGS = {"seed": 1, "vision.tensor": 1, "data.datasets": ["a"]}
 
 
 def write(parent: Path, step: int) -> Path:
-    about = {"step": step, "skipped_samples": 10 * step, "settings": SETTINGS, "data": {"step": step}}
+    about = {"step": step, "parts": [], "skipped_samples": 10 * step, "settings": SETTINGS, "data": {"step": step}}
     return finish_checkpoint(open_checkpoint(parent, step), about, [])
 
 

@@ -1,0 +1,75 @@
+"""Whether a checkpoint is whole, told from headers and sizes alone: no weight is read, and torch is not needed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from dhp.checkpoint.disk import damaged, read_json, reading
+from dhp.errors import CheckpointError
+
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+def check_part(folder: Path) -> None:
+    """Raise CheckpointError unless the files of a part's ranks are readable and their pieces fill every tensor."""
+    files = sorted(folder.glob("rank_*.json"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint, or its files are lost")
+    held, wanted = Counter(), {}
+    for file in files:
+        weights = file.with_suffix(".safetensors")
+        shapes = read_header(weights)
+        for name, place in read_places(file).items():
+            if name not in shapes:
+                raise damaged(weights, f"{name} is missing, which {file.name} has")
+            held[name] += prod(shapes[name])
+            wanted[name] = prod(place["shape"])
+    for name, count in wanted.items():
+        if held[name] < count:
+            raise CheckpointError(
+                f"{folder}: the pieces of {name} hold {held[name]} values of {count}: a rank's file is missing"
+            )
+
+
+def read_header(file: Path) -> dict[str, list[int]]:
+    """The shapes in a safetensors file by name. Raises CheckpointError when it is cut, empty or none."""
+    with reading(file), open(file, "rb") as opened:
+        size = file.stat().st_size
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or not 0 < length <= min(size - 8, _LONGEST_HEADER):
+            raise ValueError(f"no header: it has {size} bytes")
+        header = json.loads(opened.read(length))
+        tensors = {name: about for name, about in header.items() if name != "__metadata__"}
+        try:
+            shapes = {name: list(about["shape"]) for name, about in tensors.items()}
+            end = 8 + length + max((about["data_offsets"][1] for about in tensors.values()), default=0)
+        except (AttributeError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"its header is not that of safetensors: {error!r}") from error
+    if size != end:
+        raise damaged(file, f"it has {size} bytes, and its header says {end}")
+    return shapes
+
+
+def read_places(file: Path) -> dict[str, dict[str, Any]]:
+    """Where the pieces of a rank's file lie, by name. Raises CheckpointError when that is not what the file says."""
+    places = read_json(file)
+    for name, place in places.items():
+        if not _is_place(place):
+            raise damaged(file, f"{name} has no shape with an offset or a beginning in it")
+    return places
+
+
+def _is_place(place: object) -> bool:
+    if not isinstance(place, dict) or not _are_numbers(place.get("shape")):
+        return False
+    if "flat" in place:
+        return isinstance(place["flat"], int)
+    return _are_numbers(place.get("offset")) and len(place["offset"]) == len(place["shape"])
+
+
+def _are_numbers(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, int) for value in values)

@@ -1,0 +1,184 @@
+"""A damaged checkpoint has an error with the file's name, and `auto` goes back to the newest that is whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dhp.__main__ import main as dhp
+from dhp.checkpoint.folder import check_checkpoint, finish_checkpoint, open_checkpoint, put_aside
+from dhp.checkpoint.random_state import load_random_state, save_random_state
+from dhp.checkpoint.resume import find_start
+from dhp.checkpoint.shards import ShardReader, ShardWriter, read_shards
+from dhp.errors import CheckpointError
+
+ABOUT = {"parts": ["vision", "text"], "skipped_samples": 0, "settings": {}, "data": {}}
+
+
+def write(parent: Path, step: int) -> Path:
+    """A checkpoint of two parts; the text part's weight in pieces of two ranks."""
+    folder = open_checkpoint(parent, step)
+    for part in ("vision", "text"):
+        for below in (part, f"{part}/optimizer"):
+            for rank in (0, 1):
+                writer = ShardWriter(folder / below, rank)
+                writer.add_flat("weight", torch.arange(3.0) + 3 * rank, 3 * rank, (2, 3))
+                writer.write()
+        save_random_state(folder / part / "random", 0)
+    config = parent / "config.json"
+    config.write_text("{}")
+    return finish_checkpoint(folder, {"step": step, **ABOUT}, [config])
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def zeros(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def other_json(file: Path) -> None:
+    file.write_text('{"weight": {"shape": "all"}}')
+
+
+def a_list(file: Path) -> None:
+    file.write_text("[1, 2]")
+
+
+DAMAGE = [
+    ("checkpoint.json", empty),
+    ("checkpoint.json", cut),
+    ("checkpoint.json", a_list),
+    ("vision/rank_00001.json", empty),
+    ("vision/rank_00001.json", cut),
+    ("text/optimizer/rank_00000.json", other_json),
+    ("text/optimizer/rank_00000.json", a_list),
+    ("vision/rank_00000.safetensors", empty),
+    ("text/rank_00001.safetensors", cut),
+    ("text/rank_00001.safetensors", zeros),
+    ("vision/random/rank_00000.safetensors", cut),
+    ("model/config.json", empty),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGE)
+def test_damage_has_the_name_of_the_file_and_auto_goes_back(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    for step in (4, 5, 6):
+        write(tmp_path, step)
+    newest = tmp_path / "step_6"
+    check_checkpoint(newest)
+    damage(newest / name)
+    with pytest.raises(CheckpointError, match=f"{newest / name} is damaged .*Resume from an earlier checkpoint"):
+        find_start(str(newest), tmp_path / "own")
+    start = find_start("auto", tmp_path)
+    assert start.step == 5 and start.checkpoint == tmp_path / "step_5"
+    [(skipped, reason)] = start.damaged
+    assert skipped == newest and str(newest / name) in reason
+
+
+@pytest.mark.parametrize("pattern", ["text/rank_00001.*", "text/optimizer/rank_00001.*", "vision/rank_*"])
+def test_lost_files_are_noticed(tmp_path: Path, pattern: str) -> None:
+    checkpoint = write(tmp_path, 1)
+    for file in checkpoint.glob(pattern):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=f"{checkpoint / pattern.rpartition('/')[0]}"):
+        check_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("missing", ["step", "parts", "settings", "skipped_samples"])
+def test_a_json_of_another_shape(tmp_path: Path, missing: str) -> None:
+    about = write(tmp_path, 6) / "checkpoint.json"
+    about.write_text(json.dumps({key: value for key, value in {"step": 6, **ABOUT}.items() if key != missing}))
+    with pytest.raises(CheckpointError, match=f"{about} is damaged .{missing} should be"):
+        find_start(str(about.parent), tmp_path / "own")
+
+
+def test_nothing_whole_is_said_not_begun_anew(tmp_path: Path) -> None:
+    for step in (1, 2):
+        empty(write(tmp_path, step) / "checkpoint.json")
+    with pytest.raises(CheckpointError, match=r"(?s)finds no checkpoint .*step_2: .*step_1: .*move these away"):
+        find_start("auto", tmp_path)
+
+
+def test_a_damaged_one_makes_room_for_its_step(tmp_path: Path) -> None:
+    damaged = write(tmp_path, 6)
+    assert put_aside(damaged).name == "step_6.damaged"
+    assert write(tmp_path, 6) == damaged
+    assert find_start("auto", tmp_path).step == 6
+    put_aside(damaged)  # again: the older one gives way
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_6.damaged"]
+
+
+@pytest.mark.parametrize("damage", [empty, cut, zeros])
+def test_ranks_and_export_say_so_too(tmp_path: Path, capsys, damage: Callable[[Path], None]) -> None:
+    run = tmp_path / "run"
+    file = write(run / "checkpoints", 1) / "text" / "rank_00001.safetensors"
+    damage(file)
+    with pytest.raises(CheckpointError, match=f"{file} is damaged"):
+        read_shards(file.parent)
+    assert dhp(["export", str(run), str(tmp_path / "out")]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"CheckpointError: {file} is damaged") and len(told.splitlines()) == 1
+    damage(file.with_suffix(".json"))
+    with pytest.raises(CheckpointError, match=f"{file.with_suffix('.json')} is damaged"):
+        ShardReader(file.parent)
+    state = file.parent / "random" / "rank_00000.safetensors"
+    damage(state)
+    with pytest.raises(CheckpointError, match=f"{state} is damaged"):
+        load_random_state(state.parent, 0)
+
+
+def test_everything_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(handle: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append(f"rename {target}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    final = write(tmp_path, 7)
+    partial = final.with_name("step_7.partial")
+    at = events.index(f"rename {final}")
+    written = [str(partial / path.relative_to(final)) for path in [final, *final.rglob("*")]]
+    assert set(written) <= set(events[:at]) and events[at + 1 :] == [str(tmp_path)]
+
+
+def test_a_file_system_that_cannot_sync_directories_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_handle: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    check_checkpoint(write(tmp_path, 1))
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for owner, name in ((os, "fsync"), (shutil, "copy")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(CheckpointError, match=r"step_\d.*cannot be written \(No space left .* Make room"):
+                write(tmp_path, 3)
