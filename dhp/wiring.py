@@ -58,7 +58,12 @@ def world(config: Config) -> dict[str, dict[str, Any]]:
     """Actors and degrees of each part, by its name."""
     parts = {"vision": config.vision, "text": config.text}
     return {
-        name: {"num_actors": part.num_actors, **asdict(degrees(part)), "zero_stage": part.zero_stage}
+        name: {
+            "num_actors": part.num_actors,
+            **asdict(degrees(part)),
+            "zero_stage": part.zero_stage,
+            **({"zero_engine": part.zero_engine} if part.zero_stage else {}),
+        }
         for name, part in parts.items()
     }
 
@@ -111,6 +116,7 @@ def part_settings(config: Config, part: str, device: str, steps: int, checkpoint
         recompute=own.recompute,
         measure=measures(config),
         zero_stage=own.zero_stage,
+        zero_engine=own.zero_engine,
         autotp=own.parallelism == "autotp",
         packing=config.data.packing,
         update=update,

@@ -1,4 +1,4 @@
-"""A part's tensors on disk as its ranks hold them: one safetensors file a rank, and the place of each piece.
+"""A part's tensors on disk as its ranks hold them: safetensors files of each rank, and the place of each piece.
 
 Reading puts pieces together again whatever the number of ranks was. Nothing is pickled.
 """
@@ -6,7 +6,7 @@ Reading puts pieces together again whatever the number of ranks was. Nothing is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,19 @@ from dhp.errors import CheckpointError
 Place = dict[str, Any]  # {"shape": of the whole, and "offset": of a block in it, or "flat": of a range of its elements}
 
 
+FILE_BYTES = 256 << 20  # of pieces that a rank collects in host memory before it writes a file
+
+
 class ShardWriter:
-    """Collects what one rank writes into `rank_NNNNN.safetensors` and, with the place of each piece, `.json`."""
+    """Writes what one rank holds into `rank_NNNNN.safetensors`, further ones `rank_NNNNN_NNN.safetensors`, and beside
+    each a `.json` with the place of each piece. No more than about `FILE_BYTES` is in host memory at a time, whatever
+    the rank holds."""
 
     def __init__(self, folder: Path, rank: int):
         self._folder, self._rank = folder, rank
-        self._pieces: dict[str, Tensor] = {}
-        self._places: dict[str, Place] = {}
+        self._pending: list[dict[str, tuple[Tensor, Place]]] = []  # by file; a file has one piece of a tensor
+        self._nbytes = 0
+        self._files: list[str] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor of which all ranks hold the same, written by rank 0 alone, or a DTensor, of which each its slice."""
@@ -44,19 +50,37 @@ class ShardWriter:
         """Consecutive elements of a tensor of `shape`, from its `start`-th on in row-major order."""
         self._keep(name, elements.detach(), {"shape": list(shape), "flat": start})
 
+    def add_block(self, name: str, block: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        """A block of a tensor of `shape`, which begins at `offset` in it. There may be several of one tensor."""
+        self._keep(name, block.detach(), {"shape": list(shape), "offset": list(offset)})
+
     def write(self) -> tuple[str, ...]:
-        """Write both files, down to the disk; their names. Raises CheckpointError."""
-        weights = self._folder / f"rank_{self._rank:05d}.safetensors"
-        places = weights.with_suffix(".json")
-        with writing(weights):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            save_file(self._pieces, weights)
-            sync(weights)
-        write_text(places, json.dumps(self._places, indent=1))
-        return weights.name, places.name
+        """Write what is left, down to the disk; names of all files. Raises CheckpointError."""
+        self._flush()
+        return tuple(self._files)
 
     def _keep(self, name: str, piece: Tensor, place: Place) -> None:
-        self._pieces[name], self._places[name] = piece.cpu().contiguous(), place
+        pieces = next((pieces for pieces in self._pending if name not in pieces), None)
+        if pieces is None:
+            pieces = {}
+            self._pending.append(pieces)
+        pieces[name] = (piece.cpu().contiguous(), place)
+        self._nbytes += piece.nbytes
+        if self._nbytes >= FILE_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        for pieces in self._pending:
+            number = len(self._files) // 2
+            stem = f"rank_{self._rank:05d}" + (f"_{number:03d}" if number else "")
+            weights, places = self._folder / f"{stem}.safetensors", self._folder / f"{stem}.json"
+            with writing(weights):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                save_file({name: piece for name, (piece, _) in pieces.items()}, weights)
+                sync(weights)
+            write_text(places, json.dumps({name: place for name, (_, place) in pieces.items()}, indent=1))
+            self._files += [weights.name, places.name]
+        self._pending, self._nbytes = [], 0
 
 
 class ShardReader:
@@ -120,6 +144,30 @@ class ShardReader:
                     return piece
         return self.whole(name).flatten()[start : start + count].clone()
 
+    def block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """The block of the tensor that begins at `offset` and has `shape`, read from the pieces that overlap it alone.
+
+        Raises CheckpointError when they do not fill it.
+        """
+        found, filled = None, 0
+        for file, place in self._of(name):
+            if "flat" in place:
+                return self.whole(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
+            with reading(file), safe_open(file, framework="pt") as pieces:
+                piece = pieces.get_slice(name)
+                there, here = _overlap(place["offset"], piece.get_shape(), offset, shape)
+                if here is not None:
+                    values = piece[there]
+                    found = torch.empty(shape, dtype=values.dtype) if found is None else found
+                    found[here] = values
+                    filled += values.numel()
+        if found is None or filled != found.numel():
+            raise CheckpointError(
+                f"{self._folder}: the pieces of {name} fill {filled} values of its block of {list(shape)} at "
+                f"{list(offset)}: a rank's file is missing, or the checkpoint is of another model"
+            )
+        return found
+
     def _slice(self, name: str, held: DTensor) -> Tensor:
         shape, offset = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
         if not any(isinstance(placement, _StridedShard) for placement in held.placements):
@@ -173,6 +221,18 @@ def _is_sharded(tensor: Tensor) -> bool:
 def _read(file: Path, name: str) -> Tensor:
     with reading(file), safe_open(file, framework="pt") as pieces:
         return pieces.get_tensor(name)
+
+
+def _overlap(
+    there: Sequence[int], lengths: Sequence[int], here: Sequence[int], wanted: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...] | None]:
+    """Of a block of `lengths` at `there` and one of `wanted` at `here`: their common part in each; None: there is none."""
+    begins = [max(a, b) for a, b in zip(there, here, strict=True)]
+    ends = [min(a + n, b + m) for a, n, b, m in zip(there, lengths, here, wanted, strict=True)]
+    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+        return (), None
+    cut = lambda origin: tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True))
+    return cut(there), cut(here)
 
 
 def _own_piece(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -6,17 +6,19 @@ from dhp.errors import ConfigError
 
 
 def check_schedule(config: Config) -> None:
-    """ZeRO stage 3 counts micro-batches by forward passes, so each must go back before the next goes forward.
+    """DeepSpeed's ZeRO stage 3 counts micro-batches by forward passes, so each must go back before the next goes
+    forward.
 
-    Otherwise DeepSpeed loses gradients without a word. Raises ConfigError.
+    Otherwise it loses gradients without a word. Raises ConfigError.
     """
     schedule = config.training.schedule
-    for name, stage in (("vision", config.vision.zero_stage), ("text", config.text.zero_stage)):
-        if stage == 3 and schedule != "sequential":
+    for name, part in (("vision", config.vision), ("text", config.text)):
+        if part.zero_stage == 3 and part.zero_engine == "deepspeed" and schedule != "sequential":
             raise ConfigError(
-                f"{name}.zero_stage=3 with training.schedule={schedule}: with two micro-batches on their way, ZeRO "
-                "stage 3 loses gradients without a word. Set training.schedule=sequential, or "
-                f"{name}.zero_stage=2, which keeps whole weights on each actor."
+                f"{name}.zero_stage=3 with {name}.zero_engine=deepspeed and training.schedule={schedule}: with two "
+                "micro-batches on their way, DeepSpeed loses gradients without a word. Set "
+                f"training.schedule=sequential, {name}.zero_engine=fsdp, or {name}.zero_stage=2, which keeps whole "
+                "weights on each actor."
             )
 
 

@@ -19,6 +19,8 @@ _NAMED_DEGREE = {"data": "data", "sequence": "ulysses", "tensor": "tensor", "dee
 _DTYPES = ("bfloat16", "float32", "float64")
 _BACKENDS = ("auto", "sdpa")
 ZERO_STAGES = ("0", "1", "2", "3")
+DEEPSPEED, FSDP = "deepspeed", "fsdp"
+ZERO_ENGINES = ("auto", DEEPSPEED, FSDP)
 
 
 def resolve_part(name: str, part: PartConfig) -> PartConfig:
@@ -34,8 +36,8 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     degrees = _filled(name, part, degrees)
     _check_product(name, part.num_actors, degrees)
     _check_existing(name, degrees)
-    _check_zero(name, part, degrees["tensor"])
-    return replace(part, recompute=resolve_recompute(name, part), **degrees)
+    engine = _resolve_engine(name, part, degrees["tensor"])
+    return replace(part, recompute=resolve_recompute(name, part), zero_engine=engine, **degrees)
 
 
 def equation(degrees: dict[str, int]) -> str:
@@ -103,26 +105,58 @@ def _check_formats(name: str, part: PartConfig) -> None:
     require_choice(f"{name}.attention_backend", part.attention_backend, _BACKENDS)
 
 
-def _check_zero(name: str, part: PartConfig, tensor: int) -> None:
-    """What DeepSpeed's ZeRO, which cuts a part's optimizer, gradients or weights over all of its actors, cannot."""
-    stage = part.zero_stage
+def _resolve_engine(name: str, part: PartConfig, tensor: int) -> str:
+    """Who cuts the states: deepspeed or fsdp. Raises ConfigError where the one that is asked for, or either, cannot."""
+    stage, asked = part.zero_stage, part.zero_engine
     require_choice(f"{name}.zero_stage", str(stage), ZERO_STAGES)
+    require_choice(f"{name}.zero_engine", asked, ZERO_ENGINES)
+    engine = asked if asked != "auto" else FSDP if tensor > 1 else DEEPSPEED
     if part.parallelism == "deepspeed" and not stage:
         raise ConfigError(
             f"{name}.parallelism=deepspeed with {name}.zero_stage=0: DeepSpeed is here for its ZeRO stages, and stage "
             f"0 cuts nothing. Set {name}.zero_stage=1 (cuts the optimizer's state), 2 (gradients too) or 3 (weights "
             f"too), or {name}.parallelism=data for replicas without DeepSpeed."
         )
-    if stage and part.dtype == "float64":
+    if stage and part.parallelism == "autotp":
         raise ConfigError(
-            f"{name}.zero_stage={stage} with {name}.dtype=float64: DeepSpeed, which does the ZeRO "
-            f"stages, has no float64. Set {name}.zero_stage=0 or {name}.dtype=float32."
+            f"{name}.zero_stage={stage} with {name}.parallelism=autotp: DeepSpeed's layers are not cut any further. Set "
+            f"{name}.parallelism=tensor, whose states are cut with zero_stage 2 or 3, or {name}.zero_stage=0."
         )
-    if stage and tensor > 1:
+    if stage and engine == DEEPSPEED:
+        _check_deepspeed(name, part, tensor)
+    if stage and engine == FSDP:
+        _check_fsdp(name, part, tensor)
+    return engine
+
+
+def _check_deepspeed(name: str, part: PartConfig, tensor: int) -> None:
+    stage = part.zero_stage
+    if part.dtype == "float64":
         raise ConfigError(
-            f"{name}.zero_stage={stage} with {name}.tensor={tensor}: ZeRO cuts what all actors of a part hold alike, "
-            f"but tensor({tensor}) > 1 gives them different slices of each matrix. Set {name}.zero_stage=0 (a matrix's "
-            f"optimizer state is cut by tensor already), or {name}.parallelism=deepspeed with {name}.tensor=1."
+            f"{name}.zero_stage={stage} with {name}.dtype=float64: DeepSpeed, which does the ZeRO stages, has no "
+            f"float64. Set {name}.zero_engine=fsdp with {name}.zero_stage=2 or 3, {name}.zero_stage=0, or "
+            f"{name}.dtype=float32."
+        )
+    if tensor > 1:
+        raise ConfigError(
+            f"{name}.zero_engine=deepspeed with {name}.zero_stage={stage} and {name}.tensor={tensor}: DeepSpeed cuts "
+            f"what all actors of a part hold alike, but tensor({tensor}) > 1 gives them different slices of each "
+            f"matrix. Set {name}.zero_engine=fsdp with {name}.zero_stage=2 or 3, or {name}.tensor=1."
+        )
+
+
+def _check_fsdp(name: str, part: PartConfig, tensor: int) -> None:
+    if part.parallelism == "deepspeed":
+        raise ConfigError(
+            f"{name}.zero_engine=fsdp with {name}.parallelism=deepspeed, which is DeepSpeed. Set "
+            f"{name}.parallelism=data, or {name}.zero_engine=auto."
+        )
+    if part.zero_stage == 1:
+        raise ConfigError(
+            f"{name}.zero_stage=1 with {name}.zero_engine={part.zero_engine} and {name}.tensor={tensor}: torch's FSDP2, "
+            f"which alone cuts the states of slices (tensor > 1), has stages 2 and 3. Set {name}.zero_stage=2, which "
+            "keeps whole weights on each actor as stage 1 does"
+            + ("." if tensor > 1 else f", or {name}.zero_engine=deepspeed.")
         )
 
 

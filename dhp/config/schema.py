@@ -18,8 +18,8 @@ class PartConfig:
 
     parallelism: str = "none"
     """How the actors share the work. vision: none | data | sequence | tensor | deepspeed; text: none | data | tensor |
-    deepspeed | autotp. deepspeed: replicas, as data, beside a zero_stage from 1 on; autotp: as tensor, with DeepSpeed's
-    layers."""
+    deepspeed | autotp. deepspeed: replicas, as data, beside a zero_stage from 1 on by DeepSpeed; autotp: as tensor,
+    with DeepSpeed's layers."""
 
     num_actors: int = 1
     """Actors of this part (processes, one device each); num_actors = data × ulysses × ring × tensor."""
@@ -56,8 +56,12 @@ class PartConfig:
     """true: the same as recompute=full. Where recompute says something else, the run is refused."""
 
     zero_stage: int = 0
-    """DeepSpeed ZeRO stage, what is cut over the part's actors: 0 nothing | 1 the optimizer's state | 2 gradients too |
-    3 weights too, gathered module by module; stage 3 only with training.schedule=sequential."""
+    """ZeRO stage, what is cut over the actors that hold the same slices: 0 nothing | 1 the optimizer's state | 2
+    gradients too | 3 weights too, gathered module by module."""
+
+    zero_engine: str = "auto"
+    """Who does the ZeRO stage: deepspeed (stages 1 to 3 with tensor=1; 3 only with training.schedule=sequential) | fsdp
+    (torch's FSDP2: stages 2 and 3 with any tensor) | auto (fsdp where tensor > 1, else deepspeed)."""
 
 
 @dataclass

@@ -49,11 +49,13 @@ def build_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
     return mesh
 
 
-def replicas_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks that hold the same parameters as this one: those that differ from it in every axis but tensor."""
+def replicas_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that hold the same slices as this one, those that differ from it in every axis but tensor, as one axis."""
     if mesh["tensor"].size() == 1:
-        return dist.group.WORLD
-    return _wait_as_long(mesh["data", "ring", "ulysses"]._flatten("replicas").get_group())
+        return DeviceMesh.from_group(dist.group.WORLD, mesh.device_type, mesh_dim_names=("replicas",))
+    replicas = mesh["data", "ring", "ulysses"]._flatten("replicas")
+    _wait_as_long(replicas.get_group())
+    return replicas
 
 
 def _wait_as_long(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -26,6 +26,9 @@ class StateSink(Protocol):
     def add_flat(self, name: str, elements: Tensor, start: int, shape: tuple[int, ...]) -> None:
         """A range of the elements of a tensor of `shape`."""
 
+    def add_block(self, name: str, block: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        """A block of a tensor of `shape` that begins at `offset` in it. A rank may hold several of one tensor."""
+
 
 class StateSource(Protocol):
     """Where state comes back from: `dhp.checkpoint.shards.ShardReader`."""
@@ -38,6 +41,9 @@ class StateSource(Protocol):
 
     def flat(self, name: str, start: int, count: int) -> Tensor:
         """A range of a tensor's elements."""
+
+    def block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """The block of a tensor that begins at `offset` and has `shape`."""
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> Tensor:

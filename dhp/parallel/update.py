@@ -43,6 +43,7 @@ class Replicated:
         self._cast = dtype != exact_dtype(dtype)
         if self._cast:
             cast_parameters(module, dtype)
+        self._module = module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         layouts = all_laid_out(module)
@@ -65,10 +66,10 @@ class Replicated:
         replicated, sharded = [], []
         for layout, master in zip(self._layouts, self._masters, strict=True):
             (sharded if _mesh_of(layout) is not None else replicated).append(master.grad)
-        total = _squares(replicated)
+        total = sum_of_squares(replicated)
         if sharded:
             mesh = next(m for m in map(_mesh_of, self._layouts) if m is not None)
-            total = total + sum_in_place(_squares(sharded), mesh.get_group())
+            total = total + sum_in_place(sum_of_squares(sharded), mesh.get_group())
         return float(total)
 
     def gradient_bytes(self) -> int:
@@ -96,6 +97,11 @@ class Replicated:
         """The optimizer's gradients are the sums; there are none where no micro-batch went backward."""
         for master, gradient in zip(self._masters, self._gradients.local() or ()):
             master.grad = gradient
+
+    def save_weights(self, sink: StateSink) -> None:
+        """Hand over the weights as the module has them. Ranks that share parameters by slices call it together."""
+        for name, weight in all_laid_out(self._module).items():
+            sink.add(name, weight)
 
     def save_state(self, sink: StateSink) -> None:
         """Hand over the optimizer's state. Ranks that share parameters by slices call it together."""
@@ -147,7 +153,8 @@ def _mesh_of(layout: Tensor) -> torch.distributed.device_mesh.DeviceMesh | None:
     return None
 
 
-def _squares(tensors: Sequence[Tensor]) -> Tensor:
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Squared L2 norm of all elements together, a scalar in float64; 0 of none."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     norms = torch.stack(torch._foreach_norm(list(tensors))).double()

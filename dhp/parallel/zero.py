@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dhp.parallel.collectives import sum_in_place
+from dhp.parallel.entry import Computation
 from dhp.parallel.partitions import ScatteredPartitions, partitions_of
 from dhp.parallel.state import MASTER, MOMENTS, STEP, StateSink, StateSource, steps_taken
 from dhp.parallel.update import MakeOptimizer
@@ -48,7 +49,7 @@ class ZeroSharded:
         # Weights that nothing trains are in no partition of the optimizer; stage 3 would hide them from a save.
         self._frozen = {n: p.detach().to(dtype, copy=True) for n, p in module.named_parameters() if not p.requires_grad}
         optimizer = make_optimizer([p for p in module.parameters() if p.requires_grad])
-        self._engine = _initialize(_Entry(module), optimizer, stage, dtype)
+        self._engine = _initialize(Computation(module), optimizer, stage, dtype)
         self._partitions = partitions_of(self._engine.optimizer, names)
         if cast:
             self._set_masters(exact)
@@ -143,17 +144,6 @@ class ZeroSharded:
         for weights, ranges in self._partitions.masters():
             for name, _, start, here, count in ranges:
                 weights.detach()[here : here + count].copy_(exact[name].flatten()[start : start + count])
-
-
-class _Entry(nn.Module):
-    """What the engine takes for the model: any computation with `module`, so that its hooks see a forward begin."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
-        return compute()
 
 
 def import_deepspeed() -> Any:

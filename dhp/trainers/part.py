@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dhp.checkpoint.folder import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
-from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards, save_shards
+from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
 from dhp.config.recompute import read_choices
 from dhp.errors import PartFailed
 from dhp.messages import Choices, PartReport, StepInfo
 from dhp.models.family import LayerParts
-from dhp.parallel.mesh import AXES, build_mesh
+from dhp.parallel.fsdp import FullySharded
+from dhp.parallel.mesh import build_mesh, replicas_mesh
 from dhp.parallel.meter import Meter
 from dhp.parallel.precision import exact_dtype
 from dhp.parallel.recompute import RecomputedLayers
@@ -31,6 +32,9 @@ from dhp.parallel.zero import ZeroSharded
 from dhp.sent import take_sent
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw
 from dhp.trainers.settings import PartSettings, UpdateSettings
+
+Update = Replicated | ZeroSharded | FullySharded
+DEEPSPEED = "deepspeed"  # a zero_engine; the other is fsdp
 
 
 class Part:
@@ -50,10 +54,9 @@ class Part:
         if settings.trace:
             trace_collectives()
 
-    def adopt(self, model: nn.Module, layers: LayerParts, reduce_group: dist.ProcessGroup) -> None:
+    def adopt(self, model: nn.Module, layers: LayerParts) -> None:
         """Take the part, loaded in `master_dtype`: put it on the device and give it its optimizer.
 
-        reduce_group: the ranks over which gradients of the same parameters are summed.
         Raises CheckpointError when the checkpoint to continue from is incomplete or of another model.
         """
         self.model = model.to(self.device)
@@ -65,15 +68,29 @@ class Part:
         self.layers = None
         if self.meter is not None or set(choices) != {"none"}:
             self.layers = RecomputedLayers(model, layers, choices, self.meter)
-        make = optimizer_maker(self.settings.update)
-        if self.settings.zero_stage:
-            self.update: Replicated | ZeroSharded = ZeroSharded(model, make, self.settings.zero_stage, self.dtype)
-        else:
-            self.update = Replicated(model, make, reduce_group, self.dtype)
+        self._layers_path = layers.path
+        self.update = self._shard_states(model)
         if resumed is not None:
             self.update.load_state(ShardReader(resumed / OPTIMIZER))
             load_random_state(resumed / RANDOM, self.rank)
         take_sent()  # what it took to get here belongs to no step
+
+    def _shard_states(self, model: nn.Module) -> Update:
+        """The optimizer of the part, with as much of its states on this rank as zero_stage leaves there."""
+        settings, make = self.settings, optimizer_maker(self.settings.update)
+        if not settings.zero_stage:
+            return Replicated(model, make, replicas_mesh(self.mesh).get_group(), self.dtype)
+        if settings.zero_engine == DEEPSPEED:
+            return ZeroSharded(model, make, settings.zero_stage, self.dtype)
+        return FullySharded(
+            model,
+            list(model.get_submodule(self._layers_path)),
+            make,
+            replicas_mesh(self.mesh),
+            self.mesh.get_local_rank("tensor"),
+            settings.zero_stage,
+            self.dtype,
+        )
 
     def measure_norm(self, active: bool) -> float:
         """Squared norm of this part's whole gradient, the same on all its ranks; 0 for a part without gradients."""
@@ -132,18 +149,14 @@ class Part:
 
     def _write(self, folder: str) -> tuple[str, ...]:
         save_random_state(Path(folder) / RANDOM, self.rank)
-        replica = sum(self.mesh.get_local_rank(axis) for axis in AXES if axis != "tensor")
-        shard = self.mesh.get_local_rank("tensor")
-        if self.settings.zero_stage or not replica:
-            # Every rank of ZeRO has state of its own.
-            writer = ShardWriter(Path(folder) / OPTIMIZER, self.rank if self.settings.zero_stage else shard)
-            self.update.save_state(writer)
-            writer.write()
-        if self.settings.zero_stage < 3:
-            return () if replica else save_shards(all_laid_out(self.model), Path(folder), shard)
-        writer = ShardWriter(Path(folder), self.rank)
-        self.update.save_weights(writer)
-        return writer.write()
+        if not self.settings.zero_stage and self.rank >= self.settings.degrees.tensor:
+            return ()  # the first replica writes what all of them hold
+        state = ShardWriter(Path(folder) / OPTIMIZER, self.rank)
+        self.update.save_state(state)
+        state.write()
+        weights = ShardWriter(Path(folder), self.rank)
+        self.update.save_weights(weights)
+        return weights.write()
 
     def _peak_memory(self) -> int | None:
         if self.device.type != "cuda":

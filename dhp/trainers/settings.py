@@ -36,6 +36,7 @@ class PartSettings:
     recompute: str  # as `dhp.config.recompute` reads it; auto begins with everything
     measure: bool  # report what activations take
     zero_stage: int
+    zero_engine: str  # deepspeed | fsdp: who cuts the states
     autotp: bool  # DeepSpeed splits the matrices over degrees.tensor ranks, not transformers
     packing: bool  # rows of the text part are packed, so that its attention is ours
     update: UpdateSettings

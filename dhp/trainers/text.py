@@ -12,7 +12,6 @@ from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import packed_attention, plan_segments
 from dhp.parallel.autotp import split_by_autotp
-from dhp.parallel.mesh import replicas_group
 from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.recompute import kept
 from dhp.parallel.slices import use_local_slices
@@ -33,7 +32,7 @@ class TextTrainer:
         self.part = Part(settings)
         self.family = load_family(settings.model_name)
         model = self._load()
-        self.part.adopt(model, self.family.text_layers, replicas_group(self.part.mesh))
+        self.part.adopt(model, self.family.text_layers)
         self._flights: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._losses: list[Tensor] = []
 

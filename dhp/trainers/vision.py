@@ -10,7 +10,6 @@ from dhp.messages import Choices, PartReport, StepInfo, VisionInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import GATHER_TOKENS, Place, SegmentPlan, plan_segments, plan_shard, segment_attention
-from dhp.parallel.mesh import replicas_group
 from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.recompute import kept
 from dhp.parallel.shard_plan import ShardPlan, Span
@@ -33,7 +32,7 @@ class VisionTrainer:
         AttentionInterface.register(ATTENTION, kept(KEPT_ATTENTION, segment_attention))
         model = self._load()
         self.family.use_attention(model, ATTENTION)
-        self.part.adopt(model, self.family.vision_layers, replicas_group(self.part.mesh))
+        self.part.adopt(model, self.family.vision_layers)
         ring, ulysses = self.part.mesh["ring"], self.part.mesh["ulysses"]
         self._place = Place(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
         self._outputs: dict[int, Tensor] = {}

@@ -28,6 +28,8 @@ CASES = [
     Case(Degrees(data=3), Degrees(data=2), dtype="bfloat16", zero_stage=3, text_zero_stage=1),
     Case(Degrees(data=2), Degrees(data=2), dtype="bfloat16", zero_stage=1, text_zero_stage=2),
     Case(Degrees(), Degrees(data=2, tensor=2), dtype="bfloat16", autotp=True),
+    Case(Degrees(data=2, tensor=2), Degrees(data=2, tensor=2), 2, "bfloat16", 2, text_zero_stage=3, fsdp=True),
+    Case(Degrees(data=3), Degrees(data=3, tensor=2), 2, "float32", 3, text_zero_stage=2, fsdp=True),
 ]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -86,6 +88,18 @@ def test_the_state_of_any_layout_is_one_set_of_named_tensors(made_model: str, tm
             assert all(state[f"{name}.{kind}"].shape == weight.shape for kind in kinds)
             assert "master" not in kinds or torch.equal(state[f"{name}.master"], weight)
         assert all(bool((state[name] >= 0).all()) for name in state if name.endswith("exp_avg_sq"))
+
+
+def test_what_fsdp_writes_is_what_replicas_write(made_model: str, tmp_path: Path) -> None:
+    """Blocks of tensor slices, fused ones among them, put together: the tensors that one process has."""
+    layouts = (Case(Degrees(), Degrees(), dtype="float64"), replace(CASES[-2], dtype="float64"))
+    for case, name in zip(layouts, ("plain", "fsdp"), strict=True):
+        train(made_model, case, range(2), tmp_path / name)
+    for folder in ("vision", "text", "vision/optimizer", "text/optimizer"):
+        plain, cut = (read_shards(tmp_path / name / folder) for name in ("plain", "fsdp"))
+        assert plain.keys() == cut.keys()
+        for name, values in plain.items():
+            torch.testing.assert_close(cut[name], values, rtol=1e-6, atol=1e-12, msg=f"{folder}: {name}")
 
 
 def test_another_models_checkpoint_is_refused(made_model: str, few_keys_model: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from dhp.feed import Feed
 from dhp.messages import StepData
 from dhp.models.registry import load_family
 from dhp.parallel import zero
+from dhp.parallel.fsdp import FullySharded
 from dhp.parallel.mesh import Degrees
 from dhp.parallel.slices import all_laid_out
 from dhp.parts import Batch, make_parts
@@ -57,10 +58,12 @@ class Case:
     text_zero_stage: int = 0
     autotp: bool = False
     recompute: str = "none"
+    fsdp: bool = False  # the states of both parts are cut by torch, not by DeepSpeed
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
         zero += f", text zero {self.text_zero_stage}" if self.text_zero_stage else ""
+        zero += ", fsdp" if self.fsdp else ""
         zero += ", autotp" if self.autotp else ""
         again = ", recompute" if self.checkpointing else ""
         again += f", {self.recompute}" if self.recompute != "none" else ""
@@ -91,6 +94,9 @@ class Inspected:
 
     def gradients(self) -> dict[str, Tensor]:
         part: Any = self.part
+        if isinstance(part.update, FullySharded):
+            part.update._take_sums()
+            return {shard.name: _gathered(shard, shard.weight.grad) for shard in part.update._trained}
         if part.settings.zero_stage:
             from deepspeed.utils import safe_get_full_grad
 
@@ -104,6 +110,8 @@ class Inspected:
     def weights(self) -> dict[str, Tensor]:
         """What the optimizer updates: the master weights, where the module has rounded copies."""
         part: Any = self.part
+        if isinstance(part.update, FullySharded):
+            return {shard.name: _gathered(shard, shard.weight.detach()) for shard in part.update._shards}
         named = dict(part.model.named_parameters())
         if part.settings.zero_stage:
             from deepspeed.utils import safe_get_full_fp32_param
@@ -131,6 +139,15 @@ class InspectedText(Inspected, TextTrainer):
     pass
 
 
+def _gathered(shard: Any, rows: Tensor) -> Tensor:
+    """What FSDP has cut by rows, put together to this rank's slice, and that to the whole."""
+    parameter = shard.parameter
+    own = DTensor.from_local(
+        rows.detach(), parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    ).full_tensor()
+    return own.clone() if shard.cut is None else shard.cut.around(own).full_tensor().clone()
+
+
 def _whole(value: Tensor, like: Tensor) -> Tensor:
     if isinstance(like, DTensor):
         if not isinstance(value, DTensor):
@@ -151,6 +168,7 @@ def settings(part: str, model: str, case: Case) -> PartSettings:
         recompute="full" if case.checkpointing else case.recompute,
         measure=False,
         zero_stage=case.zero_stage if vision else case.text_zero_stage,
+        zero_engine="fsdp" if case.fsdp else "deepspeed",
         autotp=case.autotp and not vision,
         packing=case.packing,
         update=UPDATE,

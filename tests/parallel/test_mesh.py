@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dhp.parallel.mesh import AXES, Degrees, build_mesh, replicas_group
+from dhp.parallel.mesh import AXES, Degrees, build_mesh, replicas_mesh
 from tests.helpers.ranks import run_on_ranks
 
 WAIT = timedelta(seconds=77)
@@ -17,7 +17,7 @@ WAIT = timedelta(seconds=77)
 def _ranks_and_timeouts() -> tuple[dict[str, list[int]], set[timedelta]]:
     _set_pg_timeout(WAIT, dist.group.WORLD)
     mesh = build_mesh("cpu", Degrees(data=2, tensor=2))
-    groups = {axis: mesh.get_group(axis) for axis in AXES} | {"replicas": replicas_group(mesh)}
+    groups = {axis: mesh.get_group(axis) for axis in AXES} | {"replicas": replicas_mesh(mesh).get_group()}
     waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups.values()}
     return {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}, waits
 

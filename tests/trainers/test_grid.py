@@ -12,7 +12,7 @@ import pytest
 
 from dhp.parallel.mesh import Degrees
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import Case, compare
+from tests.helpers.layouts import Case, compare, compare_rounding
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
 
 Mode = tuple[Degrees, int]  # degrees, ZeRO stage
@@ -56,3 +56,24 @@ def test_equals_plain_model(vision: str, text: str, packing: bool, micro_batches
         assert_exact(errors)
     else:
         assert_exact_in_single_precision(errors)
+
+
+FSDP = [
+    pytest.param(data, tensor, stage, schedule, dtype, id=f"data{data}-tensor{tensor}-stage{stage}-{schedule}-{dtype}")
+    for data, tensor, stage, schedule, dtype in product(
+        (2, 3), (1, 2), (2, 3), ("sequential", "vision_ahead"), ("float64", "float32", "bfloat16")
+    )
+]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("data", "tensor", "stage", "schedule", "dtype"), FSDP)
+def test_states_cut_by_torch(data: int, tensor: int, stage: int, schedule: str, dtype: str, made_model: str) -> None:
+    degrees = Degrees(data=data, tensor=tensor)
+    case = Case(degrees, degrees, 4 - data, dtype, stage, False, schedule, True, stage, fsdp=True)
+    if dtype == "bfloat16":
+        ratios = compare_rounding(made_model, case, awkward_steps())
+        assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
+    else:
+        check = assert_exact if dtype == "float64" else assert_exact_in_single_precision
+        check(compare(made_model, case, awkward_steps()))

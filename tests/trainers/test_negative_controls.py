@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dhp.messages import PartReport, StepData, StepInfo, TextInput, VisionInput
-from dhp.parallel import loss
+from dhp.parallel import fsdp, loss
 from dhp.parallel.mesh import Degrees
 from tests.helpers.batches import mixed_step
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
@@ -25,6 +25,7 @@ ZERO = Case(Degrees(ulysses=2), Degrees(), dtype="float32", zero_stage=1)
 ZERO_2 = Case(Degrees(ulysses=2), Degrees(data=2), dtype="float32", zero_stage=2, text_zero_stage=2)
 ZERO_3 = Case(Degrees(ulysses=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=3)
 PACKED = replace(CASE, packing=True)
+SHARDED = Case(Degrees(), Degrees(data=2, tensor=2), text_zero_stage=3, fsdp=True)
 REPLICAS = Case(Degrees(data=2), Degrees(data=2), micro_batches=1)
 
 
@@ -139,6 +140,24 @@ class BesideTheEngine(InspectedText):
         self.part.update._engine.optimizer.clear_backward_seen_flag = lambda: None
 
 
+class MeanOverShards(InspectedText):
+    """FSDP's own factor: gradients divided by the ranks that share the states."""
+
+    def __init__(self, settings: Any):
+        super().__init__(settings)
+        for unit in fsdp._units(self.part.update._root):
+            unit.set_gradient_divide_factor(float(settings.degrees.data))
+
+
+class NormOfOwnRows(InspectedText):
+    """The norm of what this rank holds, not of the whole."""
+
+    def grad_norm_sq(self, info: StepInfo) -> float:
+        super().grad_norm_sq(info)
+        self.part._norm_sq = float(fsdp.sum_of_squares([s.weight.grad for s in self.part.update._trained]))
+        return self.part._norm_sq
+
+
 class RateOfTheNextStep(InspectedText):
     """The learning rate one step ahead."""
 
@@ -175,6 +194,8 @@ FAULTS: list[tuple[str, Case, Fault, Callable[[Errors], bool]]] = [
     ("rate of the next step", CASE, Fault(text=RateOfTheNextStep), lambda e: e.gradient < 1e-9 < 0.05 < e.update),
     ("packed samples see each other", PACKED, Fault(text=OneSegment), lambda e: e.loss > 1e-4 and e.gradient > 1e-2),
     ("own token count", CASE, Fault(edit=own_token_count), lambda e: e.loss > 0.1 and e.gradient > 0.1),
+    ("mean over FSDP's ranks", SHARDED, Fault(text=MeanOverShards), lambda e: e.loss < 1e-9 < 0.4 < e.gradient),
+    ("norm of own rows", SHARDED, Fault(text=NormOfOwnRows), lambda e: e.gradient < 1e-9 < 1e-3 < e.norm),
     ("mean over replicas", REPLICAS, Fault(text=MeanOverReplicas), lambda e: e.loss < 1e-9 < 0.4 < e.gradient),
 ]
 

@@ -47,6 +47,10 @@ EXACT = [
     Case(Degrees(data=2), Degrees(data=2, tensor=2), packing=True, checkpointing=True),
     Case(Degrees(ulysses=2), Degrees(tensor=4), 3, autotp=True),
     Case(ONE, Degrees(data=2, tensor=2), packing=True, checkpointing=True, autotp=True),
+    Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, zero_stage=3, text_zero_stage=3, fsdp=True),
+    Case(ONE, Degrees(data=2, tensor=2), 4, schedule="vision_ahead", text_zero_stage=3, checkpointing=True, fsdp=True),
+    Case(Degrees(data=2, tensor=2), Degrees(data=3), 2, "float64", 2, packing=True, text_zero_stage=2, fsdp=True),
+    Case(Degrees(ulysses=2), Degrees(data=3, tensor=2), 1, zero_stage=3, text_zero_stage=2, packing=True, fsdp=True),
 ]
 SINGLE = [
     Case(ONE, ONE, dtype="float32"),
@@ -120,6 +124,7 @@ SHARED_KEYS = [
     Case(Degrees(ulysses=2), Degrees(tensor=8), micro_batches=1),
     Case(ONE, Degrees(data=2, tensor=4)),
     Case(ONE, Degrees(tensor=4), micro_batches=1, packing=True),
+    Case(ONE, Degrees(data=2, tensor=4), text_zero_stage=3, fsdp=True),
 ]
 
 

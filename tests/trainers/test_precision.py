@@ -25,6 +25,8 @@ CASES = [
     Case(Degrees(ulysses=2), Degrees(data=2), 4, "bfloat16", 2, schedule="vision_ahead", text_zero_stage=2),
     Case(Degrees(data=2), Degrees(data=2), 3, "bfloat16", 3, checkpointing=True, text_zero_stage=3),
     Case(ONE, Degrees(data=2, tensor=2), 2, dtype="bfloat16", packing=True, autotp=True),
+    Case(Degrees(data=2), Degrees(data=2, tensor=2), 4, "bfloat16", 3, text_zero_stage=3, packing=True, fsdp=True),
+    Case(ONE, Degrees(data=3, tensor=2), 2, "bfloat16", 0, True, "vision_ahead", text_zero_stage=2, fsdp=True),
 ]
 
 
