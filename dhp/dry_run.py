@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config, PartConfig
-from dhp.errors import ConfigError
+from dhp.footprint import Footprint, HeadShape, RankBytes, by_stage, footprint, rank_bytes
 from dhp.models.registry import load_family
 from dhp.models.shape import PartShape, config_source, part_shape
 from dhp.parallel.tensor import with_fused
 from dhp.preflight import missing_data
 from dhp.wiring import degrees
 
-_VALUE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-_SUM_BYTES = 4  # gradient sums and optimizer state are never in 16 bits
 _HEADINGS = ("part", "layout", "ranks", "parameters", "a rank", "of these whole", "weights", "gradients", "optimizer")
-
-
-@dataclass(frozen=True)
-class RankBytes:
-    """Bytes that one rank of a part keeps between steps; gradients at the end of the backward pass."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
 
 
 def dry_run(config: Config) -> str:
     """The table and notes to print. `config` went through `dhp.preflight.prepare`. Starts nothing, writes nothing."""
     source = config_source(config.text.model_name)
     shapes = part_shapes(config, source)
-    memory = {name: rank_bytes(getattr(config, name), shape) for name, shape in shapes.items()}
-    rows = [_row(name, getattr(config, name), shapes[name], memory[name]) for name in shapes]
+    memory = footprints(config, source, shapes)
+    rows = [_row(name, getattr(config, name), shapes[name], memory[name].states) for name in shapes]
     lines = [f"dry run of {config.name}", f"model          {config.text.model_name}"]
     if source != config.text.model_name:
         lines.append(f"its shape      {source}")
-    lines += ["", *_aligned([_HEADINGS, *rows]), "", *_devices(config, memory)]
+    lines += ["", *_aligned([_HEADINGS, *rows]), "", *_stages(config, shapes), "", *_devices(config, memory)]
     training = config.training
     lines.append(
         f"a step         {training.batch_size} samples = text.data {config.text.data} × micro_batch_size "
@@ -64,23 +48,28 @@ def part_shapes(config: Config, source: str) -> dict[str, PartShape]:
     }
 
 
-def rank_bytes(part: PartConfig, shape: PartShape) -> RankBytes:
-    """Weights, gradients and AdamW's state of one rank.
+def footprints(config: Config, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
+    """What a rank of each part takes, by part."""
+    family = load_family(source)
+    text = family.config.get_text_config()
+    layers = {"vision": len(family.vision_layers.kinds), "text": len(family.text_layers.kinds)}
+    heads = {"vision": None, "text": HeadShape(text.vocab_size, text.hidden_size)}
+    cuda = config.cluster.device != "cpu"
+    return {
+        name: footprint(getattr(config, name), shape, layers[name], heads[name], cuda)
+        for name, shape in shapes.items()
+    }
 
-    AdamW keeps two averages of each parameter, and its own copy of the weights where it may not update the module's: in
-    16 bits, where sums and state have 32, and under ZeRO, whose ranks update a share and then exchange it. Stage 1 cuts
-    the optimizer to the share, stage 2 the gradients too, stage 3 the weights too, so that in 32 bits they need no
-    copy. Raises ConfigError for a number format whose memory is not known here.
-    """
-    if part.dtype not in _VALUE_BYTES:
-        raise ConfigError(f"dtype={part.dtype}: a dry run knows {' and '.join(_VALUE_BYTES)} only; choose one")
-    size = _VALUE_BYTES[part.dtype]
-    exact = max(size, _SUM_BYTES)
-    whole, stage = shape.per_rank, part.zero_stage
-    share = -(-whole // (part.num_actors // part.tensor)) if stage else whole
-    copies = int(size < exact or stage in (1, 2))
-    weights = size * (share if stage == 3 else whole)
-    return RankBytes(weights, exact * (share if stage >= 2 else whole), exact * (2 + copies) * share)
+
+def _stages(config: Config, shapes: dict[str, PartShape]) -> list[str]:
+    """What weights, gradients and optimizer of a rank would take under each ZeRO stage; the chosen one in brackets."""
+    rows = [("states of a rank", *(f"zero_stage {stage}" for stage in range(4)))]
+    for name, shape in shapes.items():
+        part = getattr(config, name)
+        found = {stage: "-" if held is None else gigabytes(held) for stage, held in by_stage(part, shape).items()}
+        found[part.zero_stage] = f"[{gigabytes(rank_bytes(part, shape).total)}]"
+        rows.append((name, *found.values()))
+    return _aligned(rows)
 
 
 def _row(name: str, part: PartConfig, shape: PartShape, memory: RankBytes) -> tuple[str, ...]:
@@ -90,7 +79,7 @@ def _row(name: str, part: PartConfig, shape: PartShape, memory: RankBytes) -> tu
     return (name, layout, str(part.num_actors), *(f"{n:,}" for n in counts), *map(gigabytes, held))
 
 
-def _devices(config: Config, memory: dict[str, RankBytes]) -> list[str]:
+def _devices(config: Config, memory: dict[str, Footprint]) -> list[str]:
     """How many devices, which ranks share one, and what the fullest holds."""
     ranks = {"vision": config.vision.num_actors, "text": config.text.num_actors}
     together = config.cluster.collocate
@@ -100,9 +89,21 @@ def _devices(config: Config, memory: dict[str, RankBytes]) -> list[str]:
     each = f"{shared} with a rank of both parts, {count - shared} with one rank" if together else "one rank each"
     return [
         f"devices        {count}: {each}",
-        *(f"{name + ' rank':14} {gigabytes(m.total)}" for name, m in memory.items()),
+        *(f"{name + ' rank':14} {_told(m)}" for name, m in memory.items()),
         f"fullest device {gigabytes(fullest)}; activations not included",
     ]
+
+
+def _told(taken: Footprint) -> str:
+    """`34.1 GB: states 30.0 GB, the loss 2.1 GB, …`."""
+    parts = {
+        "states": taken.states.total,
+        "the loss's chunk": taken.loss,
+        "gathered layers": taken.gathered,
+        "context and communicators": taken.runtime,
+    }
+    named = ", ".join(f"{what} {gigabytes(count)}" for what, count in parts.items() if count)
+    return f"{gigabytes(taken.total)}: {named}"
 
 
 def gigabytes(count: int) -> str:

@@ -8,8 +8,9 @@ import pytest
 
 from dhp.config.load import compose_config
 from dhp.config.schema import Config, PartConfig
-from dhp.dry_run import RankBytes, dry_run, part_shapes, rank_bytes
+from dhp.dry_run import dry_run, part_shapes
 from dhp.errors import ConfigError
+from dhp.footprint import RankBytes, by_stage, gathered_bytes, rank_bytes, runtime_bytes
 from dhp.models.shape import PartShape
 from dhp.preflight import prepare
 from tests.helpers.runs import tiny, train
@@ -23,7 +24,7 @@ def prepared(name: str, *overrides: str) -> Config:
 
 def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path: Path) -> None:
     models = (f"vision.model_name={made_model}", f"text.model_name={made_model}")
-    config = prepared("tiny", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", *models)
+    config = prepared("tiny", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "cluster.device=cpu", *models)
     shapes = part_shapes(config, made_model)
     assert shapes == {"vision": PartShape(VISION, VISION, VISION), "text": PartShape(TEXT, TEXT_RANK, 320)}
     vision, text = (rank_bytes(getattr(config, part), shapes[part]) for part in ("vision", "text"))
@@ -36,7 +37,10 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
     ):
         (line,) = (line.split() for line in printed.splitlines() if line.startswith(row[0] + " ") and "float" in line)
         assert line[: len(row)] == row
-    assert "fullest device 2.402 MB; activations not included" in printed  # 14 × vision + 16 × the text rank's
+    states = 14 * VISION + 16 * TEXT_RANK
+    loss = 256 * (2048 * 16 + 64 * 8)  # half the vocabulary: logits and slopes of a chunk, the head's gradient twice
+    assert f"fullest device {(states + loss) / 1e6:.3f} MB; activations not included" in printed
+    assert "[1.379 MB]" in printed and "[1.023 MB]" in printed  # the chosen stage of each part
     assert "8 samples = text.data 1 × micro_batch_size 4 × 2 micro-batches" in printed
 
 
@@ -58,6 +62,18 @@ def test_what_each_zero_stage_cuts(dtype: str, stage: int, expected: tuple[int, 
     assert rank_bytes(part, PartShape(100, 100, 100)) == RankBytes(*expected)
 
 
+def test_torch_keeps_a_share_of_the_weights_in_the_optimizers_format_alone() -> None:
+    part = PartConfig(num_actors=8, tensor=2, data=4, dtype="bfloat16", zero_stage=3, zero_engine="fsdp")
+    assert rank_bytes(part, PartShape(200, 100, 0)) == RankBytes(0, 100, 300)  # 16 bytes of each of 25 elements
+    assert gathered_bytes(part, PartShape(200, 100, 0), 10, None) == 2 * 10 * 2 + 10 * 2 + 10 * 4
+
+
+def test_every_stage_is_told_and_stage_1_of_slices_has_no_engine() -> None:
+    part = PartConfig(num_actors=8, tensor=2, data=4, ulysses=1, ring=1, dtype="bfloat16", zero_stage=3)
+    assert by_stage(part, PartShape(200, 100, 0)) == {0: 1800, 1: None, 2: 600, 3: 400}
+    assert runtime_bytes(part) > runtime_bytes(PartConfig(data=1, ulysses=1, ring=1, tensor=1))
+
+
 def test_a_float64_value_takes_eight_bytes_and_an_unknown_format_is_refused() -> None:
     part = PartConfig(num_actors=1, tensor=1, dtype="float64")
     assert rank_bytes(part, PartShape(10, 10, 10)) == RankBytes(80, 80, 160)
@@ -66,18 +82,19 @@ def test_a_float64_value_takes_eight_bytes_and_an_unknown_format_is_refused() ->
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("3b", "33.8 GB"), ("7b", "39.3 GB"), ("32b", "78.4 GB"), ("72b", "108.8 GB")]
+    ("name", "device"), [("3b", "42.3 GB"), ("7b", "47.5 GB"), ("32b", "43.3 GB"), ("72b", "29.5 GB")]
 )
 def test_each_ready_made_configuration_passes_without_a_download(name: str, device: str, tmp_path: Path) -> None:
     printed = dry_run(prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}"))
     assert f"fullest device {device}; activations not included" in printed
+    assert float(device.split()[0]) <= 50.0  # of 80, so that activations have the rest
     assert "data.data_registry.train.annotation_path=" in printed
     assert printed.endswith("every check but these of the data passed; nothing was started")
 
 
 def test_degrees_are_checked_against_the_shipped_shape() -> None:
     with pytest.raises(ConfigError, match=r"heads\(28\) % tensor\(8\)"):
-        prepared("qwen2_5_vl_7b", "text.data=1")
+        prepared("qwen2_5_vl_7b", "text=tensor", "text.zero_stage=0", "text.data=1")
 
 
 def test_parts_on_devices_of_their_own(tiny_assets: Path, tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ TABLE: dict[str, set[str]] = {
     "wiring": {"feed", "data.balancing", "data.sampler", "parallel.mesh", "trainers.settings"},
     "assets": {"data.shapes", "models.tiny"},
     "preflight": {"assets", "models.registry", "models.shape"},
-    "dry_run": {"preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
+    "footprint": {"models.shape", "parallel.loss"},
+    "dry_run": {"footprint", "preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
     "tracing": {"observe.trace"},
     "recompute": {"models.registry", "parts", "planner", "schedule", "wiring"},
     "driver": {

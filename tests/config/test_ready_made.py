@@ -7,10 +7,10 @@ from dhp.config.resolve import micro_batches, resolve
 
 # name → actors of each part, (vision data, vision ulysses), (text data, text tensor)
 READY = {
-    "qwen2_5_vl_3b": (4, (1, 4), (2, 2)),
-    "qwen2_5_vl_7b": (8, (2, 4), (2, 4)),
+    "qwen2_5_vl_3b": (4, (1, 4), (4, 1)),
+    "qwen2_5_vl_7b": (8, (2, 4), (8, 1)),
     "qwen2_5_vl_32b": (16, (2, 8), (2, 8)),
-    "qwen2_5_vl_72b": (64, (8, 8), (4, 16)),
+    "qwen2_5_vl_72b": (64, (8, 8), (8, 8)),
 }
 
 

@@ -20,7 +20,7 @@ def test_the_document_holds_the_reference_as_the_schema_has_it():
 
 def test_docs_of_several_lines_become_one():
     told = field_docs(PartConfig)["zero_stage"]
-    assert "| 2 gradients too | 3 weights too, gathered module by module; stage 3" in told
+    assert "| 2 gradients too | 3 weights too, gathered module by module." in told
 
 
 def test_types_in_words():

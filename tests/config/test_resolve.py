@@ -78,7 +78,7 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         ),
         (
             {"vision__parallelism": "tensor", "vision__num_actors": 2, "vision__zero_stage": 1},
-            ["vision.zero_stage=1 with vision.tensor=2", "Set vision.zero_stage=0"],
+            ["vision.zero_stage=1 with vision.zero_engine=auto and vision.tensor=2", "Set vision.zero_stage=2"],
         ),
         (
             {"text__parallelism": "tensor", "text__num_actors": 2, "text__ulysses": 2},
@@ -95,16 +95,33 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["vision.parallelism=deepspeed with vision.zero_stage=0", "Set vision.zero_stage=1", "2", "3"],
         ),
         (
-            {"text__parallelism": "tensor", "text__num_actors": 2, "text__zero_stage": 2},
-            ["text.zero_stage=2 with text.tensor=2", "Set text.zero_stage=0", "text.parallelism=deepspeed"],
+            {"text__parallelism": "tensor", "text__num_actors": 2, "text__zero_stage": 2, "text__zero_engine": "deepspeed"},
+            ["text.zero_engine=deepspeed with text.zero_stage=2 and text.tensor=2", "Set text.zero_engine=fsdp"],
+        ),
+        (
+            {"text__parallelism": "autotp", "text__num_actors": 2, "text__zero_stage": 2},
+            ["text.zero_stage=2 with text.parallelism=autotp", "Set text.parallelism=tensor"],
+        ),
+        (
+            {"text__parallelism": "data", "text__num_actors": 2, "text__zero_stage": 1, "text__zero_engine": "fsdp"},
+            ["text.zero_stage=1 with text.zero_engine=fsdp and text.tensor=1", "or text.zero_engine=deepspeed"],
+        ),
+        (
+            {"text__parallelism": "deepspeed", "text__num_actors": 2, "text__zero_stage": 2, "text__zero_engine": "fsdp"},
+            ["text.zero_engine=fsdp with text.parallelism=deepspeed", "Set text.parallelism=data"],
+        ),
+        ({"text__zero_engine": "torch"}, ["text.zero_engine=torch does not exist; choose from auto, deepspeed, fsdp"]),
+        (
+            {"vision__zero_stage": 2, "vision__zero_engine": "deepspeed", "vision__dtype": "float64"},
+            ["vision.zero_stage=2 with vision.dtype=float64", "Set vision.zero_engine=fsdp"],
         ),
         (
             {"text__zero_stage": 3, "training__schedule": "vision_ahead"},
-            ["text.zero_stage=3 with training.schedule=vision_ahead", "Set training.schedule=sequential"],
+            ["text.zero_stage=3 with text.zero_engine=deepspeed and training.schedule=vision_ahead", "text.zero_engine=fsdp"],
         ),
         (
             {"vision__zero_stage": 3, "training__schedule": "vision_ahead"},
-            ["vision.zero_stage=3 with training.schedule=vision_ahead", "vision.zero_stage=2"],
+            ["vision.zero_engine=deepspeed and training.schedule=vision_ahead", "vision.zero_stage=2"],
         ),
         (
             {"vision__zero_stage": 1, "vision__dtype": "float64"},
@@ -209,3 +226,10 @@ def test_model_directories(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text("{}")
     check_model_dir("model")
     check_model_dir("Qwen/Qwen2.5-VL-3B-Instruct")
+
+
+@pytest.mark.parametrize(("tensor", "asked", "engine"), [(1, "auto", "deepspeed"), (2, "auto", "fsdp"), (1, "fsdp", "fsdp")])
+def test_torch_cuts_the_states_of_slices_and_deepspeed_whole_ones(tensor, asked, engine):
+    text = {"parallelism": "data", "num_actors": 4, "tensor": tensor, "zero_stage": 3, "zero_engine": asked}
+    resolved = resolve(config(**{f"text__{key}": value for key, value in text.items()}))
+    assert (resolved.text.zero_engine, resolved.text.data) == (engine, 4 // tensor)
