@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.feed import make_feed
+from dhp.interrupts import ending, ending_on_error, interruptible
 from dhp.messages import PartReport, StepInfo
 from dhp.models.registry import auxiliary_files
 from dhp.observe.keeping_up import KeepingUp
@@ -76,16 +75,16 @@ def run(config: Config) -> None:
     checkpoint_dir = Path(str(config.training.checkpoint_dir))
     start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
     start.check(kept_settings(config))
-    with run_directory(config) as run_dir:
+    with interruptible(), run_directory(config) as run_dir:
         check_writable(checkpoint_dir)
         for checkpoint, reason in start.damaged:
             print(f"{checkpoint.name} is skipped, and now named {put_aside(checkpoint).name}: {reason}", flush=True)
         recorder = Recorder(
             run_dir, config.training.log_interval, world(config), to_yaml(config), start.checkpoint, start.step
         )
-        with recorder, _interruptible():
+        with recorder, ending_on_error():
             layout = _layout(config, run_dir, start)
-            with Cluster(layout) as cluster, recorder.before_teardown():
+            with Cluster(layout) as cluster, recorder.before_teardown(), ending():
                 Driver(config, cluster, recorder, start).run()
 
 
@@ -288,17 +287,3 @@ class Driver:
 def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Bytes by kind, of all ranks together."""
     return dict(sorted(sum(map(Counter, of_ranks), Counter()).items()))
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM (a stopped Ray job, a scheduler) ends a run as Ctrl-C does: actors ended, summary written."""
-
-    def interrupt(_signal: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -21,5 +21,9 @@ class CheckpointError(DhpError):
     """A checkpoint that is missing, incomplete or does not belong to the model."""
 
 
+class ClusterError(DhpError):
+    """Ray that could not be started or joined."""
+
+
 class PartFailed(DhpError):
     """A rank of a part raised or died; the text names part, rank and the rank's own error."""
