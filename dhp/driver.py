@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import check_writable, finish_checkpoint, open_checkpoint, put_aside
+from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint, put_aside
 from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.runtime import chosen_address
@@ -83,9 +83,10 @@ def run(config: Config) -> None:
             run_dir, config.training.log_interval, world(config), to_yaml(config), start.checkpoint, start.step
         )
         with recorder, ending_on_error():
-            layout = _layout(config, run_dir, start)
-            with Cluster(layout) as cluster, recorder.before_teardown(), ending():
-                Driver(config, cluster, recorder, start).run()
+            layout, unfinished = _layout(config, run_dir, start), Unfinished()
+            # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
+            with unfinished, Cluster(layout) as cluster, recorder.before_teardown(), unfinished, ending():
+                Driver(config, cluster, recorder, start, unfinished).run()
 
 
 def _layout(config: Config, run_dir: Path, start: Start) -> Layout:
@@ -109,8 +110,12 @@ def _layout(config: Config, run_dir: Path, start: Start) -> Layout:
 class Driver:
     """One run on a started cluster. Holds refs, never tensors."""
 
-    def __init__(self, config: Config, cluster: Cluster, recorder: Recorder, start: Start):
+    def __init__(
+        self, config: Config, cluster: Cluster, recorder: Recorder, start: Start, unfinished: Unfinished | None = None
+    ):
+        """unfinished: is told of each checkpoint, while it is written."""
         self.config, self.cluster, self.recorder, self.start = config, cluster, recorder, start
+        self._unfinished = unfinished or Unfinished()
         self._micro_batches = micro_batches(config)
         self._timeout_s = config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
@@ -203,7 +208,7 @@ class Driver:
         every = self.config.training.save_steps
         if step != self.steps and (every is None or step % every):
             return None
-        folder = open_checkpoint(Path(str(self.config.training.checkpoint_dir)), step)
+        folder = self._unfinished.add(open_checkpoint(Path(str(self.config.training.checkpoint_dir)), step))
         groups = self.cluster.groups
         for name, group in groups.items():
             group.execute_all_async("save", str(folder / name), returns=0)
@@ -237,7 +242,9 @@ class Driver:
     def _write_spans(self, spans: Spans | None) -> None:
         if spans is not None:
             wait_all(spans.watched, self._timeout_s)  # a data worker may die that has no part in the step
-            self.tracing.write({name: self.cluster.values(refs) for name, refs in spans.refs.items()})
+            of_ranks = {name: self.cluster.values(refs) for name, refs in spans.refs.items()}
+            with self.recorder.writing():
+                self.tracing.write(of_ranks)
 
     def _metrics(
         self, info: StepInfo, reports: dict[int, list[PartReport]], step_s: float, data_s: float
@@ -282,6 +289,7 @@ class Driver:
             "data": self.data.ask("state", saving.step, timeout_s=self._timeout_s),
         }
         self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(model_name))
+        self._unfinished.discard(saving.folder)
 
 
 def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -21,6 +21,10 @@ class CheckpointError(DhpError):
     """A checkpoint that is missing, incomplete or does not belong to the model."""
 
 
+class RecordError(DhpError):
+    """A run directory that cannot be written: its disk is full or gone."""
+
+
 class ClusterError(DhpError):
     """Ray that could not be started or joined."""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dhp.__main__ import main as dhp
-from dhp.checkpoint.folder import check_checkpoint, finish_checkpoint, open_checkpoint, put_aside
+from dhp.checkpoint.folder import Unfinished, check_checkpoint, finish_checkpoint, open_checkpoint, put_aside
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.resume import find_start
 from dhp.checkpoint.shards import ShardReader, ShardWriter, read_shards
@@ -182,3 +182,20 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path, monkeypatch: pytest.M
             patch.setattr(owner, name, full)
             with pytest.raises(CheckpointError, match=r"step_\d.*cannot be written \(No space left .* Make room"):
                 write(tmp_path, 3)
+
+
+def test_what_a_run_did_not_finish_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    others = open_checkpoint(tmp_path, 1)
+    unfinished = Unfinished()
+    with pytest.raises(ValueError), unfinished:
+        done = unfinished.add(open_checkpoint(tmp_path, 2))
+        finish_checkpoint(done, {"step": 2}, [])
+        unfinished.discard(done)
+        begun = unfinished.add(open_checkpoint(tmp_path, 3))
+        (begun / "file").touch()
+        raise ValueError
+    assert not begun.exists() and others.exists() and (tmp_path / "step_2").exists()
+    begun.mkdir()  # a rank that still wrote
+    with unfinished:
+        pass
+    assert not begun.exists()
