@@ -25,8 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     token losses / all target tokens of the file.
 
     inspect data: measure every sample from headers, print counts, lengths, defective samples with file and line, and
-    what each data.balance would make of them with this configuration. out=FOLDER (default inspect_data) gets
-    lengths.png, balance.jsonl and defects.txt; decode=true decodes every sample as well, which finds damaged pixels.
+    what each data.balance would make of them with this configuration. out=FOLDER (default: inspect_data in run_dir)
+    gets lengths.png, balance.jsonl and defects.txt; decode=true decodes every sample as well, which finds damaged
+    pixels.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dhp inspect", description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -63,7 +64,7 @@ def _data(config: Config, own: dict[str, str]) -> int:
     decode = own.get("decode", "false")
     if decode not in ("true", "false"):
         raise ConfigError(f"decode={decode} is neither true nor false")
-    inspect_data(config, Path(own.get("out") or "inspect_data"), decode == "true")
+    inspect_data(config, Path(own.get("out") or Path(config.run_dir) / "inspect_data"), decode == "true")
     return 0
 
 
