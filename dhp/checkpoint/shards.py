@@ -50,7 +50,7 @@ class ShardWriter:
         places = weights.with_suffix(".json")
         with writing(weights):
             self._folder.mkdir(parents=True, exist_ok=True)
-            save_file(self._pieces, weights)
+            save_tensors(self._pieces, weights)
             sync(weights)
         write_text(places, json.dumps(self._places, indent=1))
         return weights.name, places.name
@@ -138,6 +138,14 @@ class ShardReader:
                 f"{self._folder} holds no {name}: the checkpoint is of another model, or a rank's file is missing"
             )
         return self._pieces[name]
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write a safetensors file with the mode of any other file: the library lets its owner alone read it."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file)
+    file.chmod(mode)
 
 
 def save_shards(weights: Mapping[str, Tensor], folder: Path, rank: int) -> tuple[str, ...]:

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
-
+from dhp.checkpoint.shards import save_tensors
 from dhp.config.load import compose_config
 from dhp.config.schema import Config
 from dhp.errors import ConfigError
@@ -51,7 +50,7 @@ def _batch(config: Config, own: dict[str, str]) -> int:
         raise ConfigError(f"out={out} is a directory; give a file, for example out={out / 'batch.safetensors'}")
     tensors = make_feed(feed_settings(config)).model_inputs(_step(own["step"]) - 1)
     out.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out)
+    save_tensors(tensors, out)
     for name, tensor in tensors.items():
         print(f"{name:32} {str(tensor.dtype).removeprefix('torch.'):8} {list(tensor.shape)}")
     print(f"written to {out}")

@@ -163,6 +163,12 @@ def test_everything_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatc
     assert set(written) <= set(events[:at]) and events[at + 1 :] == [str(tmp_path)]
 
 
+def test_all_files_have_the_mode_of_any_other(tmp_path: Path) -> None:
+    (tmp_path / "any").touch()
+    modes = {file.stat().st_mode for file in write(tmp_path, 1).rglob("*") if file.is_file()}
+    assert modes == {(tmp_path / "any").stat().st_mode}
+
+
 def test_a_file_system_that_cannot_sync_directories_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
