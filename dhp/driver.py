@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import check_writable, finish_checkpoint, open_checkpoint, put_aside
+from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint, put_aside
 from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.runtime import chosen_address
@@ -21,6 +19,7 @@ from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.feed import make_feed
+from dhp.interrupts import ending, ending_on_error, interruptible
 from dhp.messages import PartReport, StepInfo
 from dhp.models.registry import auxiliary_files
 from dhp.observe.keeping_up import KeepingUp
@@ -76,17 +75,18 @@ def run(config: Config) -> None:
     checkpoint_dir = Path(str(config.training.checkpoint_dir))
     start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
     start.check(kept_settings(config))
-    with run_directory(config) as run_dir:
+    with interruptible(), run_directory(config) as run_dir:
         check_writable(checkpoint_dir)
         for checkpoint, reason in start.damaged:
             print(f"{checkpoint.name} is skipped, and now named {put_aside(checkpoint).name}: {reason}", flush=True)
         recorder = Recorder(
             run_dir, config.training.log_interval, world(config), to_yaml(config), start.checkpoint, start.step
         )
-        with recorder, _interruptible():
-            layout = _layout(config, run_dir, start)
-            with Cluster(layout) as cluster, recorder.before_teardown():
-                Driver(config, cluster, recorder, start).run()
+        with recorder, ending_on_error():
+            layout, unfinished = _layout(config, run_dir, start), Unfinished()
+            # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
+            with unfinished, Cluster(layout) as cluster, recorder.before_teardown(), unfinished, ending():
+                Driver(config, cluster, recorder, start, unfinished).run()
 
 
 def _layout(config: Config, run_dir: Path, start: Start) -> Layout:
@@ -110,8 +110,12 @@ def _layout(config: Config, run_dir: Path, start: Start) -> Layout:
 class Driver:
     """One run on a started cluster. Holds refs, never tensors."""
 
-    def __init__(self, config: Config, cluster: Cluster, recorder: Recorder, start: Start):
+    def __init__(
+        self, config: Config, cluster: Cluster, recorder: Recorder, start: Start, unfinished: Unfinished | None = None
+    ):
+        """unfinished: is told of each checkpoint, while it is written."""
         self.config, self.cluster, self.recorder, self.start = config, cluster, recorder, start
+        self._unfinished = unfinished or Unfinished()
         self._micro_batches = micro_batches(config)
         self._timeout_s = config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
@@ -204,7 +208,7 @@ class Driver:
         every = self.config.training.save_steps
         if step != self.steps and (every is None or step % every):
             return None
-        folder = open_checkpoint(Path(str(self.config.training.checkpoint_dir)), step)
+        folder = self._unfinished.add(open_checkpoint(Path(str(self.config.training.checkpoint_dir)), step))
         groups = self.cluster.groups
         for name, group in groups.items():
             group.execute_all_async("save", str(folder / name), returns=0)
@@ -238,7 +242,9 @@ class Driver:
     def _write_spans(self, spans: Spans | None) -> None:
         if spans is not None:
             wait_all(spans.watched, self._timeout_s)  # a data worker may die that has no part in the step
-            self.tracing.write({name: self.cluster.values(refs) for name, refs in spans.refs.items()})
+            of_ranks = {name: self.cluster.values(refs) for name, refs in spans.refs.items()}
+            with self.recorder.writing():
+                self.tracing.write(of_ranks)
 
     def _metrics(
         self, info: StepInfo, reports: dict[int, list[PartReport]], step_s: float, data_s: float
@@ -283,22 +289,9 @@ class Driver:
             "data": self.data.ask("state", saving.step, timeout_s=self._timeout_s),
         }
         self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(model_name))
+        self._unfinished.discard(saving.folder)
 
 
 def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Bytes by kind, of all ranks together."""
     return dict(sorted(sum(map(Counter, of_ranks), Counter()).items()))
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM (a stopped Ray job, a scheduler) ends a run as Ctrl-C does: actors ended, summary written."""
-
-    def interrupt(_signal: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -21,5 +21,13 @@ class CheckpointError(DhpError):
     """A checkpoint that is missing, incomplete or does not belong to the model."""
 
 
+class RecordError(DhpError):
+    """A run directory that cannot be written: its disk is full or gone."""
+
+
+class ClusterError(DhpError):
+    """Ray that could not be started or joined."""
+
+
 class PartFailed(DhpError):
     """A rank of a part raised or died; the text names part, rank and the rank's own error."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from dhp.config.entry import hydra_entry
-from dhp.config.schema import Config
+from dhp.interrupts import INTERRUPTED, heed
 
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
+if TYPE_CHECKING:
+    from dhp.config.schema import Config
 
 
 def main(config: Config) -> None:
@@ -25,8 +26,12 @@ def main(config: Config) -> None:
     try:
         run(prepared)
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":
+    heed()  # before the imports, which take seconds
+    from dhp.config.entry import hydra_entry
+
     hydra_entry(main)

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-EVERYONE = {"errors", "messages", "version", "config", "spans", "sent"}  # what any file may import
+EVERYONE = {"errors", "messages", "version", "config", "spans", "sent", "interrupts"}  # what any file may import
 SIBLINGS = ("models", "parallel", "planner", "data", "checkpoint", "observe", "cluster")  # they meet as values only
 
 # Folder or top-level file of dhp → what it may import besides itself and EVERYONE: a folder, or one file of it.
@@ -26,6 +26,7 @@ TABLE: dict[str, set[str]] = {
     "messages": set(),
     "spans": set(),
     "sent": set(),
+    "interrupts": set(),
     "config": {"errors"},
     **{sibling: set() for sibling in SIBLINGS},
     "schedule": set(),
@@ -51,7 +52,7 @@ TABLE: dict[str, set[str]] = {
     "cli": {"checkpoint", "models", "data", "planner", "observe", "feed", "preflight", "wiring", "driver"},
     "__main__": {"cli"},
 }  # fmt: skip
-SELF_CONTAINED = {"errors", "messages", "version", "spans", "sent"}  # not even EVERYONE
+SELF_CONTAINED = {"errors", "messages", "version", "spans", "sent", "interrupts"}  # not even EVERYONE
 
 # Library → the only folders and files of dhp that may import it.
 LIBRARIES: dict[str, set[str]] = {

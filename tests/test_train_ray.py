@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from dhp.__main__ import main as dhp
 from tests.helpers.runs import Outcome, tiny, train
 
 STEPS = 3
+UMASK = os.umask(0o022)
+os.umask(UMASK)
 SETTINGS = [f"training.max_steps={STEPS}", "training.warmup_ratio=0", "training.log_interval=1"]
 FIELDS = (
     "step epoch loss grad_norm lr tokens target_tokens vision_tokens samples images step_s data_s tokens_per_s mfu "
@@ -110,6 +113,7 @@ def test_every_step_equals_plain_transformers(
 
 
 def test_an_export_is_an_ordinary_model_directory(exported: Path, run_dir: Path, tiny_assets: Path) -> None:
+    assert {oct(file.stat().st_mode)[-3:] for file in exported.iterdir()} == {oct(0o666 & ~UMASK)[-3:]}
     model, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     from dhp.checkpoint.shards import read_shards
@@ -118,6 +122,7 @@ def test_an_export_is_an_ordinary_model_directory(exported: Path, run_dir: Path,
     weights = read_shards(checkpoint / "vision") | read_shards(checkpoint / "text")
     assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
     tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert AutoImageProcessor.from_pretrained(exported).patch_size == model.config.vision_config.patch_size
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Which shape?"}], add_generation_prompt=True)
     ids = torch.tensor([prompt["input_ids"] if hasattr(prompt, "keys") else prompt])
     assert model.generate(input_ids=ids, max_new_tokens=4).shape[1] > ids.shape[1]

@@ -37,8 +37,33 @@ def open_checkpoint(parent: Path, step: int) -> Path:
     _require_none(parent.absolute() / f"step_{step}")
     folder = parent.absolute() / f"step_{step}.partial"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    with writing(folder):
+        folder.mkdir(parents=True)
     return folder
+
+
+class Unfinished:
+    """The checkpoints that a run has begun and not finished. Leaving it as a context removes them, as far as it can: a
+    run that ended meanwhile never finishes them, and a full disk needs the room."""
+
+    def __init__(self) -> None:
+        self._folders: set[Path] = set()
+
+    def add(self, folder: Path) -> Path:
+        """Remember one that was opened, which is returned."""
+        self._folders.add(folder)
+        return folder
+
+    def discard(self, folder: Path) -> None:
+        """It is finished."""
+        self._folders.discard(folder)
+
+    def __enter__(self) -> Unfinished:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for folder in self._folders:  # kept in mind: ranks that still run may write into it once more
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def finish_checkpoint(folder: Path, about: Mapping[str, Any], model_files: Sequence[Path]) -> Path:

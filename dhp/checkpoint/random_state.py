@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dhp.checkpoint.disk import damaged, reading, sync, writing
+from dhp.checkpoint.shards import save_tensors
 
 
 def save_random_state(folder: Path, rank: int) -> None:
@@ -18,7 +19,7 @@ def save_random_state(folder: Path, rank: int) -> None:
     file = _file(folder, rank)
     with writing(file):
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(states, file)
+        save_tensors(states, file)
         sync(file)
 
 

@@ -76,7 +76,7 @@ class ShardWriter:
             weights, places = self._folder / f"{stem}.safetensors", self._folder / f"{stem}.json"
             with writing(weights):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                save_file({name: piece for name, (piece, _) in pieces.items()}, weights)
+                save_tensors({name: piece for name, (piece, _) in pieces.items()}, weights)
                 sync(weights)
             write_text(places, json.dumps({name: place for name, (_, place) in pieces.items()}, indent=1))
             self._files += [weights.name, places.name]
@@ -186,6 +186,14 @@ class ShardReader:
                 f"{self._folder} holds no {name}: the checkpoint is of another model, or a rank's file is missing"
             )
         return self._pieces[name]
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write a safetensors file with the mode of any other file: the library lets its owner alone read it."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file)
+    file.chmod(mode)
 
 
 def save_shards(weights: Mapping[str, Tensor], folder: Path, rank: int) -> tuple[str, ...]:

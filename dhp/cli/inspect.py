@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
-
+from dhp.checkpoint.shards import save_tensors
 from dhp.config.load import compose_config
 from dhp.config.schema import Config
 from dhp.errors import ConfigError
@@ -25,8 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     token losses / all target tokens of the file.
 
     inspect data: measure every sample from headers, print counts, lengths, defective samples with file and line, and
-    what each data.balance would make of them with this configuration. out=FOLDER (default inspect_data) gets
-    lengths.png, balance.jsonl and defects.txt; decode=true decodes every sample as well, which finds damaged pixels.
+    what each data.balance would make of them with this configuration. out=FOLDER (default: inspect_data in run_dir)
+    gets lengths.png, balance.jsonl and defects.txt; decode=true decodes every sample as well, which finds damaged
+    pixels.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dhp inspect", description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,7 +50,7 @@ def _batch(config: Config, own: dict[str, str]) -> int:
         raise ConfigError(f"out={out} is a directory; give a file, for example out={out / 'batch.safetensors'}")
     tensors = make_feed(feed_settings(config)).model_inputs(_step(own["step"]) - 1)
     out.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out)
+    save_tensors(tensors, out)
     for name, tensor in tensors.items():
         print(f"{name:32} {str(tensor.dtype).removeprefix('torch.'):8} {list(tensor.shape)}")
     print(f"written to {out}")
@@ -63,7 +63,7 @@ def _data(config: Config, own: dict[str, str]) -> int:
     decode = own.get("decode", "false")
     if decode not in ("true", "false"):
         raise ConfigError(f"decode={decode} is neither true nor false")
-    inspect_data(config, Path(own.get("out") or "inspect_data"), decode == "true")
+    inspect_data(config, Path(own.get("out") or Path(config.run_dir) / "inspect_data"), decode == "true")
     return 0
 
 

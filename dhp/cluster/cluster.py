@@ -25,6 +25,7 @@ from dhp.cluster.runtime import LOCAL, cluster_gpus, ray_session
 from dhp.cluster.transport import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
 from dhp.cluster.worker import GroupSettings
 from dhp.errors import ConfigError
+from dhp.interrupts import ending_on_error
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,10 @@ class Cluster:
         layout = self._layout
         if layout.device == "cuda" and layout.address == LOCAL:
             choose_device("cuda", torch.cuda.device_count())  # known without starting Ray
-        with ExitStack() as stack:  # whatever fails in here takes down what stands already
+        with ExitStack() as stack, ending_on_error():  # whatever fails in here takes down what stands already
             bundles = max(layout.actors.values()) if layout.collocate else sum(layout.actors.values())
-            stack.enter_context(ray_session(layout.address, cpus=max(bundles, os.cpu_count() or 1)))
+            cpus = max(bundles, os.cpu_count() or 1)
+            stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s))
             gpus = cluster_gpus()
             self.device = choose_device(layout.device, gpus)
             plan = plan_placement(layout.actors, layout.collocate, gpus if self.device == "cuda" else 0.0)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
 from ray._private import ray_constants, services
 from ray.exceptions import AuthenticationError
 
-from dhp.errors import ConfigError
+from dhp.cluster.leftovers import descendants, end_descendants
+from dhp.cluster.starting import ray_log_folder, within
+from dhp.errors import ClusterError, ConfigError, DhpError
+from dhp.interrupts import end, was_interrupted
 
 LOCAL, RUNNING, CLIENT = "local", "auto", "ray://"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for what `ray job submit` starts
@@ -26,12 +27,14 @@ _ENVIRONMENT = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
 
 @contextmanager
-def ray_session(address: str, cpus: int, gpus: int | None = None) -> Iterator[None]:
+def ray_session(address: str, cpus: int, gpus: int | None = None, timeout_s: float = 300.0) -> Iterator[None]:
     """Ray for the time of a run: its own on loopback for address=local, else a running one.
 
-    cpus, gpus: logical resources of a Ray of our own; None: the GPUs that Ray finds.
+    cpus, gpus: logical resources of a Ray of our own; None: the GPUs that Ray finds. timeout_s: how long its servers may
+    take to start.
 
-    Raises ConfigError when there is no cluster at `address`.
+    Raises ConfigError when there is no cluster at `address`, ClusterError when Ray does not start. However it fails, no
+    process of it stays.
     """
     os.environ.update(_ENVIRONMENT)
     ray_constants.RAY_ENABLE_ZERO_COPY_TORCH_TENSORS = True  # this process read its environment when it imported Ray
@@ -40,16 +43,44 @@ def ray_session(address: str, cpus: int, gpus: int | None = None) -> Iterator[No
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "dhp"}
     if address != LOCAL:
         _probe(address)
+    others = [process.id for process in descendants()]
     try:
-        with _own_sigterm():
+        with within(timeout_s):
             if address == LOCAL:
                 with _on_loopback():  # workers inherit the environment; a runtime_env would only delay them
                     ray.init(address=LOCAL, num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **common)
             else:
                 _attach(address, common)
+    except BaseException as error:
+        end()
+        with suppress(Exception):  # it may stand in parts only
+            ray.shutdown()
+        end_descendants(others)
+        if was_interrupted():
+            raise KeyboardInterrupt from error  # Ray may have made something else of it
+        if isinstance(error, DhpError) or not isinstance(error, Exception):
+            raise
+        raise _not_started(error, address, timeout_s) from error
+    try:
+        if was_interrupted():  # Ray caught it
+            raise KeyboardInterrupt
         yield
     finally:
         ray.shutdown()
+
+
+def _not_started(error: Exception, address: str, timeout_s: float) -> ClusterError:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if address != LOCAL:
+        return ClusterError(
+            f"cluster.address={address}: Ray could not be joined ({reason}). See `ray status` there, and its logs in "
+            "/tmp/ray/session_latest/logs of its head"
+        )
+    return ClusterError(
+        f"Ray did not start ({reason}). Its servers' logs are in {ray_log_folder()}. Frequent causes: a busy machine "
+        f"(raise cluster.start_timeout_s={timeout_s:g}), no room in /tmp or /dev/shm, or a low limit of processes or "
+        "open files (`ulimit -u`, `ulimit -n`)"
+    )
 
 
 def chosen_address(asked: str) -> str:
@@ -111,14 +142,3 @@ def _on_loopback() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-@contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Keep the SIGTERM handler: that of `ray.init` ends the process before a run can write its summary."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)

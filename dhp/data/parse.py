@@ -23,10 +23,11 @@ def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, p
     """Check one raw annotation and resolve its images and videos. form: one of FORMATS.
 
     DataError, with the reason alone, when keys or types are wrong, roles do not alternate, the last turn is not an
-    answer, tags and images differ in number, or an image or video may not be read.
+    answer, tags and images differ in number, an image or video may not be read, or there is audio.
     """
     if not isinstance(raw, Mapping):
         raise DataError(f"expected an object with 'conversations' or 'messages', got {type(raw).__name__}")
+    _refuse_audio(raw)
     turns = FORMATS[form](raw, places)
     for number, turn in enumerate(turns, start=1):
         _check_text(number, turn)
@@ -45,6 +46,13 @@ def detect(samples: Iterable[Any]) -> str:
             return certain
         fallback = fallback or likely
     return fallback or "llava"
+
+
+def _refuse_audio(raw: Mapping[str, Any]) -> None:
+    """Without its sound such a sample would be trained on as text."""
+    for key in ("audio", "audios"):
+        if raw.get(key):
+            raise DataError(f"{key!r}: audio is not read; only text, images and videos are. Leave such samples out")
 
 
 def _check_text(number: int, turn: Turn) -> None:

@@ -35,6 +35,8 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
         )
     logging.disable_progress_bar()
     model.save_pretrained(out_dir)
+    for file in out_dir.glob("*.safetensors"):  # which safetensors lets their owner alone read
+        shutil.copymode(out_dir / "config.json", file)
     _copy_beside(sorted(model_dir.iterdir()), out_dir)
 
 

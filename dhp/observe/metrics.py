@@ -87,8 +87,10 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Write what TensorBoard's queue still holds, and close both files. May be called again."""
-        self._lines.close()
-        self._events.close()
+        try:
+            self._lines.close()
+        finally:
+            self._events.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dhp.errors import RecordError
 from dhp.observe.metrics import MetricsWriter, StepMetrics, keep_steps
 from dhp.observe.progress import Progress
 from dhp.observe.report import closing_table
@@ -16,7 +18,10 @@ from dhp.observe.trace import TraceWriter
 
 
 class Recorder:
-    """A context around a run. An exception that passes through is recorded, not kept."""
+    """A context around a run. An exception that passes through is recorded, not kept.
+
+    Raises RecordError when run_dir cannot be written, but never in place of the exception that ended the run.
+    """
 
     def __init__(
         self,
@@ -46,7 +51,8 @@ class Recorder:
 
     def open_trace(self, groups: Mapping[str, int]) -> TraceWriter:
         """Where the run's trace is written, closed with the record. groups: rows (ranks) of each group, by name."""
-        self._trace = TraceWriter(self.run_dir, groups)
+        with self.writing():
+            self._trace = TraceWriter(self.run_dir, groups)
         return self._trace
 
     def begin(self, total_steps: int) -> None:
@@ -66,15 +72,28 @@ class Recorder:
     def record(self, metrics: StepMetrics) -> None:
         """One step has ended."""
         self._steps.append(_in_brief(metrics))
-        self._metrics.write(metrics)
+        with self.writing():
+            self._metrics.write(metrics)
         if self._progress is not None:
             self._progress.update(metrics)
 
     def _open(self) -> None:
-        (self.run_dir / "config.yaml").write_text(self._config)
-        self._steps = [_in_brief(metrics) for metrics in keep_steps(self.run_dir, self._done)]
-        (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
-        self._metrics = MetricsWriter(self.run_dir)
+        with self.writing():
+            (self.run_dir / "config.yaml").write_text(self._config)
+            self._steps = [_in_brief(metrics) for metrics in keep_steps(self.run_dir, self._done)]
+            (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
+            self._metrics = MetricsWriter(self.run_dir)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn a failure to write in here, as of a full disk, into RecordError."""
+        try:
+            yield
+        except OSError as error:
+            raise RecordError(
+                f"run_dir={self.run_dir} cannot be written ({error.strerror or error}). Make room there, or choose "
+                "another run_dir; training.resume continues from the last checkpoint"
+            ) from error
 
     @contextmanager
     def before_teardown(self) -> Iterator[None]:
@@ -103,19 +122,37 @@ class Recorder:
             self._open()
         if self._progress is not None:
             self._progress.close()
-        self._metrics.close()
-        if self._trace is not None:
-            self._trace.close()
+        lost = self._close()
+        failed = error if error is not None else lost
         summary = Summary.of(
             self._steps,
             self._done,
-            status=_status(error),
-            error=_told(error),
+            status=_status(failed),
+            error=_told(failed),
             world=self._world,
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
         )
-        write_summary(self.run_dir, summary)
+        try:
+            with self.writing():
+                write_summary(self.run_dir, summary)
+        except RecordError as again:
+            lost = lost or again
         print("\n" + closing_table(summary, self.run_dir.absolute(), self.checkpoint), flush=True)
+        if lost is not None and error is None:
+            raise lost
+        if lost is not None and str(lost) != str(error):
+            print(f"the run's record is not complete: {lost}", file=sys.stderr, flush=True)
+
+    def _close(self) -> RecordError | None:
+        """Close all files, whatever the others do; the first failure."""
+        lost = None
+        for close in (self._metrics.close, *(() if self._trace is None else (self._trace.close,))):
+            try:
+                with self.writing():
+                    close()
+            except RecordError as error:
+                lost = lost or error
+        return lost
 
 
 def _in_brief(metrics: StepMetrics) -> StepMetrics:

@@ -26,11 +26,11 @@ def _l2(sizes: np.ndarray, limit: int) -> int:
     sums = np.concatenate([[0], np.cumsum(ordered)])
     half = np.searchsorted(ordered, limit / 2, side="right")
     best = ceil(sums[-1] / limit)
-    for x in np.unique(ordered[ordered <= limit / 2]):
+    for x in np.unique([0, *ordered[ordered <= limit / 2]]):
         large = np.searchsorted(ordered, limit - x, side="right")
         from_x = np.searchsorted(ordered, x, side="left")
         middle = large - half
         room = middle * limit - (sums[large] - sums[half])
         rest = sums[half] - sums[from_x] - room
         best = max(best, (len(ordered) - large) + middle + max(0, ceil(rest / limit)))
-    return best
+    return int(best)  # NumPy's numbers are none of JSON's

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dhp.__main__ import main as dhp
-from dhp.checkpoint.folder import check_checkpoint, finish_checkpoint, open_checkpoint, put_aside
+from dhp.checkpoint.folder import Unfinished, check_checkpoint, finish_checkpoint, open_checkpoint, put_aside
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.resume import find_start
 from dhp.checkpoint.shards import ShardReader, ShardWriter, read_shards
@@ -163,6 +163,12 @@ def test_everything_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatc
     assert set(written) <= set(events[:at]) and events[at + 1 :] == [str(tmp_path)]
 
 
+def test_all_files_have_the_mode_of_any_other(tmp_path: Path) -> None:
+    (tmp_path / "any").touch()
+    modes = {file.stat().st_mode for file in write(tmp_path, 1).rglob("*") if file.is_file()}
+    assert modes == {(tmp_path / "any").stat().st_mode}
+
+
 def test_a_file_system_that_cannot_sync_directories_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,3 +188,20 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path, monkeypatch: pytest.M
             patch.setattr(owner, name, full)
             with pytest.raises(CheckpointError, match=r"step_\d.*cannot be written \(No space left .* Make room"):
                 write(tmp_path, 3)
+
+
+def test_what_a_run_did_not_finish_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    others = open_checkpoint(tmp_path, 1)
+    unfinished = Unfinished()
+    with pytest.raises(ValueError), unfinished:
+        done = unfinished.add(open_checkpoint(tmp_path, 2))
+        finish_checkpoint(done, {"step": 2}, [])
+        unfinished.discard(done)
+        begun = unfinished.add(open_checkpoint(tmp_path, 3))
+        (begun / "file").touch()
+        raise ValueError
+    assert not begun.exists() and others.exists() and (tmp_path / "step_2").exists()
+    begun.mkdir()  # a rank that still wrote
+    with unfinished:
+        pass
+    assert not begun.exists()

@@ -88,8 +88,8 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     samples = [{"image": "cut.png", "conversations": turns}, {"image": "no.png", "conversations": turns}]
     broken.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     registry = f"+data.data_registry.broken={{annotation_path: {broken}, data_path: {tmp_path}}}"
-    out = tmp_path / "out"
-    own = ["inspect", "data", "--config-name=tiny", f"out={out}", f"tiny_assets={tiny_assets}", registry]
+    out = tmp_path / "run" / "inspect_data"
+    own = ["inspect", "data", "--config-name=tiny", f"run_dir={out.parent}", f"tiny_assets={tiny_assets}", registry]
     own += ["data.datasets=[shapes,broken]", f"data.cache_dir={tmp_path / 'cache'}"]
     assert main(own) == 0
     told = capsys.readouterr().out
@@ -102,7 +102,8 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     with Image.open(out / "lengths.png") as picture:
         assert picture.size[0] == 900 and len(picture.convert("RGB").getcolors(1 << 20)) > 3
 
-    assert main([*own, "decode=true", "data.num_workers=2"]) == 0
+    out = tmp_path / "out"
+    assert main([*own, "decode=true", "data.num_workers=2", f"out={out}"]) == 0
     told = capsys.readouterr().out
     assert "line 1 of" in told and "cut.png cannot be decoded" in told
     assert (out / "defects.txt").read_text().count("\n") == 2

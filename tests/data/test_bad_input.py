@@ -115,6 +115,8 @@ def part(**fields: Any) -> dict:
 
 # What stands in the second of three lines → why it cannot be used. The lines around it are good.
 LINES: dict[str, tuple[Any, str]] = {
+    "audio": (talk({"from": "human", "value": "<audio>Who?"}, ANSWER, audio="a.wav"), "'audio': audio is not read"),
+    "audios": (shown("a.png", audios=["a.wav"]), "'audios': audio is not read; .*Leave such samples out"),
     "JSON cut off": (b'{"conversations": [', "malformed JSON at column"),
     "two values in a line": (b"{} {}", "malformed JSON at column 4"),
     "no UTF-8": ('{"x": "é"}'.encode("latin-1"), r"not UTF-8 \(byte 0xe9\)"),
@@ -183,6 +185,7 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "message without content": ({"messages": [{"role": "user"}]}, "turn 1: 'content' must be a string or a list"),
     "role of another type": ({"messages": [{"role": 1, "content": "x"}]}, "turn 1: 'role' must be a string"),
     "message of another type": ({"messages": [3]}, "turn 1 must be an object with 'role' and 'content', got int"),
+    "audio": (messages("<audio>Who?", "Ann.", audios=["a.wav"]), "'audios': audio is not read; only text, images"),
     "tool call": ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "'tool_calls' is not read"),
     "an answer that is not to be learned": (
         {"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, "turn 1: 'weight' 0"),
@@ -257,8 +260,9 @@ WITHOUT_NAME = json.dumps(talk({"from": "human", "value": "<image>\nWhat?"}, ANS
         ({"2.json": WITHOUT_NAME, "2.png": png()[:300]}, r"2\.png in .* cannot be decoded"),
         ({"2.json": json.dumps(shown("../1.png")).encode(), "2.png": png()}, "is 0 members of the sample's archive"),
         ({"2.json": json.dumps(shown("1.png")).encode(), "2.png": png()}, "is 0 members of the sample's archive"),
+        ({"2.json": WITHOUT_NAME, "2.png": png(), "2.WAV": b"RIFF"}, r"2\.WAV: audio is not read"),
     ],
-    ids=["no json", "bad json", "no image", "empty image", "broken image", "escape", "image of another sample"],
+    ids=["no json", "bad json", "no image", "empty image", "broken image", "escape", "image of another sample", "audio"],
 )
 def test_a_bad_sample_of_a_shard(tmp_path, preprocessor, second, reason):
     good = {"{}.json": WITHOUT_NAME, "{}.png": png()}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dhp.errors import RecordError
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 
@@ -73,3 +76,50 @@ def test_a_run_with_nothing_left_to_do_is_recorded_as_completed(tmp_path: Path) 
     with Recorder(tmp_path, 1, {}, "seed: 0\n", tmp_path / "step_3", 3):
         pass
     assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("completed", 3)
+
+
+class FullDisk:
+    """Stands for whatever writes: each call of these methods fails."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def full(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return full
+
+
+def test_a_full_disk_is_told_with_its_directory_and_a_remedy(tmp_path: Path) -> None:
+    told = rf"run_dir={tmp_path} cannot be written \(No space left on device\)\. Make room"
+    with pytest.raises(RecordError, match=told), Recorder(tmp_path, 1, {}, "seed: 0\n") as recorder:
+        recorder.record(StepMetrics(step=1, loss=2.0))
+        recorder._metrics._lines.close()
+        recorder._metrics._lines = FullDisk()
+        recorder.record(StepMetrics(step=2, loss=2.0))
+    assert summary(tmp_path)["status"] == "failed" and "No space left" in summary(tmp_path)["error"]
+
+
+def test_closing_does_not_hide_why_the_run_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="the first"), Recorder(tmp_path, 1, {}, "seed: 0\n") as recorder:
+        recorder._metrics.close()
+        recorder._metrics._lines = recorder._metrics._events = recorder._trace = FullDisk()
+        monkeypatch.setattr("dhp.observe.recorder.write_summary", FullDisk().write)
+        raise ValueError("the first")
+    out, err = capsys.readouterr()
+    assert "error          the first" in out
+    assert err.startswith(f"the run's record is not complete: run_dir={tmp_path} cannot be written")
+
+
+@pytest.mark.parametrize("broken", ["_metrics", "_trace", "summary"])
+def test_a_record_that_cannot_be_closed_fails_a_run_that_had_succeeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    with pytest.raises(RecordError, match="No space left"), Recorder(tmp_path, 1, {}, "seed: 0\n") as recorder:
+        if broken == "summary":
+            monkeypatch.setattr("dhp.observe.recorder.write_summary", FullDisk().write)
+        else:
+            recorder._metrics.close()
+            setattr(recorder, broken, FullDisk())
+    if broken != "summary":
+        assert summary(tmp_path)["status"] == "failed"

@@ -19,6 +19,7 @@ from dhp.errors import DataError
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "mov", "mkv", "webm", "avi")
+AUDIO = ("mp3", "wav", "flac", "ogg", "opus", "m4a", "aac")
 
 
 class TarRows:
@@ -97,7 +98,10 @@ def _ending(name: str) -> str:
 
 
 def _with_media(value: Any, members: dict[str, Member]) -> Any:
-    """A sample that names no image or video shows all of its archive's, in their order."""
+    """A sample that names no image or video shows all of its archive's, in their order. DataError for a sound."""
+    sounds = [name for name in members if _ending(name).rpartition(".")[2] in AUDIO]
+    if sounds:
+        raise DataError(f"{sounds[0]}: audio is not read; only text, images and videos are. Leave such samples out")
     if not isinstance(value, dict) or {"image", "images", "video", "videos"} & set(value):
         return value
     named = dict(value)

@@ -1,0 +1,89 @@
+"""What Ctrl-C and SIGTERM (a stopped Ray job, a scheduler) do: outside a run, in one, and while it is being ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+INTERRUPTED = 130  # what a shell reports after Ctrl-C
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_OUTSIDE, _RUNNING, _ENDING = "outside a run", "running", "ending"
+
+
+class _State:
+    phase = _OUTSIDE
+    interrupted = False
+
+
+def heed() -> None:
+    """From here on both signals end the process at once, with one line and exit status 130, also amid an import.
+
+    A signal that the process was started to ignore stays ignored.
+    """
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _handle)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """The time of a run: both signals raise KeyboardInterrupt in the main thread, until `end` is called."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    _State.phase, _State.interrupted = _RUNNING, False
+    heed()
+    try:
+        yield
+    finally:
+        _State.phase, _State.interrupted = _OUTSIDE, False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end() -> None:
+    """Called where a run begins to be ended: a signal would only leave that half done, and is ignored from now on."""
+    if _State.phase == _RUNNING:
+        _State.phase = _ENDING
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """`end` when this block is left, however."""
+    try:
+        yield
+    finally:
+        end()
+
+
+@contextmanager
+def ending_on_error() -> Iterator[None]:
+    """`end` when this block is left by an exception."""
+    try:
+        yield
+    except BaseException:
+        end()
+        raise
+
+
+def was_interrupted() -> bool:
+    """Whether a signal has arrived in this run: a library may have caught its KeyboardInterrupt."""
+    return _State.interrupted
+
+
+def _handle(number: int, _frame: Any) -> None:
+    if _State.phase == _OUTSIDE:
+        with suppress(Exception):  # it may be printing right now
+            sys.stdout.flush()
+        os.write(2, f"interrupted ({signal.Signals(number).name})\n".encode())
+        os._exit(INTERRUPTED)  # an import cannot be left by an exception: too many libraries catch it
+    if _State.phase == _RUNNING:
+        _State.interrupted = True
+        raise KeyboardInterrupt

@@ -1,0 +1,132 @@
+"""Ray's start keeps to our time limit, fails with a word on what to do, and leaves no process however it ends."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+
+import pytest
+import ray
+from ray._private import node, services, utils, worker
+
+from dhp.cluster import starting
+from dhp.cluster.leftovers import descendants
+from dhp.cluster.runtime import LOCAL, ray_session
+from dhp.cluster.starting import within
+from dhp.errors import ClusterError
+from dhp.interrupts import interruptible
+
+TIMED_OUT = "The current node timed out during startup. This could happen"
+
+
+def test_ray_still_asks_what_is_replaced_for_the_time_of_its_start() -> None:
+    """Canary: by these names Ray waits for its node, sets its handler, and reads how long its server may take."""
+    start = inspect.getsource(node.Node.__init__)
+    assert "ray._private.services.get_node(" in start and "except RuntimeError" in start
+    assert inspect.getsource(worker.init).count("ray._private.utils.set_sigterm_handler(") == 1
+    assert "RAY_gcs_server_port_wait_time_s" in inspect.getsource(node)
+
+
+def test_the_node_is_waited_for_as_long_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([RuntimeError("not yet"), RuntimeError("not yet"), {"id": 1}])
+    now = [0.0]
+
+    def get_node(_address: str, _node: str) -> dict[str, int]:
+        answer = next(answers, RuntimeError("never"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(starting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(starting.time, "sleep", lambda _: now.__setitem__(0, now[0] + 40.0))
+    set_handler = utils.set_sigterm_handler
+    with within(100.0):
+        assert os.environ["RAY_gcs_server_port_wait_time_s"] == "100"
+        assert services.get_node("", "") == {"id": 1} and now[0] == 80.0
+        with pytest.raises(TimeoutError, match="not ready after 100 s"):
+            services.get_node("", "")
+        utils.set_sigterm_handler(lambda *_: None)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert now[0] == 120.0
+    assert services.get_node is get_node and utils.set_sigterm_handler is set_handler
+    assert "RAY_gcs_server_port_wait_time_s" not in os.environ
+
+
+@pytest.fixture
+def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list[int]]:
+    """Make `ray.init` start a helper, which has one of its own and heeds no SIGTERM, and end as given."""
+
+    def prepare(outcome: Callable[[], None]) -> list[int]:
+        started: list[int] = []
+
+        def init(*_: object, **__: object) -> None:
+            command = "trap '' TERM; sleep 60 & echo ready; wait; sleep 60"
+            helper = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
+            with helper.stdout:
+                helper.stdout.readline()
+            started.extend(process.id for process in descendants())
+            outcome()
+
+        monkeypatch.setattr(ray, "init", init)
+        monkeypatch.setattr("dhp.cluster.leftovers.GRACE_S", 0.3)
+        return started
+
+    return prepare
+
+
+def times_out() -> None:
+    raise Exception(TIMED_OUT)
+
+
+def gets_sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def gets_sigterm_and_makes_something_of_it() -> None:
+    try:
+        gets_sigterm()
+    except KeyboardInterrupt:
+        raise RuntimeError("could not start") from None
+
+
+def catches_sigterm() -> None:
+    try:
+        gets_sigterm()
+    except KeyboardInterrupt:
+        pass
+
+
+def test_a_failed_start_says_what_to_do_and_leaves_nothing(helpers) -> None:
+    started = helpers(times_out)
+    with pytest.raises(ClusterError) as caught, ray_session(LOCAL, cpus=1, timeout_s=7):
+        pass
+    for told in (TIMED_OUT, "session", "logs", "cluster.start_timeout_s=7", "ulimit"):
+        assert told in str(caught.value)
+    assert len(started) >= 2 and not [p for p in descendants() if p.id in started and not p.ended]
+
+
+@pytest.mark.parametrize("how", [gets_sigterm, gets_sigterm_and_makes_something_of_it, catches_sigterm])
+def test_an_interrupted_start_is_that_and_leaves_nothing(helpers, how: Callable[[], None]) -> None:
+    helper = helpers(how)
+    with interruptible(), pytest.raises(KeyboardInterrupt), ray_session(LOCAL, cpus=1):
+        pass
+    if how is catches_sigterm:  # the start was complete: what stands is Ray's own to end
+        for process in [p for p in descendants() if p.id in helper]:
+            os.kill(process.id, signal.SIGKILL)
+    else:
+        assert not [p for p in descendants() if p.id in helper and not p.ended]
+
+
+def test_a_cluster_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("version mismatch")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr("dhp.cluster.runtime._probe", lambda _: None)
+    with pytest.raises(ClusterError, match="cluster.address=auto: Ray could not be joined .*version mismatch"):
+        with ray_session("auto", cpus=1):
+            pass
