@@ -41,10 +41,11 @@ TABLE: dict[str, set[str]] = {
     "preflight": {"assets", "models.registry", "models.shape"},
     "dry_run": {"preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
     "tracing": {"observe.trace"},
+    "devices": {"cluster.actor_group", "cluster.dispatch", "observe.mfu"},
     "recompute": {"models.registry", "parts", "planner", "schedule", "wiring"},
     "driver": {
-        "checkpoint.folder", "checkpoint.resume", "cluster", "feed", "models.registry", "observe", "parts", "schedule",
-        "recompute", "step", "tracing", "trainers", "wiring",
+        "checkpoint.folder", "checkpoint.resume", "cluster", "devices", "feed", "models.registry", "observe", "parts",
+        "schedule", "recompute", "step", "tracing", "trainers", "wiring",
     },
     "train_ray": {"preflight", "dry_run", "driver"},
     "cli": {"checkpoint", "models", "data", "planner", "observe", "feed", "preflight", "wiring", "driver"},

@@ -63,6 +63,7 @@ def test_what_was_sent_stays_until_the_optimizer_step(worker: Worker) -> None:
             if micro_batch:
                 assert worker.call("backward_step", micro_batch - 1) is None
         worker.call("grad_norm_sq")  # the other part may still read until it has answered with its own
+        assert worker.call("forward_step", 4, 1)[1].place == 8
         assert [parcel.place for parcel in sent] == list(range(8))
         values = [float(inbox.open(parcel).double().mean()) for parcel in sent]
         assert values == [10 * micro_batch + n for micro_batch in range(4) for n in range(2)]
