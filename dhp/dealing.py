@@ -49,7 +49,15 @@ class Dealer:
             ranks, replicas = range(len(shards)), enumerate(rows)
             vision.append(tuple(self._vision(pictures[m], shards, rank, len(rows), last) for rank in ranks))
             text.append(tuple(self._text(row, d, pictures[m], shards, targets) for d, row in replicas))
-        return StepData(_count(samples, targets, vision, text), tuple(vision), tuple(text))
+        flops = self._flops(samples, pictures, targets)
+        return StepData(_count(samples, targets, vision, text, flops), tuple(vision), tuple(text))
+
+    def _flops(self, samples: StepSamples, pictures: Sequence[Sequence[Picture]], targets: int) -> dict[str, int]:
+        lengths = [len(s.input_ids) for rows in samples.samples for row in rows for s in row]
+        return {
+            "vision": self._family.vision_work.flops(picture.layout for found in pictures for picture in found),
+            "text": self._family.text_work.flops(lengths, targets),
+        }
 
     def _pictures(self, rows: Sequence[Row]) -> list[Picture]:
         return [
@@ -169,6 +177,7 @@ def _count(
     targets: int,
     vision: Sequence[Sequence[VisionInput]],
     text: Sequence[Sequence[TextInput]],
+    flops: dict[str, int],
 ) -> StepInfo:
     flat: list[Sample] = [s for rows in samples.samples for row in rows for s in row]
     places = [[work.tensors["input_ids"].numel() for work in row] for row in text]
@@ -185,6 +194,7 @@ def _count(
         skipped=samples.skipped,
         places=sum(map(sum, places)),
         dist_ratio={"vision": _mean_dist(patches), "text": _mean_dist(places)},
+        flops=flops,
         data_s=0.0,
         measure_s=0.0,
     )

@@ -18,12 +18,14 @@ from dhp.config.load import to_yaml
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import replaces_checkpoints, run_directory
 from dhp.config.schema import Config
+from dhp.devices import find_peak
 from dhp.feed import make_feed
 from dhp.interrupts import ending, ending_on_error, interruptible
 from dhp.messages import PartReport, StepInfo
 from dhp.models.registry import auxiliary_files
 from dhp.observe.keeping_up import KeepingUp
 from dhp.observe.metrics import StepMetrics
+from dhp.observe.mfu import utilisation
 from dhp.observe.recorder import Recorder
 from dhp.parts import Batch, make_parts
 from dhp.recompute import Recomputing, activation_bytes
@@ -178,6 +180,7 @@ class Driver:
         self.parts = make_parts(
             groups["vision"], groups["text"], degrees(config.vision), degrees(config.text), self._micro_batches
         )
+        self._peak = find_peak(groups, config.cluster.start_timeout_s, self.recorder.say)
         self.schedule = SCHEDULES[config.training.schedule](self._micro_batches)
         self.recomputing = None
         if "auto" in (config.vision.recompute, config.text.recompute):
@@ -266,6 +269,8 @@ class Driver:
             step_s=step_s,
             data_s=data_s,
             tokens_per_s=info.tokens / step_s,
+            flops=info.flops,
+            mfu=utilisation(info.flops, step_s, self._peak),
             memory_bytes={name: max(peaks) for name, peaks in memory.items()} if all(memory.values()) else None,
             activation_bytes=activation_bytes(by_name),
             comm_bytes={name: _summed(r.sent_bytes for r in of) for name, of in by_name.items()},

@@ -15,8 +15,9 @@ class StepInfo:
     images: and videos.
     done: epochs after the step, with a fraction. tokens: of the decoder, without padding. target_tokens: N_global of
     the objective. vision_tokens: patches. skipped: one line for each sample left out. places: tokens with padding.
-    dist_ratio: of vision's patches and text's places over their ranks. data_s: seconds spent reading and decoding;
-    measure_s: on which samples the step has, lengths of samples among it.
+    dist_ratio: of vision's patches and text's places over their ranks. flops: useful operations of each part, forward
+    and backward. data_s: seconds spent reading and decoding; measure_s: on which samples the step has, lengths of
+    samples among it.
     """
 
     step: int
@@ -30,6 +31,7 @@ class StepInfo:
     skipped: tuple[str, ...]
     places: int
     dist_ratio: Mapping[str, float]
+    flops: Mapping[str, int]
     data_s: float
     measure_s: float
 
@@ -87,6 +89,18 @@ class PartReport:
     memory_bytes: int | None
     sent_bytes: Mapping[str, int]
     usage: PartUsage | None = None
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What one rank computes on. place: the same for ranks that share it. format: of the numbers that it multiplies.
+    measured: operations a second, where this rank has measured them."""
+
+    kind: str  # cpu | cuda
+    name: str
+    place: str
+    format: str
+    measured: float | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.vision_utils import get_vision_position_ids
 
 from dhp.config.schema import DatasetEntry
 from dhp.data.reading import Reading
@@ -90,6 +91,45 @@ def test_small_images_stay_whole_and_a_large_one_is_divided(made_model: str) -> 
         n for n in range(3) if n != large
     ]
     assert len([1 for segment, _, _ in spans if segment == large]) == 2
+
+
+def videos() -> list:
+    """Two videos and an image; of the first, each frame is too large for one of four ranks."""
+    seconds = (1.0, None, 0.5)
+    return [make_sample([(2, 16, 16), (1, 4, 4), (3, 4, 8)], 4, 2, 1, 505, seconds=seconds)]
+
+
+@pytest.mark.parametrize("vision", [Degrees(ulysses=4), Degrees(ring=3), Degrees(ring=2, ulysses=2), Degrees()], ids=str)
+def test_ranks_hold_each_patch_of_each_frame_once(made_model: str, vision: Degrees) -> None:
+    """Frames of one video are segments of their own: a rank's span of one must not lie in another."""
+    (sample,) = videos()
+    data = deal(made_model, Case(vision, Degrees(), micro_batches=1), [sample])
+    works = data.vision[0]
+    assert len({(work.segment_lengths, work.shards) for work in works}) == 1  # all know the same
+    lengths, shards = works[0].segment_lengths, works[0].shards
+    assert sorted(lengths) == sorted([256, 256, 16, 32, 32, 32])
+    held = [sorted(s[1:] for shard in shards for s in shard if s[0] == number) for number in range(len(lengths))]
+    for spans, length in zip(held, lengths, strict=True):
+        ends = [first + count for first, count in spans]
+        assert [first for first, _ in spans] == [0, *ends[:-1]] and ends[-1] == length
+    for work, shard in zip(works, shards, strict=True):
+        assert sum(count for _, _, count in shard) == sum(work.window_lengths) == len(work.pixels)
+    if vision.world == 4:
+        assert [len(spans) for spans, length in zip(held, lengths, strict=True) if length == 256] == [2, 2]
+
+
+@pytest.mark.parametrize("vision", [Degrees(ulysses=4), Degrees(ring=3), Degrees(data=2)], ids=str)
+def test_rows_and_positions_of_videos_come_back_in_order(made_model: str, vision: Degrees) -> None:
+    """A patch is told by its first value: by it, its row among the placeholders and its place in the frame."""
+    (sample,) = videos()
+    data = deal(made_model, Case(vision, Degrees(), micro_batches=1), [sample])
+    works, (text,) = data.vision[0], data.text[0]
+    patches = torch.cat([torch.from_numpy(p) for p in sample.pixels])
+    received = torch.cat([work.pixels[: 4 * sum(work.rows)].unflatten(0, (-1, 4)) for work in works])
+    assert torch.equal(received[text.placement].flatten(0, 1), patches)
+    places = torch.cat([work.positions[: 4 * sum(work.rows)].unflatten(0, (-1, 4)) for work in works])
+    expected = [get_vision_position_ids(torch.tensor([grid]), 2) for grid in sample.grids]
+    assert torch.equal(places[text.placement].flatten(0, 1), torch.cat(expected))
 
 
 def test_a_step_without_images_leaves_the_vision_part_idle(made_model: str) -> None:
@@ -197,6 +237,27 @@ def test_a_packed_row_has_no_padding_and_no_target_across_samples(made_model: st
     # For a plain model, which knows no packed rows: a row a sample.
     for replica, work in enumerate((first, second)):
         assert list(named[f"{replica}/0/input_ids"].shape) == [2, max(work.lengths)]
+
+
+def test_the_first_token_of_a_packed_sample_is_never_a_target(made_model: str) -> None:
+    """The sample before it would have to predict it, and N does not count it. All others stay."""
+    samples = [make_sample([], tokens, tokens + 2, seed, 505) for tokens, seed in ((4, 1), (2, 2), (6, 3))]
+    assert all((sample.labels == sample.input_ids).all() for sample in samples)
+    data = deal(made_model, Case(Degrees(), Degrees(), micro_batches=1, packing=True), samples)
+    labels = data.text[0][0].tensors["labels"][0]
+    assert labels.tolist() == [n for sample in samples for n in (-100, *sample.labels[1:].tolist())]
+    assert data.info.target_tokens == int((labels[1:] != -100).sum()) == 5 + 3 + 7
+
+
+def test_loads_are_told_with_padding_and_without(made_model: str) -> None:
+    """Two replicas of 11 and 5 tokens; two vision ranks, of which the second has nothing to do."""
+    samples = [make_sample([(1, 4, 4)], 4, 2, 1, 505), make_sample([], 3, 2, 2, 505)]
+    for packing, places in ((True, (11, 5)), (False, (11, 5))):
+        info = deal(made_model, Case(Degrees(data=2), Degrees(data=2), 1, packing=packing), samples).info
+        assert (info.tokens, info.places) == (16, sum(places))
+        assert info.dist_ratio == {"vision": 0.5, "text": pytest.approx(6 / 22)}
+    info = deal(made_model, Case(Degrees(), Degrees(), 1), samples).info  # a row of 11 and a padded one
+    assert (info.tokens, info.places, info.dist_ratio) == (16, 22, {"vision": 0.0, "text": 0.0})
 
 
 def test_an_empty_packed_place_is_one_padding_token(made_model: str) -> None:

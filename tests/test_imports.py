@@ -43,10 +43,11 @@ TABLE: dict[str, set[str]] = {
     "footprint": {"models.shape", "parallel.loss"},
     "dry_run": {"footprint", "preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
     "tracing": {"observe.trace"},
+    "devices": {"cluster.actor_group", "cluster.dispatch", "observe.mfu"},
     "recompute": {"models.registry", "parts", "planner", "schedule", "wiring"},
     "driver": {
-        "checkpoint.folder", "checkpoint.resume", "cluster", "feed", "models.registry", "observe", "parts", "schedule",
-        "recompute", "step", "tracing", "trainers", "wiring",
+        "checkpoint.folder", "checkpoint.resume", "cluster", "devices", "feed", "models.registry", "observe", "parts",
+        "schedule", "recompute", "step", "tracing", "trainers", "wiring",
     },
     "train_ray": {"preflight", "dry_run", "driver"},
     "cli": {"checkpoint", "models", "data", "planner", "observe", "feed", "preflight", "wiring", "driver"},

@@ -21,8 +21,8 @@ UMASK = os.umask(0o022)
 os.umask(UMASK)
 SETTINGS = [f"training.max_steps={STEPS}", "training.warmup_ratio=0", "training.log_interval=1"]
 FIELDS = (
-    "step epoch loss grad_norm lr tokens target_tokens vision_tokens samples images step_s data_s tokens_per_s mfu "
-    "memory_bytes activation_bytes comm_bytes dist_ratio pad_ratio skipped_samples"
+    "step epoch loss grad_norm lr tokens target_tokens vision_tokens samples images step_s data_s tokens_per_s flops "
+    "mfu memory_bytes activation_bytes comm_bytes dist_ratio pad_ratio skipped_samples"
 ).split()
 
 
@@ -68,6 +68,15 @@ def test_a_run_completes_and_leaves_what_it_should(outcome: Outcome, run_dir: Pa
     assert {f.name for f in run_dir.iterdir()} >= {"config.yaml", "tb", "logs", "checkpoints"}
     assert [f.name for f in (run_dir / "checkpoints").iterdir()] == [f"step_{STEPS}"]
     assert "step 3/3" in outcome.stderr and "status         completed" in outcome.stdout
+
+
+def test_every_step_says_how_much_of_the_machine_it_used(outcome: Outcome, run_dir: Path) -> None:
+    """Four ranks on the CPUs of one machine: its peak is measured once, and counts once."""
+    peaks = []
+    for line in metrics(run_dir):
+        assert set(line["flops"]) == {"vision", "text"} and min(line["flops"].values()) > 10**6
+        peaks.append(sum(line["flops"].values()) / (line["step_s"] * line["mfu"]))
+    assert peaks == pytest.approx([peaks[0]] * STEPS) and peaks[0] > 1e7
 
 
 def test_every_step_says_what_its_ranks_sent(outcome: Outcome, run_dir: Path) -> None:

@@ -175,9 +175,11 @@ class DatasetActor:
 
     def _submit(self, step: int) -> _Step:
         keeper, reader = self._actors[0], self._readers[step % len(self._readers)]
-        batch = keeper.ask.options(name=f"data.batch_{step}").remote("batch", step)
+        # Names without the step: of each name that a process, the metrics agent or the dashboard ever saw, they keep
+        # counters for good.
+        batch = keeper.ask.options(name="data.batch").remote("batch", step)
         count = 1 + self._micro_batches * (self._vision_ranks + self._replicas)
-        refs = reader.read.options(num_returns=count, name=f"data.step_{step}").remote(batch)
+        refs = reader.read.options(num_returns=count, name="data.read").remote(batch)
         return _Step(refs, [self._watch(keeper, _reading(step), batch), self._watch(reader, _reading(step), refs[0])])
 
     def _watch(self, actor: Any, what: str, ref: Any) -> Watched:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dhp.models.flops import TextWork, VisionWork, decoder_work
+
 Grid = tuple[int, int, int]  # temporal, height and width of an image in patches
 
 
@@ -54,6 +56,19 @@ class LayerParts:
     kinds: tuple[str, ...]
 
 
+def text_work(text: Any) -> TextWork:
+    """What the decoder of that configuration computes."""
+    return decoder_work(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        mlp=text.intermediate_size,
+        rows=text.vocab_size,
+    )
+
+
 class Family(Protocol):
     """One model family. `config` is the checkpoint's configuration; nothing here needs weights or a device."""
 
@@ -69,6 +84,8 @@ class Family(Protocol):
     image_token_id: int
     video_token_id: int | None  # None: the model sees no videos
     frames_per_patch: int  # frames of a video that are one step in time
+    vision_work: VisionWork  # arithmetic of the vision part
+    text_work: TextWork  # and of the text part
     vision_knee: float  # patches of a segment at which full attention costs as much as all the rest of the tower
 
     vision_layers: LayerParts

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dhp.errors import ModelError
-from dhp.models.family import Grid, ImageLayout, LayerParts
+from dhp.models.family import Grid, ImageLayout, LayerParts, text_work
+from dhp.models.flops import VisionWork
 
 _TOWER = "model.vision_tower.encoder.layers.*"
 
@@ -57,6 +58,7 @@ class Llava:
         self._channels = vision.num_channels
         self.patch_dim = self._channels * self._patch**2
         self.dummy_patches = self._side**2
+        self.vision_work, self.text_work = self._vision_work(), text_work(text)
         self.vision_layers = LayerParts(
             "model.vision_tower.encoder.layers",
             tuple(f"self_attn.{p}_proj" for p in ("q", "k", "v", "out")),
@@ -78,11 +80,8 @@ class Llava:
             layer.self_attn.num_key_value_groups = self.text_heads // ranks
 
     def freeze_unused(self, model: PreTrainedModel) -> None:
-        tower, chosen = model.model.vision_tower, self.config.vision_feature_layer
-        layers = tower.encoder.layers
-        # hidden_states[0] is what the first layer gets.
-        used = max(c if c >= 0 else len(layers) + 1 + c for c in ([chosen] if isinstance(chosen, int) else chosen))
-        for module in (*layers[used:], tower.post_layernorm):
+        tower = model.model.vision_tower
+        for module in (*tower.encoder.layers[max(self._features()) :], tower.post_layernorm):
             module.requires_grad_(False)
 
     def image_tokens(self, grid: Grid) -> int:
@@ -141,6 +140,24 @@ class Llava:
             **extra,
         )
         return output.last_hidden_state
+
+    def _features(self) -> list[int]:
+        """After how many layers the tower's states are taken, for each time that they are."""
+        chosen, layers = self.config.vision_feature_layer, self.config.vision_config.num_hidden_layers
+        # hidden_states[0] is what the first layer gets.
+        return [c if c >= 0 else layers + 1 + c for c in ([chosen] if isinstance(chosen, int) else chosen)]
+
+    def _vision_work(self) -> VisionWork:
+        vision, features = self.config.vision_config, self._features()
+        width, layers, text = vision.hidden_size, max(features), self.config.get_text_config().hidden_size
+        return VisionWork(
+            patch=self.patch_dim * width,
+            token=layers * width * (4 * width + 2 * vision.intermediate_size),
+            window_pair=0,
+            segment_pair=layers * 2 * width,
+            embedding=text * (len(features) * width + text),
+            beside=1,  # the class token
+        )
 
     def _images(self, rows: Tensor) -> Tensor:
         """[images × patches, values] → [images, channels, height, width]."""

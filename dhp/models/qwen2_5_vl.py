@@ -14,7 +14,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-from dhp.models.family import Grid, ImageLayout, LayerParts
+from dhp.models.family import Grid, ImageLayout, LayerParts, text_work
+from dhp.models.flops import VisionWork
 
 
 class Qwen25Vl:
@@ -42,10 +43,9 @@ class Qwen25Vl:
         self.patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.image_token_id = config.image_token_id
         self.video_token_id, self.frames_per_patch = config.video_token_id, vision.temporal_patch_size
-        # Multiply-adds a patch: of the matrices of all blocks, and of full attention for each patch of the segment.
-        matrices = vision.depth * vision.hidden_size * (4 * vision.hidden_size + 3 * vision.intermediate_size)
-        attention = len(vision.fullatt_block_indexes) * 2 * vision.hidden_size
-        self.vision_knee = matrices / attention if attention else float("inf")
+        work = self.vision_work = _vision_work(vision)
+        self.text_work = text_work(text)
+        self.vision_knee = work.token / work.segment_pair if work.segment_pair else float("inf")
         mlp = ("mlp.gate_proj", "mlp.up_proj")
         kinds = ("full" if layer in vision.fullatt_block_indexes else "window" for layer in range(vision.depth))
         self.vision_layers = LayerParts("model.visual.blocks", ("attn.qkv", "attn.proj"), mlp, tuple(kinds))
@@ -161,6 +161,18 @@ class Qwen25Vl:
             **extra,
         )
         return output.last_hidden_state
+
+
+def _vision_work(vision: Any) -> VisionWork:
+    width, full = vision.hidden_size, len(vision.fullatt_block_indexes)
+    merged = width * vision.spatial_merge_size**2
+    return VisionWork(
+        patch=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width,
+        token=vision.depth * width * (4 * width + 3 * vision.intermediate_size),
+        window_pair=(vision.depth - full) * 2 * width,
+        segment_pair=full * 2 * width,
+        embedding=merged * (merged + vision.out_hidden_size),
+    )
 
 
 def _encoded(inputs: dict[str, Tensor], pictures: Tensor | None) -> dict[str, BaseModelOutputWithPooling]:

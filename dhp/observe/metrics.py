@@ -46,8 +46,10 @@ class StepMetrics:
     """Part of step_s spent waiting for data, seconds."""
     tokens_per_s: float | None = None
     """tokens / step_s."""
+    flops: Mapping[str, int] | None = None
+    """Useful floating-point operations of the step, forward and backward, by part. What counts: docs/performance.md."""
     mfu: float | None = None
-    """Model FLOPs utilisation, a fraction of the devices' peak."""
+    """Model FLOPs utilisation: the sum of flops / (step_s × the peak of all devices), each device counted once."""
     memory_bytes: Mapping[str, int] | None = None
     """Peak memory of the actor that used most, by part."""
     activation_bytes: Mapping[str, int] | None = None

@@ -18,7 +18,7 @@ from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
 from dhp.config.recompute import read_choices
 from dhp.errors import PartFailed
-from dhp.messages import Choices, PartReport, StepInfo
+from dhp.messages import Choices, DeviceInfo, PartReport, StepInfo
 from dhp.models.family import LayerParts
 from dhp.parallel.fsdp import FullySharded
 from dhp.parallel.mesh import build_mesh, replicas_mesh
@@ -26,6 +26,7 @@ from dhp.parallel.meter import Meter
 from dhp.parallel.precision import exact_dtype
 from dhp.parallel.recompute import RecomputedLayers
 from dhp.parallel.slices import all_laid_out
+from dhp.parallel.speed import describe_device
 from dhp.parallel.traffic import count_collectives, trace_collectives
 from dhp.parallel.update import MakeOptimizer, Replicated
 from dhp.parallel.zero import ZeroSharded
@@ -137,6 +138,10 @@ class Part:
     def set_recompute(self, choices: Choices) -> None:
         """What each layer recomputes from the next forward on. For parts that measure."""
         self.layers.choose(choices)
+
+    def describe_device(self, measure: bool) -> DeviceInfo:
+        """What this rank computes on. measure: and how fast it is, where it is no GPU."""
+        return describe_device(self.device, self.dtype, measure)
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the part below `folder`: weights, optimizer state, random state.

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dhp.messages import Choices, PartReport, StepInfo, TextInput
+from dhp.messages import Choices, DeviceInfo, PartReport, StepInfo, TextInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import packed_attention, plan_segments
@@ -105,6 +105,10 @@ class TextTrainer:
     def set_recompute(self, choices: Choices) -> None:
         """What each layer recomputes from the next micro-batch on."""
         self.part.set_recompute(choices)
+
+    def describe_device(self, measure: bool) -> DeviceInfo:
+        """What this rank computes on."""
+        return self.part.describe_device(measure)
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the weights below `folder`."""

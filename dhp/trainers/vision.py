@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from dhp.messages import Choices, PartReport, StepInfo, VisionInput
+from dhp.messages import Choices, DeviceInfo, PartReport, StepInfo, VisionInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import GATHER_TOKENS, Place, SegmentPlan, plan_segments, plan_shard, segment_attention
@@ -86,6 +86,10 @@ class VisionTrainer:
     def set_recompute(self, choices: Choices) -> None:
         """What each layer recomputes from the next micro-batch on."""
         self.part.set_recompute(choices)
+
+    def describe_device(self, measure: bool) -> DeviceInfo:
+        """What this rank computes on."""
+        return self.part.describe_device(measure)
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the weights below `folder`."""

@@ -109,6 +109,34 @@ def test_results_come_as_one_ref_each(group: ActorGroup) -> None:
     wait_all(group.take_watched(), WAIT_S)
 
 
+def test_calls_are_named_alike_in_every_step(group: ActorGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process, the metrics agent and the dashboard keep counters of each name they ever saw."""
+    from ray.actor import ActorMethod
+
+    submit, names = ActorMethod._remote, [[]]
+
+    def noted(self: Any, *args: Any, name: str = "", **options: Any) -> Any:
+        names[-1].append(name or self._method_name)
+        return submit(self, *args, name=name, **options)
+
+    monkeypatch.setattr(ActorMethod, "_remote", noted)
+    data = DatasetActor(Feed, shape=(3, 2, 1), workers=2, prefetch=1)
+    try:
+        wait_all(data.take_watched(), WAIT_S)
+        for step in range(4):
+            names.append([])
+            data.next(step)
+            group.execute_all_async("several", step, 3, returns=3)
+            data.take_spans_async()
+            group.take_spans_async()
+            wait_all(data.take_watched() + group.take_watched(), WAIT_S)
+        opening, *of_steps = map(set, names)
+        assert opening == {"open"}
+        assert of_steps == [{"data.batch", "data.read", "vision.several", "take_spans"}] * 4
+    finally:
+        data.stop()
+
+
 def test_every_call_is_watched_once(group: ActorGroup) -> None:
     group.execute_all_async("nothing", returns=0)
     group.execute_all_async("about")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,18 @@ def test_logical_gpus_are_counted() -> None:
 def test_sigterm_is_left_to_whoever_handled_it() -> None:
     """`ray.init` brings a handler that ends the process; Python's default must be back."""
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_ray_of_our_own_keeps_no_events_of_tasks() -> None:
+    """Its control store would keep 3 KiB for each call of a run, and nobody could ask for them."""
+    import ray
+
+    assert ray.get(ray.remote(lambda: os.getpid()).options(num_cpus=0).remote()) != os.getpid()
+    end = time.monotonic() + 2.5  # events are sent every second
+    while time.monotonic() < end:
+        assert ray.timeline() == []
+        time.sleep(0.25)
 
 
 def free_port() -> int:

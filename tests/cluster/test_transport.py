@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dhp.cluster.cluster import choose_transport
-from dhp.cluster.transport import SMALLEST, Inbox, Outbox, Parcel
+from dhp.cluster.transport import PAGE, SMALLEST, Inbox, Outbox, Parcel
 from dhp.errors import ConfigError, PartFailed
 
 LARGE = SMALLEST  # elements
@@ -73,6 +73,44 @@ def test_slices_and_transposes_cross_as_they_look(receiver: Connection) -> None:
     whole = torch.arange(4.0 * LARGE).view(LARGE, 4)
     parcel = Outbox().send(whole[:, 1:3])
     assert _crossed(receiver, parcel)[:2] == (float(whole[:, 1:3].double().sum()), (LARGE, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_every_element_comes_where_it_was(dtype: torch.dtype) -> None:
+    """Sums and shapes would not tell rows in another order."""
+    numbers = torch.arange(6 * LARGE, dtype=torch.float64).remainder(251).view(2 * LARGE, 3).to(dtype)
+    outbox, inbox = Outbox(), Inbox()
+    for tensor in (numbers, numbers[1:-1, 1:], numbers.T, numbers[:, 0]):
+        found = inbox.open(outbox.send(tensor))
+        assert found.dtype == dtype and torch.equal(found, tensor)
+
+
+def test_all_tensors_of_a_step_lie_apart_until_it_ends() -> None:
+    """With `vision_ahead` and several replicas a rank sends many before the first is read."""
+    outbox, inbox = Outbox(), Inbox()
+    for step in range(2):
+        tensors = [torch.arange(LARGE) + 1000 * step + number for number in range(7)]
+        parcels = [outbox.send(tensor) for tensor in tensors]
+        assert [parcel.place for parcel in parcels] == list(range(7))
+        assert all(torch.equal(inbox.open(p), t) for p, t in zip(parcels, tensors, strict=True))
+        outbox.end_step()
+
+
+def test_more_memory_is_taken_than_is_needed_and_never_less() -> None:
+    outbox = Outbox()
+    for nbytes in (PAGE - 1, PAGE, PAGE + 1, 3 * PAGE):
+        parcel = outbox.send(torch.ones(nbytes, dtype=torch.uint8))
+        assert parcel.capacity % PAGE == 0 and parcel.capacity >= nbytes * 5 // 4
+    exact = parcel.capacity
+    outbox.end_step()
+    for _ in range(3):
+        outbox.send(torch.ones(PAGE, dtype=torch.uint8))
+    assert outbox.send(torch.ones(exact, dtype=torch.uint8)).serial == 4  # as large as the memory: it fits
+
+
+def test_the_smallest_that_goes_through_memory() -> None:
+    assert isinstance(Outbox().send(torch.ones(SMALLEST, dtype=torch.uint8)), Parcel)
+    assert isinstance(Outbox().send(torch.ones(SMALLEST - 1, dtype=torch.uint8)), Tensor)
 
 
 def test_small_tensors_and_other_values_travel_as_they_are() -> None:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayError
 
+from dhp.cluster import watch
 from dhp.cluster.process import named_errors
 from dhp.cluster.watch import RankRaised, Watched, fetch, wait_all
 from dhp.errors import DataError, PartFailed
@@ -117,6 +119,27 @@ def test_no_answer_names_the_call_that_each_actor_is_in(ranks: list[Any]) -> Non
     told = str(failure(entries, 0.5))
     assert "no call finished for 0.5 s. Unfinished: vision rank 0 in sleep; vision rank 1 in sleep. " in told
     assert "cluster.step_timeout_s" in told
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ObjectLostError("ab" * 14, None, ""), "^vision rank 0 in pid: ObjectLostError: "),
+        (OutOfMemoryError("the node is full"), "^vision rank 0 in pid: OutOfMemoryError: the node is full"),
+        (GetTimeoutError("late"), "^vision rank 0 finished pid, but its result is lost$"),
+    ],
+)
+def test_a_result_that_ray_lost_is_a_failure(
+    ranks: list[Any], monkeypatch: pytest.MonkeyPatch, error: RayError, told: str
+) -> None:
+    entry = watched(ranks, 0, "pid")
+
+    def lost(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(watch.ray, "get", lost)
+    with pytest.raises(PartFailed, match=told):
+        wait_all([entry], 60.0)
 
 
 def test_errors_are_named_where_they_are_raised() -> None:

@@ -75,6 +75,20 @@ def test_each_epoch_shows_each_sample_once_in_steps_of_a_fixed_number_of_rows(me
     assert [seen(b) for b in batches[:first]] != [seen(b) for b in batches[first : 2 * first]]
 
 
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("bad", [(), (3, 500, 501, 1002)])
+def test_the_epoch_that_is_told_is_the_share_of_samples_seen(window: int | None, bad: tuple[int, ...]) -> None:
+    source, shown = sampler(made(bad=bad), "balanced", skip=True, window=window), 0
+    steps = source.steps(1)
+    for step in range(steps - 1):
+        batch = source.batch(step)
+        shown += len(seen(batch))
+        # Defective samples count when they are named, or as soon as their window is planned.
+        assert shown <= round(1003 * batch.done) <= shown + len(bad)
+        assert bad or batch.done == shown / 1003
+    assert source.batch(steps - 1).done == 1
+
+
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("method", ["random", *METHODS])
 @pytest.mark.parametrize("stop", [1, 17, 50])

@@ -303,6 +303,16 @@ def test_a_sample_is_refused_in_the_same_words_when_it_is_measured(
     assert errors[0] == errors[1]
 
 
+def test_a_sample_of_just_as_many_tokens_is_used(preprocessor, tmp_path):
+    record = talk("Q?", "A.", images=[picture(tmp_path, 140, 140)])
+    length = len(preprocessor()(record).input_ids)
+    exact, short = preprocessor(max_tokens=length), preprocessor(max_tokens=length - 1)
+    assert len(exact(record).input_ids) == length and exact.measure(record) == Length(25, length)
+    for use in (short, short.measure):
+        with pytest.raises(DataError, match=rf"{length} tokens .* are more than data.max_tokens={length - 1}"):
+            use(record)
+
+
 def test_the_fingerprint_is_that_of_all_settings(preprocessor, tokenizer):
     settings = [{}, {"max_pixels": 999_999}, {"max_tokens": 9}, {"videos": None}, {"image_processor": Counting()}]
     settings += [{"tokenizer": with_template(tokenizer, MARKED)}]

@@ -149,14 +149,16 @@ def test_each_patch_holds_both_frames(tmp_path, write_video, preprocessor):
 
 
 def test_pictures_and_videos_keep_their_order(tmp_path, images, write_video, preprocessor):
-    path = write_video(tmp_path / "v.mp4", frames=4, rate=4)
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4)  # no two pictures have as many tokens
     parts = (images / "a.png", Video(path), images / "b.jpg")
     record = Record("set", 1, "here", (Turn("user", parts), Turn("assistant", ("A circle.",))))
     sample = preprocessor()(record)
-    assert sample.grids == ((1, 4, 4), (2, 4, 4), (1, 4, 8))
+    assert sample.grids == ((1, 4, 4), (3, 4, 4), (1, 4, 8))
     assert [seconds is None for seconds in sample.seconds] == [True, False, True]
     kinds = sample.mm_token_type_ids
-    assert [int(k) for k in kinds[kinds > 0]] == [1] * 4 + [2] * 8 + [1] * 8
+    assert [int(k) for k in kinds[kinds > 0]] == [1] * 4 + [2] * 12 + [1] * 8
+    starts = np.flatnonzero(np.diff(kinds) > 0)
+    assert len(starts) == 3  # each of them in one run
 
 
 @pytest.mark.parametrize("fps", [0.5, 2.0])

@@ -32,7 +32,8 @@ def step_without_image() -> list[Sample]:
 @cache
 def step_with_one_window() -> list[Sample]:
     """A single image of a single window: most ranks have no work."""
-    return [_make([], 8, 5, 21), _make([], 5, 4, 22), _make([(1, 2, 2)], 6, 3, 23), _make([], 4, 1, 24)]
+    # Of the second, the first token has a label too, which nothing can predict.
+    return [_make([], 8, 5, 21), _make([], 5, 7, 22), _make([(1, 2, 2)], 6, 3, 23), _make([], 4, 1, 24)]
 
 
 @cache

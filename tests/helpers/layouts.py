@@ -33,9 +33,9 @@ from tests.helpers.ranks import LocalGroup
 
 UPDATE = UpdateSettings(
     learning_rate=1e-3,
-    betas=(0.9, 0.999),
-    eps=1e-8,
-    weight_decay=0.01,
+    betas=(0.85, 0.97),  # no default of torch, so that one that is ignored shows
+    eps=1e-7,
+    weight_decay=0.02,
     lr_scheduler_type="linear",  # another rate in each step, so that a wrong one shows
     warmup_steps=0,
     total_steps=10,

@@ -12,7 +12,7 @@ from dhp.observe.metrics import MetricsWriter, StepMetrics, keep_steps, read_met
 
 FIELDS = (
     "step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, step_s, data_s, "
-    "tokens_per_s, mfu, memory_bytes, activation_bytes, comm_bytes, dist_ratio, pad_ratio, skipped_samples"
+    "tokens_per_s, flops, mfu, memory_bytes, activation_bytes, comm_bytes, dist_ratio, pad_ratio, skipped_samples"
 ).split(", ")
 
 

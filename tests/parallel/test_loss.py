@@ -87,12 +87,20 @@ def test_large_logits_do_not_overflow() -> None:
     assert loss.item() == 1000.0
 
 
-def test_half_precision_sums_in_float32() -> None:
+@pytest.mark.parametrize("chunk", [1, 64])  # the smaller the chunks, the more sums there are to round
+def test_half_precision_sums_in_float32(chunk: int) -> None:
     wanted = dense(600, 50, torch.float64)
-    loss, states, weight = ours(600, 50, torch.bfloat16, 64, 1)
+    loss, states, weight = ours(600, 50, torch.bfloat16, chunk, 1)
     assert loss.dtype == torch.float32 and states.dtype == weight.dtype == torch.bfloat16
     assert abs(loss.item() / wanted[0].item() - 1) < 1e-2
     assert float((weight.double() - wanted[2]).norm() / wanted[2].norm()) < 1e-2
+
+
+def test_half_precision_rounds_logits_and_nothing_after_them() -> None:
+    states, weight, targets = inputs(600, 50, torch.bfloat16)
+    loss, *_ = ours(600, 50, torch.bfloat16, 7, 1)
+    logits = (states @ weight.T).double()
+    assert loss.item() == pytest.approx(F.cross_entropy(logits, targets, reduction="sum").item() / 7, rel=1e-5)
 
 
 def test_a_bias_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dhp.config.recompute import read_choices
@@ -40,6 +42,25 @@ def test_all_four_steps() -> None:
     assert planner.predicted_bytes() == pytest.approx(predicted_bytes(REAL, planner.asked, IN_TURNS))
     assert planner.saved_s() > 0
     assert not step(planner)  # it fits, so it stays
+
+
+def test_seconds_of_the_first_step_do_not_count_and_its_bytes_do() -> None:
+    """Whatever is compiled, mapped or found out in the first step would make what it recomputes look dear."""
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    first = {part: usage(known, planner.asked[part]) for part, known in REAL.items()}
+    slow = {
+        part: replace(told, layers=tuple(replace(layer, replay_s=100.0) for layer in told.layers))
+        for part, told in first.items()
+    }
+    assert not planner.learn(slow)
+    assert all(costs.replay_s(("all",) * len(costs.kinds)) == 0 for costs in planner.costs().values())
+    step(planner)
+    for part, known in REAL.items():
+        everything = ("all",) * len(known.kinds)
+        found = planner.costs()[part]
+        # Seconds are kept for each row, of which a step has four times as many as its largest micro-batch.
+        assert found.replay_s(everything) == pytest.approx(known.replay_s(everything))
+        assert found.peak_bytes(everything) == pytest.approx(known.peak_bytes(everything))
 
 
 def test_a_plan_that_takes_more_than_the_budget_is_corrected() -> None:

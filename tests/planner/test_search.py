@@ -74,6 +74,18 @@ def test_devices_of_their_own_have_budgets_of_their_own() -> None:
     assert plan == alone
 
 
+@pytest.mark.parametrize("budget_mib", [56, 64, 80])
+@pytest.mark.parametrize(("layers", "scale"), [(6, 0.75), (3, 1.5), (4, 1.5)])
+def test_on_devices_of_their_own_unequal_parts_do_not_weigh_each_other(
+    budget_mib: float, layers: int, scale: float
+) -> None:
+    """Budgets that are tight for the one and wide for the other: a rate by both parts' peak would choose otherwise."""
+    parts = {"vision": costs(4, kinds=("only", "slow", "only", "slow")), "text": costs(layers, scale=scale)}
+    assert search(parts, budget_mib) == {
+        part: search({part: known}, budget_mib)[part] for part, known in parts.items()
+    }
+
+
 def test_a_part_that_is_not_to_be_planned_stays() -> None:
     parts = {"vision": costs(2), "text": costs(2)}
     start = {"vision": ("mlp", "none"), "text": ("all", "all")}

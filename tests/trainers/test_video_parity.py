@@ -46,6 +46,13 @@ def test_videos_equal_the_plain_model(made_model: str, case: Case) -> None:
     assert_exact(compare(made_model, case, STEPS))
 
 
+@pytest.mark.parametrize("vision", [Degrees(ulysses=2, ring=2), Degrees(ulysses=4)], ids=str)
+def test_frames_of_one_video_that_are_divided_equal_the_plain_model(made_model: str, vision: Degrees) -> None:
+    """Four ranks share a video of two frames: each frame is divided, and is a segment of its own."""
+    samples = [make_sample([(2, 12, 12)], 5, 3, 45, IMAGE_TOKEN, seconds=(1.0,))]
+    assert_exact(compare(made_model, Case(vision, ONE, micro_batches=1), [samples]))
+
+
 def test_a_wrong_pace_would_be_noticed(made_model: str) -> None:
     """The seconds between two steps in time reach the rotary positions: with others, the loss is another."""
 

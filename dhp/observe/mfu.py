@@ -1,0 +1,61 @@
+"""Model FLOPs utilisation: what of the devices' peak went into arithmetic that the model needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from dhp.config.source import shipped_directory
+from dhp.messages import DeviceInfo
+
+TABLE = "devices/peaks.json"
+TERA = 1e12
+
+
+@cache
+def known_peaks() -> dict[tuple[str, str], float]:
+    """Operations a second by device name and number format, as vendors tell them."""
+    devices = json.loads((shipped_directory() / TABLE).read_text(encoding="utf-8"))["devices"]
+    return {
+        (name, key): value * TERA
+        for device in devices
+        for name in device["names"]
+        for key, value in device.items()
+        if key not in ("names", "source")
+    }
+
+
+def who_measures(devices: Sequence[DeviceInfo]) -> list[bool]:
+    """Of the ranks on these devices, the first on each machine whose CPUs compute: others would disturb it."""
+    places = [device.place for device in devices]
+    return [device.kind == "cpu" and places.index(device.place) == n for n, device in enumerate(devices)]
+
+
+def peak_flops(devices: Sequence[DeviceInfo]) -> float | None:
+    """Operations a second of the devices of all ranks together, each counted once, in the fastest format that is used
+    on it; None when one of them is not known."""
+    fastest: dict[str, float] = {}
+    for device in devices:
+        peak = _peak(device)
+        if peak is not None:
+            fastest[device.place] = max(peak, fastest.get(device.place, 0.0))
+    return sum(fastest.values()) if {device.place for device in devices} == set(fastest) else None
+
+
+def unknown_devices(devices: Sequence[DeviceInfo]) -> list[str]:
+    """Devices whose peak is not known, with the format that they compute in."""
+    return sorted({f"{device.name} in {device.format}" for device in devices if _missing(device, devices)})
+
+
+def utilisation(flops: Mapping[str, float], step_s: float, peak: float | None) -> float | None:
+    """Useful operations of all parts / those that the devices could do in the time of the step."""
+    return None if peak is None else sum(flops.values()) / (step_s * peak)
+
+
+def _peak(device: DeviceInfo) -> float | None:
+    return device.measured if device.kind == "cpu" else known_peaks().get((device.name, device.format))
+
+
+def _missing(device: DeviceInfo, devices: Sequence[DeviceInfo]) -> bool:
+    return all(_peak(other) is None for other in devices if other.place == device.place)
