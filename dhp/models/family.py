@@ -69,6 +69,20 @@ def text_work(text: Any) -> TextWork:
     )
 
 
+@dataclass(frozen=True)
+class DecoderInputs:
+    """What the decoder computes with, on its device.
+
+    input_ids: [rows, tokens]; position_ids: as the family makes them. images: embeddings of images and videos
+    [n, hidden], None where there are none. image_positions: of each among the flattened rows × tokens; int64 [n].
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    images: Tensor | None
+    image_positions: Tensor
+
+
 class Family(Protocol):
     """One model family. `config` is the checkpoint's configuration; nothing here needs weights or a device."""
 
@@ -147,12 +161,6 @@ class Family(Protocol):
     def use_text_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make the text part call the registered attention function `name`, and build no mask."""
 
-    def hidden_states(
-        self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None, **extra: Any
-    ) -> Tensor:
-        """Last hidden states of the text part, [rows, tokens, hidden]; `images`: embeddings of images and videos in
-        placeholder order.
-
-        `extra` reaches the attention function as it is.
-        """
+    def hidden_states(self, model: PreTrainedModel, inputs: DecoderInputs, **extra: Any) -> Tensor:
+        """Last hidden states of the text part, [rows, tokens, hidden]. `extra` reaches the attention function as it is."""
 

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dhp.errors import ModelError
-from dhp.models.family import Grid, ImageLayout, LayerParts, text_work
+from dhp.models.decoder import last_hidden_states
+from dhp.models.family import DecoderInputs, Grid, ImageLayout, LayerParts, text_work
 from dhp.models.flops import VisionWork
+from dhp.models.patches import project_as_product
 
 _TOWER = "model.vision_tower.encoder.layers.*"
 
@@ -119,7 +120,8 @@ class Llava:
         return torch.arange(input_ids.shape[1]).expand_as(input_ids).contiguous()
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
-        """Nothing: images are rows of a batch, and PyTorch's attention takes them at once."""
+        # Attention stays: images are rows of a batch, and PyTorch's takes them at once.
+        project_as_product(model.model.vision_tower.embeddings.patch_embedding)
 
     def encode(self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any) -> Tensor:
         images = self._images(pixels.to(model.dtype))
@@ -128,18 +130,8 @@ class Llava:
     def use_text_attention(self, model: PreTrainedModel, name: str) -> None:
         model.model.language_model.config._attn_implementation_internal = name
 
-    def hidden_states(
-        self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None, **extra: Any
-    ) -> Tensor:
-        encoded = {} if images is None else {"image": BaseModelOutputWithPooling(pooler_output=(images[None],))}
-        output = model.model(
-            input_ids=inputs["input_ids"],
-            position_ids=inputs["position_ids"],
-            mm_encoder_outputs=encoded,
-            use_cache=False,
-            **extra,
-        )
-        return output.last_hidden_state
+    def hidden_states(self, model: PreTrainedModel, inputs: DecoderInputs, **extra: Any) -> Tensor:
+        return last_hidden_states(model, inputs, **extra)
 
     def _features(self) -> list[int]:
         """After how many layers the tower's states are taken, for each time that they are."""

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-from dhp.models.family import Grid, ImageLayout, LayerParts, text_work
+from dhp.models.decoder import last_hidden_states
+from dhp.models.family import DecoderInputs, Grid, ImageLayout, LayerParts, text_work
 from dhp.models.flops import VisionWork
+from dhp.models.patches import project_as_product
 
 
 class Qwen25Vl:
@@ -130,6 +131,7 @@ class Qwen25Vl:
         # The attribute behind the property: its setter looks names with "flash" up on the hub, and without
         # "flash" in the name the tower would call us once per window instead of once per layer.
         model.model.visual.config._attn_implementation_internal = name
+        project_as_product(model.model.visual.patch_embed.proj)
 
     def encode(self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any) -> Tensor:
         tower = model.model.visual
@@ -150,17 +152,8 @@ class Qwen25Vl:
     def use_text_attention(self, model: PreTrainedModel, name: str) -> None:
         model.model.language_model.config._attn_implementation_internal = name
 
-    def hidden_states(
-        self, model: PreTrainedModel, inputs: dict[str, Tensor], images: Tensor | None, **extra: Any
-    ) -> Tensor:
-        output = model.model(
-            input_ids=inputs["input_ids"],
-            position_ids=inputs["position_ids"],
-            mm_encoder_outputs=_encoded(inputs, images),
-            use_cache=False,
-            **extra,
-        )
-        return output.last_hidden_state
+    def hidden_states(self, model: PreTrainedModel, inputs: DecoderInputs, **extra: Any) -> Tensor:
+        return last_hidden_states(model, inputs, **extra)
 
 
 def _vision_work(vision: Any) -> VisionWork:
@@ -173,15 +166,3 @@ def _vision_work(vision: Any) -> VisionWork:
         segment_pair=full * 2 * width,
         embedding=merged * (merged + vision.out_hidden_size),
     )
-
-
-def _encoded(inputs: dict[str, Tensor], pictures: Tensor | None) -> dict[str, BaseModelOutputWithPooling]:
-    """Embeddings in placeholder order, told apart as the model wants them: those of images, and those of videos."""
-    if pictures is None:
-        return {}
-    if "video_grid_thw" not in inputs:  # the usual case, without looking at the tokens
-        return {"image": BaseModelOutputWithPooling(pooler_output=(pictures,))}
-    kinds = inputs["mm_token_type_ids"]
-    kinds = kinds[kinds > 0]
-    parts = {"image": pictures[kinds == 1], "video": pictures[kinds == 2]}
-    return {kind: BaseModelOutputWithPooling(pooler_output=(rows,)) for kind, rows in parts.items() if len(rows)}

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dhp.parallel.collectives import AllToAll
+from dhp.parallel.kernels import attend_varlen
 from dhp.parallel.ring import Ring, ring_attention
 from dhp.parallel.shard_plan import ShardPlan, Span, is_whole
 
@@ -87,8 +88,9 @@ def key_copies(heads: int, kv_heads: int, degree: int) -> int:
 class SegmentPlan:
     """Which tokens attend to each other: every segment to itself; causal: only to what came before, itself included.
 
-    groups: (length, count) of the segments that are here whole, equal lengths together, so that each group is one
-    batched kernel call. order: tokens sorted by group, those of divided segments last; None when they already are.
+    groups: (length, count) of the segments that are here whole, equal lengths together. Without `bounds` each group is
+    one batched kernel call. bounds: where each of them begins and the last ends, int32 [segments + 1], for one call over
+    all. order: tokens in the order of the calls, those of divided segments last; None when they already are in it.
     inverse: its inverse. rest: what the tokens of divided segments do, if any rank has some.
     """
 
@@ -97,6 +99,12 @@ class SegmentPlan:
     inverse: Tensor | None
     causal: bool = False
     rest: Ulysses | Ring | None = None
+    bounds: Tensor | None = None
+
+    @property
+    def whole(self) -> int:
+        """Tokens of the segments that are here whole."""
+        return sum(length * count for length, count in self.groups)
 
 
 @dataclass(frozen=True)
@@ -117,15 +125,22 @@ class Place:
     ulysses_group: dist.ProcessGroup
 
 
-def plan_segments(lengths: Sequence[int], device: torch.device, causal: bool = False) -> SegmentPlan:
-    """Consecutive segments of the given lengths (tokens), all of them here."""
-    return _plan([Span(i, 0, length) for i, length in enumerate(lengths)], lengths, device, causal, None)
+def plan_segments(
+    lengths: Sequence[int], device: torch.device, causal: bool = False, varlen: bool = False
+) -> SegmentPlan:
+    """Consecutive segments of the given lengths (tokens), all of them here. varlen: for one call over all of them."""
+    return _plan([Span(i, 0, length) for i, length in enumerate(lengths)], lengths, device, causal, None, varlen)
 
 
 def plan_shard(
-    shards: ShardPlan, place: Place, device: torch.device, causal: bool = False, gather: bool = False
+    shards: ShardPlan,
+    place: Place,
+    device: torch.device,
+    causal: bool = False,
+    gather: bool = False,
+    varlen: bool = False,
 ) -> SegmentPlan:
-    """What one rank of a mesh has to do. gather: see `dhp.parallel.ring.Ring`.
+    """What one rank of a mesh has to do. gather: see `dhp.parallel.ring.Ring`; varlen: as in `plan_segments`.
 
     Segments that lie on one rank whole need no communication; those that lie in one ring rank's chunk, none but the
     exchange among its Ulysses ranks.
@@ -139,8 +154,26 @@ def plan_shard(
         rest = ring
         if divided.ulysses > 1:
             exchange = Exchange(divided.rank_tokens(place.ring_rank), place.ulysses_rank, place.ulysses_group)
-            rest = Ulysses(exchange, _plan(chunks[place.ring_rank], shards.lengths, device, causal, ring))
-    return _plan(shards.shards[place.ring_rank][place.ulysses_rank], shards.lengths, device, causal, rest)
+            rest = Ulysses(exchange, _plan(chunks[place.ring_rank], shards.lengths, device, causal, ring, varlen))
+    return _plan(shards.shards[place.ring_rank][place.ulysses_rank], shards.lengths, device, causal, rest, varlen)
+
+
+def index_tensors(plan: SegmentPlan) -> list[Tensor]:
+    """The tensors of a plan, in a fixed order."""
+    inner = index_tensors(plan.rest.plan) if isinstance(plan.rest, Ulysses) else []
+    return [tensor for tensor in (plan.order, plan.inverse, plan.bounds) if tensor is not None] + inner
+
+
+def with_tensors(plan: SegmentPlan, tensors: Iterator[Tensor]) -> SegmentPlan:
+    """The plan with other tensors, in the order of `index_tensors`: the same ones on another device."""
+    kept = {name: getattr(plan, name) for name in ("order", "inverse", "bounds")}
+    kept = {name: None if tensor is None else next(tensors) for name, tensor in kept.items()}
+    if kept["bounds"] is not None:
+        kept["bounds"] = kept["bounds"].to(torch.int32)  # what the kernel wants, of integers that travelled together
+    rest = plan.rest
+    if isinstance(rest, Ulysses):
+        rest = replace(rest, plan=with_tensors(rest.plan, tensors))
+    return replace(plan, rest=rest, **kept)
 
 
 def attend_segments(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float) -> Tensor:
@@ -152,14 +185,18 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan
         query, key, value = (states[plan.order] for states in (query, key, value))
     outputs = _attend_whole(query, key, value, plan, scale)
     if plan.rest is not None:
-        begin = sum(length * count for length, count in plan.groups)
+        begin = plan.whole
         outputs.append(_attend_rest(query[begin:], key[begin:], value[begin:], plan.rest, scale))
     output = outputs[0] if len(outputs) == 1 else torch.cat([query[:0], *outputs])  # none at all on an empty rank
     return output if plan.inverse is None else output[plan.inverse]
 
 
 def _attend_whole(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float) -> list[Tensor]:
-    """Outputs of the segments that are here whole, group by group."""
+    """Outputs of the segments that are here whole: of all at once, or group by group."""
+    if plan.bounds is not None and plan.groups:
+        states = (s[: plan.whole] for s in (query, key, value))
+        longest = max(length for length, _ in plan.groups)
+        return [attend_varlen(*states, plan.bounds, longest, plan.causal, scale)]
     grouped = query.shape[1] != key.shape[1]
     repeated = grouped and _must_repeat(query)
     sizes = [length * count for length, count in plan.groups]
@@ -190,9 +227,14 @@ def _attend_rest(query: Tensor, key: Tensor, value: Tensor, rest: Ulysses | Ring
 
 
 def _plan(
-    spans: Sequence[Span], lengths: Sequence[int], device: torch.device, causal: bool, rest: Ulysses | Ring | None
+    spans: Sequence[Span],
+    lengths: Sequence[int],
+    device: torch.device,
+    causal: bool,
+    rest: Ulysses | Ring | None,
+    varlen: bool = False,
 ) -> SegmentPlan:
-    """For `spans`, in the order of rows: what is whole by length, then the rest."""
+    """For `spans`, in the order of rows: what is whole, by length unless one call takes them all, then the rest."""
     starts: dict[int, list[int]] = defaultdict(list)
     divided: list[Tensor] = []
     for span, start in zip(spans, accumulate((span.count for span in spans), initial=0)):
@@ -202,10 +244,15 @@ def _plan(
             divided.append(torch.arange(start, start + span.count))
     groups = tuple((length, len(places)) for length, places in starts.items())
     whole = [(torch.tensor(p)[:, None] + torch.arange(n)).flatten() for n, p in starts.items()]
+    bounds = None
+    if varlen:
+        whole = [torch.cat([torch.empty(0, dtype=torch.long), *whole]).sort().values]
+        ends = accumulate((span.count for span in spans if is_whole(span, lengths)), initial=0)
+        bounds = torch.tensor(list(ends), dtype=torch.int32).to(device)
     order = torch.cat([torch.empty(0, dtype=torch.long), *whole, *divided])
     if bool((order[1:] > order[:-1]).all()):
-        return SegmentPlan(groups, None, None, causal, rest)
-    return SegmentPlan(groups, order.to(device), torch.argsort(order).to(device), causal, rest)
+        return SegmentPlan(groups, None, None, causal, rest, bounds)
+    return SegmentPlan(groups, order.to(device), torch.argsort(order).to(device), causal, rest, bounds)
 
 
 def segment_attention(

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dhp.parallel.blocks import Block, held_blocks, shard_rows
+from dhp.parallel.clipped_step import clipped_step
 from dhp.parallel.collectives import sum_in_place
 from dhp.parallel.entry import Computation
 from dhp.parallel.precision import exact_dtype
@@ -107,11 +108,7 @@ class FullySharded:
     def step(self, lr: float, coefficient: float) -> None:
         """Scale the gradients by `coefficient`, take one optimizer step at `lr`, drop the gradients."""
         self._take_sums()
-        if coefficient != 1.0:
-            torch._foreach_mul_([shard.weight.grad for shard in self._trained], coefficient)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        clipped_step(self.optimizer, [shard.weight.grad for shard in self._trained], lr, coefficient)
         self.drop()
 
     def drop(self) -> None:

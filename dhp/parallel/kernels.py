@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -122,6 +123,26 @@ class CudaFlash:
         )
         query_, key_, value_ = (g[0].transpose(0, 1) for g in gradients)
         return query_, key_, value_
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel that takes segments of all lengths at once: flash attention, 16 bits on GPUs."""
+    return device.type == "cuda" and dtype.itemsize == 2
+
+
+def attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, causal: bool, scale: float
+) -> Tensor:
+    """Segments one behind another, each attending to itself: [tokens, heads, dim], keys maybe with fewer heads.
+
+    bounds: int32 [segments + 1]; longest: tokens. With gradients, by PyTorch's flash attention. No plan is built for a
+    new length, as cuDNN does it, and nothing is sorted.
+    """
+    window = (-1, 0) if causal else (-1, -1)
+    grouped = query.shape[1] != key.shape[1]
+    return varlen_attn(
+        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=window, enable_gqa=grouped
+    )
 
 
 def choose_kernel(query: Tensor) -> Kernel:

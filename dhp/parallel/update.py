@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dhp.parallel.clipped_step import clipped_step
 from dhp.parallel.collectives import sum_in_place
 from dhp.parallel.gradients import Gradients
 from dhp.parallel.precision import cast_parameters, exact_dtype
@@ -79,11 +80,7 @@ class Replicated:
     def step(self, lr: float, coefficient: float) -> None:
         """Scale the gradients by `coefficient`, take one optimizer step at `lr`, drop the gradients."""
         self._take_sums()
-        if coefficient != 1.0:
-            torch._foreach_mul_([master.grad for master in self._masters], coefficient)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        clipped_step(self.optimizer, [master.grad for master in self._masters], lr, coefficient)
         self._round()
         self.drop()
 

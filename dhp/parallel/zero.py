@@ -154,9 +154,10 @@ def import_deepspeed() -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")  # every worker sees its own device alone, so it is always the first
     import deepspeed  # takes seconds, and only ZeRO parts need it
 
-    # On CPU, DeepSpeed would compile shared-memory kernels for its inference all-reduce, which training never
-    # calls: half a minute and a C++ compiler for nothing.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        # DeepSpeed would compile shared-memory kernels for its inference all-reduce, which training never calls: half
+        # a minute and a C++ compiler for nothing.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # it calls these
     return deepspeed

@@ -43,8 +43,8 @@ class Part:
 
     def __init__(self, settings: PartSettings):
         torch.manual_seed(settings.seed)
-        torch.backends.cudnn.allow_tf32 = False  # float32 means float32; the patch embedding is a convolution
-        torch.backends.cudnn.deterministic = True  # tensor ranks each compute it, and must go on holding the same
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan, tens of milliseconds, for each new length
         self.settings = settings
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.master_dtype = exact_dtype(self.dtype)
@@ -96,6 +96,9 @@ class Part:
     def measure_norm(self, active: bool) -> float:
         """Squared norm of this part's whole gradient, the same on all its ranks; 0 for a part without gradients."""
         self._norm_sq = self.update.norm_sq() if active else 0.0
+        if not active and self.device.type == "cuda":
+            # Whoever handed over to this part writes to that memory again once it has the answer.
+            torch.cuda.current_stream().synchronize()
         return self._norm_sq
 
     def finish_step(
@@ -166,7 +169,7 @@ class Part:
     def _peak_memory(self) -> int | None:
         if self.device.type != "cuda":
             return None
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_reserved()  # what other processes on the device cannot have
         torch.cuda.reset_peak_memory_stats()
         return peak
 
@@ -180,18 +183,3 @@ def optimizer_maker(settings: UpdateSettings) -> MakeOptimizer:
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. On CPU it stays in the memory it was handed over in: nobody may write to it."""
-    return tensor.to(device, non_blocking=True)
-
-
-def own_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device` that the model may write to."""
-    return tensor.clone() if device.type == "cpu" else tensor.to(device)
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Rows of all tensors, one behind another; a single tensor as it is, without a copy."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

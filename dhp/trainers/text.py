@@ -8,20 +8,24 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dhp.messages import Choices, DeviceInfo, PartReport, StepInfo, TextInput
+from dhp.models.family import DecoderInputs
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import packed_attention, plan_segments
 from dhp.parallel.autotp import split_by_autotp
+from dhp.parallel.kernels import has_varlen
 from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.recompute import kept
 from dhp.parallel.slices import use_local_slices
 from dhp.parallel.tensor import shared_heads_style
 from dhp.parallel.tensor_plan import local_plan
-from dhp.trainers.objective import share_of_objective
-from dhp.trainers.part import Part, joined, own_copy, to_device
+from dhp.trainers.moving import joined, move_with_plans, to_device
+from dhp.trainers.objective import Targets, find_targets, share_of_objective
+from dhp.trainers.part import Part
 from dhp.trainers.settings import PartSettings
 
 # Names that transformers has no mask functions for: no mask is built.
+CPU = torch.device("cpu")
 PACKED, PADDED = "dhp_packed", "dhp_padded"
 
 
@@ -63,22 +67,24 @@ class TextTrainer:
 
     def forward_step(self, micro_batch: int, work: TextInput, *embeddings: Tensor) -> None:
         """Run the decoder on one micro-batch; `embeddings` [rows, hidden] from each vision rank, in rank order."""
-        device = self.part.device
+        device, dtype = self.part.device, self.part.dtype
         leaves = [to_device(rows, device).requires_grad_() for rows in embeddings]
-        inputs = {name: own_copy(tensor, device) for name, tensor in work.tensors.items()}
-        images = None
-        if work.placement is not None:
-            images = joined(leaves)[to_device(work.placement, device)].to(self.part.dtype)
-        extra = {}
+        plans = []
         if work.lengths is not None:
-            extra["segments"] = plan_segments(work.lengths, device, causal=True)
+            plans.append(plan_segments(work.lengths, CPU, causal=True, varlen=has_varlen(device, dtype)))
+        named = work.tensors
+        given = (named["input_ids"], named["position_ids"], *find_targets(named["labels"]), _image_rows(work))
+        (input_ids, position_ids, *targets, image_rows), moved = move_with_plans(given, plans, device)
+        images = None if work.placement is None else joined(leaves).to(dtype)
+        inputs = DecoderInputs(input_ids, position_ids, images, image_rows)
+        extra = {"segments": plan for plan in moved}
 
         def objective() -> Tensor:
-            hidden = self.family.hidden_states(self.part.model, inputs, images, **extra)
+            hidden = self.family.hidden_states(self.part.model, inputs, **extra)
             head = self.part.model.get_output_embeddings()
-            return share_of_objective(head, hidden, inputs["labels"], work.target_tokens)
+            return share_of_objective(head, hidden, Targets(*targets), work.target_tokens)
 
-        with self.part.metered_forward(inputs["input_ids"].numel()):
+        with self.part.metered_forward(input_ids.numel()):
             self._flights[micro_batch] = (self.part.update.forward(objective), leaves)
 
     def backward_step(self, micro_batch: int, last: bool, hand_over: bool) -> tuple[Tensor, ...]:
@@ -113,6 +119,15 @@ class TextTrainer:
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the weights below `folder`."""
         return self.part.save(folder)
+
+
+def _image_rows(work: TextInput) -> Tensor:
+    """Where each row of the embeddings, as they are received, belongs among the flattened rows × tokens."""
+    if work.placement is None:
+        return torch.empty(0, dtype=torch.long)
+    rows = torch.empty_like(work.placement)
+    rows[work.placement] = work.tensors["mm_token_type_ids"].flatten().nonzero()[:, 0]
+    return rows
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -10,17 +10,20 @@ from dhp.messages import Choices, DeviceInfo, PartReport, StepInfo, VisionInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.attention import GATHER_TOKENS, Place, SegmentPlan, plan_segments, plan_shard, segment_attention
+from dhp.parallel.kernels import has_varlen
 from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.recompute import kept
 from dhp.parallel.shard_plan import ShardPlan, Span
 from dhp.parallel.slices import use_local_slices
 from dhp.parallel.tensor import with_fused
 from dhp.parallel.tensor_plan import local_plan
-from dhp.trainers.part import Part, joined, own_copy, to_device
+from dhp.trainers.moving import joined, move_with_plans, to_device
+from dhp.trainers.part import Part
 from dhp.trainers.settings import PartSettings
 
 # "flash" in the name: the tower then calls once a layer with all segments instead of once per window.
 ATTENTION = "flash_dhp_segments"
+CPU = torch.device("cpu")
 
 
 class VisionTrainer:
@@ -52,9 +55,10 @@ class VisionTrainer:
         if not work.active:
             return tuple(torch.empty(0, dtype=self.part.dtype) for _ in work.rows) if hand_over else ()
         device = self.part.device
-        windows = plan_segments(work.window_lengths, device)
-        frames = self._plan_frames(work)
-        pixels, positions = to_device(work.pixels, device), own_copy(work.positions, device)
+        varlen = has_varlen(device, self.part.dtype)
+        plans = [plan_segments(work.window_lengths, CPU, varlen=varlen), self._plan_frames(work, varlen)]
+        pixels = to_device(work.pixels, device)
+        (positions,), (windows, frames) = move_with_plans((work.positions,), plans, device)
         with self.part.metered_forward(len(pixels)):
             embeddings = self.part.update.forward(
                 lambda: self.family.encode(self.part.model, pixels, positions, windows, frames)
@@ -98,10 +102,10 @@ class VisionTrainer:
     def _active(self, info: StepInfo) -> bool:
         return info.images > 0 and info.target_tokens > 0
 
-    def _plan_frames(self, work: VisionInput) -> SegmentPlan:
+    def _plan_frames(self, work: VisionInput, varlen: bool) -> SegmentPlan:
         ulysses = self.part.settings.degrees.ulysses
         spans = [tuple(Span(*span) for span in shard) for shard in work.shards]
         by_ring_rank = tuple(tuple(spans[first : first + ulysses]) for first in range(0, len(spans), ulysses))
         shards = ShardPlan(work.segment_lengths, by_ring_rank)
         few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
-        return plan_shard(shards, self._place, self.part.device, gather=few)
+        return plan_shard(shards, self._place, CPU, gather=few, varlen=varlen)

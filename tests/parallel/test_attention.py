@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.parallel import attention
-from dhp.parallel.attention import attend_segments, plan_segments, segment_attention
+from dhp.parallel import attention, kernels
+from dhp.parallel.attention import attend_segments, index_tensors, plan_segments, segment_attention, with_tensors
 
 HEADS, DIM = 4, 8
 CPU = torch.device("cpu")
@@ -76,3 +80,42 @@ def test_equal_lengths_need_no_reordering() -> None:
     mixed = plan_segments([4, 2, 4], CPU)
     assert mixed.order.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 4, 5]
     assert mixed.groups == ((4, 2), (2, 1))
+
+
+def _one_call(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """What the kernel for all segments at once computes, written out; it runs on GPUs alone."""
+    (_, longest, _), window, grouped = rest, named["window_size"], named["enable_gqa"]
+    assert bounds.dtype == torch.int32 and longest == int(bounds.diff().max())
+    parts = []
+    for begin, end in zip(bounds.tolist(), bounds.tolist()[1:]):
+        q, k, v = (s[begin:end].transpose(0, 1)[None] for s in (query, key, value))
+        causal = window == (-1, 0)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=named["scale"], enable_gqa=grouped)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 2, 4], [7], [1, 5, 1], [3, 3, 3]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_call_for_all_segments_needs_no_order(
+    lengths: list[int], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "varlen_attn", _one_call)
+    torch.manual_seed(0)
+    query = torch.randn(sum(lengths), 4, DIM, dtype=torch.float64)
+    key, value = torch.randn(2, sum(lengths), 2, DIM, dtype=torch.float64)
+    plan = plan_segments(lengths, CPU, causal, varlen=True)
+    assert plan.order is None and plan.bounds.tolist() == [0, *accumulate(lengths)]
+    found = attend_segments(query, key, value, plan, 0.3)
+    wanted = attend_segments(query, key, value, plan_segments(lengths, CPU, causal), 0.3)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_plans_that_have_moved_are_the_same_plans() -> None:
+    plans = [plan_segments([4, 2, 4], CPU), plan_segments([4, 2, 4], CPU, varlen=True), plan_segments([5], CPU)]
+    moved = iter([tensor.clone().long() for plan in plans for tensor in index_tensors(plan)])
+    for plan, other in zip(plans, [with_tensors(plan, moved) for plan in plans], strict=True):
+        assert (plan.groups, plan.causal) == (other.groups, other.causal)
+        pairs = zip(index_tensors(plan), index_tensors(other), strict=True)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+    assert next(moved, None) is None

@@ -1,0 +1,47 @@
+"""From the host to the device: one transfer from pinned memory where there were many, and none that holds the host up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dhp.parallel.attention import SegmentPlan, index_tensors, with_tensors
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. On CPU it stays in the memory it was handed over in: nobody may write to it."""
+    if device.type == "cpu":
+        return tensor
+    return _pinned(tensor).to(device, non_blocking=True)
+
+
+def move_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of integer tensors on `device`, int64, that the model may write to; all in one transfer."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.reshape(-1).long() for tensor in tensors])
+    if device.type != "cpu":
+        flat = _pinned(flat).to(device, non_blocking=True)
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def move_with_plans(
+    tensors: Sequence[Tensor], plans: Sequence[SegmentPlan], device: torch.device
+) -> tuple[list[Tensor], list[SegmentPlan]]:
+    """`move_together` of integer tensors and of what the plans hold."""
+    inside = [index_tensors(plan) for plan in plans]
+    moved = iter(move_together([*tensors, *(tensor for held in inside for tensor in held)], device))
+    return [next(moved) for _ in tensors], [with_tensors(plan, moved) for plan in plans]
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of all tensors, one behind another; a single tensor as it is, without a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    # From pageable memory a transfer waits until all that is queued on the device is done.
+    return tensor if tensor.is_pinned() else tensor.pin_memory()
