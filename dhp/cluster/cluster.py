@@ -138,6 +138,7 @@ class Cluster:
             "loopback": local,
             "trace": layout.trace,
             "keep_memory": self.device == "cpu",
+            "pinned": self.device == "cuda",
         }
 
 

@@ -7,6 +7,8 @@ and only a `Parcel` of a few hundred bytes travels through Ray.
 The memory is anonymous (memfd), reached by other processes through /proc: nothing has a name on disk or in /dev/shm,
 and nothing is left behind by a killed process.
 
+From and to a GPU, that memory is locked once (`dhp.cluster.pinned`), and copies run beside the host until `flush`.
+
 Where all actors share one GPU, CUDA IPC does the same without any copy: the receiver maps the sender's device memory.
 Between hosts, Ray's object store carries a tensor in several copies, `dhp.cluster.direct` in one.
 """
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from dhp.cluster.pinned import pin, unpin, wait_for_transfers
 from dhp.errors import PartFailed
 
 SHARED_MEMORY, OBJECT_STORE, CUDA_IPC, NIXL = "shared_memory", "object_store", "cuda_ipc", "nixl"
@@ -52,19 +55,22 @@ class DeviceParcel:
 
 
 class _Segment:
-    """Memory for one tensor a step, taken once."""
+    """Memory for one tensor a step, taken once. pinned: locked for the GPU, if the driver lets it be."""
 
-    def __init__(self, serial: int, nbytes: int):
+    def __init__(self, serial: int, nbytes: int, pinned: bool = False):
         self.serial = serial
         self.capacity = -(-nbytes // PAGE) * PAGE
         self.descriptor = os.memfd_create("dhp", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, self.capacity)
         self._memory = _map(self.descriptor, self.capacity)
+        self.pinned = pinned and pin(self._memory)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return _tensor_in(self._memory, shape, dtype)
 
     def close(self) -> None:
+        if self.pinned:
+            unpin(self._memory)
         os.close(self.descriptor)  # what is mapped, here and in receivers, stays until it is dropped
 
 
@@ -76,9 +82,10 @@ class Outbox:
     answers after it has used all it received.
     """
 
-    def __init__(self, on_device: bool = False) -> None:
-        """on_device: all receivers share this process's GPU."""
+    def __init__(self, on_device: bool = False, pinned: bool = False) -> None:
+        """on_device: all receivers share this process's GPU. pinned: tensors come from a GPU, so lock memory for it."""
         self._segments: list[_Segment] = []
+        self._pinned, self._under_way = pinned, False
         self._used = self._serial = 0
         self._on_device = on_device
         self._lent: list[Tensor] = []
@@ -94,8 +101,15 @@ class Outbox:
         place, self._used = self._used, self._used + 1
         segment = self._segment(place, tensor.nbytes)
         shape = tuple(tensor.shape)
-        segment.tensor(shape, tensor.dtype).copy_(tensor)
+        segment.tensor(shape, tensor.dtype).copy_(tensor, non_blocking=segment.pinned)
+        self._under_way |= segment.pinned
         return Parcel(os.getpid(), segment.descriptor, segment.serial, place, segment.capacity, shape, tensor.dtype)
+
+    def flush(self) -> None:
+        """Until all that was sent is where it can be read: before anybody is told."""
+        if self._under_way:
+            wait_for_transfers()
+            self._under_way = False
 
     def end_step(self) -> None:
         """All that was sent has been used: its memory may be written again."""
@@ -106,7 +120,7 @@ class Outbox:
         if place == len(self._segments) or self._segments[place].capacity < nbytes:
             self._serial += 1
             # A quarter more than needed: steps differ in size, and memory that is exactly right is soon too small.
-            fresh = _Segment(self._serial, nbytes + nbytes // 4)
+            fresh = _Segment(self._serial, nbytes + nbytes // 4, self._pinned)
             for old in self._segments[place : place + 1]:
                 old.close()
             self._segments[place : place + 1] = [fresh]
@@ -116,8 +130,10 @@ class Outbox:
 class Inbox:
     """The tensors that other processes have handed over, each sender's memory mapped once."""
 
-    def __init__(self) -> None:
-        self._mapped: dict[tuple[int, int], tuple[int, mmap.mmap]] = {}
+    def __init__(self, pinned: bool = False) -> None:
+        """pinned: what is received goes to a GPU, so lock the memory for it."""
+        self._mapped: dict[tuple[int, int], tuple[int, mmap.mmap, bool]] = {}
+        self._pinned = pinned
 
     def open(self, value: Any) -> Any:
         """The tensor of a parcel, in place; anything else as it is. It must not be written to, nor read after the
@@ -126,10 +142,12 @@ class Inbox:
             return value.rebuild(*value.arguments)
         if not isinstance(value, Parcel):
             return value
-        serial, memory = self._mapped.get((value.pid, value.place), (0, None))
+        serial, memory, locked = self._mapped.get((value.pid, value.place), (0, None, False))
         if memory is None or serial != value.serial:
+            if locked:
+                unpin(memory)
             memory = _map_of(value)
-            self._mapped[value.pid, value.place] = (value.serial, memory)
+            self._mapped[value.pid, value.place] = (value.serial, memory, self._pinned and pin(memory))
         return _tensor_in(memory, value.shape, value.dtype)
 
 

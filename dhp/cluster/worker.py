@@ -47,7 +47,7 @@ class GroupSettings:
     this host. needs: paths that must exist on a rank's node, by configuration key. beacon: what each rank must see of
     the directory of checkpoints (`dhp.cluster.paths`); None: nothing. transport: how large results travel, see
     `choose_transport`. trace: keep spans of what each rank does. keep_memory: what a rank frees stays with its process,
-    see `keep_freed_memory`."""
+    see `keep_freed_memory`. pinned: memory between the parts is locked for GPUs."""
 
     part: str
     size: int
@@ -61,6 +61,7 @@ class GroupSettings:
     transport: str = SHARED_MEMORY
     trace: bool = False
     keep_memory: bool = False
+    pinned: bool = False
 
 
 class Worker:
@@ -75,10 +76,10 @@ class Worker:
             keep_freed_memory()
         self._listener: socket.socket | None = None
         self._trainer: Any = None
-        self._inbox: Inbox | Exchange = Inbox()
+        self._inbox: Inbox | Exchange = Inbox(settings.pinned)
         self._outbox: Outbox | Exchange | None = None
         if settings.transport in (SHARED_MEMORY, CUDA_IPC):
-            self._outbox = Outbox(settings.transport == CUDA_IPC)
+            self._outbox = Outbox(settings.transport == CUDA_IPC, settings.pinned)
         self._idle_since = time.perf_counter_ns()
         if settings.trace:
             keep_spans()
@@ -117,6 +118,8 @@ class Worker:
             results = result if isinstance(result, tuple) else () if result is None else (result,)
             with span("send", TRANSFER):
                 results = tuple(self._hand_over(value) for value in results)
+                if isinstance(self._outbox, Outbox):
+                    self._outbox.flush()
         if method == _ENDS_STEP and self._outbox is not None:
             self._outbox.end_step()
         self._idle_since = time.perf_counter_ns()

@@ -168,3 +168,54 @@ def test_the_transport_follows_from_where_the_actors_are(asked: str, nodes: int,
 def test_a_transport_that_cannot_reach_all_actors_is_refused(asked: str, nodes: int, gpus: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         choose_transport(asked, "a, b", nodes, gpus)
+
+
+class _Driver:
+    """What is asked of the CUDA driver, and its answers."""
+
+    def __init__(self, refuses: bool):
+        self.refuses, self.locked, self.waits = refuses, {}, 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self.refuses:
+            self.locked[address] = nbytes
+        return int(self.refuses)
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_memory_is_locked_once_and_waited_for_once_a_call(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver(refuses)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: driver)
+    outbox, inbox = Outbox(pinned=True), Inbox(pinned=True)
+    small, large = torch.randn(2, 40_000), torch.randn(8_000_000)
+    for _ in range(2):
+        for parcel in [outbox.send(row) for row in small]:
+            inbox.open(parcel)
+        outbox.flush()
+        outbox.flush()  # nothing is under way any more
+        outbox.end_step()
+    assert len(driver.locked) == (0 if refuses else 4)  # two tensors a step, on both sides
+    assert driver.waits == (0 if refuses else 2)
+    grown = outbox.send(large)  # needs larger memory: the old one is let go on both sides
+    assert torch.equal(inbox.open(grown), large)
+    outbox.flush()
+    assert len(driver.locked) == (0 if refuses else 4)
+
+
+def test_copies_into_locked_memory_do_not_hold_the_host_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, seen = _Driver(False), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: driver)
+    own = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, non_blocking=False: (seen.append(non_blocking), own(self, other))[1])
+    Outbox(pinned=True).send(torch.randn(40_000))
+    Outbox().send(torch.randn(40_000))
+    assert seen == [True, False]
