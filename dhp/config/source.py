@@ -54,6 +54,11 @@ class Source:
         """Whether `group` is a folder of configurations, which `group=choice` selects from."""
         return any((directory / group).is_dir() for directory in self.directories)
 
+    def file(self) -> Path | None:
+        """The named YAML."""
+        files = [directory / f"{self.name}.yaml" for directory in self.directories]
+        return next((file for file in files if file.is_file()), None)
+
     def register(self) -> None:
         """Put the schema and the entry config over this source into Hydra's store.
 
@@ -82,7 +87,7 @@ class Source:
         )
 
     def _require_file(self) -> None:
-        if any((directory / f"{self.name}.yaml").is_file() for directory in self.directories):
+        if self.file() is not None:
             return
         found = self.names()
         raise ConfigError(
