@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 
 from dhp.config.aliases import has_alias, names_here, translated
 from dhp.config.keys import ANY_NAME, Key, find_key
+from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.source import Source
 from dhp.config.translate import raise_all, unknown_key, unknown_keys
 from dhp.config.yaml_files import say, wrong_keys
@@ -67,6 +68,8 @@ def _checked(argument: str, override: Override, source: Source) -> str:
     name = override.key_or_group
     is_hydras = name == "hydra" or name.startswith(("hydra.", "hydra/"))
     is_choice = source.has_group(name) and not isinstance(override.value(), dict)
+    if is_choice and not is_hydras:
+        _check_choice(name, override.value(), source)
     if is_hydras or override.package is not None or is_choice:
         return argument
     key = find_key(name)
@@ -84,6 +87,14 @@ def _checked(argument: str, override: Override, source: Source) -> str:
     if in_entry and not override.is_sweep_override():
         return _merged_entry(key, override)
     return f"++{argument.lstrip('+')}"
+
+
+def _check_choice(group: str, value: Any, source: Source) -> None:
+    """`group=value` takes one of the configurations in a folder. Raises ConfigError, with all of them, for another."""
+    choices = source.choices(group)
+    if isinstance(value, str) and value.removesuffix(".yaml") not in choices:
+        suggestion = did_you_mean([nearest(value, choices)])
+        raise ConfigError(f"{group}={value} does not exist; choose from {', '.join(choices)}{suggestion}")
 
 
 def _merged_entry(key: Key, override: Override) -> str:

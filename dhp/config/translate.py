@@ -73,7 +73,8 @@ def _keys_beside(path: str) -> str:
 def _translate(error: Exception) -> ConfigError:
     cause = _innermost(error)
     if cause is None:
-        return ConfigError(str(error).strip().replace("'++", "'"))  # the prefix that dhp put before the user's key
+        told = str(error).partition("\nConfig search path:")[0]
+        return ConfigError(told.strip().replace("'++", "'"))  # the prefix that dhp put before the user's key
     where, path = _where(error), cause.full_key or ""
     key = find_key(path.partition("[")[0])
     if isinstance(cause, ValidationError) and key:

@@ -79,7 +79,7 @@ class Recorder:
 
     def _open(self) -> None:
         with self.writing():
-            (self.run_dir / "config.yaml").write_text(self._config)
+            (self.run_dir / "config.yaml").write_text(self._config, encoding="utf-8")
             self._steps = [_in_brief(metrics) for metrics in keep_steps(self.run_dir, self._done)]
             (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
             self._metrics = MetricsWriter(self.run_dir)

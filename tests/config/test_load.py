@@ -116,7 +116,8 @@ def test_what_other_trainers_keys_are_here_exists_and_they_do_not():
 
 
 def test_all_wrong_keys_are_told_at_once(tmp_path):
-    (tmp_path / "mine.yaml").write_text("lr: 1\ntraining: {batchsize: 2, epochs: 3}\nvision: {dtype: bfloat16}\nzzz: {a: 1}\n")
+    yaml = "lr: 1\ntraining: {batchsize: 2, epochs: 3}\nvision: {dtype: bfloat16}\nzzz: {a: 1}\n"
+    (tmp_path / "mine.yaml").write_text(yaml)
     overrides = ["training.deepspeed=x", "seed", "training={stepz: 1, max_step: 2}", "training.max_steps=3"]
     with pytest.raises(ConfigError) as caught:
         compose_config("mine", str(tmp_path), overrides)
@@ -129,7 +130,7 @@ def test_all_wrong_keys_are_told_at_once(tmp_path):
     )):
         assert line.strip().startswith(part)
     rest = "\n".join(told[5:])
-    for part in ("'seed' is not an override", "training.deepspeed is not", "training.stepz is not", "training.max_step is"):
+    for part in ("'seed' is not an override", *(f"training.{k} is not" for k in ("deepspeed", "stepz", "max_step"))):
         assert part in rest
     assert told[0].endswith("things are wrong:")
 
@@ -194,6 +195,30 @@ def test_an_unknown_config_lists_what_exists_and_the_nearest(tmp_path):
 def test_an_unknown_directory_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--config-path=.*nowhere is not a directory"):
         compose_config("tiny", str(tmp_path / "nowhere"))
+
+
+def test_a_file_given_for_a_name_is_told_with_the_flags_that_use_it(tmp_path, monkeypatch):
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "mine.yaml").write_text("seed: 9\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("my/mine.yaml", "my/mine"):
+        with pytest.raises(ConfigError, match="name, not a path(?s:.)*--config-path=my --config-name=mine$"):
+            compose_config(name)
+
+
+@pytest.mark.parametrize("override", ["vision=ulyses_zero1", "+vision=ulyses_zero1"])
+def test_a_choice_that_is_none_is_told_with_all_there_are(override):
+    with pytest.raises(ConfigError) as caught:
+        compose_config("qwen2_5_vl_3b", overrides=[override])
+    told = "vision=ulyses_zero1 does not exist; choose from data_zero1, ulysses_zero1; did you mean ulysses_zero1?"
+    assert str(caught.value) == told
+
+
+def test_a_choice_in_a_yaml_that_is_none_is_told_without_hydras_search_path(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - vision: nosuch\n  - _self_\n")
+    with pytest.raises(ConfigError) as caught:
+        compose_config("mine", str(tmp_path))
+    assert "ulysses_zero1" in str(caught.value) and "search path" not in str(caught.value)
 
 
 def test_yaml_text_reads_back_to_an_equal_config(tmp_path):
