@@ -39,7 +39,7 @@ TABLE: dict[str, set[str]] = {
     "feed": {"data", "models", "rows", "dealing"},
     "wiring": {"feed", "data.balancing", "data.sampler", "parallel.mesh", "trainers.settings"},
     "assets": {"data.shapes", "models.tiny"},
-    "preflight": {"assets", "models.registry", "models.shape"},
+    "preflight": {"assets", "data.probe", "models.registry", "models.shape"},
     "dry_run": {"preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
     "tracing": {"observe.trace"},
     "recompute": {"models.registry", "parts", "planner", "schedule", "wiring"},
