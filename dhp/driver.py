@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +84,29 @@ def run(config: Config) -> None:
         for checkpoint, reason in start.damaged:
             print(f"{checkpoint.name} is skipped, and now named {put_aside(checkpoint).name}: {reason}", flush=True)
         recorder = Recorder(
-            run_dir, config.training.log_interval, world(config), to_yaml(config), start.checkpoint, start.step
+            run_dir,
+            config.training.log_interval,
+            world(config),
+            to_yaml(config),
+            start.checkpoint,
+            start.step,
+            partial(_resume_line, config),
         )
         with recorder, ending_on_error():
             layout, unfinished = _layout(config, run_dir, start), Unfinished()
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
             with unfinished, Cluster(layout) as cluster, recorder.before_teardown(), unfinished, ending():
                 Driver(config, cluster, recorder, start, unfinished).run()
+
+
+def _resume_line(config: Config, newest: Path | None) -> str:
+    """The command that goes on after the newest checkpoint of a run that was stopped."""
+    own = Path(str(config.training.checkpoint_dir)).absolute()
+    if newest is None or newest.parent != own:
+        return "there is no checkpoint of this run yet; training.save_steps says when there is one"
+    words = [f"--config-path={Path(config.run_dir).absolute()}", "--config-name=config", "training.resume=auto"]
+    words += ["overwrite=false"] if config.overwrite else []
+    return shlex.join(["python", "-m", "dhp.train_ray", *words])
 
 
 def _layout(config: Config, run_dir: Path, start: Start) -> Layout:

@@ -84,6 +84,8 @@ def _handle(number: int, _frame: Any) -> None:
             sys.stdout.flush()
         os.write(2, f"interrupted ({signal.Signals(number).name})\n".encode())
         os._exit(INTERRUPTED)  # an import cannot be left by an exception: too many libraries catch it
+    if signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, None):
+        signal.alarm(0)  # while Ray starts, its core's handler comes first and sets one, to abort in three seconds
     if _State.phase == _RUNNING:
         _State.interrupted = True
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before any actor starts: paths, model and degrees."""
+"""Everything that can be found wrong before any actor starts: paths, model, degrees, some of the samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def prepare(config: Config, new_run: bool = True) -> Config:
     """The resolved configuration, after every check that needs no actor; with `new_run`, of run_dir too.
 
     Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
-    and the model may be a hub id whose shape dhp ships. Raises ConfigError or ModelError.
+    and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are looked
+    at. Raises ConfigError, ModelError or DataError.
     """
     config = resolve(config)
     if new_run:
@@ -37,6 +38,10 @@ def prepare(config: Config, new_run: bool = True) -> Config:
             raise ConfigError(missing)
     _fix_paths(config)
     _check_heads(config)
+    if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
+        from dhp.data.probe import check_some_samples
+
+        check_some_samples(config.data.datasets, config.data.data_registry, config.seed, config.data.allow_http)
     return config
 
 

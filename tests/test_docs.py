@@ -53,6 +53,12 @@ def test_requirements_are_what_is_imported() -> None:
     assert set(pins()) - imported() == NOT_IMPORTED, "in requirements.txt, but not imported"
 
 
+def test_optional_requirements_are_what_a_setting_or_a_file_asks_for() -> None:
+    lines = [line for name in ("gpu", "data") for line in (ROOT / f"requirements-{name}.txt").read_text().splitlines()]
+    listed = {re.split(r"[\[=<>~]", line)[0].strip() for line in lines if line and not line.startswith("#")}
+    assert listed <= OPTIONAL
+
+
 def test_every_requirement_has_a_reason() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text().lower()
     assert not [name for name in pins() if f"`{name}`" not in page]

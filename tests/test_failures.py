@@ -93,5 +93,8 @@ def test_an_interrupted_run_says_so(tiny_assets: Path, tmp_path: Path, number: s
 
     outcome = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000"), meanwhile=interrupt)
     assert outcome.status == 130, outcome.stderr
+    assert "resume         there is no checkpoint of this run yet" in outcome.stdout
+    for log in (run_dir / "logs").glob("*.log"):
+        assert "Warning" not in log.read_text()
     assert summary(run_dir)["status"] == "interrupted" and summary(run_dir)["steps"] >= 1
     assert outcome.left == ()

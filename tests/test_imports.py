@@ -39,7 +39,7 @@ TABLE: dict[str, set[str]] = {
     "feed": {"data", "models", "rows", "dealing"},
     "wiring": {"feed", "data.balancing", "data.sampler", "parallel.mesh", "trainers.settings"},
     "assets": {"data.shapes", "models.tiny"},
-    "preflight": {"assets", "models.registry", "models.shape"},
+    "preflight": {"assets", "data.probe", "models.registry", "models.shape"},
     "footprint": {"models.shape", "parallel.loss"},
     "dry_run": {"footprint", "preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
     "tracing": {"observe.trace"},

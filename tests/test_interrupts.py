@@ -37,6 +37,18 @@ def test_a_run_is_left_by_keyboard_interrupt_and_its_end_by_nothing(number: sign
     assert [signal.getsignal(n) for n in BOTH] == before
 
 
+def test_an_alarm_that_ray_set_is_called_off() -> None:
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    left_s = signal.alarm(100)
+    try:
+        with interruptible(), pytest.raises(KeyboardInterrupt):
+            send(signal.SIGTERM)
+        assert signal.alarm(0) == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.alarm(left_s)
+
+
 @pytest.mark.parametrize("number", BOTH)
 def test_outside_a_run_the_process_ends_at_once_in_one_line(number: signal.Signals) -> None:
     code = (

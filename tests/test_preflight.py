@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dhp.config.load import compose_config, to_yaml
-from dhp.errors import ConfigError, DhpError
+from dhp.errors import ConfigError, DataError, DhpError
 from dhp.preflight import prepare
 
 
@@ -52,6 +52,42 @@ def test_a_directory_that_holds_a_run_is_refused(tiny_assets: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="overwrite"):
         check(tiny_assets, f"run_dir={tmp_path}")
     check(tiny_assets, f"run_dir={tmp_path}", "overwrite=true")
+
+
+def mine(folder: Path, images: list[str], data_path: Path, *more: str) -> list[str]:
+    """Overrides for a dataset of one sample an image."""
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A square."}]
+    file = folder / "mine.jsonl"
+    file.write_text("".join(json.dumps({"image": image, "conversations": turns}) + "\n" for image in images))
+    registry = f"+data.data_registry.mine={{annotation_path: {file}, data_path: {data_path}}}"
+    return [registry, "data.datasets=[shapes,mine]", f"run_dir={folder / 'new'}", *more]
+
+
+def test_missing_images_are_found_before_anything_starts(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"x")
+    overrides = mine(tmp_path, ["a.png"] * 99 + ["b.png"], tmp_path)
+    with pytest.raises(DataError, match=r"dataset 'mine', line 100 of .*b\.png does not exist$"):
+        check(tiny_assets, *overrides)
+    check(tiny_assets, *overrides, "data.on_bad_sample=skip")
+    check(tiny_assets, *overrides, "training.dry_run=true")
+    prepare(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", *overrides]), new_run=False)
+
+
+def test_a_folder_that_is_named_twice_is_told(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "set" / "images").mkdir(parents=True)
+    (tmp_path / "set" / "images" / "a.png").write_bytes(b"x")
+    meant = tmp_path / "set" / "images" / "a.png"
+    for folder in ("images", "set/images"):
+        told = f"/a.png does not exist, but {meant} does: .* path name {folder}; leave it out of data_path"
+        with pytest.raises(DataError, match=told):
+            check(tiny_assets, *mine(tmp_path, [f"{folder}/a.png"], meant.parent))
+
+
+def test_large_annotations_are_left_for_later(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dhp.data.probe._CHEAP_BYTES", 10)
+    check(tiny_assets, *mine(tmp_path, ["b.png"], tmp_path))
 
 
 def test_unknown_keys_name_the_nearest() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,25 @@ from dhp.cluster.watch import RankRaised
 from dhp.errors import DhpError
 
 
+# What libraries say of how we use them, by text: why it means nothing here.
+_UNDERSTOOD = (
+    "Zero-copy tensor serialization is enabled",  # what crosses is detached and contiguous, and nobody writes to it
+    "The given NumPy array is not writable",  # the same, at the receiver
+)
+
+
+def silence_understood_warnings() -> None:
+    """Leave out of this process's log the warnings of libraries that are known to mean nothing here."""
+    for text in _UNDERSTOOD:
+        warnings.filterwarnings("ignore", message=text)
+
+
 def redirect_output(log_dir: str | None, name: str) -> None:
     """What this process prints goes to `log_dir`/`name`.log, so that a run's terminal shows the run.
 
     On a host without the run directory, or where it cannot be written, it stays in Ray's own log, which then says so.
     """
+    silence_understood_warnings()
     if log_dir is None:
         return
     try:

@@ -34,8 +34,8 @@ _OWN_SYSTEM = {"task_events_report_interval_ms": 0}
 def ray_session(address: str, cpus: int, gpus: int | None = None, timeout_s: float = 300.0) -> Iterator[None]:
     """Ray for the time of a run: its own on loopback for address=local, else a running one.
 
-    cpus, gpus: logical resources of a Ray of our own; None: the GPUs that Ray finds. timeout_s: how long its servers may
-    take to start.
+    cpus, gpus: logical resources of a Ray of our own; None: the GPUs that Ray finds. timeout_s: how long its servers
+    may take to start.
 
     Raises ConfigError when there is no cluster at `address`, ClusterError when Ray does not start. However it fails, no
     process of it stays.

@@ -7,6 +7,8 @@ tests/cluster/test_starting.py tells when it is gone.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,8 +38,16 @@ def within(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         services.get_node, utils.set_sigterm_handler = get_node, set_handler
+        _take_back_sigterm()
         if before is None:
             os.environ.pop(_SERVER_WAIT, None)
+
+
+def _take_back_sigterm() -> None:
+    """Ray's core puts a handler of its own below Python's, which prints a stack and aborts three seconds later."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def ray_log_folder() -> Path:

@@ -96,7 +96,7 @@ def translated(values: Values) -> tuple[dict[str, Any], list[str]]:
     for row, value in _aliased(values):
         old = f"{row.old}={_shown(value)}"
         if row.instead:
-            raise ConfigError(f"{old} is not there yet. Write {row.instead}.")
+            raise ConfigError(f"{old} is said in another way here. Write {row.instead}.")
         if not row.new or (value is None and row.to is _ANY):
             notices.append(f"{old} has no effect here: {row.why or 'null leaves the default'}")
             continue

@@ -14,6 +14,14 @@ PARALLELISMS = {
     "text": ("none", "data", "tensor", "deepspeed", "autotp"),
 }
 OFFERED = {"vision": DEGREES, "text": ("data", "tensor")}  # what may be above 1
+# What others call a parallelism.
+_MEANT = {
+    **dict.fromkeys(("ulysses", "ring", "context", "cp", "sp"), "sequence"),
+    **dict.fromkeys(("tp", "megatron"), "tensor"),
+    **dict.fromkeys(("dp", "ddp"), "data"),
+    **dict.fromkeys(("zero", "fsdp"), "deepspeed"),
+}
+
 # The degree that a parallelism names.
 _NAMED_DEGREE = {"data": "data", "sequence": "ulysses", "tensor": "tensor", "deepspeed": "data", "autotp": "tensor"}
 _DTYPES = ("bfloat16", "float32", "float64")
@@ -25,7 +33,7 @@ ZERO_ENGINES = ("auto", DEEPSPEED, FSDP)
 
 def resolve_part(name: str, part: PartConfig) -> PartConfig:
     """A copy of the part ("vision" or "text") with every degree a number. Raises ConfigError."""
-    require_choice(f"{name}.parallelism", part.parallelism, PARALLELISMS[name])
+    require_choice(f"{name}.parallelism", part.parallelism, PARALLELISMS[name], _MEANT)
     require_positive(f"{name}.num_actors", part.num_actors)
     degrees = {degree: getattr(part, degree) for degree in DEGREES}
     for degree, value in degrees.items():

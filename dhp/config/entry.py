@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from dhp.config.load import to_config
+from dhp.config.load import to_config, to_yaml
 from dhp.config.overrides import checked_overrides
 from dhp.config.schema import Config
 from dhp.config.source import ENTRY, Source
@@ -28,10 +28,29 @@ def hydra_entry(run: Callable[[Config], None], argv: Sequence[str] | None = None
     the configuration or from `run`, is printed to stderr without a traceback and ends the process with
     status 1; other exceptions pass through.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not while it is captured
+            stream.reconfigure(errors="backslashreplace")  # no arrow in a table ends a run where the locale is ASCII
     try:
-        _enter(run, list(sys.argv[1:] if argv is None else argv))
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        _check_letters("\n".join(arguments))
+        _enter(run, arguments)
     except DhpError as error:
         _exit_with(error)
+
+
+def _check_letters(text: str) -> None:
+    """Refuse what the locale cannot write: a name of a file may be made of it. Raises ConfigError."""
+    encoding = sys.getfilesystemencoding()
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError as error:
+        line = text[text.rfind("\n", 0, error.start) + 1 :].partition("\n")[0].strip()
+        shown = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        raise ConfigError(
+            f"the locale's encoding, {encoding}, cannot write all of {shown}. Set PYTHONUTF8=1, or a locale such as "
+            "LC_ALL=C.UTF-8"
+        ) from error
 
 
 def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
@@ -44,7 +63,9 @@ def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
     def job(composed: DictConfig) -> None:
         # Hydra would announce a failed job and print its overrides before the message; leave before it can.
         try:
-            run(_numbered(to_config(composed), rest))
+            config = _numbered(to_config(composed), rest)
+            _check_letters(to_yaml(config))
+            run(config)
         except DhpError as error:
             _exit_with(error)
 

@@ -3,14 +3,16 @@
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-_SIMILAR = 0.6  # difflib's own default for a close match
+_SIMILAR = 0.75  # at difflib's own 0.6, `seed` is close to `deepspeed` and `max_steps` to `eval_steps`
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name in `known` most like `name`, or None when none resembles it. Ties: the first one."""
-    scored = [(_similarity(name, candidate), candidate) for candidate in known]
-    score, best = max(scored, key=lambda pair: pair[0], default=(0.0, None))
-    return best if score >= _SIMILAR else None
+    """The name in `known` most like `name`, or None when none resembles it. Ties: the first one.
+
+    A name of several words resembles some of them too: `path` means `data_path`.
+    """
+    scored = [(_similarity(name, one), one) for one in known if _resembles(name, one)]
+    return max(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def nearest_key(key: str, known: Iterable[str]) -> list[str]:
@@ -34,6 +36,11 @@ def did_you_mean(names: Iterable[str | None]) -> str:
     """`; did you mean a or b?`, or nothing when there is no suggestion."""
     suggestions = [name for name in names if name]
     return f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""
+
+
+def _resembles(name: str, candidate: str) -> bool:
+    words, of_candidate = ({*text.lower().split("_")} for text in (name, candidate))
+    return words <= of_candidate or _similarity(name, candidate) >= _SIMILAR
 
 
 def _similarity(left: str, right: str) -> float:

@@ -9,22 +9,37 @@ from hydra.errors import HydraException
 
 from dhp.config.aliases import has_alias, names_here, translated
 from dhp.config.keys import ANY_NAME, Key, find_key
+from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.source import Source
-from dhp.config.translate import unknown_key
-from dhp.config.yaml_files import say
+from dhp.config.translate import raise_all, unknown_key, unknown_keys
+from dhp.config.yaml_files import say, wrong_keys
 from dhp.errors import ConfigError
 
 
 def checked_overrides(arguments: Sequence[str], source: Source) -> list[str]:
-    """The overrides to hand to Hydra. Raises ConfigError for text that is no override and for unknown keys.
+    """The overrides to hand to Hydra. Raises ConfigError, one for all, for text that is no override and for
+    unknown keys, those in the named YAML included.
 
     `key=value` and `+key=value` set a key of the schema alike (all of them exist, and entries of a
     dictionary need not); `~key` returns it to its default. Overrides of Hydra itself, of config groups and
     deletions of dictionary entries go through as they are.
     """
-    parsed = [(argument, _parse(argument)) for argument in arguments]
+    parsed, errors = [], []
+    for argument in arguments:
+        try:
+            parsed.append((argument, _parse(argument)))
+        except ConfigError as error:
+            errors.append(error)
     of_others = [override for _, override in parsed if _is_alias(override)]
-    return [_checked(*pair, source) for pair in parsed if pair[1] not in of_others] + _translated(parsed, of_others)
+    own = []
+    for argument, override in parsed:
+        try:
+            own += [] if override in of_others else [_checked(argument, override, source)]
+        except ConfigError as error:
+            errors.append(error)
+    file = source.file()
+    raise_all(([] if file is None else wrong_keys(file)) + errors)
+    return own + _translated(parsed, of_others)
 
 
 def _is_alias(override: Override) -> bool:
@@ -53,6 +68,8 @@ def _checked(argument: str, override: Override, source: Source) -> str:
     name = override.key_or_group
     is_hydras = name == "hydra" or name.startswith(("hydra.", "hydra/"))
     is_choice = source.has_group(name) and not isinstance(override.value(), dict)
+    if is_choice and not is_hydras:
+        _check_choice(name, override.value(), source)
     if is_hydras or override.package is not None or is_choice:
         return argument
     key = find_key(name)
@@ -62,12 +79,22 @@ def _checked(argument: str, override: Override, source: Source) -> str:
         )
     if key is None:
         raise unknown_key(name)
+    if key.is_section and isinstance(override.value(), dict):
+        raise_all(unknown_keys(override.value(), name))
     in_entry = ANY_NAME in key.path
     if override.is_delete():
         return argument if in_entry or key.is_section else f"++{name}={_hydra_literal(key.default)}"
     if in_entry and not override.is_sweep_override():
         return _merged_entry(key, override)
     return f"++{argument.lstrip('+')}"
+
+
+def _check_choice(group: str, value: Any, source: Source) -> None:
+    """`group=value` takes one of the configurations in a folder. Raises ConfigError, with all of them, for another."""
+    choices = source.choices(group)
+    if isinstance(value, str) and value.removesuffix(".yaml") not in choices:
+        suggestion = did_you_mean([nearest(value, choices)])
+        raise ConfigError(f"{group}={value} does not exist; choose from {', '.join(choices)}{suggestion}")
 
 
 def _merged_entry(key: Key, override: Override) -> str:

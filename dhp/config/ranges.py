@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dhp.config.mixing import split_share
 from dhp.config.nearest import did_you_mean, nearest
@@ -27,10 +27,11 @@ def require_positive(field: str, value: float) -> None:
     require(math.isfinite(value) and value > 0, field, value, lowest)
 
 
-def require_choice(field: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ConfigError unless the value is one of the choices."""
+def require_choice(field: str, value: str, choices: Sequence[str], meant: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError unless the value is one of the choices. meant: for words of others, the choice they mean."""
     if value not in choices:
-        suggestion = did_you_mean([nearest(value, choices)])
+        known = (meant or {}).get(value.lower())
+        suggestion = did_you_mean([known if known in choices else nearest(value, choices)])
         raise ConfigError(f"{field}={value} does not exist; choose from {', '.join(choices)}{suggestion}")
 
 

@@ -54,7 +54,7 @@ def make_run_dir(config: Config) -> Path:
     """
     check_run_dir(config)
     run_dir = Path(config.run_dir)
-    for path in _removed(config):
+    for path in list(_removed(config)):
         _remove(path)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -142,11 +142,10 @@ def _removed(config: Config) -> Iterator[Path]:
     run_dir = Path(config.run_dir)
     if _continues(config) or not _is_run(run_dir):
         return
+    if config.overwrite or _never_began(run_dir):
+        yield from _record(run_dir)
     if not config.overwrite:
-        if _never_began(run_dir):
-            yield from _record(run_dir)
         return
-    yield from (run_dir / name for name in (*_RECORD, "logs") if os.path.lexists(run_dir / name))
     checkpoints = run_dir / "checkpoints"
     if checkpoints.is_symlink():
         yield checkpoints  # what it leads to stays
@@ -155,7 +154,7 @@ def _removed(config: Config) -> Iterator[Path]:
 
 
 def _record(run_dir: Path) -> Iterator[Path]:
-    """What a run wrote before its first step. Nobody asked to have it removed, so of the logs only those of ranks."""
+    """What a run writes beside its checkpoints; of the logs only its ranks', because a scheduler's may lie there."""
     yield from (run_dir / name for name in _RECORD if os.path.lexists(run_dir / name))
     yield from (log for log in sorted((run_dir / "logs").glob("*.log")) if _RANK_LOG.fullmatch(log.name))
 

@@ -69,7 +69,8 @@ class TrainingConfig:
     """The objective, the optimizer and the length of the run."""
 
     batch_size: int = 8
-    """Samples a step over all replicas; batch_size = text.data × micro_batch_size × micro-batches a step."""
+    """Samples a step over all replicas; batch_size = text.data × micro_batch_size × micro-batches a step. With
+    data.balance=isf or balanced it gives the rows of a step, and samples vary: 4 may give steps of 2, 2, 4, 4."""
 
     micro_batch_size: int = 1
     """Samples that one text replica holds in one forward pass."""

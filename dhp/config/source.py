@@ -54,6 +54,17 @@ class Source:
         """Whether `group` is a folder of configurations, which `group=choice` selects from."""
         return any((directory / group).is_dir() for directory in self.directories)
 
+    def choices(self, group: str) -> list[str]:
+        """The configurations in the folder `group`."""
+        files = [file for directory in self.directories for file in (directory / group).rglob("*.yaml")]
+        places = [(file, next(d for d in self.directories if file.is_relative_to(d / group))) for file in files]
+        return sorted({str(file.relative_to(d / group).with_suffix("")) for file, d in places})
+
+    def file(self) -> Path | None:
+        """The named YAML."""
+        files = [directory / f"{self.name}.yaml" for directory in self.directories]
+        return next((file for file in files if file.is_file()), None)
+
     def register(self) -> None:
         """Put the schema and the entry config over this source into Hydra's store.
 
@@ -82,9 +93,15 @@ class Source:
         )
 
     def _require_file(self) -> None:
-        if any((directory / f"{self.name}.yaml").is_file() for directory in self.directories):
+        if self.file() is not None:
             return
         found = self.names()
+        given = Path(f"{self.name}.yaml")
+        if given.is_file():
+            raise ConfigError(
+                f"--config-name={self.name} is a name, not a path. The file {given} is used by\n"
+                f"  --config-path={given.parent} --config-name={given.stem}"
+            )
         raise ConfigError(
             f"--config-name={self.name} does not exist{did_you_mean([nearest(self.name, found)])}\n"
             f"  searched: {', '.join(str(directory) for directory in self.directories)}\n"

@@ -1,8 +1,9 @@
 """Errors of Hydra and OmegaConf, told in the user's terms: which key, which value, what was expected."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import (
@@ -14,6 +15,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from dhp.config.foreign import foreign_hint
 from dhp.config.keys import Key, find_key, known_paths, type_words
 from dhp.config.nearest import did_you_mean, nearest_key
 from dhp.errors import ConfigError
@@ -31,9 +33,32 @@ def translated_errors() -> Iterator[None]:
 
 
 def unknown_key(path: str, where: str = "") -> ConfigError:
-    """The error for a dotted key that the schema does not have, naming the nearest one that it has."""
-    suggestion = did_you_mean(nearest_key(path, known_paths(path)))
-    return ConfigError(f"{where}{path} is not a key{suggestion or _keys_beside(path)}")
+    """The error for a dotted key that the schema does not have: what another trainer's key is called here, else the
+    nearest one that it has."""
+    hint = foreign_hint(path) or did_you_mean(nearest_key(path, known_paths(path))) or _keys_beside(path)
+    return ConfigError(f"{where}{path} is not a key{hint}")
+
+
+def unknown_keys(values: Mapping[Any, Any], section: str = "", where: str = "") -> list[ConfigError]:
+    """An error for each key of `values`, which lies in `section`, that the schema does not have."""
+    errors = []
+    for name, value in values.items():
+        path = f"{section}.{name}" if section else str(name)
+        key = find_key(path)
+        if key is None:
+            errors.append(unknown_key(path, where))
+        elif key.is_section and isinstance(value, Mapping):
+            errors += unknown_keys(value, path, where)
+    return errors
+
+
+def raise_all(errors: Sequence[ConfigError]) -> None:
+    """Raise one error that tells all of them, if there are any."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        told = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, errors)))
+        raise ConfigError(f"{len(errors)} things are wrong:{told}")
 
 
 def _keys_beside(path: str) -> str:
@@ -48,7 +73,8 @@ def _keys_beside(path: str) -> str:
 def _translate(error: Exception) -> ConfigError:
     cause = _innermost(error)
     if cause is None:
-        return ConfigError(str(error).strip().replace("'++", "'"))  # the prefix that dhp put before the user's key
+        told = str(error).partition("\nConfig search path:")[0]
+        return ConfigError(told.strip().replace("'++", "'"))  # the prefix that dhp put before the user's key
     where, path = _where(error), cause.full_key or ""
     key = find_key(path.partition("[")[0])
     if isinstance(cause, ValidationError) and key:

@@ -6,6 +6,7 @@ Hydra's own reader of files is not among its public names; what is imported of i
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -13,8 +14,11 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dhp.config.aliases import has_alias, translated
+from dhp.config.translate import unknown_keys
 from dhp.errors import ConfigError
 
 
@@ -41,6 +45,21 @@ class YamlFiles(FileConfigSource):
         cls.said.clear()
         Plugins.instance()  # Hydra's own schemes first
         SourcesRegistry.instance().register(cls)
+
+
+def wrong_keys(file: Path) -> list[ConfigError]:
+    """An error for each key of a run's own YAML that neither vocabulary has. None for a file that cannot be read as a
+    configuration: Hydra will say why."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        return []
+    if not isinstance(values, dict) or "@package" in text.partition("\n")[0]:
+        return []
+    flat = {key: value for key, value in _flat(values).items() if key.partition(".")[0] not in ("defaults", "hydra")}
+    own = {key: value for key, value in flat.items() if not has_alias(key, value)}
+    return unknown_keys(_nested(own), where=f"in {file.name}: ")
 
 
 def say(notices: list[str]) -> None:

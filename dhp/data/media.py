@@ -83,7 +83,7 @@ def _open_path(path: Path, what: str) -> BinaryIO:
         if path.is_dir():
             raise DataError(f"{what} {path} is a folder")
         if not path.exists():
-            raise DataError(f"{what} {path} does not exist")
+            raise DataError(f"{what} {path} does not exist{_doubled(path)}")
         if not path.is_file():
             raise DataError(f"{what} {path} is not a regular file")  # reading a pipe would block for ever
         if path.stat().st_size == 0:
@@ -91,6 +91,21 @@ def _open_path(path: Path, what: str) -> BinaryIO:
         return path.open("rb")
     except OSError as error:
         raise DataError(f"{what} {path} cannot be read: {error.strerror}") from error
+
+
+def _doubled(path: Path) -> str:
+    """What to do about a file that is not there because data_path and the sample's path both name its folder."""
+    parts = path.parts
+    for size in range(1, len(parts) // 2 + 1):
+        for start in range(1, len(parts) - 2 * size + 1):
+            once, again = parts[start : start + size], parts[start + size : start + 2 * size]
+            meant = Path(*parts[: start + size], *parts[start + 2 * size :])
+            if once == again and meant.is_file():
+                return (
+                    f", but {meant} does: both data_path and the sample's path name {'/'.join(once)}; leave it out of "
+                    "data_path"
+                )
+    return ""
 
 
 def _read_member(member: Member, what: str) -> bytes:

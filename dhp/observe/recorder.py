@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -31,12 +31,13 @@ class Recorder:
         config: str,
         resumed_from: Path | None = None,
         done: int = 0,
+        resume: Callable[[Path | None], str] | None = None,
     ):
         """config: what config.yaml will be. resumed_from: the checkpoint that the run continues; done: the steps before
-        it."""
+        it. resume: how to go on after the newest checkpoint, for a run that did not complete."""
         self.run_dir, self._config = run_dir, config
         self.checkpoint = self._resumed_from = resumed_from
-        self._done = done
+        self._done, self._resume = done, resume
         self._log_interval, self._world = log_interval, world
         self._steps: list[StepMetrics] = []
         self._progress: Progress | None = None
@@ -79,7 +80,7 @@ class Recorder:
 
     def _open(self) -> None:
         with self.writing():
-            (self.run_dir / "config.yaml").write_text(self._config)
+            (self.run_dir / "config.yaml").write_text(self._config, encoding="utf-8")
             self._steps = [_in_brief(metrics) for metrics in keep_steps(self.run_dir, self._done)]
             (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
             self._metrics = MetricsWriter(self.run_dir)
@@ -137,7 +138,8 @@ class Recorder:
                 write_summary(self.run_dir, summary)
         except RecordError as again:
             lost = lost or again
-        print("\n" + closing_table(summary, self.run_dir.absolute(), self.checkpoint), flush=True)
+        more = {"resume": self._resume(self.checkpoint)} if self._resume and summary.status != "completed" else {}
+        print("\n" + closing_table(summary, self.run_dir.absolute(), self.checkpoint, **more), flush=True)
         if lost is not None and error is None:
             raise lost
         if lost is not None and str(lost) != str(error):

@@ -90,12 +90,12 @@ def test_an_override_that_is_overruled_is_replaced():
 def test_what_is_not_there_is_refused_with_what_to_write(override, instead):
     with pytest.raises(ConfigError) as caught:
         compose_config("tiny", overrides=[override])
-    assert str(caught.value).startswith(f"{override} is not there yet. Write {instead}")
+    assert str(caught.value).startswith(f"{override} is said in another way here. Write {instead}")
 
 
 def test_a_refusal_in_a_yaml_names_the_file(tmp_path):
     (tmp_path / "bad.yaml").write_text("training: {gradient_accumulation_steps: 2}\n")
-    with pytest.raises(ConfigError, match="in bad.yaml: training.gradient_accumulation_steps=2 is not there yet"):
+    with pytest.raises(ConfigError, match="in bad.yaml: training.gradient_accumulation_steps=2 is said in another way"):
         compose_config("bad", str(tmp_path))
 
 

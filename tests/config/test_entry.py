@@ -49,6 +49,22 @@ def test_flags_may_come_in_any_order_and_short(tmp_path):
     assert (config.seed, config.name) == (8, "x")
 
 
+@pytest.mark.parametrize("name", ["é", "plain"])
+def test_a_locale_without_the_letters_of_a_path_is_told(name):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONIOENCODING": ""}
+    script = SCRIPT.replace("'ran'", r"'ran \u2192'")
+    command = [sys.executable, "-c", script, "--config-name=tiny", f"run_dir=runs/{name}"]
+    done = subprocess.run([os.fsencode(part) for part in command], env=environment, capture_output=True, timeout=60)
+    if name == "plain":
+        assert (done.returncode, done.stdout) == (0, b"ran \\u2192 tiny 0\n")
+        return
+    assert done.returncode == 1
+    assert done.stderr == (
+        b"ConfigError: the locale's encoding, ascii, cannot write all of run_dir=runs/\\xe9. Set PYTHONUTF8=1, or a "
+        b"locale such as LC_ALL=C.UTF-8\n"
+    )
+
+
 def test_the_process_exits_1_with_the_message_alone():
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, "--config-name=tiny", "training.batchsize=2"]

@@ -2,6 +2,8 @@
 
 import pytest
 
+from dhp.config.foreign import _HERE, _NOT_HERE
+from dhp.config.keys import find_key, schema_keys
 from dhp.config.load import compose_config, to_yaml
 from dhp.config.schema import Config, DatasetEntry
 from dhp.errors import ConfigError
@@ -83,6 +85,56 @@ def test_a_mistaken_override_is_named_with_its_remedy(override, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("training.deepspeed=zero2", "; here it is vision.zero_stage and text.zero_stage;"),
+        ("training.gradient_checkpointing=true", "; here it is vision.activation_checkpointing and text.activation_"),
+        ("gradient_checkpointing=true", "; here it is vision.activation_checkpointing"),
+        ("training.eval_steps=10", "; there is none: nothing is evaluated during training"),
+        ("eval_steps=10", "; there is none: nothing is evaluated"),
+        ("data.streaming=true", "; there is none: files are read sample by sample"),
+        ("per_device_train_batch_size=2", "; here it is training.micro_batch_size"),
+        ("output_dir=x", "; here it is run_dir"),
+        ("text.lora_rank=8", "; there is none: all weights are trained"),
+        ("training.momentum=0.9", "; training has batch_size, micro_batch_size"),
+    ],
+)
+def test_keys_of_other_trainers_are_known(override, hint):
+    with pytest.raises(ConfigError) as caught:
+        compose_config("tiny", overrides=[override])
+    assert f"{override.partition('=')[0]} is not a key{hint}" in str(caught.value)
+
+
+def test_what_other_trainers_keys_are_here_exists_and_they_do_not():
+    for name, here in _HERE.items():
+        named = [word.strip(",;") for word in here.replace(".<name>", ".any").split()]
+        assert any(find_key(word) for word in named), (name, here)
+        assert all(find_key(word) for word in named if "." in word)
+    known = {path.rpartition(".")[2] for path in schema_keys()}
+    assert not known & (_HERE.keys() | _NOT_HERE.keys()) and not _HERE.keys() & _NOT_HERE.keys()
+
+
+def test_all_wrong_keys_are_told_at_once(tmp_path):
+    yaml = "lr: 1\ntraining: {batchsize: 2, epochs: 3}\nvision: {dtype: bfloat16}\nzzz: {a: 1}\n"
+    (tmp_path / "mine.yaml").write_text(yaml)
+    overrides = ["training.deepspeed=x", "seed", "training={stepz: 1, max_step: 2}", "training.max_steps=3"]
+    with pytest.raises(ConfigError) as caught:
+        compose_config("mine", str(tmp_path), overrides)
+    told = str(caught.value).splitlines()
+    for line, part in zip(told[1:], (
+        "in mine.yaml: lr is not a key; here it is training.learning_rate",
+        "in mine.yaml: training.batchsize is not a key; did you mean training.batch_size?",
+        "in mine.yaml: training.epochs is not a key; did you mean training.num_epochs?",
+        "in mine.yaml: zzz is not a key",
+    )):
+        assert line.strip().startswith(part)
+    rest = "\n".join(told[5:])
+    for part in ("'seed' is not an override", *(f"training.{k} is not" for k in ("deepspeed", "stepz", "max_step"))):
+        assert part in rest
+    assert told[0].endswith("things are wrong:")
+
+
 def test_a_yaml_needs_no_defaults_list_and_may_extend_a_shipped_one(tmp_path):
     (tmp_path / "plain.yaml").write_text("training:\n  batch_size: 3\n")
     (tmp_path / "mine.yaml").write_text("defaults:\n  - tiny\n  - _self_\nname: mine\n")
@@ -143,6 +195,30 @@ def test_an_unknown_config_lists_what_exists_and_the_nearest(tmp_path):
 def test_an_unknown_directory_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--config-path=.*nowhere is not a directory"):
         compose_config("tiny", str(tmp_path / "nowhere"))
+
+
+def test_a_file_given_for_a_name_is_told_with_the_flags_that_use_it(tmp_path, monkeypatch):
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "mine.yaml").write_text("seed: 9\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("my/mine.yaml", "my/mine"):
+        with pytest.raises(ConfigError, match="name, not a path(?s:.)*--config-path=my --config-name=mine$"):
+            compose_config(name)
+
+
+@pytest.mark.parametrize("override", ["vision=ulyses_zero1", "+vision=ulyses_zero1"])
+def test_a_choice_that_is_none_is_told_with_all_there_are(override):
+    with pytest.raises(ConfigError) as caught:
+        compose_config("qwen2_5_vl_3b", overrides=[override])
+    told = "vision=ulyses_zero1 does not exist; choose from data_zero1, ulysses_zero1; did you mean ulysses_zero1?"
+    assert str(caught.value) == told
+
+
+def test_a_choice_in_a_yaml_that_is_none_is_told_without_hydras_search_path(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - vision: nosuch\n  - _self_\n")
+    with pytest.raises(ConfigError) as caught:
+        compose_config("mine", str(tmp_path))
+    assert "ulysses_zero1" in str(caught.value) and "search path" not in str(caught.value)
 
 
 def test_yaml_text_reads_back_to_an_equal_config(tmp_path):

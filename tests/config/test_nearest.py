@@ -26,6 +26,8 @@ def test_nearest(typed, meant):
         ("cluster.dtype", ["vision.dtype", "text.dtype"]),
         ("vison", ["vision"]),
         ("optimizer.momentum", []),
+        ("training.deepspeed", []),
+        ("actors", ["vision.num_actors", "text.num_actors"]),
     ],
 )
 def test_nearest_key(typed, meant):

@@ -127,6 +127,9 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             {"vision__zero_stage": 1, "vision__dtype": "float64"},
             ["vision.zero_stage=1 with vision.dtype=float64", "DeepSpeed", "vision.dtype=float32"],
         ),
+        ({"vision__parallelism": "ulysses"}, ["vision.parallelism=ulysses does not exist", "did you mean sequence?"]),
+        ({"vision__parallelism": "TP"}, ["did you mean tensor?"]),
+        ({"text__parallelism": "zero"}, ["did you mean deepspeed?"]),
         ({"text__dtype": "bf16"}, ["text.dtype=bf16 does not exist", "Set text.dtype=bfloat16"]),
         (
             {"text__attention_backend": "flash_attention_2"},

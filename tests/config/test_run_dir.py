@@ -42,11 +42,14 @@ def test_overwriting_removes_what_a_run_left_and_nothing_else(tmp_path):
     for name in ("tb", "logs", "mine", *(f"checkpoints/{name}" for name in ("step_2", "step_4.partial", "pretrained"))):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").write_text("")
+    for name in ("vision-0.log", "text-12.log", "data.log", "data-1.log", "slurm-1.log"):
+        (tmp_path / "logs" / name).write_text("")
     config = Config(run_dir=str(tmp_path), overwrite=True)
     config.training.checkpoint_dir = str(tmp_path / "checkpoints")
     assert replaces_checkpoints(config)
     make_run_dir(config)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "mine", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "logs", "mine", "notes.txt"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["file", "slurm-1.log"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["pretrained"]
 
 
@@ -97,8 +100,8 @@ def test_an_empty_run_dir_is_refused(overwrite):
         ("vision.model_name", "checkpoints/step_2/model"),
         ("text.model_name", "checkpoints/step_2.partial"),
         ("training.checkpoint_dir", "tb/deep"),
-        ("tiny_assets", "logs/assets"),
-        ("data.data_registry.mine.annotation_path", "logs/set.json"),
+        ("tiny_assets", "tb/assets"),
+        ("data.data_registry.mine.annotation_path", "checkpoints/step_4/set.json"),
         ("data.data_registry.mine.data_path", "checkpoints/step_2"),
     ],
 )
@@ -112,7 +115,7 @@ def test_what_the_run_reads_is_not_removed(tmp_path, key, where):
     for section in sections:
         holder = holder[section] if isinstance(holder, dict) else getattr(holder, section)
     setattr(holder, name, str(run_dir / where))
-    with pytest.raises(ConfigError, match=f"^{key}=.*{where} lies in {run_dir / where.split('/')[0]}.* is removed"):
+    with pytest.raises(ConfigError, match=f"^{key}=.*{where} lies in {run_dir}.* is removed"):
         make_run_dir(config)
     assert (run_dir / where).is_dir() and (run_dir / "summary.json").is_file()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,18 @@ def test_an_end_is_recorded_and_passes_through(
         recorder.record(StepMetrics(step=1, loss=2.0))
         raise error
     assert (summary(tmp_path)["status"], summary(tmp_path)["error"], summary(tmp_path)["steps"]) == (status, told, 1)
+
+
+@pytest.mark.parametrize(("error", "told"), [(KeyboardInterrupt(), True), (ValueError(), True), (None, False)])
+def test_a_run_that_did_not_complete_tells_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: BaseException | None, told: bool
+) -> None:
+    with suppress(KeyboardInterrupt, ValueError):
+        with Recorder(tmp_path, 1, {}, "seed: 0\n", resume=lambda newest: f"go on after {newest}") as recorder:
+            recorder.checkpoint = Path("step_4")
+            if error is not None:
+                raise error
+    assert ("resume         go on after step_4\n" in capsys.readouterr().out) == told
 
 
 def test_the_record_stands_before_the_teardown_that_may_fail(

@@ -1,0 +1,48 @@
+"""A look at some samples before anything is started: a wrong folder of images is wrong for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dhp.config.mixing import split_share
+from dhp.config.schema import DatasetEntry
+from dhp.data.media import Video, open_media
+from dhp.data.records import Record, located
+from dhp.data.source import Dataset, open_dataset
+
+PROBED = 16  # samples of each dataset, spread over it
+_CHEAP = (".json", ".jsonl", ".ndjson")  # of other files, a sample may be a group of rows or an archive's whole index
+_CHEAP_BYTES = 1 << 28
+
+
+def check_some_samples(names: Sequence[str], registry: Mapping[str, DatasetEntry], seed: int, allow_http: bool) -> None:
+    """Read some annotations of each named dataset, and see whether the files that they name are there.
+
+    Datasets that are large, or no JSON, are left for later, and so is whatever is in the files. Raises DataError as
+    reading the sample would, and for a dataset that cannot be opened.
+    """
+    cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
+    for name in cheap:
+        dataset = open_dataset([name], registry, seed, allow_http=allow_http)
+        for index in np.unique(np.linspace(0, len(dataset) - 1, PROBED).astype(int)):
+            _check(dataset, int(index))
+
+
+def _is_cheap(annotation_path: str) -> bool:
+    path = Path(annotation_path)
+    return path.suffix.lower() in _CHEAP and path.is_file() and path.stat().st_size <= _CHEAP_BYTES
+
+
+def _check(dataset: Dataset, index: int) -> None:
+    record = dataset.record(index)
+    with located(record.where):
+        for file, what in _files(record):
+            open_media(file, what).close()
+
+
+def _files(record: Record) -> list[tuple[Path, str]]:
+    shown = [(part.file, "video") if isinstance(part, Video) else (part, "image") for part in record.media]
+    return [(file, what) for file, what in shown if isinstance(file, Path)]
