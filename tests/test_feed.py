@@ -74,6 +74,7 @@ def test_a_rank_without_work_gets_one_window_of_its_own(made_model: str) -> None
     assert busy.rows == (1,) and all(work.rows == (0,) for work in idle)
     for work in idle:
         assert work.active and work.window_lengths == (4,) and work.pixels.shape == (4, 3 * 2 * 14 * 14)
+        assert work.positions.tolist() == [[0, 0]] * 4
     for work in data.vision[0]:  # a dummy window is a segment that nobody else sees
         assert work.segment_lengths == (4, 4, 4, 4)
         assert work.shards == (((0, 0, 4),), ((1, 0, 4),), ((2, 0, 4),), ((3, 0, 4),))
@@ -256,8 +257,22 @@ def test_loads_are_told_with_padding_and_without(made_model: str) -> None:
         info = deal(made_model, Case(Degrees(data=2), Degrees(data=2), 1, packing=packing), samples).info
         assert (info.tokens, info.places) == (16, sum(places))
         assert info.dist_ratio == {"vision": 0.5, "text": pytest.approx(6 / 22)}
-    info = deal(made_model, Case(Degrees(), Degrees(), 1), samples).info  # a row of 11 and a padded one
+    images = [[(1, 4, 4)], [(1, 4, 6)], [], [(1, 4, 8)]]
+    samples = [*samples, *(make_sample(grids, 3, 2, n, 505) for n, grids in enumerate(images))]
+    info = deal(made_model, Case(Degrees(data=3), Degrees(data=3), 2), samples).info
+    # Patches of the ranks: 16, 16 and none, then 24, 32 and none; against the busiest one, in the mean.
+    assert info.dist_ratio["vision"] == pytest.approx((1 - 32 / 48 + 1 - 56 / 96) / 2)
+    info = deal(made_model, Case(Degrees(), Degrees(), 1), samples[:2]).info  # a row of 11 and a padded one
     assert (info.tokens, info.places, info.dist_ratio) == (16, 22, {"vision": 0.0, "text": 0.0})
+
+
+def test_layouts_of_images_are_kept_and_those_of_videos_are_not(made_model: str) -> None:
+    """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
+    feed = make_feed(made_model, Case(Degrees(), Degrees(), micro_batches=1), [videos(), mixed_step()])
+    for step in (0, 1, 0, 1):
+        feed.step(step)
+    found = feed._dealer._known_layout.cache_info()
+    assert (found.currsize, found.misses) == (5, 5)  # 4 × 4, and four in the other step
 
 
 def test_an_empty_packed_place_is_one_padding_token(made_model: str) -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
+from dhp.data.balancing import Balancing
 from dhp.data.reading import Reading
-from dhp.wiring import feed_settings, kept_settings
+from dhp.data.sampler import BatchLayout
+from dhp.parallel.mesh import Degrees
+from dhp.wiring import feed_settings, kept_settings, part_settings
 
 OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]
 
@@ -14,6 +22,87 @@ def test_how_samples_are_read_reaches_the_dataset_actor() -> None:
     settings = feed_settings(resolve(compose_config("tiny", overrides=OVERRIDES)))
     assert settings.datasets == ("shapes", "shapes%50")
     assert settings.reading == Reading(allow_http=True, max_tokens=900, video_fps=1.0)
+
+
+NOTHING_AS_BY_DEFAULT = [
+    *("seed=11", "memory.accounting=true", "memory.budget_gib=1", "cluster.device=cpu"),
+    *("vision.model_name=a/model", "text.model_name=a/model"),
+    *("vision.parallelism=sequence", "vision.num_actors=24", "vision.data=2", "vision.ring=3", "vision.ulysses=2"),
+    *("vision.tensor=2", "vision.dtype=float64", "vision.zero_stage=0", "vision.recompute=light"),
+    *("text.parallelism=autotp", "text.num_actors=6", "text.data=3", "text.tensor=2", "text.dtype=bfloat16"),
+    *("text.recompute=mlp:0", "training.batch_size=30", "training.micro_batch_size=5", "training.trace=true"),
+    *("data.min_pixels=4000", "data.max_pixels=90000", "data.packing=false", "data.shuffle=false"),
+    *("data.cache_dir=somewhere", "data.max_tokens=900", "data.video_fps=1.5", "data.video_max_frames=12"),
+    *("data.video_max_pixels=7000", "data.allow_http=true", "data.on_bad_sample=skip"),
+]
+
+
+def test_every_setting_of_a_part_comes_from_its_own_configuration() -> None:
+    config = resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT))
+    found = {part: part_settings(config, part, "cuda", 40, Path("step_7")) for part in ("vision", "text")}
+    shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
+    own = {
+        "vision": {
+            "degrees": Degrees(data=2, ring=3, ulysses=2, tensor=2),
+            "dtype": "float64",
+            "recompute": "light",
+            "zero_stage": 0,
+            "autotp": False,
+            "resume_from": "step_7/vision",
+        },
+        "text": {
+            "degrees": Degrees(data=3, tensor=2),
+            "dtype": "bfloat16",
+            "recompute": "mlp:0",
+            "zero_stage": 0,
+            "autotp": True,
+            "resume_from": "step_7/text",
+        },
+    }
+    for part, settings in found.items():
+        told = {field.name: getattr(settings, field.name) for field in fields(settings)}
+        del told["update"]
+        assert told == shared | own[part] | {"part": part}
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (3, 1)])
+def test_each_part_has_its_own_stage_of_zero(stages: tuple[int, int]) -> None:
+    config = compose_config("tiny", overrides=[
+        *("vision.parallelism=data", f"vision.zero_stage={stages[0]}"),
+        *("text.parallelism=data", f"text.zero_stage={stages[1]}"),
+    ])  # fmt: skip
+    config = resolve(config)
+    assert tuple(part_settings(config, part, "cpu", 1).zero_stage for part in ("vision", "text")) == stages
+
+
+def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
+    settings = feed_settings(resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT)))
+    found = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    registry = found.pop("registry")
+    assert set(registry) == {"shapes"}
+    assert found == {
+        "model_name": "a/model",
+        "datasets": ("shapes",),
+        "layout": BatchLayout(replicas=3, micro_batches=2, micro_batch_size=5),
+        "replicas": 2,
+        "ranks": 6,
+        "min_pixels": 4000,
+        "max_pixels": 90000,
+        "seed": 11,
+        "shuffle": False,
+        "on_bad_sample": "skip",
+        "packing": False,
+        "cache_dir": "somewhere",
+        "reading": Reading(True, 900, 1.5, 12, 7000),
+        "balancing": Balancing(),
+    }
+
+
+def test_how_rows_are_balanced_reaches_the_dataset_actor() -> None:
+    limits = {"text": 5000, "vision": 3000, "full_text": 4800, "full_vision": 2900}
+    own = ["data.balance=isf", "data.balance_window=500", *(f"data.limits.{key}={n}" for key, n in limits.items())]
+    settings = feed_settings(resolve(compose_config("tiny", overrides=own)))
+    assert settings.balancing == Balancing("isf", 3000, 5000, 2900, 4800, 500)
 
 
 def test_a_resumed_run_keeps_shares_and_weights() -> None:

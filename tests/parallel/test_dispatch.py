@@ -75,6 +75,22 @@ def test_frames_of_a_video_are_dealt_out_one_by_one() -> None:
     assert shard_images([video], 1, 2) == [[(Piece(0, 0, 3),), (Piece(0, 3, 6),)]]
 
 
+def test_what_is_a_little_more_than_an_even_share_is_not_divided() -> None:
+    """Within 5% of 100: 104 and 96 stay whole; 112 and 88 do not."""
+    assert shard_images([image(0, *[8] * 13), image(0, *[8] * 12)], 1, 2) == [[(Piece(0, 0, 13),), (Piece(1, 0, 12),)]]
+    first, second = shard_images([image(0, *[8] * 14), image(0, *[8] * 11)], 1, 2)[0]
+    assert sorted(len({p.image for p in pieces}) for pieces in (first, second)) == [1, 2]
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_frame_of_one_window_stays_whole_however_large_it_is(place: int) -> None:
+    lengths = [16, 16, 16]
+    lengths.insert(place, 64)
+    shards = shard_images([ImageWork(0, tuple(lengths), tuple(lengths))], 1, 2)
+    loads = [sum(sum(lengths[p.first : p.last]) for p in pieces) for pieces in shards[0]]
+    assert loads == [64, 48] and Piece(0, place, place + 1) in shards[0][0]
+
+
 def test_pieces_of_a_text_replica_lie_together() -> None:
     images = [image(1, 4), image(0, 16), image(1, 8)]
     assert [p.image for p in shard_images(images, 1, 1)[0][0]] == [1, 0, 2]

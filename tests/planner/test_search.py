@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from dhp.config.recompute import CHOICES
-from dhp.planner.costs import Arrangement, PartCosts, predicted_bytes
+from dhp.planner.costs import Arrangement, LayerCost, PartCosts, predicted_bytes
 from dhp.planner.search import best_plan
 from tests.planner.made import MIB, costs
 
@@ -84,6 +84,20 @@ def test_on_devices_of_their_own_unequal_parts_do_not_weigh_each_other(
     assert search(parts, budget_mib) == {
         part: search({part: known}, budget_mib)[part] for part, known in parts.items()
     }
+
+
+def test_what_lies_below_the_peak_is_spent_on_seconds_for_a_byte_too() -> None:
+    """Vision's peak is so high that text may keep 191 MiB more for nothing: eight thrifty layers, or one wide one."""
+    peak = {"all": LayerCost(10 * MIB, 200 * MIB, 1.0)}
+    wide, thrifty = (
+        {"all": LayerCost(MIB, 0, seconds), "none": LayerCost(held * MIB, 0, 0.0)}
+        for held, seconds in ((191, 1.0), (2, 0.9))
+    )
+    parts = {
+        "vision": PartCosts(1, ("only",), 0, 0, {"only": peak}),
+        "text": PartCosts(1, ("wide", *("thrifty",) * 8), 0, 0, {"wide": wide, "thrifty": thrifty}),
+    }
+    assert search(parts, 210, IN_TURNS) == {"vision": ("all",), "text": ("all", *("none",) * 8)}
 
 
 def test_a_part_that_is_not_to_be_planned_stays() -> None:
