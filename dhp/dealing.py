@@ -31,8 +31,12 @@ class Picture:
 class Dealer:
     """Samples as the ranks receive them, a pure function of them."""
 
-    def __init__(self, family: Family, rows: Rows, replicas: int, ranks: int):
-        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence."""
+    def __init__(
+        self, family: Family, rows: Rows, replicas: int, ranks: int, pixel_dtype: torch.dtype = torch.float32
+    ):
+        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence. pixel_dtype: in which
+        patches travel; where the tower rounds them to it first thing, it gets the same bits."""
+        self._pixel_dtype = pixel_dtype
         self._family, self._rows = family, rows
         self._replicas, self._ranks = replicas, ranks
         self._known_layout = lru_cache(maxsize=256)(family.image_layout)
@@ -93,7 +97,7 @@ class Dealer:
         return VisionInput(
             active=bool(pictures),
             last=last,
-            pixels=torch.cat([cut.pixels for cut in cuts]),
+            pixels=torch.cat([cut.pixels for cut in cuts]).to(self._pixel_dtype),
             positions=torch.cat([cut.positions for cut in cuts]),
             window_lengths=tuple(length for cut in cuts for length in cut.window_lengths),
             segment_lengths=segment_lengths,

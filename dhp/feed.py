@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dhp.config.schema import DatasetEntry
@@ -50,6 +51,7 @@ class FeedSettings:
     cache_dir: str
     reading: Reading = Reading()
     balancing: Balancing = Balancing()
+    pixel_dtype: str = "float32"  # in which patches travel to the tower
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -81,7 +83,8 @@ def make_feed(settings: FeedSettings) -> Feed:
     sampler = _sampler(settings, measured or dataset)
     source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return Feed(source, family, pad or 0, settings.replicas, settings.ranks, settings.packing, measured)
+    shape = (settings.replicas, settings.ranks, settings.packing)
+    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, settings.pixel_dtype))
 
 
 def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
@@ -123,15 +126,16 @@ class Feed:
         ranks: int,
         packing: bool = False,
         measured: MeasuredDataset | None = None,
+        pixel_dtype: torch.dtype = torch.float32,
     ):
         """replicas × ranks: vision data replicas, and the ranks of each that share a sequence.
         packing: one row without padding for each text replica and micro-batch, in place of a row a sample.
-        measured: where rows are balanced.
+        measured: where rows are balanced. pixel_dtype: in which patches travel to the tower.
         """
         self._source = source
         self._family = family
         self._rows = Rows(family, pad_token_id, packing)
-        self._dealer = Dealer(family, self._rows, replicas, ranks)
+        self._dealer = Dealer(family, self._rows, replicas, ranks, pixel_dtype)
         self.measured = measured
 
     @property

@@ -45,6 +45,8 @@ def feed_settings(config: Config) -> FeedSettings:
             video_max_frames=config.data.video_max_frames,
             video_max_pixels=config.data.video_max_pixels,
         ),
+        # A tower in 16 bits rounds its patches first thing: rounded here, they take half the room on the way.
+        pixel_dtype="bfloat16" if config.vision.dtype == "bfloat16" else "float32",
         balancing=Balancing(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
     )
 

@@ -49,6 +49,16 @@ def test_every_patch_reaches_exactly_one_rank(made_model: str, case: Case) -> No
     assert key(sent) == key(all_pixels)
 
 
+def test_patches_travel_as_the_tower_rounds_them(made_model: str) -> None:
+    """In 16 bits they take half the room, and are what the tower would have made of them."""
+    case, samples = LAYOUTS[1], mixed_step()
+    exact, rounded = make_feed(made_model, case, [samples]), make_feed(made_model, case, [samples])
+    rounded._dealer._pixel_dtype = torch.bfloat16
+    for ours, theirs in zip(rounded.step(0).vision[0], exact.step(0).vision[0], strict=True):
+        assert ours.pixels.dtype == torch.bfloat16 and ours.pixels.nbytes == theirs.pixels.nbytes // 2
+        assert torch.equal(ours.pixels, theirs.pixels.to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_rows_come_back_in_the_order_of_the_placeholders(made_model: str, case: Case) -> None:
     """Each vision rank "encodes" a merged token as the first value of its first patch; placement undoes the way."""

@@ -47,6 +47,7 @@ def test_every_setting_of_a_part_comes_from_its_own_configuration() -> None:
             "dtype": "float64",
             "recompute": "light",
             "zero_stage": 0,
+            "zero_engine": "fsdp",  # since tensor cuts
             "autotp": False,
             "resume_from": "step_7/vision",
         },
@@ -55,6 +56,7 @@ def test_every_setting_of_a_part_comes_from_its_own_configuration() -> None:
             "dtype": "bfloat16",
             "recompute": "mlp:0",
             "zero_stage": 0,
+            "zero_engine": "fsdp",
             "autotp": True,
             "resume_from": "step_7/text",
         },
@@ -95,6 +97,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "cache_dir": "somewhere",
         "reading": Reading(True, 900, 1.5, 12, 7000),
         "balancing": Balancing(),
+        "pixel_dtype": "float32",
     }
 
 
@@ -111,3 +114,8 @@ def test_a_resumed_run_keeps_shares_and_weights() -> None:
     assert plain["data.datasets"] == ["shapes", "shapes%50"]
     heavy = compose_config("tiny", overrides=[*OVERRIDES, "data.data_registry.shapes.weight=1.5"])
     assert kept_settings(resolve(heavy))["data.datasets"] == ["shapes (weight 1.5)", "shapes%50 (weight 1.5)"]
+
+
+def test_patches_are_rounded_on_the_way_where_the_tower_would_round_them() -> None:
+    settings = feed_settings(resolve(compose_config("tiny", overrides=["vision.dtype=bfloat16"])))
+    assert settings.pixel_dtype == "bfloat16"

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dhp.parallel.collectives import largest_in_place, sum_in_place
-from dhp.parallel.slices import cut_of
+from dhp.parallel.slices import Cut, cut_of
 
 CHUNK_ROWS = 2048
 
@@ -26,18 +26,21 @@ def token_loss_sum(head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows:
     """Σ −log softmax(head(states))[targets], a scalar in float32 (float64 for float64 states).
 
     states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]. `head.weight` is whole, or this rank's
-    slice of the vocabulary (`dhp.parallel.slices`). Raises ValueError for any other split, and for a head with a bias,
+    slice of the vocabulary (`dhp.parallel.slices`, or a DTensor). Raises ValueError for any other split, and for a head with a bias,
     which no known family has.
     """
     if head.bias is not None:
         raise ValueError("a head with a bias is not supported; add its gradient here and to the tests first")
-    first, group = _own_rows(head)
-    return _TokenLossSum.apply(states, head.weight, targets, first, group, chunk_rows)
+    weight, cut = head.weight, cut_of(head, "weight")
+    if isinstance(weight, DTensor):  # a model that transformers' own styles cut
+        cut = Cut(weight.device_mesh, weight.placements, weight.shape)
+        weight = weight.to_local(grad_placements=weight.placements)
+    first, group = _own_rows(cut)
+    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows)
 
 
-def _own_rows(head: nn.Linear) -> tuple[int, dist.ProcessGroup | None]:
+def _own_rows(cut: Cut | None) -> tuple[int, dist.ProcessGroup | None]:
     """The token id of this rank's first row of the head, and the ranks that hold the others."""
-    cut = cut_of(head, "weight")
     if cut is None or all(placement.is_replicate() for placement in cut.placements):
         return 0, None  # summing over ranks that all hold the whole vocabulary would count it several times
     if cut.placements != (Shard(0),):

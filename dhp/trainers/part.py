@@ -21,6 +21,7 @@ from dhp.errors import PartFailed
 from dhp.messages import Choices, DeviceInfo, PartReport, StepInfo
 from dhp.models.family import LayerParts
 from dhp.parallel.fsdp import FullySharded
+from dhp.parallel.fused import fuse_elementwise
 from dhp.parallel.mesh import build_mesh, replicas_mesh
 from dhp.parallel.meter import Meter
 from dhp.parallel.precision import exact_dtype
@@ -64,6 +65,9 @@ class Part:
         resumed = None if self.settings.resume_from is None else Path(self.settings.resume_from)
         if resumed is not None:
             load_shards(all_laid_out(model), resumed)
+        fused = fuse_elementwise(model, self.device, self.dtype)
+        if fused:
+            print(f"{self.settings.part}: fused kernels, proved on this device, for {fused}", flush=True)
         self.meter = Meter(model, self.device, layers.kinds) if self.settings.measure else None
         choices = read_choices(self.settings.recompute, len(layers.kinds))
         self.layers = None

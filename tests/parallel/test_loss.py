@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dhp.parallel.loss import token_loss_sum
 from dhp.parallel.slices import cut_of, use_local_slices
@@ -34,7 +34,13 @@ def dense(rows: int, vocabulary: int, dtype: torch.dtype) -> Result:
 
 
 def ours(
-    rows: int, vocabulary: int, dtype: torch.dtype, chunk: int, ranks: int, placement: Placement | None = None
+    rows: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    chunk: int,
+    ranks: int,
+    placement: Placement | None = None,
+    local: bool = True,
 ) -> Result:
     states, weight, targets = inputs(rows, vocabulary, dtype)
     head = nn.Linear(HIDDEN, vocabulary, bias=False)
@@ -42,11 +48,13 @@ def ours(
     if ranks > 1:
         mesh = init_device_mesh("cpu", (ranks,))
         head.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement or Shard(0)]))
-        use_local_slices(head)
+        if local:
+            use_local_slices(head)
     loss = token_loss_sum(head, states, targets, chunk) / 7
     loss.backward()
     cut, grad = cut_of(head, "weight"), head.weight.grad
-    return loss.detach(), states.grad, grad if cut is None else cut.around(grad).full_tensor()
+    grad = grad if cut is None else cut.around(grad)
+    return loss.detach(), states.grad, grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 5, 100])
@@ -59,6 +67,13 @@ def test_one_rank_equals_dense(chunk: int) -> None:
 def test_split_vocabulary_equals_dense(vocabulary: int, ranks: int) -> None:
     wanted = dense(13, vocabulary, torch.float64)
     for result in run_on_ranks(ours, ranks, 13, vocabulary, torch.float64, 5, ranks):
+        for found, expected in zip(result, wanted, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_head_that_is_a_dtensor_equals_dense() -> None:
+    wanted = dense(13, 11, torch.float64)
+    for result in run_on_ranks(ours, 2, 13, 11, torch.float64, 5, 2, Shard(0), False):
         for found, expected in zip(result, wanted, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
