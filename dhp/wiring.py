@@ -123,6 +123,7 @@ def part_settings(config: Config, part: str, device: str, steps: int, checkpoint
         packing=config.data.packing,
         update=update,
         seed=config.seed,
+        exclusive_sums=config.cluster.collocate and device == "cuda",
         trace=training.trace,
         resume_from=None if checkpoint is None else str(checkpoint / part),
     )

@@ -41,6 +41,7 @@ def test_every_setting_of_a_part_comes_from_its_own_configuration() -> None:
     config = resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT))
     found = {part: part_settings(config, part, "cuda", 40, Path("step_7")) for part in ("vision", "text")}
     shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
+    shared |= {"exclusive_sums": True}  # parts that share GPUs
     own = {
         "vision": {
             "degrees": Degrees(data=2, ring=3, ulysses=2, tensor=2),

@@ -35,7 +35,9 @@ class Gradients:
     """Sums of the gradients of `parameters`, in `dtype`, over micro-batches and over the ranks of `group`.
 
     partial: by a parameter's id, further ranks over which its gradients are parts of a sum. overlap: begin the sum of
-    a bucket over the ranks as soon as its last gradient is there, not when all are.
+    a bucket over the ranks as soon as its last gradient is there, not when all are. exclusive: let nothing that is
+    computed after backward begin before the sums are done. Ranks of two parts that share GPUs take turns on them: a sum
+    needs all GPUs at once, and spins on those that already have come to it while the other part computes on the rest.
 
     Where there is nothing to sum over and the parameters' own format is `dtype`, gradients stay where autograd
     accumulates them and nothing is copied.
@@ -48,9 +50,10 @@ class Gradients:
         group: dist.ProcessGroup,
         partial_over: Mapping[int, dist.ProcessGroup],
         overlap: bool = True,
+        exclusive: bool = False,
     ):
         self._parameters, self._dtype, self._group = parameters, dtype, group
-        self._partial, self._overlap = partial_over, overlap
+        self._partial, self._overlap, self._exclusive = partial_over, overlap, exclusive
         self._places: list[Tensor] | None = None
         self._reducing = self._unfinished = False
         self._direct = dist.get_world_size(group) == 1 and all(p.dtype == dtype for p in parameters)
@@ -67,6 +70,8 @@ class Gradients:
         loss.backward()
         if last:
             self._begin_all()
+            if self._exclusive:
+                self._finish()
 
     def local(self) -> list[Tensor]:
         """The summed gradient of each parameter; zero where there is none.

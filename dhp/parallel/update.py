@@ -38,6 +38,7 @@ class Replicated:
         group: dist.ProcessGroup,
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
+        exclusive: bool = False,
     ):
         # Without a cast, the optimizer's weights share the parameters' memory and keep gradients of their own.
         self._masters = [nn.Parameter(p.detach()) for p in module.parameters() if p.requires_grad]
@@ -51,7 +52,7 @@ class Replicated:
         self._layouts = [layouts[name].detach() for name in self._names]
         self.optimizer = make_optimizer(self._masters)
         partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
-        self._gradients = Gradients(self._parameters, exact_dtype(dtype), group, partial_over, overlap)
+        self._gradients = Gradients(self._parameters, exact_dtype(dtype), group, partial_over, overlap, exclusive)
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
         """The tensor that `compute` makes of the module."""

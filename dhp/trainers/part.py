@@ -84,7 +84,8 @@ class Part:
         """The optimizer of the part, with as much of its states on this rank as zero_stage leaves there."""
         settings, make = self.settings, optimizer_maker(self.settings.update)
         if not settings.zero_stage:
-            return Replicated(model, make, replicas_mesh(self.mesh).get_group(), self.dtype)
+            group = replicas_mesh(self.mesh).get_group()
+            return Replicated(model, make, group, self.dtype, exclusive=settings.exclusive_sums)
         if settings.zero_engine == DEEPSPEED:
             return ZeroSharded(model, make, settings.zero_stage, self.dtype)
         return FullySharded(

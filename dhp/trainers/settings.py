@@ -41,5 +41,6 @@ class PartSettings:
     packing: bool  # rows of the text part are packed, so that its attention is ours
     update: UpdateSettings
     seed: int
+    exclusive_sums: bool = False  # no sum over ranks goes on under the other part's computation
     trace: bool = False  # keep the collectives as spans
     resume_from: str | None = None  # this part's directory in a checkpoint; None: begin with the model's weights

@@ -177,3 +177,19 @@ def _gradient_bytes(dtype: torch.dtype) -> list[int]:
 def test_what_gradients_take_is_told_while_they_are_there(ranks: int, dtype: torch.dtype) -> None:
     whole = 4 * sum(p.numel() for p in make_net().parameters())  # float32, whatever the module computes in
     assert run_on_ranks(_gradient_bytes, ranks, dtype) == [[0, whole, 0]] * ranks
+
+
+def _finished_after_backward(exclusive: bool) -> list[bool]:
+    """Whether the sums over the ranks are done when backward returns."""
+    net = make_net()
+    update = Replicated(net, make_optimizer, dist.group.WORLD, exclusive=exclusive)
+    x, gradient = data(0, 0, dist.get_rank())
+    update.backward((net(x) * gradient).sum(), last=False)
+    unfinished = [update._gradients._unfinished]
+    update.backward((net(x) * gradient).sum(), last=True)
+    return [*unfinished, update._gradients._unfinished]
+
+
+def test_exclusive_sums_are_done_when_backward_returns() -> None:
+    assert run_on_ranks(_finished_after_backward, 2, True) == [[False, False]] * 2
+    assert run_on_ranks(_finished_after_backward, 2, False) == [[False, True]] * 2
