@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -62,9 +63,7 @@ def _is_silu(act: Any) -> bool:
 
 @cache
 def _compiled_gate() -> Callable[[Tensor, Tensor], Tensor] | None:
-    try:
-        import triton  # noqa: F401  what torch.compile makes kernels with on GPUs
-    except ImportError:
+    if find_spec("triton") is None:  # what torch.compile makes kernels with on GPUs
         return None
     return torch.compile(lambda gate, up: F.silu(gate) * up, dynamic=True)
 
