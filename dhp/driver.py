@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint, put_aside
+from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint
 from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.runtime import chosen_address
@@ -37,7 +36,7 @@ from dhp.tracing import Refs as SpanRefs
 from dhp.tracing import Tracing
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
-from dhp.wiring import degrees, feed_settings, kept_settings, needed_paths, part_settings, world
+from dhp.wiring import degrees, feed_settings, kept_settings, needed_paths, part_settings, resume_line, world
 
 NUMBERS = {"vision": VISION, "text": TEXT}
 TOLD = 20  # messages of skipped samples in one step
@@ -81,32 +80,15 @@ def run(config: Config) -> None:
     start.check(kept_settings(config))
     with interruptible(), run_directory(config) as run_dir:
         check_writable(checkpoint_dir)
-        for checkpoint, reason in start.damaged:
-            print(f"{checkpoint.name} is skipped, and now named {put_aside(checkpoint).name}: {reason}", flush=True)
-        recorder = Recorder(
-            run_dir,
-            config.training.log_interval,
-            world(config),
-            to_yaml(config),
-            start.checkpoint,
-            start.step,
-            partial(_resume_line, config),
-        )
+        for line in start.put_aside():
+            print(line, flush=True)
+        begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
+        recorder = Recorder(run_dir, config.training.log_interval, world(config), to_yaml(config), *begun, resume)
         with recorder, ending_on_error():
             layout, unfinished = _layout(config, run_dir, start), Unfinished()
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
             with unfinished, Cluster(layout) as cluster, recorder.before_teardown(), unfinished, ending():
                 Driver(config, cluster, recorder, start, unfinished).run()
-
-
-def _resume_line(config: Config, newest: Path | None) -> str:
-    """The command that goes on after the newest checkpoint of a run that was stopped."""
-    own = Path(str(config.training.checkpoint_dir)).absolute()
-    if newest is None or newest.parent != own:
-        return "there is no checkpoint of this run yet; training.save_steps says when there is one"
-    words = [f"--config-path={Path(config.run_dir).absolute()}", "--config-name=config", "training.resume=auto"]
-    words += ["overwrite=false"] if config.overwrite else []
-    return shlex.join(["python", "-m", "dhp.train_ray", *words])
 
 
 def _layout(config: Config, run_dir: Path, start: Start) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dhp.config.checks import check_autotp, check_layers, check_tensor, check_tower
 from dhp.config.mixing import split_share
@@ -11,6 +12,9 @@ from dhp.config.resolve import check_model_dir, resolve
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
 from dhp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dhp.models.family import Family
 
 
 def prepare(config: Config, new_run: bool = True) -> Config:
@@ -86,5 +90,21 @@ def _check_heads(config: Config) -> None:
     check_tensor(family.text_heads, family.text_kv_heads, config.text.tensor)
     if config.text.parallelism == "autotp":
         check_autotp(family.text_kv_heads, config.text.tensor)
+    _check_plans(config, source, family)
     check_layers("vision.recompute", config.vision.recompute, len(family.vision_layers.kinds))
     check_layers("text.recompute", config.text.recompute, len(family.text_layers.kinds))
+
+
+def _check_plans(config: Config, source: str, family: Family) -> None:
+    """Raises ModelError where a part would be cut by styles whose gradients are not known to be exact."""
+    if config.vision.tensor == 1 and (config.text.tensor == 1 or config.text.parallelism == "autotp"):
+        return  # and spare the time that making a large model takes, even without weights
+    from dhp.models.shape import check_tensor_plan
+    from dhp.parallel.tensor import with_fused
+    from dhp.parallel.tensor_plan import local_plan
+
+    if config.vision.tensor > 1:
+        tower = with_fused(family.vision_tensor_plan, family.vision_fused)
+        check_tensor_plan(source, family.text_modules, local_plan, tower)
+    if config.text.tensor > 1 and config.text.parallelism != "autotp":
+        check_tensor_plan(source, family.vision_modules, local_plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,13 @@ def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str,
     files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
     folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
     return {"vision": of_ranks, "text": of_ranks, "data": shared | files | folders}
+
+
+def resume_line(config: Config, newest: Path | None) -> str:
+    """The command that goes on after the newest checkpoint of a run that was stopped."""
+    own = Path(str(config.training.checkpoint_dir)).absolute()
+    if newest is None or newest.parent != own:
+        return "there is no checkpoint of this run yet; training.save_steps says when there is one"
+    words = [f"--config-path={Path(config.run_dir).absolute()}", "--config-name=config", "training.resume=auto"]
+    words += ["overwrite=false"] if config.overwrite else []
+    return shlex.join(["python", "-m", "dhp.train_ray", *words])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -15,13 +14,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from dhp.__main__ import main as dhp
-from dhp.config.load import compose_config, to_yaml
-from dhp.config.resolve import resolve
-from dhp.config.run_dir import check_run_dir
-from dhp.config.schema import Config
-from dhp.driver import _resume_line
-from dhp.observe.metrics import StepMetrics
-from dhp.observe.recorder import Recorder
 from tests.helpers.runs import mark_of, marked_processes, tiny, train, wait_for_steps
 from tests.helpers.sockets import LOOPBACK, listening_addresses
 
@@ -30,29 +22,6 @@ ONE_ACTOR_EACH = [
     *("text.parallelism=none", "text.num_actors=1"),
 ]
 CONSTANT_RATE = ["training.warmup_steps=0"]
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_the_line_to_resume_reads_the_stopped_runs_own_configuration(tmp_path: Path, overwrite: bool) -> None:
-    run_dir = tmp_path / "a run"
-    config = resolve(compose_config("tiny", overrides=[f"run_dir='{run_dir}'", f"overwrite={overwrite}", "seed=5"]))
-    newest = Path(config.training.checkpoint_dir) / "step_3"
-    assert "no checkpoint of this run yet" in _resume_line(config, None)
-    assert "no checkpoint of this run yet" in _resume_line(config, tmp_path / "other" / "step_3")
-    with pytest.raises(KeyboardInterrupt), Recorder(run_dir_of(config), 1, {}, to_yaml(config)) as recorder:
-        recorder.record(StepMetrics(step=3, loss=2.0))
-        raise KeyboardInterrupt
-    python, dash, module, path, name, *overrides = shlex.split(_resume_line(config, newest))
-    assert (python, dash, module) == ("python", "-m", "dhp.train_ray")
-    again = resolve(compose_config(name.partition("=")[2], path.partition("=")[2], overrides))
-    assert (again.seed, again.training.resume, again.run_dir) == (5, "auto", str(run_dir))
-    check_run_dir(again)
-
-
-def run_dir_of(config: Config) -> Path:
-    folder = Path(config.run_dir)
-    folder.mkdir()
-    return folder
 
 
 @pytest.fixture

@@ -39,7 +39,10 @@ TABLE: dict[str, set[str]] = {
     "feed": {"data", "models", "rows", "dealing"},
     "wiring": {"feed", "data.balancing", "data.sampler", "parallel.mesh", "trainers.settings"},
     "assets": {"data.shapes", "models.tiny"},
-    "preflight": {"assets", "data.probe", "models.registry", "models.shape"},
+    "preflight": {
+        "assets", "data.probe", "models.family", "models.registry", "models.shape", "parallel.tensor",
+        "parallel.tensor_plan",
+    },
     "footprint": {"models.shape", "parallel.loss"},
     "dry_run": {"footprint", "preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
     "tracing": {"observe.trace"},

@@ -93,3 +93,18 @@ def test_large_annotations_are_left_for_later(
 def test_unknown_keys_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="training.batch_size"):
         compose_config("tiny", overrides=["training.batchsize=3"])
+
+
+def test_a_plan_with_unknown_gradients_is_refused_before_any_actor(
+    head_norms_model: str, tiny_assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dhp.parallel import tensor_plan
+
+    names = (f"vision.model_name={head_norms_model}", f"text.model_name={head_norms_model}", "training.dry_run=true")
+    overrides = [*names, "vision.ulysses=1", "vision.num_actors=1", "vision.zero_stage=0", "text.tensor=2"]
+    prepare(compose_config("tiny", overrides=overrides), new_run=False)
+    monkeypatch.delitem(tensor_plan.OURS, "replicated_with_grad_allreduce")
+    with pytest.raises(ModelError, match="style 'replicated_with_grad_allreduce' for model.language_model.layers.0"):
+        prepare(compose_config("tiny", overrides=overrides), new_run=False)
+    one = [*overrides[:-1], "text.tensor=1", "text.num_actors=1"]
+    prepare(compose_config("tiny", overrides=one), new_run=False)

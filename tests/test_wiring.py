@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from dhp.config.load import compose_config
+from dhp.config.load import compose_config, to_yaml
 from dhp.config.resolve import resolve
+from dhp.config.run_dir import check_run_dir
 from dhp.data.balancing import Balancing
 from dhp.data.reading import Reading
 from dhp.data.sampler import BatchLayout
+from dhp.observe.metrics import StepMetrics
+from dhp.observe.recorder import Recorder
 from dhp.parallel.mesh import Degrees
-from dhp.wiring import feed_settings, kept_settings, part_settings
+from dhp.wiring import feed_settings, kept_settings, part_settings, resume_line
 
 OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]
 
@@ -120,3 +124,21 @@ def test_a_resumed_run_keeps_shares_and_weights() -> None:
 def test_patches_are_rounded_on_the_way_where_the_tower_would_round_them() -> None:
     settings = feed_settings(resolve(compose_config("tiny", overrides=["vision.dtype=bfloat16"])))
     assert settings.pixel_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_line_to_resume_reads_the_stopped_runs_own_configuration(tmp_path: Path, overwrite: bool) -> None:
+    run_dir = tmp_path / "a run"
+    run_dir.mkdir()
+    config = resolve(compose_config("tiny", overrides=[f"run_dir='{run_dir}'", f"overwrite={overwrite}", "seed=5"]))
+    newest = Path(config.training.checkpoint_dir) / "step_3"
+    assert "no checkpoint of this run yet" in resume_line(config, None)
+    assert "no checkpoint of this run yet" in resume_line(config, tmp_path / "other" / "step_3")
+    with pytest.raises(KeyboardInterrupt), Recorder(run_dir, 1, {}, to_yaml(config)) as recorder:
+        recorder.record(StepMetrics(step=3, loss=2.0))
+        raise KeyboardInterrupt
+    python, dash, module, path, name, *overrides = shlex.split(resume_line(config, newest))
+    assert (python, dash, module) == ("python", "-m", "dhp.train_ray")
+    again = resolve(compose_config(name.partition("=")[2], path.partition("=")[2], overrides))
+    assert (again.seed, again.training.resume, again.run_dir) == (5, "auto", str(run_dir))
+    check_run_dir(again)

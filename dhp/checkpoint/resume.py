@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import check_checkpoint, checkpoints, find_checkpoint, newest_checkpoint, read_about, step_of
+from dhp.checkpoint.folder import (
+    check_checkpoint,
+    checkpoints,
+    find_checkpoint,
+    newest_checkpoint,
+    put_aside,
+    read_about,
+    step_of,
+)
 from dhp.errors import CheckpointError
 
 AUTO, NEVER = "auto", "never"
@@ -25,6 +33,11 @@ class Start:
     settings: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     damaged: tuple[tuple[Path, str], ...] = ()
+
+    def put_aside(self) -> list[str]:
+        """Rename the damaged ones, whose steps the run writes anew; a line about each."""
+        lines = "{} is skipped, and now named {}: {}"
+        return [lines.format(old.name, put_aside(old).name, reason) for old, reason in self.damaged]
 
     def check(self, now: Mapping[str, Any]) -> None:
         """Refuse to continue a run that would see other samples, or lies otherwise on the ranks.

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from dhp.config.source import shipped_directory
 from dhp.errors import ModelError
-from dhp.models.split import model_class
+from dhp.models.split import ReadPlan, is_dropped, model_class
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,7 @@ def part_shape(
     whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says. added_plan:
     transformers' style of further modules.
     """
-    with torch.device("meta"):
-        model = model_class(source)(AutoConfig.from_pretrained(source))
-    for name in dropped:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, nn.Module())
-    model.init_parallel_plans()
+    model = _without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
     mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0) if tensor > 1 else None
     total = per_rank = replicated = 0
@@ -101,6 +96,26 @@ def part_shape(
         per_rank += held.to_local().numel() if isinstance(held, DTensor) else held.numel()
         replicated += 0 if split else parameter.numel()
     return PartShape(total, per_rank, replicated)
+
+
+def check_tensor_plan(
+    source: str, dropped: Sequence[str], read_plan: ReadPlan, added_plan: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Let `read_plan` look at the tensor-parallel plan of the model of `source` without the modules `dropped`, as it will
+    when the part is loaded. Raises what it raises."""
+    model = _without_weights(source, dropped)
+    read_plan(model, model._expand_parallel_plan(model.tp_plan | dict(added_plan)))
+
+
+def _without_weights(source: str, dropped: Sequence[str]) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = model_class(source)(AutoConfig.from_pretrained(source))
+    for name in dropped:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, nn.Module())
+    model.init_parallel_plans()
+    model._tp_plan = {key: style for key, style in model._tp_plan.items() if not is_dropped(key, dropped)}
+    return model
 
 
 def _sharded(model: nn.Module, name: str, plan: dict[str, str], mesh: DeviceMesh) -> nn.Parameter:

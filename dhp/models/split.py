@@ -103,7 +103,7 @@ def _overrides(
             setattr(self.get_submodule(parent), child, nn.Module())
         self.init_parallel_plans()
         # A child keeps the rules of its own children as they were when it was made.
-        self._tp_plan = {key: style for key, style in self._tp_plan.items() if not _is_dropped(key, dropped)}
+        self._tp_plan = {key: style for key, style in self._tp_plan.items() if not is_dropped(key, dropped)}
 
     def prepare(cls: type, config: DistributedConfig | None, device_map: Any = None) -> tuple[Any, Any, Any]:
         if config is None:
@@ -132,11 +132,12 @@ def _overrides(
 
 def _ties_without(base: type[PreTrainedModel], dropped: Sequence[str]) -> dict[str, str]:
     ties = base._tied_weights_keys or {}
-    kept = {target: source for target, source in ties.items() if not _is_dropped(target, dropped)}
-    return {target: source for target, source in kept.items() if not _is_dropped(source, dropped)}
+    kept = {target: source for target, source in ties.items() if not is_dropped(target, dropped)}
+    return {target: source for target, source in kept.items() if not is_dropped(source, dropped)}
 
 
-def _is_dropped(key: str, dropped: Sequence[str]) -> bool:
+def is_dropped(key: str, dropped: Sequence[str]) -> bool:
+    """Whether a module or parameter of that name lies in one of the dropped modules."""
     return any(key == name or key.startswith(name + ".") for name in dropped)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dhp.errors import RecordError
+from dhp.errors import ConfigError, RecordError
 from dhp.observe.metrics import MetricsWriter, StepMetrics, keep_steps
 from dhp.observe.progress import Progress
 from dhp.observe.report import closing_table
@@ -138,12 +138,17 @@ class Recorder:
                 write_summary(self.run_dir, summary)
         except RecordError as again:
             lost = lost or again
-        more = {"resume": self._resume(self.checkpoint)} if self._resume and summary.status != "completed" else {}
-        print("\n" + closing_table(summary, self.run_dir.absolute(), self.checkpoint, **more), flush=True)
+        if self._steps or not isinstance(error, ConfigError):  # a refused run leaves no directory to tell of
+            print("\n" + self._table(summary), flush=True)
         if lost is not None and error is None:
             raise lost
         if lost is not None and str(lost) != str(error):
             print(f"the run's record is not complete: {lost}", file=sys.stderr, flush=True)
+
+    def _table(self, summary: Summary) -> str:
+        stopped = summary.status != "completed" and (summary.steps or self.checkpoint is not None)
+        more = {"resume": self._resume(self.checkpoint)} if self._resume and stopped else {}
+        return closing_table(summary, self.run_dir.absolute(), self.checkpoint, **more)
 
     def _close(self) -> RecordError | None:
         """Close all files, whatever the others do; the first failure."""

@@ -116,11 +116,14 @@ def test_nothing_whole_is_said_not_begun_anew(tmp_path: Path) -> None:
 
 def test_a_damaged_one_makes_room_for_its_step(tmp_path: Path) -> None:
     damaged = write(tmp_path, 6)
-    assert put_aside(damaged).name == "step_6.damaged"
+    write(tmp_path, 5)
+    empty(damaged / "checkpoint.json")
+    [line] = find_start("auto", tmp_path).put_aside()
+    assert line.startswith("step_6 is skipped, and now named step_6.damaged: ") and "checkpoint.json is damaged" in line
     assert write(tmp_path, 6) == damaged
     assert find_start("auto", tmp_path).step == 6
     put_aside(damaged)  # again: the older one gives way
-    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_6.damaged"]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_5", "step_6.damaged"]
 
 
 @pytest.mark.parametrize("damage", [empty, cut, zeros])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.errors import RecordError
+from dhp.errors import ConfigError, RecordError
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 
@@ -43,6 +43,16 @@ def test_a_run_that_did_not_complete_tells_how_to_go_on(
             if error is not None:
                 raise error
     assert ("resume         go on after step_4\n" in capsys.readouterr().out) == told
+
+
+def test_a_run_refused_before_its_first_step_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError), Recorder(tmp_path, 1, {}, "seed: 0\n", resume=str):
+        raise ConfigError("no GPU")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError), Recorder(tmp_path, 1, {}, "seed: 0\n", resume=str):
+        raise ValueError("crashed")
+    out = capsys.readouterr().out
+    assert "error          crashed" in out and "resume" not in out
 
 
 def test_the_record_stands_before_the_teardown_that_may_fail(
