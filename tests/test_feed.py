@@ -110,7 +110,10 @@ def videos() -> list:
     return [make_sample([(2, 16, 16), (1, 4, 4), (3, 4, 8)], 4, 2, 1, 505, seconds=seconds)]
 
 
-@pytest.mark.parametrize("vision", [Degrees(ulysses=4), Degrees(ring=3), Degrees(ring=2, ulysses=2), Degrees()], ids=str)
+SEQUENCES = [Degrees(ulysses=4), Degrees(ring=3), Degrees(ring=2, ulysses=2), Degrees()]
+
+
+@pytest.mark.parametrize("vision", SEQUENCES, ids=str)
 def test_ranks_hold_each_patch_of_each_frame_once(made_model: str, vision: Degrees) -> None:
     """Frames of one video are segments of their own: a rank's span of one must not lie in another."""
     (sample,) = videos()

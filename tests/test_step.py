@@ -22,6 +22,7 @@ class Call:
     rank: int
     method: str
     arguments: tuple[Any, ...]
+    returns: int
 
 
 class FakeGroup:
@@ -33,7 +34,7 @@ class FakeGroup:
     def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[str]]:
         counts = [count for (count,) in spread((returns,), self.size)]
         given = spread(arguments, self.size)
-        self.log += [Call(self.part, rank, method, given[rank]) for rank in range(self.size)]
+        self.log += [Call(self.part, rank, method, given[rank], counts[rank]) for rank in range(self.size)]
         micro = f"{given[0][0]}" if method in ("forward_step", "backward_step") else ""
         name = {"forward_step": "e", "backward_step": "g"}.get(method, method)
         return [[f"{name}{micro}:{self.part}{rank}->{k}" for k in range(counts[rank])] for rank in range(self.size)]
@@ -88,6 +89,17 @@ def test_only_the_first_tensor_rank_hands_over_and_gradients_return_to_who_sent_
     # Text ranks 0 and 2 lead replicas 0 and 1; result number v is vision rank v's.
     expected = [(0, f"pixels0:{v}", f"g0:t0->{v}", f"g0:t2->{v}") for v in (0, 1)]
     assert recorded.of("v", "backward_step") == expected
+
+
+def test_each_rank_is_expected_to_return_what_it_hands_over() -> None:
+    """Ray fails a call that returns another number of values."""
+    recorded = step(vision=2, text=Degrees(data=3, tensor=2), vision_tensor=2)
+    found = {(c.part, c.method, c.rank): c.returns for c in recorded.calls}
+    assert [found["v", "forward_step", rank] for rank in range(4)] == [3, 0, 3, 0]
+    assert [found["t", "backward_step", rank] for rank in range(6)] == [2, 0] * 3
+    for part, method in (("t", "forward_step"), ("v", "backward_step")):
+        assert {n for (p, m, _), n in found.items() if (p, m) == (part, method)} == {0}
+    assert {n for (_, method, _), n in found.items() if method in ("grad_norm_sq", "optimizer_step")} == {1}
 
 
 def test_text_sums_its_gradients_after_the_last_micro_batch_only() -> None:

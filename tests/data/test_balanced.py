@@ -109,6 +109,12 @@ def test_another_number_of_replicas_goes_on_without_losing_or_repeating_a_sample
     assert len(after[0].samples) == 1 and len(after[0].samples[0]) == 6
 
 
+def test_limits_are_known_before_any_step_is() -> None:
+    planned = sampler(made(), "isf")
+    planned.batch(0)
+    assert sampler(made(), "isf").limits == planned.limits is not None
+
+
 def test_a_state_of_other_data_is_refused() -> None:
     state = sampler(made(), "isf").state_dict()
     for other, told in (

@@ -3,7 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dhp.data.sampler import BatchLayout, epoch_of, epoch_order, slots, step_indices, steps_per_epoch
+from dhp.data.sampler import (
+    BatchLayout,
+    RandomSampler,
+    StepBatch,
+    epoch_of,
+    epoch_order,
+    slots,
+    step_indices,
+    steps_per_epoch,
+)
+from dhp.errors import DataError
 
 LAYOUT = BatchLayout(replicas=2, micro_batches=3, micro_batch_size=2)
 
@@ -63,3 +73,30 @@ def test_steps_run_on_into_the_next_epoch():
     assert [epoch_of(step, 13, LAYOUT) for step in range(5)] == [0, 0, 1, 1, 2]
     assert step_indices(1, 13, LAYOUT, 0, False) == (12,)
     assert step_indices(2, 13, LAYOUT, 0, False) == tuple(range(12))
+
+
+def test_a_step_says_where_it_stands_and_what_it_has():
+    source = RandomSampler(30, LAYOUT, 7, shuffle=False)
+    assert (source.steps(1), source.steps(3)) == (3, 9)
+    samples = (((12, 13), (14, 15)), ((16, 17), (18, 19)), ((20, 21), (22, 23)))
+    assert source.batch(1) == StepBatch(step=1, epoch=0, done=2 / 3, samples=samples)
+    assert source.batch(2).samples == (((24, 25), (26, 27)), ((28, 29), ()), ((), ()))
+    assert [(batch.epoch, batch.done) for batch in map(source.batch, (2, 3))] == [(0, 1.0), (1, 4 / 3)]
+
+
+def test_seed_and_shuffling_decide_the_order():
+    first = lambda seed, shuffle: RandomSampler(30, LAYOUT, seed, shuffle).batch(0).samples
+    assert first(7, True) == first(7, True) != first(8, True) and first(7, False) == first(8, False)
+
+
+def test_steps_are_handed_out_in_order_and_a_state_goes_on_behind_them():
+    source, other = RandomSampler(30, LAYOUT, 7, True), RandomSampler(30, BatchLayout(1, 6, 2), 7, True)
+    assert [next(source).step for _ in range(4)] == [0, 1, 2, 3] and source.position == 4
+    state = source.state_dict()
+    assert state["step"] == 4
+    other.load_state_dict(state)
+    assert (next(other).step, other.position) == (4, 5)
+    for changed in (RandomSampler(30, LAYOUT, 8, True), RandomSampler(29, LAYOUT, 7, True)):
+        with pytest.raises(DataError, match="dealt out otherwise: (seed was 7 and is 8|samples was 30 and is 29)"):
+            changed.load_state_dict(state)
+        assert changed.position == 0
