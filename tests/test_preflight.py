@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dhp.config.load import compose_config, to_yaml
-from dhp.errors import ConfigError, DataError, DhpError
+from dhp.errors import ConfigError, DataError, DhpError, ModelError
 from dhp.preflight import prepare
 
 
