@@ -83,8 +83,8 @@ def _is_proved(
 
 def _compare(module: nn.Module, replacement: Callable[..., Tensor], device: torch.device, dtype: torch.dtype) -> bool:
     width = module.weight.shape[-1] if hasattr(module, "weight") else module.gate_proj.weight.shape[1]
-    states = torch.randn(_ROWS, width, device=device, generator=torch.Generator(device).manual_seed(0))
-    slopes = torch.randn(_ROWS, width, device=device, generator=torch.Generator(device).manual_seed(1))
+    random = torch.Generator().manual_seed(0)
+    states, slopes = (torch.randn(_ROWS, width, generator=random).to(device) for _ in range(2))
     try:
         exact = _run(module.forward, module, states.double(), slopes.double())
         own = _run(module.forward, module, states.to(dtype), slopes.to(dtype))

@@ -36,11 +36,11 @@ class PartSettings:
     recompute: str  # as `dhp.config.recompute` reads it; auto begins with everything
     measure: bool  # report what activations take
     zero_stage: int
-    zero_engine: str  # deepspeed | fsdp: who cuts the states
     autotp: bool  # DeepSpeed splits the matrices over degrees.tensor ranks, not transformers
     packing: bool  # rows of the text part are packed, so that its attention is ours
     update: UpdateSettings
     seed: int
+    zero_engine: str = "deepspeed"  # or fsdp: who cuts the states
     exclusive_sums: bool = False  # no sum over ranks goes on under the other part's computation
     trace: bool = False  # keep the collectives as spans
     resume_from: str | None = None  # this part's directory in a checkpoint; None: begin with the model's weights

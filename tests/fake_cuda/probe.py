@@ -61,7 +61,7 @@ def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulys
     from dhp.trainers.vision import VisionTrainer
 
     update = UpdateSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10, 1.0)
-    common = (dtype, "cuda", recompute, False, 0, "deepspeed", False, True, update, 0)
+    common = (dtype, "cuda", recompute, False, 0, False, True, update, 0)
     family = load_family(model)
     vision_work, text_work, info = make_work(family, ulysses)
     watch.phase = "start"
@@ -147,6 +147,7 @@ def _stand_ins() -> dict[str, Any]:
         "dhp.trainers.text.load_part": _load_part,
         "dhp.parallel.attention.F.scaled_dot_product_attention": _attention,
         "dhp.parallel.mesh._wait_as_long": lambda group: group,
+        "dhp.parallel.fused._is_proved": lambda *_: True,  # fake numbers prove nothing
     }
 
 
