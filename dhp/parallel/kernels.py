@@ -6,11 +6,16 @@ and then gives this block's exact share of the gradients (Liu et al. 2023, Ring 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from inspect import signature
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a GPU check on a machine with an older PyTorch of its own
+    varlen_attn: Any = lambda: None
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -127,7 +132,8 @@ class CudaFlash:
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is a kernel that takes segments of all lengths at once: flash attention, 16 bits on GPUs."""
-    return device.type == "cuda" and dtype.itemsize == 2
+    complete = {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
+    return device.type == "cuda" and dtype.itemsize == 2 and complete
 
 
 def attend_varlen(

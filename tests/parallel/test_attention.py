@@ -111,6 +111,14 @@ def test_one_call_for_all_segments_needs_no_order(
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_a_pytorch_without_the_kernel_takes_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, sixteen = torch.device("cuda"), torch.bfloat16
+    assert kernels.has_varlen(cuda, sixteen)
+    assert not kernels.has_varlen(cuda, torch.float32) and not kernels.has_varlen(CPU, sixteen)
+    monkeypatch.setattr(kernels, "varlen_attn", lambda query, key, value, is_causal: None)
+    assert not kernels.has_varlen(cuda, sixteen)
+
+
 def test_plans_that_have_moved_are_the_same_plans() -> None:
     plans = [plan_segments([4, 2, 4], CPU), plan_segments([4, 2, 4], CPU, varlen=True), plan_segments([5], CPU)]
     moved = iter([tensor.clone().long() for plan in plans for tensor in index_tensors(plan)])
