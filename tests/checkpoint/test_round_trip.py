@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,21 @@ def test_two_steps_and_two_more_are_four(case: Case, made_model: str, tmp_path: 
         assert_same_tensors(tmp_path / "rest" / part / "optimizer", tmp_path / "whole" / part / "optimizer")
     steps = [read_shards(tmp_path / "rest" / part / "optimizer")["step"] for part in ("vision", "text")]
     assert steps == [3.0, 4.0]
+
+
+FSDP = [
+    Case(Degrees(data=data, tensor=tensor), Degrees(data=data, tensor=tensor), 1, dtype, stage, text_zero_stage=stage,
+         schedule=schedule, fsdp=True)
+    for data, tensor, stage, dtype, schedule in product(
+        (2, 3), (1, 2), (2, 3), ("float32", "bfloat16"), ("sequential", "vision_ahead")
+    )
+]  # fmt: skip
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", FSDP, ids=str)
+def test_two_steps_and_two_more_are_four_however_torch_cuts(case: Case, made_model: str, tmp_path: Path) -> None:
+    test_two_steps_and_two_more_are_four(case, made_model, tmp_path)
 
 
 def test_the_state_of_any_layout_is_one_set_of_named_tensors(made_model: str, tmp_path: Path) -> None:
