@@ -17,6 +17,8 @@ from ray.util.placement_group import remove_placement_group
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.arrangement import arrange, describe_straddle, find_straddles
 from dhp.cluster.dataset_actor import DatasetActor
+from dhp.cluster.environment import require_own_gpu
+from dhp.cluster.gpus import HERE, check_gpus, read_gpus
 from dhp.cluster.homes import Homes, find_homes
 from dhp.cluster.nodes import own_node, read_nodes
 from dhp.cluster.paths import beacon
@@ -64,10 +66,10 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         layout = self._layout
-        if layout.device == "cuda" and layout.address == LOCAL:
-            choose_device("cuda", torch.cuda.device_count())  # known without starting Ray
+        bundles = max(layout.actors.values()) if layout.collocate else sum(layout.actors.values())
+        if layout.address == LOCAL:
+            check_devices_here(layout.device, bundles, layout.collocate)
         with ExitStack() as stack, ending_on_error():  # whatever fails in here takes down what stands already
-            bundles = max(layout.actors.values()) if layout.collocate else sum(layout.actors.values())
             cpus = max(bundles, os.cpu_count() or 1)
             stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s))
             gpus = cluster_gpus()
@@ -80,6 +82,7 @@ class Cluster:
             warn_of_straddles(slots, homes, layout.degrees)
             self._where = f", on nodes {homes.describe(slots)}" if len(homes.nodes) > 1 else ""
             common = self._common(choose_backend(self.device, plan.gpus_per_bundle), homes.threads(slots))
+            common["shares_gpu"] = any(slot.gpus < 1 for of_part in plan.slots.values() for slot in of_part)
             common["transport"] = choose_transport(
                 layout.transport, homes.describe(slots), len(homes.nodes), gpus if self.device == "cuda" else 0.0
             )
@@ -139,6 +142,7 @@ class Cluster:
             "trace": layout.trace,
             "keep_memory": self.device == "cpu",
             "pinned": self.device == "cuda",
+            "cuda": self.device == "cuda",
         }
 
 
@@ -150,6 +154,21 @@ def warn_of_straddles(
     if straddles:
         told = [describe_straddle(straddle, homes.names(slots[straddle.part])) for straddle in straddles]
         warnings.warn("\n".join(told), stacklevel=2)
+
+
+def check_devices_here(asked: str, bundles: int, collocate: bool) -> None:
+    """What a Ray of our own would meet on this machine, known without starting it: whether `bundles` devices may be GPUs.
+
+    Raises ConfigError. On the nodes of a running cluster, each rank looks for itself when it joins.
+    """
+    if asked == "cpu":
+        return
+    gpus = read_gpus()
+    if asked == "cuda":
+        choose_device(asked, len(gpus) or torch.cuda.device_count())
+    if gpus:
+        require_own_gpu(HERE)
+        check_gpus(gpus, collocate or len(gpus) < bundles, HERE)
 
 
 def choose_device(asked: str, gpus: float) -> str:
