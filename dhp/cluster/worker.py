@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dhp.cluster.clock import Reading, read_clock
 from dhp.cluster.direct import Exchange
-from dhp.cluster.environment import own_local_rank, require_own_gpu
+from dhp.cluster.environment import expand_segments, own_local_rank, require_fixed_segments, require_own_gpu
 from dhp.cluster.gpus import check_gpus, read_gpus
 from dhp.cluster.host_memory import keep_freed_memory
 from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
@@ -77,6 +77,8 @@ class Worker:
         self._who = f"{settings.part} rank {rank}"
         redirect_output(settings.log_dir, f"{settings.part}-{rank}")
         own_local_rank()
+        if settings.cuda:
+            expand_segments(settings.transport)
         torch.set_num_threads(settings.threads)
         if settings.keep_memory:
             keep_freed_memory()
@@ -106,6 +108,7 @@ class Worker:
             if self.settings.cuda:
                 where = whereabouts(self._who)
                 require_own_gpu(where)
+                require_fixed_segments(self.settings.transport, where)
                 check_gpus(read_gpus(), self.settings.shares_gpu, where)
             self._join(host, port)
             if self.settings.transport == NIXL:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dhp.cluster import paths
 from dhp.cluster import worker as worker_module
+from dhp.cluster.environment import ALLOCATOR, OLD_ALLOCATOR
 from dhp.cluster.gpus import Gpu
-from dhp.cluster.transport import OBJECT_STORE, SMALLEST, Inbox, Parcel
+from dhp.cluster.transport import CUDA_IPC, OBJECT_STORE, SMALLEST, Inbox, Parcel
 from dhp.cluster.watch import RankRaised
 from dhp.cluster.worker import GroupSettings, Worker
 from dhp.errors import ConfigError, DataError
@@ -132,4 +133,17 @@ def test_a_rank_that_joins_looks_at_its_nodes_gpus(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/nowhere")
     (worker,) = made(cuda=True, shares_gpu=True)
     with pytest.raises(ConfigError, match="^node 10.0.0.6, where vision rank 0 runs: .*GPU 0 Exclusive_Process"):
+        worker.join("127.0.0.1", 1)
+
+
+def test_a_rank_on_a_gpu_lets_its_memory_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ALLOCATOR, OLD_ALLOCATOR):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for cuda, transport, set_to in ((False, OBJECT_STORE, None), (True, CUDA_IPC, None), (True, OBJECT_STORE, "True")):
+        for _ in made(cuda=cuda, transport=transport):
+            assert os.environ.get(ALLOCATOR) == (None if set_to is None else f"expandable_segments:{set_to}")
+    monkeypatch.setattr(paths, "_address", lambda: "10.0.0.6")
+    (worker,) = made(cuda=True, transport=CUDA_IPC)
+    with pytest.raises(ConfigError, match="^node 10.0.0.6, where vision rank 0 runs: cluster.transport=cuda_ipc with"):
         worker.join("127.0.0.1", 1)
