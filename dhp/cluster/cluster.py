@@ -35,7 +35,8 @@ class Layout:
     """What to start: actors of each part, on which devices, under which limits.
 
     degrees: of each part, ranks by axis of its mesh, outermost axis first. needs: of each part, and of "data", the
-    paths that must exist on its actors' nodes, by configuration key. checkpoint_dir: exists, and must be the same
+    paths that must exist on its actors' nodes, by configuration key. start_timeout_s: for devices; build_timeout_s: until
+    the parts are loaded, None: as long. checkpoint_dir: exists, and must be the same
     directory on all nodes. transport: of tensors between the parts, see `choose_transport`. trace: actors keep spans.
     """
 
@@ -52,6 +53,7 @@ class Layout:
     transport: str = "auto"
     trace: bool = False
     needs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    build_timeout_s: float | None = None
 
 
 class Cluster:
@@ -121,6 +123,12 @@ class Cluster:
         """The values behind refs of finished calls."""
         return ray.get(list(refs))
 
+    @property
+    def build_timeout_s(self) -> float:
+        """The longest wait for the parts to be loaded, seconds."""
+        layout = self._layout
+        return layout.start_timeout_s if layout.build_timeout_s is None else layout.build_timeout_s
+
     def describe(self) -> str:
         """One line: how many actors of each part, where."""
         actors = " and ".join(f"{count} {part}" for part, count in self._layout.actors.items())
@@ -136,7 +144,7 @@ class Cluster:
         return {
             "backend": backend,
             "threads": layout.threads or threads,
-            "timeout_s": max(layout.step_timeout_s, layout.start_timeout_s),
+            "timeout_s": max(layout.step_timeout_s, self.build_timeout_s),
             "log_dir": layout.log_dir,
             "loopback": local,
             "trace": layout.trace,
