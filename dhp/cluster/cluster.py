@@ -15,7 +15,7 @@ import torch
 from ray.util.placement_group import remove_placement_group
 
 from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.arrangement import arrange, describe_straddle, find_straddles
+from dhp.cluster.arrangement import TENSOR, arrange, describe_straddle, find_straddles, refuse_straddle
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.environment import require_own_gpu
 from dhp.cluster.gpus import HERE, check_gpus, read_gpus
@@ -35,9 +35,9 @@ class Layout:
     """What to start: actors of each part, on which devices, under which limits.
 
     degrees: of each part, ranks by axis of its mesh, outermost axis first. needs: of each part, and of "data", the
-    paths that must exist on its actors' nodes, by configuration key. start_timeout_s: for devices; build_timeout_s: until
-    the parts are loaded, None: as long. checkpoint_dir: exists, and must be the same
-    directory on all nodes. transport: of tensors between the parts, see `choose_transport`. trace: actors keep spans.
+    paths that must exist on its actors' nodes, by configuration key. start_timeout_s: for devices; build_timeout_s:
+    until the parts are loaded, None: as long. checkpoint_dir: exists, and must be the same directory on all nodes.
+    transport: of tensors between the parts, see `choose_transport`. trace: actors keep spans.
     """
 
     actors: Mapping[str, int]
@@ -81,7 +81,7 @@ class Cluster:
             stack.callback(remove_placement_group, reserved)
             homes = find_homes(bundle_nodes(reserved), read_nodes())
             slots = arrange(plan.slots, homes.of_bundle, layout.degrees)
-            warn_of_straddles(slots, homes, layout.degrees)
+            tell_straddles(slots, homes, layout.degrees, self.device)
             self._where = f", on nodes {homes.describe(slots)}" if len(homes.nodes) > 1 else ""
             common = self._common(choose_backend(self.device, plan.gpus_per_bundle), homes.threads(slots))
             common["shares_gpu"] = any(slot.gpus < 1 for of_part in plan.slots.values() for slot in of_part)
@@ -154,18 +154,25 @@ class Cluster:
         }
 
 
-def warn_of_straddles(
-    slots: Mapping[str, Sequence[Slot]], homes: Homes, degrees: Mapping[str, Mapping[str, int]]
+def tell_straddles(
+    slots: Mapping[str, Sequence[Slot]], homes: Homes, degrees: Mapping[str, Mapping[str, int]], device: str
 ) -> None:
-    """One warning of all groups of the inner axes that lie across nodes, if there are any."""
+    """One warning of all groups of the inner axes that lie across nodes, if there are any.
+
+    Raises ConfigError where GPUs of a tensor group do: they would wait for the network most of the time.
+    """
     straddles = find_straddles(slots, homes.of_bundle, degrees)
+    refused = [straddle for straddle in straddles if device == "cuda" and straddle.axis == TENSOR]
+    if refused:
+        told = [refuse_straddle(s, degrees[s.part], homes.names(slots[s.part])) for s in refused]
+        raise ConfigError("\n".join([*told, f"The nodes: {homes.gpus()}"]))
     if straddles:
         told = [describe_straddle(straddle, homes.names(slots[straddle.part])) for straddle in straddles]
         warnings.warn("\n".join(told), stacklevel=2)
 
 
 def check_devices_here(asked: str, bundles: int, collocate: bool) -> None:
-    """What a Ray of our own would meet on this machine, known without starting it: whether `bundles` devices may be GPUs.
+    """What a Ray of our own would meet on this machine, known without starting it: may `bundles` devices be GPUs?
 
     Raises ConfigError. On the nodes of a running cluster, each rank looks for itself when it joins.
     """

@@ -53,7 +53,7 @@ def require_fixed_segments(transport: str, where: str) -> None:
         value = os.environ.get(name, "")
         if transport == CUDA_IPC and re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
             raise ConfigError(
-                f"{where}: cluster.transport={CUDA_IPC} with {name}={value}: memory in expandable segments is shared by "
-                "a system call that containers and hardened kernels refuse (pidfd_getfd). Take expandable_segments out "
-                f"of {name}, or set cluster.transport=auto"
+                f"{where}: cluster.transport={CUDA_IPC} with {name}={value}: memory in expandable segments is shared "
+                "by a system call that containers and hardened kernels refuse (pidfd_getfd). Take expandable_segments "
+                f"out of {name}, or set cluster.transport=auto"
             )

@@ -27,7 +27,7 @@ ON_CPUS = "set cluster.device=cpu"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One that the driver knows. driver: its version; mode: the compute mode, which says how many processes it admits."""
+    """One that the driver knows. driver: its version; mode: its compute mode: how many processes it admits."""
 
     index: int
     driver: str
@@ -93,7 +93,8 @@ def check_build(build: Build, gpus: Sequence[Gpu], where: str) -> None:
         if 0 <= _major(gpu.driver) < needed:
             raise ConfigError(
                 f"{where}: the NVIDIA driver {gpu.driver} is too old for torch {build.version}, which is built for "
-                f"CUDA {build.cuda} and needs driver {needed} or newer. Install such a driver{_older(gpu)}, or {ON_CPUS}"
+                f"CUDA {build.cuda} and needs driver {needed} or newer. Install such a driver{_older(gpu)}, or "
+                f"{ON_CPUS}"
             )
     raise ConfigError(
         f"{where}: there are GPUs, but torch {build.version}, built for CUDA {build.cuda}, cannot use any "

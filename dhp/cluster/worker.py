@@ -49,8 +49,8 @@ class GroupSettings:
     this host. needs: paths that must exist on a rank's node, by configuration key. beacon: what each rank must see of
     the directory of checkpoints (`dhp.cluster.paths`); None: nothing. transport: how large results travel, see
     `choose_transport`. trace: keep spans of what each rank does. keep_memory: what a rank frees stays with its process,
-    see `keep_freed_memory`. pinned: memory between the parts is locked for GPUs. cuda: ranks use GPUs; shares_gpu: other
-    processes of the run use a rank's GPU too."""
+    see `keep_freed_memory`. pinned: memory between the parts is locked for GPUs. cuda: ranks use GPUs; shares_gpu:
+    other processes of the run use a rank's GPU too."""
 
     part: str
     size: int
