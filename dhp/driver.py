@@ -24,6 +24,7 @@ from dhp.feed import make_feed
 from dhp.interrupts import ending, ending_on_error, interruptible
 from dhp.messages import PartReport, StepInfo
 from dhp.models.registry import auxiliary_files
+from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.observe.keeping_up import KeepingUp
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.mfu import utilisation
@@ -92,6 +93,7 @@ def run(config: Config) -> None:
 
 
 def _layout(config: Config, run_dir: Path, start: Start) -> Layout:
+    to_read = weight_bytes(config.text.model_name, start.checkpoint)
     return Layout(
         actors={"vision": config.vision.num_actors, "text": config.text.num_actors},
         collocate=config.cluster.collocate,
@@ -106,6 +108,7 @@ def _layout(config: Config, run_dir: Path, start: Start) -> Layout:
         transport=config.cluster.transport,
         trace=config.training.trace,
         needs=needed_paths(config, start.checkpoint),
+        build_timeout_s=start_limit_s(config.cluster.start_timeout_s, to_read),
     )
 
 
@@ -176,7 +179,7 @@ class Driver:
         for part, trainer in (("vision", VisionTrainer), ("text", TextTrainer)):
             settings = part_settings(config, part, cluster.device, self.steps, self.start.checkpoint)
             groups[part].start(trainer, settings)
-        wait_all([w for group in groups.values() for w in group.take_watched()], config.cluster.start_timeout_s)
+        wait_all([w for group in groups.values() for w in group.take_watched()], cluster.build_timeout_s)
         self.parts = make_parts(
             groups["vision"], groups["text"], degrees(config.vision), degrees(config.text), self._micro_batches
         )

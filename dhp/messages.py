@@ -79,7 +79,8 @@ class TextInput:
 class PartReport:
     """What one rank of a part tells after its optimizer step. loss: its share of the objective, a sum over N_global.
 
-    sent_bytes: by kind, see `dhp.sent`. usage: where activations are measured.
+    memory_bytes: the most that the allocator had reserved in the step; None on a CPU. sent_bytes: by kind,
+    see `dhp.sent`. usage: where activations are measured.
     """
 
     rank: int

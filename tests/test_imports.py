@@ -49,8 +49,8 @@ TABLE: dict[str, set[str]] = {
     "devices": {"cluster.actor_group", "cluster.dispatch", "observe.mfu"},
     "recompute": {"models.registry", "parts", "planner", "schedule", "wiring"},
     "driver": {
-        "checkpoint.folder", "checkpoint.resume", "cluster", "devices", "feed", "models.registry", "observe", "parts",
-        "schedule", "recompute", "step", "tracing", "trainers", "wiring",
+        "checkpoint.folder", "checkpoint.resume", "cluster", "devices", "feed", "models.registry", "models.weights",
+        "observe", "parts", "schedule", "recompute", "step", "tracing", "trainers", "wiring",
     },
     "train_ray": {"preflight", "dry_run", "driver"},
     "cli": {"checkpoint", "models", "data", "planner", "observe", "feed", "preflight", "wiring", "driver"},

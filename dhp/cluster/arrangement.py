@@ -12,7 +12,8 @@ from dhp.cluster.placement import Slot
 Slots = Mapping[str, Sequence[Slot]]  # of each part, by rank
 Degrees = Mapping[str, int]  # ranks by axis of a part's mesh, outermost axis first: the last one's ranks are neighbours
 
-INNER = ("tensor", "ulysses")  # axes whose groups talk several times in every layer
+TENSOR = "tensor"
+INNER = (TENSOR, "ulysses")  # axes whose groups talk several times in every layer
 SHOWN = 3  # groups that a warning names
 
 
@@ -73,18 +74,24 @@ def find_straddles(slots: Slots, homes: Sequence[int], degrees: Mapping[str, Deg
 
 def describe_straddle(straddle: Straddle, names: Sequence[str]) -> str:
     """One paragraph: which groups lie across which nodes, and what would keep them inside. names: node by rank."""
-    key = f"{straddle.part}.{straddle.axis}"
-    groups = "; ".join(_group(ranks, names) for ranks in straddle.across[:SHOWN])
-    more = len(straddle.across) - SHOWN
-    stride, fitting = straddle.block // straddle.degree, gcd(straddle.block, *straddle.shares)
-    inside = fitting // stride if fitting % stride == 0 else 1
-    shares = ", ".join(str(share) for share in straddle.shares)
+    key, inside = f"{straddle.part}.{straddle.axis}", _inside(straddle)
     smaller = f"set {key}={inside}, or " if inside > 1 else ""
     return (
-        f"{len(straddle.across)} of {straddle.groups} groups of {key}={straddle.degree} lie across nodes: {groups}"
-        f"{f'; and {more} more' if more > 0 else ''}. Every layer of these ranks talks over the network, which is "
-        f"correct but slow. The nodes give {straddle.part} {shares} devices: {smaller}use a multiple of "
-        f"{straddle.block} devices of each node"
+        f"{_which(straddle, names)}. Every layer of these ranks talks over the network, which is correct but slow. The "
+        f"nodes give {straddle.part} {_shares(straddle)} devices: {smaller}use a multiple of {straddle.block} devices "
+        "of each node"
+    )
+
+
+def refuse_straddle(straddle: Straddle, degrees: Degrees, names: Sequence[str]) -> str:
+    """One paragraph of an error about a tensor group on GPUs: which groups, how the part is split, what would do."""
+    key, part = f"{straddle.part}.{straddle.axis}", straddle.part
+    split = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    return (
+        f"{_which(straddle, names)}. {part}, split by {split}, would all-reduce several times in every layer between "
+        f"nodes, which takes GPUs longer than computing. The nodes have {_shares(straddle)} ranks of "
+        f"{part}: set {key}={_inside(straddle)}, or use a multiple of {straddle.block} GPUs of each node; weights that "
+        f"are then too large for a GPU are cut further by {part}.zero_stage"
     )
 
 
@@ -153,6 +160,25 @@ def _across(slots: Slots, nodes: Sequence[int], degrees: Mapping[str, Degrees]) 
             groups = ranks_by_group(degrees[part], axis)
             counts[axis] = counts.get(axis, 0) + sum(len({own[rank] for rank in group}) > 1 for group in groups)
     return list(counts.values())
+
+
+def _inside(straddle: Straddle) -> int:
+    """The largest degree, of those that divide the one asked for, whose groups would each lie inside a node."""
+    stride, fitting = straddle.block // straddle.degree, gcd(straddle.block, *straddle.shares)
+    return fitting // stride if fitting % stride == 0 else 1
+
+
+def _shares(straddle: Straddle) -> str:
+    return ", ".join(str(share) for share in straddle.shares)
+
+
+def _which(straddle: Straddle, names: Sequence[str]) -> str:
+    groups = "; ".join(_group(ranks, names) for ranks in straddle.across[:SHOWN])
+    more = len(straddle.across) - SHOWN
+    return (
+        f"{len(straddle.across)} of {straddle.groups} groups of {straddle.part}.{straddle.axis}={straddle.degree} lie "
+        f"across nodes: {groups}{f'; and {more} more' if more > 0 else ''}"
+    )
 
 
 def _group(ranks: Sequence[int], names: Sequence[str]) -> str:

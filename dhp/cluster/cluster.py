@@ -15,8 +15,10 @@ import torch
 from ray.util.placement_group import remove_placement_group
 
 from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.arrangement import arrange, describe_straddle, find_straddles
+from dhp.cluster.arrangement import TENSOR, arrange, describe_straddle, find_straddles, refuse_straddle
 from dhp.cluster.dataset_actor import DatasetActor
+from dhp.cluster.environment import require_own_gpu
+from dhp.cluster.gpus import HERE, check_gpus, read_gpus
 from dhp.cluster.homes import Homes, find_homes
 from dhp.cluster.nodes import own_node, read_nodes
 from dhp.cluster.paths import beacon
@@ -33,8 +35,9 @@ class Layout:
     """What to start: actors of each part, on which devices, under which limits.
 
     degrees: of each part, ranks by axis of its mesh, outermost axis first. needs: of each part, and of "data", the
-    paths that must exist on its actors' nodes, by configuration key. checkpoint_dir: exists, and must be the same
-    directory on all nodes. transport: of tensors between the parts, see `choose_transport`. trace: actors keep spans.
+    paths that must exist on its actors' nodes, by configuration key. start_timeout_s: for devices; build_timeout_s:
+    until the parts are loaded, None: as long. checkpoint_dir: exists, and must be the same directory on all nodes.
+    transport: of tensors between the parts, see `choose_transport`. trace: actors keep spans.
     """
 
     actors: Mapping[str, int]
@@ -50,6 +53,7 @@ class Layout:
     transport: str = "auto"
     trace: bool = False
     needs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    build_timeout_s: float | None = None
 
 
 class Cluster:
@@ -64,10 +68,10 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         layout = self._layout
-        if layout.device == "cuda" and layout.address == LOCAL:
-            choose_device("cuda", torch.cuda.device_count())  # known without starting Ray
+        bundles = max(layout.actors.values()) if layout.collocate else sum(layout.actors.values())
+        if layout.address == LOCAL:
+            check_devices_here(layout.device, bundles, layout.collocate)
         with ExitStack() as stack, ending_on_error():  # whatever fails in here takes down what stands already
-            bundles = max(layout.actors.values()) if layout.collocate else sum(layout.actors.values())
             cpus = max(bundles, os.cpu_count() or 1)
             stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s))
             gpus = cluster_gpus()
@@ -77,9 +81,10 @@ class Cluster:
             stack.callback(remove_placement_group, reserved)
             homes = find_homes(bundle_nodes(reserved), read_nodes())
             slots = arrange(plan.slots, homes.of_bundle, layout.degrees)
-            warn_of_straddles(slots, homes, layout.degrees)
+            tell_straddles(slots, homes, layout.degrees, self.device)
             self._where = f", on nodes {homes.describe(slots)}" if len(homes.nodes) > 1 else ""
             common = self._common(choose_backend(self.device, plan.gpus_per_bundle), homes.threads(slots))
+            common["shares_gpu"] = any(slot.gpus < 1 for of_part in plan.slots.values() for slot in of_part)
             common["transport"] = choose_transport(
                 layout.transport, homes.describe(slots), len(homes.nodes), gpus if self.device == "cuda" else 0.0
             )
@@ -118,6 +123,12 @@ class Cluster:
         """The values behind refs of finished calls."""
         return ray.get(list(refs))
 
+    @property
+    def build_timeout_s(self) -> float:
+        """The longest wait for the parts to be loaded, seconds."""
+        layout = self._layout
+        return layout.start_timeout_s if layout.build_timeout_s is None else layout.build_timeout_s
+
     def describe(self) -> str:
         """One line: how many actors of each part, where."""
         actors = " and ".join(f"{count} {part}" for part, count in self._layout.actors.items())
@@ -133,23 +144,46 @@ class Cluster:
         return {
             "backend": backend,
             "threads": layout.threads or threads,
-            "timeout_s": max(layout.step_timeout_s, layout.start_timeout_s),
+            "timeout_s": max(layout.step_timeout_s, self.build_timeout_s),
             "log_dir": layout.log_dir,
             "loopback": local,
             "trace": layout.trace,
             "keep_memory": self.device == "cpu",
             "pinned": self.device == "cuda",
+            "cuda": self.device == "cuda",
         }
 
 
-def warn_of_straddles(
-    slots: Mapping[str, Sequence[Slot]], homes: Homes, degrees: Mapping[str, Mapping[str, int]]
+def tell_straddles(
+    slots: Mapping[str, Sequence[Slot]], homes: Homes, degrees: Mapping[str, Mapping[str, int]], device: str
 ) -> None:
-    """One warning of all groups of the inner axes that lie across nodes, if there are any."""
+    """One warning of all groups of the inner axes that lie across nodes, if there are any.
+
+    Raises ConfigError where GPUs of a tensor group do: they would wait for the network most of the time.
+    """
     straddles = find_straddles(slots, homes.of_bundle, degrees)
+    refused = [straddle for straddle in straddles if device == "cuda" and straddle.axis == TENSOR]
+    if refused:
+        told = [refuse_straddle(s, degrees[s.part], homes.names(slots[s.part])) for s in refused]
+        raise ConfigError("\n".join([*told, f"The nodes: {homes.gpus()}"]))
     if straddles:
         told = [describe_straddle(straddle, homes.names(slots[straddle.part])) for straddle in straddles]
         warnings.warn("\n".join(told), stacklevel=2)
+
+
+def check_devices_here(asked: str, bundles: int, collocate: bool) -> None:
+    """What a Ray of our own would meet on this machine, known without starting it: may `bundles` devices be GPUs?
+
+    Raises ConfigError. On the nodes of a running cluster, each rank looks for itself when it joins.
+    """
+    if asked == "cpu":
+        return
+    gpus = read_gpus()
+    if asked == "cuda":
+        choose_device(asked, len(gpus) or torch.cuda.device_count())
+    if gpus:
+        require_own_gpu(HERE)
+        check_gpus(gpus, collocate or len(gpus) < bundles, HERE)
 
 
 def choose_device(asked: str, gpus: float) -> str:

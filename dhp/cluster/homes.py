@@ -43,6 +43,12 @@ class Homes:
         more = [f"and {len(self.nodes) - SHOWN} more"] if len(self.nodes) > SHOWN else []
         return ", ".join([*told, *more])
 
+    def gpus(self) -> str:
+        """`10.0.0.5 has 8 GPUs, 10.0.0.6 …`: what each node has, used or not."""
+        told = [f"{node.name} has {node.total.get('GPU', 0.0):g} GPUs" for node in self.nodes[:SHOWN]]
+        more = [f"and {len(self.nodes) - SHOWN} more"] if len(self.nodes) > SHOWN else []
+        return ", ".join([*told, *more])
+
     def _ranks(self, slots: Sequence[Slot], node: int) -> list[int]:
         return [rank for rank, slot in enumerate(slots) if self.of_bundle[slot.bundle] == node]
 

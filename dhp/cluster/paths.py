@@ -25,7 +25,7 @@ def require_paths(who: str, needs: Mapping[str, str]) -> None:
     """Raise ConfigError for the first of the paths, by configuration key, that does not exist on this node."""
     for key, path in needs.items():
         if not Path(path).exists():
-            raise ConfigError(f"{key}={path} does not exist on node {_address()}, where {who} runs. {EVERYWHERE}")
+            raise ConfigError(f"{key}={path} does not exist on {whereabouts(who)}. {EVERYWHERE}")
 
 
 @contextmanager
@@ -47,11 +47,16 @@ def require_beacon(who: str, path: str | None) -> None:
     while not Path(path).exists():
         if time.monotonic() > end:
             raise ConfigError(
-                f"training.checkpoint_dir={Path(path).parent} on node {_address()}, where {who} runs, is not the "
-                "directory that the driver sees. All ranks write their checkpoints there: give one on a disk that all "
+                f"training.checkpoint_dir={Path(path).parent} on {whereabouts(who)}, is not the directory that "
+                "the driver sees. All ranks write their checkpoints there: give one on a disk that all "
                 "nodes share, at the same path on each"
             )
         time.sleep(0.2)
+
+
+def whereabouts(who: str) -> str:
+    """This process's node, as an error tells it."""
+    return f"node {_address()}, where {who} runs"
 
 
 def _address() -> str:

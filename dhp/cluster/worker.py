@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from dhp.cluster.clock import Reading, read_clock
 from dhp.cluster.direct import Exchange
+from dhp.cluster.environment import expand_segments, own_local_rank, require_fixed_segments, require_own_gpu
+from dhp.cluster.gpus import check_gpus, read_gpus
 from dhp.cluster.host_memory import keep_freed_memory
 from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
-from dhp.cluster.paths import require_beacon, require_paths
+from dhp.cluster.paths import require_beacon, require_paths, whereabouts
 from dhp.cluster.process import named_errors, redirect_output
 from dhp.cluster.transport import CUDA_IPC, NIXL, SHARED_MEMORY, Inbox, Outbox
 from dhp.sent import HANDOFF, add_sent
@@ -47,7 +49,8 @@ class GroupSettings:
     this host. needs: paths that must exist on a rank's node, by configuration key. beacon: what each rank must see of
     the directory of checkpoints (`dhp.cluster.paths`); None: nothing. transport: how large results travel, see
     `choose_transport`. trace: keep spans of what each rank does. keep_memory: what a rank frees stays with its process,
-    see `keep_freed_memory`. pinned: memory between the parts is locked for GPUs."""
+    see `keep_freed_memory`. pinned: memory between the parts is locked for GPUs. cuda: ranks use GPUs; shares_gpu:
+    other processes of the run use a rank's GPU too."""
 
     part: str
     size: int
@@ -62,6 +65,8 @@ class GroupSettings:
     trace: bool = False
     keep_memory: bool = False
     pinned: bool = False
+    cuda: bool = False
+    shares_gpu: bool = False
 
 
 class Worker:
@@ -71,6 +76,9 @@ class Worker:
         self.settings, self.rank = settings, rank
         self._who = f"{settings.part} rank {rank}"
         redirect_output(settings.log_dir, f"{settings.part}-{rank}")
+        own_local_rank()
+        if settings.cuda:
+            expand_segments(settings.transport)
         torch.set_num_threads(settings.threads)
         if settings.keep_memory:
             keep_freed_memory()
@@ -97,6 +105,11 @@ class Worker:
             if not self.settings.loopback:
                 require_paths(self._who, self.settings.needs)
                 require_beacon(self._who, self.settings.beacon)
+            if self.settings.cuda:
+                where = whereabouts(self._who)
+                require_own_gpu(where)
+                require_fixed_segments(self.settings.transport, where)
+                check_gpus(read_gpus(), self.settings.shares_gpu, where)
             self._join(host, port)
             if self.settings.transport == NIXL:
                 self._inbox = self._outbox = Exchange(self.settings.loopback, self.settings.timeout_s)

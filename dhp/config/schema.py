@@ -269,7 +269,8 @@ class ClusterConfig:
     """Device of the actors: auto (CUDA where Ray sees a GPU, else CPU) | cpu | cuda."""
 
     start_timeout_s: float = 300.0
-    """Longest wait for the cluster's resources and for the actors to be ready, seconds."""
+    """Longest wait for the cluster's resources and for the actors to be ready, seconds. The parts get longer by what
+    their weights take at 100 MB/s, of a resumed run the checkpoint too (72B: 24 minutes)."""
 
     step_timeout_s: float = 1800.0
     """A step without any progress for this long has failed, seconds."""

@@ -51,7 +51,8 @@ class StepMetrics:
     mfu: float | None = None
     """Model FLOPs utilisation: the sum of flops / (step_s × the peak of all devices), each device counted once."""
     memory_bytes: Mapping[str, int] | None = None
-    """Peak memory of the actor that used most, by part."""
+    """Most device memory that an actor's allocator had reserved in the step, of the actor that had most, by part: what
+    tensors took and what no other process could have. None on CPUs."""
     activation_bytes: Mapping[str, int] | None = None
     """Peak of what forward keeps for backward on the actor that kept most, by part, where activations are measured."""
     comm_bytes: Mapping[str, Mapping[str, int]] | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dhp.cluster.arrangement import arrange, describe_straddle, find_straddles, ranks_by_group
-from dhp.cluster.cluster import warn_of_straddles
+from dhp.cluster.cluster import tell_straddles
 from dhp.cluster.homes import find_homes
 from dhp.cluster.nodes import Node
 from dhp.cluster.placement import plan_placement
+from dhp.errors import ConfigError
 
 AXES = ("data", "ring", "ulysses", "tensor")
 
@@ -135,8 +136,39 @@ def test_a_run_warns_once_of_all_that_lies_across(recwarn: pytest.WarningsRecord
     homes = find_homes(["10.0.0.5", "10.0.0.6"], nodes)
     slots = plan_placement({"vision": 2, "text": 2}, collocate=True, gpus=0).slots
     with pytest.warns(UserWarning) as caught:
-        warn_of_straddles(slots, homes, {"vision": mesh(ulysses=2), "text": mesh(tensor=2)})
+        tell_straddles(slots, homes, {"vision": mesh(ulysses=2), "text": mesh(tensor=2)}, "cpu")
     (told,) = [str(warning.message) for warning in caught]
     assert "vision.ulysses=2 lie across" in told and "text.tensor=2 lie across" in told
-    warn_of_straddles(slots, homes, {"vision": mesh(data=2), "text": mesh(data=2)})
+    for device in ("cpu", "cuda"):
+        tell_straddles(slots, homes, {"vision": mesh(data=2), "text": mesh(data=2)}, device)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "remedy"),
+    [
+        ((8, 8), 16, "set text.tensor=8, or use a multiple of 16 GPUs of each node"),
+        ((6, 2), 4, "The nodes have 6, 2 ranks of text: set text.tensor=2, or use a multiple of 4 GPUs of each node"),
+        ((3, 1), 2, "set text.tensor=1, or use a multiple of 2 GPUs of each node"),
+    ],
+)
+def test_a_tensor_group_of_gpus_across_nodes_is_refused_with_a_degree_that_would_do(
+    ranks: tuple[int, int], tensor: int, remedy: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    names = ("10.0.0.5", "10.0.0.6")
+    nodes = [Node(name, name, name, {"GPU": 8.0}, {}) for name in names]
+    homes = find_homes([name for name, count in zip(names, ranks, strict=True) for _ in range(count)], nodes)
+    total = sum(ranks)
+    degrees = {"vision": mesh(ulysses=total), "text": mesh(data=total // tensor, tensor=tensor)}
+    slots = plan_placement({"vision": total, "text": total}, collocate=True, gpus=total).slots
+    with pytest.raises(ConfigError) as caught:
+        tell_straddles(slots, homes, degrees, "cuda")
+    told = str(caught.value)
+    assert told.startswith(f"1 of {total // tensor} groups of text.tensor={tensor} lie across nodes: ranks ")
+    assert f"text, split by data {total // tensor}, ring 1, ulysses 1, tensor {tensor}, would" in told
+    assert remedy in told and told.endswith("The nodes: 10.0.0.5 has 8 GPUs, 10.0.0.6 has 8 GPUs")
+    assert "vision" not in told and not recwarn.list
+    smaller = int(remedy.partition("text.tensor=")[2].partition(",")[0])
+    fitting = degrees | {"text": mesh(data=total // smaller, tensor=smaller)}
+    with pytest.warns(UserWarning, match="^1 of 1 groups of vision.ulysses="):
+        tell_straddles(arrange(slots, homes.of_bundle, fitting), homes, fitting, "cuda")

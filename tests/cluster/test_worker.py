@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp.cluster.transport import OBJECT_STORE, SMALLEST, Inbox, Parcel
+from dhp.cluster import paths
+from dhp.cluster import worker as worker_module
+from dhp.cluster.environment import ALLOCATOR, OLD_ALLOCATOR
+from dhp.cluster.gpus import Gpu
+from dhp.cluster.transport import CUDA_IPC, OBJECT_STORE, SMALLEST, Inbox, Parcel
 from dhp.cluster.watch import RankRaised
 from dhp.cluster.worker import GroupSettings, Worker
-from dhp.errors import DataError
+from dhp.errors import ConfigError, DataError
 from dhp.sent import HANDOFF, take_sent
 
 
@@ -95,3 +100,50 @@ def test_errors_name_the_rank_unless_they_are_meant_for_a_person(worker: Worker)
         worker.call("save", "full")
     with pytest.raises(DataError, match="^as it is$"):
         worker.call("save", "refused")
+
+
+def test_a_process_with_one_device_is_the_first_of_its_devices_whatever_started_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for _ in made():
+        assert os.environ["LOCAL_RANK"] == "0"
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_a_rank_that_would_see_all_gpus_is_refused_when_it_joins(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setattr(paths, "_address", lambda: "10.0.0.6")
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", value)
+    (worker,) = made(cuda=True)
+    told = "^node 10.0.0.6, where vision rank 0 runs: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=.* Unset it"
+    with pytest.raises(ConfigError, match=told):
+        worker.join("127.0.0.1", 1)
+
+
+def test_a_rank_that_joins_looks_at_its_nodes_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_address", lambda: "10.0.0.6")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", raising=False)
+    (worker,) = made(cuda=True)
+    with pytest.raises(ConfigError, match="^node 10.0.0.6, where vision rank 0 runs: .* built for CPUs alone"):
+        worker.join("127.0.0.1", 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(worker_module, "read_gpus", lambda: (Gpu(0, "580.65.06", "Exclusive_Process"),))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/nowhere")
+    (worker,) = made(cuda=True, shares_gpu=True)
+    with pytest.raises(ConfigError, match="^node 10.0.0.6, where vision rank 0 runs: .*GPU 0 Exclusive_Process"):
+        worker.join("127.0.0.1", 1)
+
+
+def test_a_rank_on_a_gpu_lets_its_memory_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ALLOCATOR, OLD_ALLOCATOR):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for cuda, transport, set_to in ((False, OBJECT_STORE, None), (True, CUDA_IPC, None), (True, OBJECT_STORE, "True")):
+        for _ in made(cuda=cuda, transport=transport):
+            assert os.environ.get(ALLOCATOR) == (None if set_to is None else f"expandable_segments:{set_to}")
+    monkeypatch.setattr(paths, "_address", lambda: "10.0.0.6")
+    (worker,) = made(cuda=True, transport=CUDA_IPC)
+    with pytest.raises(ConfigError, match="^node 10.0.0.6, where vision rank 0 runs: cluster.transport=cuda_ipc with"):
+        worker.join("127.0.0.1", 1)

@@ -1,0 +1,59 @@
+"""Environment variables that a rank's process inherits and libraries read: what is set, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+from dhp.cluster.transport import CUDA_IPC, NIXL
+from dhp.errors import ConfigError
+
+LOCAL_RANK = "LOCAL_RANK"
+KEEPS_ALL_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+ALLOCATOR, OLD_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # torch reads the second one too
+EXPANDABLE = "expandable_segments:True"
+
+
+def own_local_rank() -> None:
+    """A process sees its own device alone, so it is always the first; what Slurm or torchrun set counts devices that it
+    does not see."""
+    os.environ[LOCAL_RANK] = "0"
+
+
+def require_own_gpu(where: str) -> None:
+    """Raise ConfigError where Ray was told not to show each process its own GPU alone."""
+    value = os.environ.get(KEEPS_ALL_VISIBLE, "")
+    if value.lower() in ("1", "true"):  # as Ray reads it
+        raise ConfigError(
+            f"{where}: {KEEPS_ALL_VISIBLE}={value}, so every rank would see all GPUs and use the first one. Unset it "
+            "where the run or `ray start` gets its environment, and start again"
+        )
+
+
+def expand_segments(transport: str) -> bool:
+    """Let CUDA's allocator here grow what it has in place of fragmenting it: two processes on a GPU have no memory to
+    leave unused.
+
+    False, and nothing changed, where the environment has settings of the allocator, and where `transport` hands memory
+    of the device itself to other processes, which then could not map it.
+    """
+    if transport in (CUDA_IPC, NIXL) or ALLOCATOR in os.environ or OLD_ALLOCATOR in os.environ:
+        return False
+    os.environ[ALLOCATOR] = EXPANDABLE
+    torch._C._accelerator_setAllocatorSettings(EXPANDABLE)  # torch may have read the environment when it was imported
+    return True
+
+
+def require_fixed_segments(transport: str, where: str) -> None:
+    """Raise ConfigError for CUDA IPC with expandable segments: torch opens those in another process by a right that
+    containers and hardened kernels refuse."""
+    for name in (OLD_ALLOCATOR, ALLOCATOR):
+        value = os.environ.get(name, "")
+        if transport == CUDA_IPC and re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
+            raise ConfigError(
+                f"{where}: cluster.transport={CUDA_IPC} with {name}={value}: memory in expandable segments is shared "
+                "by a system call that containers and hardened kernels refuse (pidfd_getfd). Take expandable_segments "
+                f"out of {name}, or set cluster.transport=auto"
+            )

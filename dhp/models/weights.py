@@ -1,0 +1,31 @@
+"""How much a model's parts read when they start, and how long that may take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dhp.models.shape import part_shape, shapes_directory
+
+SLOW_DISK = 100_000_000  # bytes a second that even a slow disk, shared by nodes, gives
+VALUE_BYTES = 2  # of a published weight
+
+
+def weight_bytes(model_name: str, checkpoint: Path | None = None) -> int:
+    """Of the safetensors files in a model's directory, and in the checkpoint that a run continues.
+
+    A hub id whose shape dhp ships has two bytes a parameter. Of any other it is not known without a network: 0.
+    """
+    continued = 0 if checkpoint is None else _sizes(checkpoint, "**/*.safetensors")
+    if Path(model_name).is_dir():
+        return continued + _sizes(Path(model_name), "*.safetensors")
+    shape = shapes_directory() / f"{model_name}.json"
+    return continued + (VALUE_BYTES * part_shape(str(shape), ()).total if shape.is_file() else 0)
+
+
+def start_limit_s(base_s: float, nbytes: int) -> float:
+    """The longest wait for parts that read `nbytes` of weights, seconds: `base_s` where there is nothing to read."""
+    return base_s + nbytes / SLOW_DISK
+
+
+def _sizes(folder: Path, pattern: str) -> int:
+    return sum(file.stat().st_size for file in folder.glob(pattern))
