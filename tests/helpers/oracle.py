@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, get_scheduler
 
 from dhp.data.sample import Sample
+from dhp.models.patches import project_as_product
 from dhp.models.registry import load_family
 from dhp.trainers.settings import UpdateSettings
 
@@ -117,6 +118,11 @@ class MixedOracle(Oracle):
     """The plain model in 16 bits as transformers loads it, beside float32 master weights and gradient sums."""
 
     def prepare(self, model_name: str) -> None:
+        if self.device != "cpu":
+            # In 16 bits the library has no kernel for this convolution on some GPUs, or one that takes seconds.
+            for module in self.model.modules():
+                if isinstance(module, torch.nn.Conv3d):
+                    project_as_product(module)
         exact = AutoModelForImageTextToText.from_pretrained(model_name, dtype=torch.float32).to(self.device)
         self.masters = dict(exact.named_parameters())
 
