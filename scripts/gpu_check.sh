@@ -1,7 +1,14 @@
 #!/usr/bin/env bash
-# Parity of the tiny model with 1+1 and 2+2 actors on the GPU of this machine; figures to results/gpu.json.
+# What dhp does on one GPU of this machine: kernels, parity with the plain model, speed, memory, waits. Rows are
+# appended to results/gpu.jsonl as soon as they are there. Status 0: all is right; 1: something deviates; 2: no device.
+#
+# It needs Python 3.11 or newer with torch, transformers (whose pins are in requirements.txt; the first row says which
+# are here), numpy, pillow and safetensors. Neither ray, hydra, omegaconf, deepspeed, numba nor av have to be there, and
+# no package index. Where another version is to be brought along, as wheels in a folder WHEELS:
+#   python3 -m pip install --no-index --no-deps --find-links WHEELS --target SITE transformers
+#   PYTHONPATH=SITE scripts/gpu_check.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python3
 if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
-exec timeout 480 "$python" -m experiments.gpu_check --device cuda --out results/gpu.json "$@"
+exec timeout 480 "$python" -m experiments.gpu_check --device cuda --out results/gpu.jsonl "$@"

@@ -7,18 +7,12 @@ from hydra.core.config_store import ConfigStore
 
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import Config
+from dhp.config.shipped import shipped_directory
 from dhp.config.yaml_files import YamlFiles
 from dhp.errors import ConfigError
 
 ENTRY = "_dhp_entry"  # primary config that Hydra composes: schema, then settings of Hydra, then the named YAML
 _SCHEMA = "_dhp_schema"
-
-
-def shipped_directory() -> Path:
-    """The `configs/` that comes with dhp: inside the package when installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-from dhp.config.source import shipped_directory
+from dhp.config.shipped import shipped_directory
 from dhp.errors import ModelError
 from dhp.models.split import ReadPlan, is_dropped, model_class
 

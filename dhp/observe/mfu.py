@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from dhp.config.source import shipped_directory
+from dhp.config.shipped import shipped_directory
 from dhp.messages import DeviceInfo
 
 TABLE = "devices/peaks.json"

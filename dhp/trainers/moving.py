@@ -11,8 +11,9 @@ from dhp.parallel.attention import SegmentPlan, index_tensors, with_tensors
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. On CPU it stays in the memory it was handed over in: nobody may write to it."""
-    if device.type == "cpu":
+    """The tensor on `device`. Where it is there already, it stays in the memory it was handed over in: nobody may write
+    to it."""
+    if tensor.device.type == device.type:
         return tensor
     return _pinned(tensor).to(device, non_blocking=True)
 

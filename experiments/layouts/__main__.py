@@ -15,7 +15,7 @@ from typing import Any
 import torch.multiprocessing as multiprocessing
 
 from dhp.data.sample import Sample
-from experiments.layouts.hosts import become_private, make_hosts
+from experiments.layouts.hosts import HOSTS, become_private, make_hosts
 from experiments.layouts.links import H100, match
 from experiments.layouts.ours import LAYOUTS, LOCAL, run_layout
 from experiments.layouts.peers import PEERS, serve_peer
@@ -93,10 +93,16 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sizes", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--shapes", nargs="+", choices=DECODERS, default=list(DECODERS))
-    parser.add_argument("--only", nargs="+", choices=[*PEERS, *LAYOUTS], default=[*PEERS, *LAYOUTS])
+    parser.add_argument("--only", nargs="+", choices=[*PEERS, *LAYOUTS])
     parser.add_argument("--links", action="store_true", help="two hosts and a slow link between them (root)")
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    given = parser.parse_args()
+    too_many = [name for name, spread in LAYOUTS.items() if given.links and spread.text.world > len(HOSTS)]
+    given.only = given.only or [name for name in (*PEERS, *LAYOUTS) if name not in too_many]
+    for name in given.only:
+        if name in too_many:
+            parser.error(f"{name} needs {LAYOUTS[name].text.world} devices; with --links there are {len(HOSTS)}")
+    return given
 
 
 def slow_links(model: str) -> str:

@@ -1,10 +1,11 @@
-"""dhp on the same work: two vision and two text actors that share two cores, in each layout."""
+"""dhp on the same work: two vision and two text actors that share two cores in each layout, or four and four."""
 
 from __future__ import annotations
 
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import ray
 
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import Watched, wait_all
+from dhp.config.degrees import DEEPSPEED, FSDP
 from dhp.data.sample import Sample
 from dhp.data.sampler import BatchLayout, slots
 from dhp.data.source import StepSamples
@@ -34,19 +36,37 @@ LOCAL = "local"
 TIMEOUT_S = 900.0
 TWO = {name: Degrees(**{name: 2}) for name in ("data", "ulysses", "tensor")}
 
-# Vision degrees and ZeRO stage, text degrees and ZeRO stage.
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Degrees of both parts, and the ZeRO stage and engine of each. Device k has rank k of both."""
+
+    vision: Degrees
+    text: Degrees
+    vision_stage: int = 0
+    text_stage: int = 0
+    text_engine: str = DEEPSPEED
+
+
+# The last two have four ranks a part: torch cuts the states of replicas beside tensor parallelism, or nobody does.
+FOUR = Degrees(data=2, ulysses=2), Degrees(data=2, tensor=2)
 LAYOUTS = {
-    "DP": (TWO["data"], 0, TWO["data"], 0),
-    "SP+TP": (TWO["ulysses"], 0, TWO["tensor"], 0),
-    "TP": (TWO["tensor"], 0, TWO["tensor"], 0),
-    "DP+TP": (TWO["data"], 0, TWO["tensor"], 0),
-    "SP+DP": (TWO["ulysses"], 0, TWO["data"], 0),
-    "ZeRO-3": (TWO["data"], 3, TWO["data"], 3),
+    "DP": Spread(TWO["data"], TWO["data"]),
+    "SP+TP": Spread(TWO["ulysses"], TWO["tensor"]),
+    "TP": Spread(TWO["tensor"], TWO["tensor"]),
+    "DP+TP": Spread(TWO["data"], TWO["tensor"]),
+    "SP+DP": Spread(TWO["ulysses"], TWO["data"]),
+    "ZeRO-3": Spread(TWO["data"], TWO["data"], 3, 3),
+    "TP+replicas": Spread(*FOUR),
+    "TP+FSDP": Spread(*FOUR, text_stage=3, text_engine=FSDP),
 }
 UPDATE = UpdateSettings(LEARNING_RATE, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)
 
 
-def part_settings(part: str, model: str, degrees: Degrees, zero_stage: int, measure: bool) -> PartSettings:
+def part_settings(
+    part: str, model: str, degrees: Degrees, zero_stage: int, measure: bool, engine: str = DEEPSPEED
+) -> PartSettings:
     """Float32, packed rows, no recompute. measure: count what activations take, which costs time."""
     return PartSettings(
         part=part,
@@ -57,6 +77,7 @@ def part_settings(part: str, model: str, degrees: Degrees, zero_stage: int, meas
         recompute="none",
         measure=measure,
         zero_stage=zero_stage,
+        zero_engine=engine,
         autotp=False,
         packing=True,
         update=UPDATE,
@@ -84,11 +105,14 @@ def run_layout(
     address: str = LOCAL,
 ) -> dict[str, Run]:
     """Of every batch, `steps` steps after one that does not count. measure: bytes of the last. address: of a Ray."""
-    vision, vision_stage, text, text_stage = LAYOUTS[name]
-    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(folder, address)) as cluster:
+    spread = LAYOUTS[name]
+    vision, text = spread.vision, spread.text
+    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(spread, folder, address)) as cluster:
         groups = cluster.groups
-        groups["vision"].start(VisionTrainer, part_settings("vision", model, vision, vision_stage, measure))
-        groups["text"].start(TextTrainer, part_settings("text", model, text, text_stage, measure))
+        first = part_settings("vision", model, vision, spread.vision_stage, measure)
+        second = part_settings("text", model, text, spread.text_stage, measure, spread.text_engine)
+        groups["vision"].start(VisionTrainer, first)
+        groups["text"].start(TextTrainer, second)
         wait_all([w for group in groups.values() for w in group.take_watched()], TIMEOUT_S)
         parts = make_parts(groups["vision"], groups["text"], vision, text, 1)
         found = {}
@@ -129,11 +153,10 @@ def _bytes(reports: Mapping[int, Sequence[PartReport]]) -> tuple[int, int]:
     return max(peaks), sum(sum(r.sent_bytes.values()) for of_part in reports.values() for r in of_part)
 
 
-def _layout(folder: str, address: str) -> Layout:
-    two = {"data": 1, "ring": 1, "ulysses": 1, "tensor": 2}
+def _layout(spread: Spread, folder: str, address: str) -> Layout:
     return Layout(
-        actors={"vision": 2, "text": 2},
-        degrees={"vision": two, "text": two},
+        actors={"vision": spread.vision.world, "text": spread.text.world},
+        degrees={"vision": asdict(spread.vision), "text": asdict(spread.text)},
         collocate=True,
         device="cpu",
         address=address,

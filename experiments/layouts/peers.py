@@ -1,4 +1,5 @@
-"""The peers: the plain transformers model under PyTorch DDP, DeepSpeed ZeRO-3 and transformers' tensor parallelism.
+"""The peers: the plain transformers model under PyTorch DDP and FSDP2, DeepSpeed ZeRO-3 and transformers' tensor
+parallelism.
 
 As fast as they can honestly be made: the tower attends to all segments of a layer in one call, rows carry no mask, the
 head runs on target tokens only. So what is compared is how the work is spread, not how a kernel is called.
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 
@@ -106,6 +108,22 @@ def ddp(model_name: str) -> Step:
     return _stepper(objective, adamw(objective), _own, dist.get_world_size())
 
 
+def fsdp2(model_name: str) -> Step:
+    """PyTorch FSDP2: each layer's and block's weights cut and gathered as one, the rest at the root; each rank its
+    share of the samples."""
+    objective = Objective(load(model_name), split_head=False)
+    model = objective.model.model
+    for layer in (*model.visual.blocks, *model.language_model.layers):
+        fully_shard(layer)
+    fully_shard(objective)
+    for unit in objective.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # a sum with a factor fails on gloo
+    summed = _stepper(objective, adamw(objective), _own, 1)
+    return Step(objective, lambda rows, targets: summed(rows, targets) * dist.get_world_size())  # as a mean's share
+
+
 def tensor_parallel(model_name: str) -> Step:
     """transformers' tensor parallelism: the decoder split, the tower on every rank alike."""
     objective = Objective(load(model_name, dist.get_world_size()), split_head=True)
@@ -137,7 +155,7 @@ def zero3(model_name: str) -> Step:
     return Step(objective, step)
 
 
-PEERS = {"plain": plain, "ddp": ddp, "transformers-tp": tensor_parallel, "deepspeed-zero3": zero3}
+PEERS = {"plain": plain, "ddp": ddp, "fsdp2": fsdp2, "transformers-tp": tensor_parallel, "deepspeed-zero3": zero3}
 
 
 def _own(rows: list[Inputs]) -> list[Inputs]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dhp.data.sample import Sample
 from dhp.data.sampler import BatchLayout, slots
 from dhp.data.source import StepSamples
-from dhp.feed import Feed
+from dhp.dealing import Dealer
 from dhp.messages import StepData
 from dhp.models.registry import load_family
 from dhp.parallel import zero
@@ -23,6 +23,7 @@ from dhp.parallel.fsdp import FullySharded
 from dhp.parallel.mesh import Degrees
 from dhp.parallel.slices import all_laid_out
 from dhp.parts import Batch, make_parts
+from dhp.rows import Rows
 from dhp.schedule import SCHEDULES, TEXT, VISION
 from dhp.step import accumulate_gradients, update_weights
 from dhp.trainers.settings import PartSettings, UpdateSettings
@@ -30,6 +31,9 @@ from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from tests.helpers.oracle import MixedOracle, Oracle, Step
 from tests.helpers.ranks import LocalGroup
+
+if TYPE_CHECKING:
+    from dhp.feed import Feed
 
 UPDATE = UpdateSettings(
     learning_rate=1e-3,
@@ -59,6 +63,7 @@ class Case:
     autotp: bool = False
     recompute: str = "none"
     fsdp: bool = False  # the states of both parts are cut by torch, not by DeepSpeed
+    device: str = "cpu"
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -93,6 +98,13 @@ class Inspected:
         super().__init__(settings)
 
     def gradients(self) -> dict[str, Tensor]:
+        return {name: gradient.cpu() for name, gradient in self._gradients().items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the optimizer updates: the master weights, where the module has rounded copies."""
+        return {name: weight.cpu() for name, weight in self._weights().items()}
+
+    def _gradients(self) -> dict[str, Tensor]:
         part: Any = self.part
         if isinstance(part.update, FullySharded):
             part.update._take_sums()
@@ -107,8 +119,7 @@ class Inspected:
         masters = zip(update._names, update._layouts, update._masters, strict=True)
         return {name: _whole(master.grad, layout) for name, layout, master in masters}
 
-    def weights(self) -> dict[str, Tensor]:
-        """What the optimizer updates: the master weights, where the module has rounded copies."""
+    def _weights(self) -> dict[str, Tensor]:
         part: Any = self.part
         if isinstance(part.update, FullySharded):
             return {shard.name: _gathered(shard, shard.weight.detach()) for shard in part.update._shards}
@@ -126,7 +137,7 @@ class Inspected:
 
     def rounded(self) -> bool:
         """Whether every weight that the module computes with is its master weight, rounded."""
-        masters = self.weights()
+        masters = self._weights()
         named = all_laid_out(self.part.model).items()
         return all(torch.equal(_whole(p.detach(), p), masters[n].to(p.dtype)) for n, p in named)
 
@@ -164,7 +175,7 @@ def settings(part: str, model: str, case: Case) -> PartSettings:
         model_name=model,
         degrees=case.vision if vision else case.text,
         dtype=case.dtype,
-        device="cpu",
+        device=case.device,
         recompute="full" if case.checkpointing else case.recompute,
         measure=False,
         zero_stage=case.zero_stage if vision else case.text_zero_stage,
@@ -178,15 +189,22 @@ def settings(part: str, model: str, case: Case) -> PartSettings:
 
 def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed:
     """A feed that deals the given samples of each step over the case's micro-batches and replicas."""
+    from dhp.feed import Feed  # which decodes videos, and needs a package for it
 
-    def step(k: int) -> StepSamples:
-        samples = steps[k]
-        size = -(-len(samples) // (case.micro_batches * case.text.data))
-        dealt = slots(samples, BatchLayout(case.text.data, case.micro_batches, size))
-        return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
-
-    source: Any = SimpleNamespace(step=step)
+    source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     return Feed(source, load_family(model), 0, case.vision.data, case.vision.sequence, case.packing)
+
+
+def _slotted(step: int, case: Case, samples: Sequence[Sample]) -> StepSamples:
+    size = -(-len(samples) // (case.micro_batches * case.text.data))
+    dealt = slots(samples, BatchLayout(case.text.data, case.micro_batches, size))
+    return StepSamples(step, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
+
+
+def make_dealer(model: str, case: Case) -> Dealer:
+    """What deals samples out over the case's ranks: the feed without what reads and decodes them."""
+    family = load_family(model)
+    return Dealer(family, Rows(family, 0, case.packing), case.vision.data, case.vision.sequence)
 
 
 @dataclass(frozen=True)
@@ -212,7 +230,7 @@ class Trained:
 def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Trained:
     """Train the steps in the case's layout."""
     fault = fault or Fault()
-    feed = make_feed(model, case, steps)
+    dealer = make_dealer(model, case)
     losses, norms, gradients = [], [], []
     with (
         LocalGroup(fault.vision, case.vision.world, settings("vision", model, case)) as vision,
@@ -220,7 +238,7 @@ def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Faul
     ):
         parts = make_parts(vision, text, case.vision, case.text, case.micro_batches)
         for k in range(len(steps)):
-            data = fault.edit(feed.step(k))
+            data = fault.edit(dealer.deal(_slotted(k, case, steps[k])))
             batch = Batch(data.info, data.vision, data.text)
             accumulate_gradients(parts, SCHEDULES[case.schedule](case.micro_batches), batch)
             gradients.append(_found_gradients(vision, text, data.info.images > 0))
@@ -233,7 +251,7 @@ def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Faul
 def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Errors:
     """Train the steps in the case's layout and in the oracle; the largest deviations of all of it."""
     trained = train(model, case, steps, fault)
-    start, expected, end = _expected(model, case.dtype, steps)
+    start, expected, end = _expected(model, case, steps)
     losses = [_deviation(found, e.loss) for found, e in zip(trained.losses, expected, strict=True)]
     norms = [_deviation(n, e.norm) for found, e in zip(trained.norms, expected, strict=True) for n in found]
     gradients = [_worst_gradient(found, e) for found, e in zip(trained.gradients, expected, strict=True)]
@@ -246,11 +264,11 @@ Wanted = tuple[dict[str, Tensor], list[Step], dict[str, Tensor]]
 _KNOWN: dict[tuple, tuple[Sequence, Wanted]] = {}
 
 
-def _expected(model: str, dtype: str, steps: Sequence[Sequence[Sample]]) -> Wanted:
+def _expected(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Wanted:
     """Weights before, every step, and weights after in the oracle; once for all layouts of the same samples."""
-    key = (model, dtype, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
+    key = (model, case.dtype, case.device, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
     if key not in _KNOWN:
-        oracle = Oracle(model, getattr(torch, dtype), UPDATE)
+        oracle = Oracle(model, getattr(torch, case.dtype), UPDATE, case.device)
         start = oracle.weights()
         wanted = (start, [oracle.step(samples) for samples in steps], oracle.weights())
         _KNOWN[key] = (steps, wanted)  # the samples are kept, so that their ids stay theirs
@@ -267,10 +285,13 @@ class Ratios:
     update: float
 
 
-def compare_rounding(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Ratios:
+def compare_rounding(
+    model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None
+) -> Ratios:
     """Train the steps in the case's layout, in one plain process of the same precision, and exactly."""
-    trained = train(model, case, steps)
-    exact, plain = Oracle(model, torch.float64, UPDATE), MixedOracle(model, getattr(torch, case.dtype), UPDATE)
+    trained = train(model, case, steps, fault)
+    exact = Oracle(model, torch.float64, UPDATE, case.device)
+    plain = MixedOracle(model, getattr(torch, case.dtype), UPDATE, case.device)
     wanted, rough = [exact.step(s) for s in steps], [plain.step(s) for s in steps]
     ours = max(_deviation(found, e.loss) for found, e in zip(trained.losses, wanted, strict=True))
     theirs = max(_deviation(r.loss, e.loss) for r, e in zip(rough, wanted, strict=True))

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, get_scheduler
 
 from dhp.data.sample import Sample
+from dhp.models.patches import project_as_product
 from dhp.models.registry import load_family
 from dhp.trainers.settings import UpdateSettings
 
@@ -26,7 +27,7 @@ class Step:
 
 
 class Oracle:
-    """Plain model, plain AdamW, plain clipping, transformers' own schedule."""
+    """Plain model, plain AdamW, plain clipping, transformers' own schedule. What it tells lies on the host."""
 
     def __init__(self, model_name: str, dtype: torch.dtype, update: UpdateSettings, device: str = "cpu"):
         self.device = device
@@ -53,7 +54,7 @@ class Oracle:
         """Whatever stands beside the model."""
 
     def weights(self) -> Weights:
-        return {name: p.detach().clone() for name, p in self.named()}
+        return {name: p.detach().to("cpu", copy=True) for name, p in self.named()}
 
     def named(self) -> list[tuple[str, Tensor]]:
         """What the optimizer updates, by name."""
@@ -67,7 +68,7 @@ class Oracle:
         total = sum(sample.target_tokens for sample in samples)
         if total == 0:
             self.schedule.step()
-            return Step(0.0, 0.0, {n: torch.zeros_like(p) for n, p in self.model.named_parameters()})
+            return Step(0.0, 0.0, {n: torch.zeros_like(p, device="cpu") for n, p in self.model.named_parameters()})
         loss = 0.0
         for sample in samples:
             share = self._loss_sum(sample) / total
@@ -75,7 +76,7 @@ class Oracle:
             self._collect()
             loss += float(share.detach())
         parameters = [p for _, p in self.named()]
-        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.named()}
+        gradients = {n: None if p.grad is None else p.grad.to("cpu", copy=True) for n, p in self.named()}
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.update.max_grad_norm or float("inf")))
         self.optimizer.step()
         self._round()
@@ -117,7 +118,12 @@ class MixedOracle(Oracle):
     """The plain model in 16 bits as transformers loads it, beside float32 master weights and gradient sums."""
 
     def prepare(self, model_name: str) -> None:
-        exact = AutoModelForImageTextToText.from_pretrained(model_name, dtype=torch.float32)
+        if self.device != "cpu":
+            # In 16 bits the library has no kernel for this convolution on some GPUs, or one that takes seconds.
+            for module in self.model.modules():
+                if isinstance(module, torch.nn.Conv3d):
+                    project_as_product(module)
+        exact = AutoModelForImageTextToText.from_pretrained(model_name, dtype=torch.float32).to(self.device)
         self.masters = dict(exact.named_parameters())
 
     def named(self) -> list[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dhp.config.source import shipped_directory
+from dhp.config.shipped import shipped_directory
 from dhp.messages import DeviceInfo
 from dhp.observe.mfu import TABLE, known_peaks, peak_flops, unknown_devices, utilisation, who_measures
 

@@ -1,0 +1,68 @@
+"""Trainers whose tensors go between processes as those of actors do, without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+import experiments.gpu_check.older_torch  # noqa: F401, I001  before dhp
+from dhp.cluster import transport
+from dhp.trainers.settings import PartSettings
+from tests.helpers.layouts import Fault, InspectedText, InspectedVision
+
+
+class _Carried:
+    """A trainer behind the transport of its process. on_device: by CUDA IPC, else in shared memory."""
+
+    trainer: type
+    on_device: bool
+
+    def __init__(self, settings: PartSettings):
+        transport.SMALLEST = 1  # bytes: whatever is handed over goes that way
+        pinned = settings.device == "cuda"
+        self._inbox, self._outbox = transport.Inbox(pinned), transport.Outbox(self.on_device, pinned)
+        self._trainer = self.trainer(settings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def forward_step(self, *given: Any) -> Any:
+        return self._carry(self._trainer.forward_step, given)
+
+    def backward_step(self, *given: Any) -> Any:
+        return self._carry(self._trainer.backward_step, given)
+
+    def optimizer_step(self, *given: Any) -> Any:
+        report = self._trainer.optimizer_step(*given)
+        self._outbox.end_step()
+        return report
+
+    def _carry(self, verb: Any, given: tuple[Any, ...]) -> Any:
+        result = verb(*(self._inbox.open(value) for value in given))
+        if isinstance(result, tuple):
+            result = tuple(self._outbox.send(value) if isinstance(value, Tensor) else value for value in result)
+        self._outbox.flush()
+        return result
+
+
+class SharedVision(_Carried):
+    trainer, on_device = InspectedVision, False
+
+
+class SharedText(_Carried):
+    trainer, on_device = InspectedText, False
+
+
+class MappedVision(_Carried):
+    trainer, on_device = InspectedVision, True
+
+
+class MappedText(_Carried):
+    trainer, on_device = InspectedText, True
+
+
+TRAINERS = {
+    transport.SHARED_MEMORY: Fault(SharedVision, SharedText),
+    transport.CUDA_IPC: Fault(MappedVision, MappedText),
+}

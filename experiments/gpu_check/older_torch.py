@@ -1,0 +1,68 @@
+"""torch's attention over segments of all lengths, where torch is older than what dhp is written for.
+
+`varlen_attn` came with torch 2.10, and its scale, windows and grouped heads later. Its kernel has been there for long.
+To be imported before dhp, which imports the function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "torch.nn.attention.varlen"
+NEEDED = {"scale", "window_size", "enable_gqa"}
+
+
+class StandIn(torch.autograd.Function):
+    """Flash attention, all heads and any number of keys' heads that divides them."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, *how: Any) -> Tensor:
+        causal, scale = how
+        output, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, bounds, bounds, longest, longest, 0.0, causal, False, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, bounds, output, lse, seed, offset)
+        ctx.longest, ctx.how = longest, how
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bounds, output, lse, seed, offset = ctx.saved_tensors
+        (causal, scale), longest = ctx.how, ctx.longest
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), query, key, value, output, lse, bounds, bounds, longest, longest, 0.0, causal,
+            seed, offset, scale=scale,
+        )  # fmt: skip
+        return *gradients, None, None, None, None
+
+
+def varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, _: Tensor, longest: int, *__: int, **named: Any
+) -> Tensor:
+    """As torch's, as far as `dhp.parallel.kernels` calls it: queries and keys of the same segments."""
+    return StandIn.apply(query, key, value, bounds, longest, named["window_size"] == (-1, 0), named["scale"])
+
+
+def _provide() -> str:
+    """Put the stand-in where torch's own is not there, or takes too few arguments. Which of them it is."""
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:
+        varlen = sys.modules[NAME] = ModuleType(NAME)
+    own = getattr(varlen, "varlen_attn", None)
+    missing = NEEDED if own is None else NEEDED - set(inspect.signature(own).parameters)
+    if not missing:
+        return "torch's own"
+    for module in (varlen, sys.modules.get("dhp.parallel.kernels")):  # which a fork server may have imported before
+        if module is not None:
+            module.varlen_attn = varlen_attn
+    return f"a stand-in for torch's, which lacks {', '.join(sorted(missing))}"
+
+
+WAY = _provide()

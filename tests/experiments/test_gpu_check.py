@@ -1,0 +1,136 @@
+"""The check of a GPU, tried on the CPU: its rows are written one by one, and one that fails ends none of the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from dhp.parallel import kernels
+from experiments.gpu_check import older_torch
+from experiments.gpu_check.__main__ import WRONG, check_rows
+from experiments.gpu_check.rows import ROWS, Row
+
+ROOT = Path(__file__).parents[2]
+PLANTED = "tests.experiments.test_gpu_check"
+# Nothing of these on a bare machine.
+ABSENT = ("ray", "hydra", "omegaconf", "deepspeed", "numba", "av", "tensorboard", "pyarrow")
+BARE = f"""
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {ABSENT}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}")
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def raising(_: Any) -> dict[str, Any]:
+    raise ValueError("planted")
+
+
+def dying(_: Any) -> dict[str, Any]:
+    os._exit(7)
+
+
+def hanging(_: Any) -> dict[str, Any]:
+    time.sleep(600)
+    return {}
+
+
+def deviating(_: Any) -> dict[str, Any]:
+    return {"ok": False, "error_of_loss": 1.0}
+
+
+def named(name: str) -> Row:
+    (row,) = (row for row in ROWS if row.name == name)
+    return row
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_rows_are_found_on_a_bare_machine(tmp_path: Path) -> None:
+    """The command itself, in processes that find no other package than torch's and transformers'."""
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    out = tmp_path / "results" / "gpu.jsonl"
+    rows = ["kernel, head dim 128, grouped", "varlen, head dim 80", "parity 1+1 float32, recompute none", "memory of"]
+    command = [sys.executable, "-m", "experiments.gpu_check", "--device", "cpu", "--out", str(out), "--only", *rows]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    found = {row.pop("row"): row for row in read(out)}
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("\n") == len(found)
+    assert max(found["kernel, head dim 128, grouped, causal"]["errors"].values()) < 1e-5
+    parity = found["parity 1+1 float32, recompute none, shared_memory"]
+    assert 0 < parity["gradient"] < 1e-4
+    assert found["varlen, head dim 80"]["skipped"] == "attention over segments of all lengths in one call needs a GPU"
+    for part in ("vision", "text"):  # whose gradients, in float32 on one rank, stay where autograd puts them
+        memory = found[f"memory of {part}"]
+        assert memory["between_steps_bytes"] == memory["weights_bytes"] + memory["optimizer_bytes"]
+    assert found["totals"]["right"] == 5
+    assert found["totals"]["status"] == 0
+
+
+def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path: Path) -> None:
+    planted = {name: Row(name, PLANTED, name) for name in ("raising", "dying", "hanging", "deviating")}
+    absent = Row("absent", "experiments.gpu_check.no_such_module")
+    rows = [planted["raising"], absent, planted["dying"], planted["deviating"]]
+    out = tmp_path / "gpu.jsonl"
+    out.write_text('{"row": "of an earlier run"}\n')
+    assert check_rows(rows, "cpu", out) == WRONG
+    kept, raised, missing, died, deviates, totals = read(out)
+    assert kept == {"row": "of an earlier run"}
+    assert raised["error"] == "ValueError: planted"
+    assert raised["at"].startswith(str(Path(__file__)))
+    assert raised["seconds"] > 0
+    assert missing["error"].startswith("ModuleNotFoundError: ")
+    assert died["error"].startswith("the process ended with status 7; ")
+    assert deviates["error_of_loss"] == 1.0
+    assert totals["failed"] == ["raising", "absent", "dying"]
+    assert totals["deviating"] == ["deviating"]
+    assert (totals["right"], totals["status"]) == (0, WRONG)
+
+
+def test_a_row_that_hangs_is_ended(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.jsonl"
+    rows = [Row("hanging", PLANTED, "hanging"), named("environment")]
+    assert check_rows(rows, "cpu", out, limit_s=0.5, row_limit_s=0.5) == WRONG
+    hung, late, totals = read(out)
+    assert hung["error"].startswith("TimeoutError: ")
+    assert late["no time"]
+    assert totals["no time"] == ["environment"]
+
+
+def test_an_older_torch_gets_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called as dhp calls it, on a device without values: the kernel itself is there on GPUs alone."""
+
+    def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):  # noqa: ANN202
+        raise AssertionError("called")
+
+    assert older_torch.WAY == "torch's own"
+    monkeypatch.setattr(kernels, "varlen_attn", of_2_10)
+    monkeypatch.setattr(varlen, "varlen_attn", of_2_10)
+    assert older_torch._provide() == "a stand-in for torch's, which lacks enable_gqa, scale, window_size"
+    make = lambda heads: torch.empty(9, heads, 128, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    states = [make(16), make(2), make(2)]
+    bounds = torch.empty(3, device="meta", dtype=torch.int32)
+    output = kernels.attend_varlen(*states, bounds, 5, True, 0.1)
+    gradients = torch.autograd.grad(output, states, torch.empty_like(output))
+    assert [t.shape for t in (output, *gradients)] == [states[0].shape, *(state.shape for state in states)]
+
+
+def test_names_of_rows_are_their_own() -> None:
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names)
