@@ -12,6 +12,7 @@ from pathlib import Path
 
 GRACE_S = 5.0  # for a process to end after SIGTERM: the raylet ends its own helpers meanwhile
 _POLL_S = 0.1
+_KILLED_S = 5.0  # the kernel takes a moment, on a busy machine more of one
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ def end_descendants(but: Collection[int] = ()) -> None:
             asked = True
         time.sleep(_POLL_S)
     _send(alive, signal.SIGKILL)
+    while any(map(_is_alive, alive)) and time.monotonic() < deadline + _KILLED_S:
+        time.sleep(_POLL_S / 10)
 
 
 def _send(processes: Collection[Process], number: signal.Signals) -> None:

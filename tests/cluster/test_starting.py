@@ -62,13 +62,14 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], l
 
     def prepare(outcome: Callable[[], None]) -> list[int]:
         started: list[int] = []
+        before = {process.id for process in descendants()}  # other tests' ranks come from a server that stays
 
         def init(*_: object, **__: object) -> None:
             command = "trap '' TERM; sleep 60 & echo ready; wait; sleep 60"
             helper = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
             with helper.stdout:
                 helper.stdout.readline()
-            started.extend(process.id for process in descendants())
+            started.extend(process.id for process in descendants() if process.id not in before)
             outcome()
 
         monkeypatch.setattr(ray, "init", init)
