@@ -33,7 +33,7 @@ def check(setting: Setting, layout: str, dtype: str, recompute: str, carrier: st
     torch.backends.cudnn.allow_tf32 = False
     folder = setting.folder / "parity"
     if not folder.exists():
-        save_model(folder)
+        save_model(folder.with_name("unfinished")).rename(folder)
     vision, text = LAYOUTS[layout]
     stage = 3 if layout == "data+fsdp" else 0
     case = Case(

@@ -16,7 +16,7 @@ from torch.nn.attention import varlen
 
 from dhp.parallel import kernels
 from experiments.gpu_check import older_torch
-from experiments.gpu_check.__main__ import WRONG, check_rows
+from experiments.gpu_check.__main__ import NO_DEVICE, WRONG, check_rows, main
 from experiments.gpu_check.rows import ROWS, Row
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +111,15 @@ def test_a_row_that_hangs_is_ended(tmp_path: Path) -> None:
     assert hung["error"].startswith("TimeoutError: ")
     assert late["no time"]
     assert totals["no time"] == ["environment"]
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "gpu.jsonl"
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(out)])
+    assert main() == NO_DEVICE
+    (row,) = read(out)
+    assert row["error"].startswith("no CUDA device")
 
 
 def test_an_older_torch_gets_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
