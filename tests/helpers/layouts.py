@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -98,11 +98,11 @@ class Inspected:
         super().__init__(settings)
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: gradient.cpu() for name, gradient in self._gradients().items()}
+        return _on_host(self._gradients())
 
     def weights(self) -> dict[str, Tensor]:
         """What the optimizer updates: the master weights, where the module has rounded copies."""
-        return {name: weight.cpu() for name, weight in self._weights().items()}
+        return _on_host(self._weights())
 
     def _gradients(self) -> dict[str, Tensor]:
         part: Any = self.part
@@ -269,10 +269,20 @@ def _expected(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Want
     key = (model, case.dtype, case.device, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
     if key not in _KNOWN:
         oracle = Oracle(model, getattr(torch, case.dtype), UPDATE, case.device)
-        start = oracle.weights()
-        wanted = (start, [oracle.step(samples) for samples in steps], oracle.weights())
+        start = _on_host(oracle.weights())
+        wanted = (start, [_step_on_host(oracle, samples) for samples in steps], _on_host(oracle.weights()))
         _KNOWN[key] = (steps, wanted)  # the samples are kept, so that their ids stay theirs
     return _KNOWN[key][1]
+
+
+def _step_on_host(oracle: Oracle, samples: Sequence[Sample]) -> Step:
+    step = oracle.step(samples)
+    return replace(step, gradients=_on_host(step.gradients))
+
+
+def _on_host(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Where the ranks' own come to. None stays."""
+    return {name: None if tensor is None else tensor.cpu() for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -292,7 +302,7 @@ def compare_rounding(
     trained = train(model, case, steps, fault)
     exact = Oracle(model, torch.float64, UPDATE, case.device)
     plain = MixedOracle(model, getattr(torch, case.dtype), UPDATE, case.device)
-    wanted, rough = [exact.step(s) for s in steps], [plain.step(s) for s in steps]
+    wanted, rough = ([_step_on_host(oracle, s) for s in steps] for oracle in (exact, plain))
     ours = max(_deviation(found, e.loss) for found, e in zip(trained.losses, wanted, strict=True))
     theirs = max(_deviation(r.loss, e.loss) for r, e in zip(rough, wanted, strict=True))
     gradients = [
@@ -300,7 +310,7 @@ def compare_rounding(
         for found, r, e in zip(trained.gradients, rough, wanted, strict=True)
         for of_rank in found
     ]
-    ends = (plain.weights(), exact.weights())
+    ends = (_on_host(plain.weights()), _on_host(exact.weights()))
     return Ratios(ours / theirs, *max(gradients), max(_ratio(rank, *ends) for part in trained.weights for rank in part))
 
 

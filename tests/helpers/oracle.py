@@ -27,7 +27,7 @@ class Step:
 
 
 class Oracle:
-    """Plain model, plain AdamW, plain clipping, transformers' own schedule. What it tells lies on the host."""
+    """Plain model, plain AdamW, plain clipping, transformers' own schedule."""
 
     def __init__(self, model_name: str, dtype: torch.dtype, update: UpdateSettings, device: str = "cpu"):
         self.device = device
@@ -54,7 +54,7 @@ class Oracle:
         """Whatever stands beside the model."""
 
     def weights(self) -> Weights:
-        return {name: p.detach().to("cpu", copy=True) for name, p in self.named()}
+        return {name: p.detach().clone() for name, p in self.named()}
 
     def named(self) -> list[tuple[str, Tensor]]:
         """What the optimizer updates, by name."""
@@ -68,7 +68,7 @@ class Oracle:
         total = sum(sample.target_tokens for sample in samples)
         if total == 0:
             self.schedule.step()
-            return Step(0.0, 0.0, {n: torch.zeros_like(p, device="cpu") for n, p in self.model.named_parameters()})
+            return Step(0.0, 0.0, {n: torch.zeros_like(p) for n, p in self.model.named_parameters()})
         loss = 0.0
         for sample in samples:
             share = self._loss_sum(sample) / total
@@ -76,7 +76,7 @@ class Oracle:
             self._collect()
             loss += float(share.detach())
         parameters = [p for _, p in self.named()]
-        gradients = {n: None if p.grad is None else p.grad.to("cpu", copy=True) for n, p in self.named()}
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.named()}
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.update.max_grad_norm or float("inf")))
         self.optimizer.step()
         self._round()
