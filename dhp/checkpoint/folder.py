@@ -9,16 +9,17 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from dhp.checkpoint.disk import damaged, read_json, sync, write_text, writing
+from dhp.checkpoint.disk import damaged, read_json, reading, sync, write_text, writing
 from dhp.checkpoint.whole import check_part, read_header
 from dhp.errors import CheckpointError, ConfigError
 
 ABOUT = "checkpoint.json"
 MODEL = "model"  # configuration, tokenizer and processors of the model, without weights
 OPTIMIZER, RANDOM = "optimizer", "random"  # in each part's folder
-RESUMED = ("step", "parts", "settings", "skipped_samples", "data")  # what a resume needs of checkpoint.json
+FILES = "files"  # in checkpoint.json: bytes of each of the others
+RESUMED = ("step", "parts", "settings", "skipped_samples", "data", FILES)  # what a resume needs of checkpoint.json
 
-_ABOUT_TYPES = {"step": int, "parts": list, "settings": dict, "skipped_samples": int, "data": dict}
+_ABOUT_TYPES = {"step": int, "parts": list, "settings": dict, "skipped_samples": int, "data": dict, FILES: dict}
 
 
 def check_writable(parent: Path) -> None:
@@ -74,7 +75,8 @@ def finish_checkpoint(folder: Path, about: Mapping[str, Any], model_files: Seque
         for file in model_files:
             copy = Path(shutil.copy(file, folder / MODEL / file.name))
             sync(copy)
-        write_text(folder / ABOUT, json.dumps(about, indent=2) + "\n")
+        files = {str(file.relative_to(folder)): file.stat().st_size for file in _files(folder)}
+        write_text(folder / ABOUT, json.dumps(dict(about) | {FILES: files}, indent=2) + "\n")
         for inner in [path for path in folder.rglob("*") if path.is_dir()]:
             sync(inner)
         sync(folder)
@@ -88,6 +90,11 @@ def finish_checkpoint(folder: Path, about: Mapping[str, Any], model_files: Seque
 def check_checkpoint(checkpoint: Path) -> None:
     """Raise CheckpointError, naming the file, unless everything in it that a resume reads can be read."""
     about = read_about(checkpoint, RESUMED)
+    for name, size in about[FILES].items():  # a copy that was cut off lacks some that no other file speaks of
+        with reading(checkpoint / name):
+            found = (checkpoint / name).stat().st_size
+        if found != size:
+            raise damaged(checkpoint / name, f"it has {found} bytes of {size}")
     for part in about["parts"]:
         folder = checkpoint / str(part)
         check_part(folder)
@@ -104,6 +111,10 @@ def put_aside(checkpoint: Path) -> Path:
     shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
     with writing(aside):
         return checkpoint.rename(aside)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _require_none(final: Path) -> None:

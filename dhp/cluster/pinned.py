@@ -12,7 +12,11 @@ import torch
 
 def pin(memory: mmap.mmap) -> bool:
     """Lock mapped memory for this process's GPU; False where the driver refuses, and then transfers take the slow way."""
-    return int(torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)) == 0
+    if int(torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)) == 0:
+        return True
+    print("memory between the parts cannot be locked for the GPU: hand-overs take the slow way", flush=True)
+    _forget_error()
+    return False
 
 
 def unpin(memory: mmap.mmap) -> None:
@@ -24,6 +28,14 @@ def unpin(memory: mmap.mmap) -> None:
 def wait_for_transfers() -> None:
     """Until what the GPU was told to write into locked memory is there."""
     torch.cuda.current_stream().synchronize()
+
+
+def _forget_error() -> None:
+    """The driver keeps the refusal as its last error, which the next kernel, whatever it is, would be blamed for."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        pass
 
 
 def _address(memory: mmap.mmap) -> int:

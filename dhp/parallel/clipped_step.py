@@ -18,7 +18,7 @@ def clipped_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     scaled = coefficient != 1.0 and len(gradients) > 0
-    if scaled and optimizer.defaults.get("fused"):
+    if scaled and optimizer.defaults.get("fused") and gradients[0].dtype != torch.float64:  # the scale is float32
         optimizer.grad_scale = torch.full((), 1.0 / coefficient, dtype=torch.float32, device=gradients[0].device)
         try:
             optimizer.step()

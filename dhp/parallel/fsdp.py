@@ -25,7 +25,7 @@ from dhp.parallel.collectives import sum_in_place
 from dhp.parallel.entry import Computation
 from dhp.parallel.precision import exact_dtype
 from dhp.parallel.slices import Cut, cut_of, owned_parameters
-from dhp.parallel.state import MASTER, MOMENTS, STEP, StateSink, StateSource, steps_taken
+from dhp.parallel.state import MASTER, MOMENTS, STEP, StateSink, StateSource, step_of, steps_taken
 from dhp.parallel.tensor import PARTIAL_OVER
 from dhp.parallel.update import MakeOptimizer, sum_of_squares
 
@@ -145,7 +145,7 @@ class FullySharded:
                 state = {kind: torch.zeros_like(shard.weight) for kind in MOMENTS}
                 for kind, values in state.items():
                     _fill(shard, values, source, kind)
-                self.optimizer.state[shard.weight] = {STEP: step.clone(), **state}
+                self.optimizer.state[shard.weight] = {STEP: step_of(self.optimizer, shard.weight, step), **state}
 
     def _hand_over(self, sink: StateSink, shard: _Shard, name: str, values: Tensor) -> None:
         if shard.cut is None and not self._writes_whole:

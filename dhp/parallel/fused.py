@@ -13,27 +13,45 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dhp.parallel.collectives import largest_in_place
+
 PROVED = 2.5  # times the deviation of the module's own code from double precision that a replacement may have
-_ROWS = 64
+_ROWS, _WIDTH = 64, 256  # of the states of a trial
 
 
-def fuse_elementwise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
+def fuse_elementwise(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
+) -> dict[str, int]:
     """Replace the forward of RMS norms and gated MLPs of `model` where that is proved; how many of each kind.
 
-    Nothing on CPUs, where there are no such kernels. Parameters, names and hooks stay.
+    group: all ranks of the part, of which all replace the same or none: what they hold alike must stay alike. Nothing on
+    CPUs, where there are no such kernels. Parameters, names and hooks stay.
     """
     if device.type != "cuda":
         return {}
-    counts: dict[str, int] = {}
+    wanted: dict[str, list[tuple[nn.Module, Callable[..., Tensor]]]] = {}
     for module in model.modules():
         for kind, replacement in (("norm", _norm_of(module)), ("gate", _gate_of(module))):
-            if replacement is not None and _is_proved(type(module), kind, module, replacement, device, dtype):
+            if replacement is not None:
+                wanted.setdefault(f"{kind} of {type(module).__name__}", []).append((module, replacement))
+    proved = [_is_proved(kind, found[0][0], device, dtype) for kind, found in wanted.items()]
+    counts = {}
+    for (kind, found), agreed in zip(wanted.items(), _agree(proved, device, group), strict=True):
+        if agreed:
+            counts[kind] = len(found)
+            for module, replacement in found:
                 module.forward = replacement
-                counts[kind] = counts.get(kind, 0) + 1
     return counts
+
+
+def _agree(proved: Sequence[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:
+    """Which are proved on all ranks. All of them together."""
+    refused = torch.tensor([0.0 if one else 1.0 for one in proved], device=device)
+    return [not refuses for refuses in largest_in_place(refused, group).tolist()] if proved else []
 
 
 def _norm_of(module: nn.Module) -> Callable[..., Tensor] | None:
@@ -68,46 +86,53 @@ def _compiled_gate() -> Callable[[Tensor, Tensor], Tensor] | None:
     return torch.compile(lambda gate, up: F.silu(gate) * up, dynamic=True)
 
 
-_known: dict[tuple[Any, ...], bool] = {}
-
-
-def _is_proved(
-    kind: type, what: str, module: nn.Module, replacement: Callable[..., Tensor], device: torch.device, dtype: torch.dtype
-) -> bool:
-    """Whether the replacement is as near to double precision as the module's own forward; once for each class."""
-    key = (kind, what, device.type, dtype)
-    if key not in _known:
-        _known[key] = _compare(module, replacement, device, dtype)
-    return _known[key]
-
-
-def _compare(module: nn.Module, replacement: Callable[..., Tensor], device: torch.device, dtype: torch.dtype) -> bool:
-    width = module.weight.shape[-1] if hasattr(module, "weight") else module.gate_proj.weight.shape[1]
-    random = torch.Generator().manual_seed(0)
-    states, slopes = (torch.randn(_ROWS, width, generator=random).to(device) for _ in range(2))
+def _is_proved(kind: str, module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel is as near to double precision as what `module` does in its place. Without matrices, and so
+    without collectives: a rank on which it fails must not leave others waiting."""
     try:
-        exact = _run(module.forward, module, states.double(), slopes.double())
-        own = _run(module.forward, module, states.to(dtype), slopes.to(dtype))
-        ours = _run(replacement, module, states.to(dtype), slopes.to(dtype))
+        if kind.startswith("norm"):
+            return _compare(_norm_of(module), module.forward, [module.weight], device, dtype)
+        plain = lambda gate, up: F.silu(gate) * up
+        return _compare(_compiled_gate(), plain, [torch.ones(_WIDTH)], device, dtype)
     except Exception as error:
-        print(f"{type(module).__name__}: no fused kernel ({type(error).__name__}: {str(error).splitlines()[:1]})")
+        print(f"{kind}: no fused kernel ({type(error).__name__}: {str(error)[:200]})", flush=True)
         return False
+
+
+def _compare(
+    ours: Callable[..., Tensor],
+    own: Callable[..., Tensor],
+    weights: Sequence[Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> bool:
+    """Outputs and gradients of `ours` and `own`, of random states as wide as the weight. A norm's weight, a parameter,
+    takes part in its format of the moment; for a gate it tells the width alone."""
+    (weight,) = weights
+    random = torch.Generator().manual_seed(0)
+    states, others, slopes = (torch.randn(_ROWS, weight.shape[-1], generator=random).to(device) for _ in range(3))
+    leaves = [states] if isinstance(weight, nn.Parameter) else [states, others]
+    exact = _run(own, leaves, slopes, weight, torch.float64)
+    rough, fused = (_run(one, leaves, slopes, weight, dtype) for one in (own, ours))
     floor = torch.finfo(dtype).eps
     return all(
-        float((o.double() - e).norm()) <= PROVED * max(float((s.double() - e).norm()), floor * float(e.norm()))
-        for o, s, e in zip(ours, own, exact, strict=True)
+        float((f.double() - e).norm()) <= PROVED * max(float((r.double() - e).norm()), floor * float(e.norm()))
+        for f, r, e in zip(fused, rough, exact, strict=True)
     )
 
 
-def _run(forward: Callable[..., Tensor], module: nn.Module, states: Tensor, slopes: Tensor) -> Sequence[Tensor]:
-    """Output, gradient of the input and gradients of the parameters, with the module's weights in the states' format."""
-    kept = {name: p.data for name, p in module.named_parameters()}
-    leaf = states.clone().requires_grad_()
+def _run(
+    forward: Callable[..., Tensor], states: Sequence[Tensor], slopes: Tensor, weight: Tensor, dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """Output and gradients of the states and of the weight, if it is one, which is put into `dtype` meanwhile."""
+    leaves = [state.detach().to(dtype).requires_grad_() for state in states]
+    trained = [weight] if isinstance(weight, nn.Parameter) else []
+    kept = [parameter.data for parameter in trained]
     try:
-        for p in module.parameters():
-            p.data = p.data.to(states.device, states.dtype)
-        output = forward(leaf)
-        return [output.detach(), *torch.autograd.grad(output, [leaf, *module.parameters()], slopes)]
+        for parameter in trained:
+            parameter.data = parameter.data.to(slopes.device, dtype)
+        output = forward(*leaves)
+        return [output.detach(), *torch.autograd.grad(output, [*leaves, *trained], slopes.to(dtype))]
     finally:
-        for name, p in module.named_parameters():
-            p.data = kept[name]
+        for parameter, data in zip(trained, kept, strict=True):
+            parameter.data = data

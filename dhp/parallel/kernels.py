@@ -131,9 +131,11 @@ class CudaFlash:
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel that takes segments of all lengths at once: flash attention, 16 bits on GPUs."""
+    """Whether there is a kernel that takes segments of all lengths at once: flash attention, 16 bits on GPUs from
+    Ampere on."""
     complete = {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
-    return device.type == "cuda" and dtype.itemsize == 2 and complete
+    sixteen = device.type == "cuda" and dtype.itemsize == 2
+    return sixteen and complete and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attend_varlen(

@@ -37,9 +37,10 @@ def measure_speed(dtype: torch.dtype) -> float:
         size, best = LARGEST // 8, 0.0
         while True:
             seconds = _fastest(size, dtype, 0.0)  # also takes memory and wakes threads
+            best = max(best, 2 * size**3 / seconds)
             if seconds >= LONG_ENOUGH_S or size >= LARGEST:
                 return max(best, 2 * size**3 / _fastest(size, dtype, MEASURING_S))
-            best, size = max(best, 2 * size**3 / seconds), 2 * size
+            size *= 2
     finally:
         torch.set_num_threads(threads)
 

@@ -46,6 +46,13 @@ class StateSource(Protocol):
         """The block of a tensor that begins at `offset` and has `shape`."""
 
 
+def step_of(optimizer: torch.optim.Optimizer, weight: Tensor, step: Tensor) -> Tensor:
+    """The state's own count of `step`s for `weight`: beside it where the optimizer is fused, else on the host, as torch
+    has it."""
+    device = weight.device if optimizer.defaults.get("fused") else torch.device("cpu")
+    return step.to(device, torch.float32, copy=True)
+
+
 def steps_taken(optimizer: torch.optim.Optimizer) -> Tensor:
     """How many steps the optimizer took, a scalar; 0 before its first."""
     states: list[Mapping[str, Any]] = list(optimizer.state.values())

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dhp.parallel.collectives import sum_in_place
 from dhp.parallel.entry import Computation
 from dhp.parallel.partitions import ScatteredPartitions, partitions_of
-from dhp.parallel.state import MASTER, MOMENTS, STEP, StateSink, StateSource, steps_taken
+from dhp.parallel.state import MASTER, MOMENTS, STEP, StateSink, StateSource, step_of, steps_taken
 from dhp.parallel.update import MakeOptimizer
 
 BUCKET_ELEMENTS = 1 << 26  # gradients reduced in one message; DeepSpeed's own 5e8 take 2 GB of each device
@@ -132,7 +132,7 @@ class ZeroSharded:
                 for kind, flat in ({MASTER: weights.detach()} | state).items():
                     flat[here : here + count].copy_(source.flat(f"{name}.{kind}", start, count))
             if step:
-                inner.state[weights] = {STEP: step.clone(), **state}
+                inner.state[weights] = {STEP: step_of(inner, weights, step), **state}
         self._partitions.spread()
 
     def _clear(self) -> None:

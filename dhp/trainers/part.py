@@ -65,7 +65,7 @@ class Part:
         resumed = None if self.settings.resume_from is None else Path(self.settings.resume_from)
         if resumed is not None:
             load_shards(all_laid_out(model), resumed)
-        fused = fuse_elementwise(model, self.device, self.dtype)
+        fused = fuse_elementwise(model, self.device, self.dtype, dist.group.WORLD)
         if fused:
             print(f"{self.settings.part}: fused kernels, proved on this device, for {fused}", flush=True)
         self.meter = Meter(model, self.device, layers.kinds) if self.settings.measure else None

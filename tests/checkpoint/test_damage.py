@@ -99,6 +99,26 @@ def test_lost_files_are_noticed(tmp_path: Path, pattern: str) -> None:
         check_checkpoint(checkpoint)
 
 
+def test_a_lost_file_of_which_no_other_speaks_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's tensors beyond the first file's room are in further ones, and their places beside them."""
+    monkeypatch.setattr("dhp.checkpoint.shards.FILE_BYTES", 1)
+    folder = open_checkpoint(tmp_path, 1)
+    for below in ("text", "text/optimizer"):
+        writer = ShardWriter(folder / below, 0)
+        for name in ("first", "second"):
+            writer.add(name, torch.ones(2))
+        assert writer.write() == tuple(f"rank_00000{n}.{kind}" for n in ("", "_001") for kind in ("safetensors", "json"))
+    save_random_state(folder / "text" / "random", 0)
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = finish_checkpoint(folder, {"step": 1, **ABOUT, "parts": ["text"]}, [tmp_path / "config.json"])
+    check_checkpoint(checkpoint)
+    assert set(read_shards(checkpoint / "text")) == {"first", "second"}
+    for file in checkpoint.glob("text/rank_00000_001.*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="rank_00000_001.json is missing"):
+        check_checkpoint(checkpoint)
+
+
 @pytest.mark.parametrize("missing", ["step", "parts", "settings", "skipped_samples"])
 def test_a_json_of_another_shape(tmp_path: Path, missing: str) -> None:
     about = write(tmp_path, 6) / "checkpoint.json"

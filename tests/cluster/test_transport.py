@@ -194,6 +194,8 @@ def test_memory_is_locked_once_and_waited_for_once_a_call(refuses: bool, monkeyp
     driver = _Driver(refuses)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: driver)
+    forgotten: list[bool] = []
+    monkeypatch.setattr("dhp.cluster.pinned._forget_error", lambda: forgotten.append(True))
     outbox, inbox = Outbox(pinned=True), Inbox(pinned=True)
     small, large = torch.randn(2, 40_000), torch.randn(8_000_000)
     for _ in range(2):
@@ -208,6 +210,7 @@ def test_memory_is_locked_once_and_waited_for_once_a_call(refuses: bool, monkeyp
     assert torch.equal(inbox.open(grown), large)
     outbox.flush()
     assert len(driver.locked) == (0 if refuses else 4)
+    assert len(forgotten) == (6 if refuses else 0)  # or the next kernel would be blamed for each refusal
 
 
 def test_copies_into_locked_memory_do_not_hold_the_host_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,7 @@ def as_if_cuda() -> Iterator[None]:
         "max_memory_reserved": lambda *_: 0,
         "reset_peak_memory_stats": lambda *_: None,
         "current_device": lambda: 0,
+        "get_device_capability": lambda *_: (9, 0),
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
     }
     kept = {name: getattr(torch.cuda, name) for name in nothing}

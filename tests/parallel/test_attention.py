@@ -113,6 +113,9 @@ def test_one_call_for_all_segments_needs_no_order(
 
 def test_a_pytorch_without_the_kernel_takes_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, sixteen = torch.device("cuda"), torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert not kernels.has_varlen(cuda, sixteen)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert kernels.has_varlen(cuda, sixteen)
     assert not kernels.has_varlen(cuda, torch.float32) and not kernels.has_varlen(CPU, sixteen)
     monkeypatch.setattr(kernels, "varlen_attn", lambda query, key, value, is_causal: None)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dhp.parallel.clipped_step import clipped_step
+from dhp.parallel.state import step_of
 
 
 def after(fused: bool, coefficients: list[float], ours: bool) -> list[torch.Tensor]:
@@ -38,3 +39,14 @@ def test_an_optimizer_without_parameters_takes_no_step() -> None:
     weight = nn.Parameter(torch.ones(2))
     clipped_step(torch.optim.AdamW([weight], fused=True), [], 0.1, 0.5)
     assert weight.tolist() == [1.0, 1.0]
+
+
+def test_counts_of_steps_lie_where_the_optimizer_looks_for_them() -> None:
+    weight = nn.Parameter(torch.ones(2, device="meta"))
+    step = torch.tensor(3.0)
+    plain, fused = torch.optim.AdamW([weight]), torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=True)
+    assert step_of(plain, weight, step).device.type == "cpu"
+    assert step_of(fused, weight, step).device.type == "meta"
+    copy = step_of(plain, weight, step)
+    copy += 1  # as an optimizer does
+    assert float(step) == 3.0

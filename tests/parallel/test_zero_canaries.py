@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dhp.parallel import zero
+from dhp.parallel.entry import Computation
 from tests.parallel.conftest import RunOnRanks
 from tests.parallel.test_update import data, make_net, make_optimizer
 from tests.parallel.test_zero import make_update
@@ -157,7 +158,7 @@ def test_bfloat16_leaves_buffers_alone(stage: int, on_ranks: RunOnRanks) -> None
 def _masters_of_the_engine(stage: int) -> bool:
     net = make_net()
     optimizer = make_optimizer(list(net.parameters()))
-    engine = zero._initialize(zero._Entry(net), optimizer, stage, torch.bfloat16)
+    engine = zero._initialize(Computation(net), optimizer, stage, torch.bfloat16)
     from deepspeed.utils import safe_get_full_fp32_param
 
     masters = [safe_get_full_fp32_param(p) for p in engine.module.module.parameters()]
