@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ from dhp.interrupts import end, interruptible, was_interrupted
 from tests.helpers.runs import LIMIT_S, ROOT, mark_of, marked_processes, tiny, train
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """A shell's background job, as tests may be, ignores SIGINT, and so does whatever it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def send(number: signal.Signals) -> None:

@@ -37,7 +37,6 @@ TIMEOUT_S = 900.0
 TWO = {name: Degrees(**{name: 2}) for name in ("data", "ulysses", "tensor")}
 
 
-
 @dataclass(frozen=True)
 class Spread:
     """Degrees of both parts, and the ZeRO stage and engine of each. Device k has rank k of both."""
