@@ -31,9 +31,7 @@ class Picture:
 class Dealer:
     """Samples as the ranks receive them, a pure function of them."""
 
-    def __init__(
-        self, family: Family, rows: Rows, replicas: int, ranks: int, pixel_dtype: torch.dtype = torch.float32
-    ):
+    def __init__(self, family: Family, rows: Rows, replicas: int, ranks: int, pixel_dtype: torch.dtype = torch.float32):
         """replicas × ranks: vision data replicas, and the ranks of each that share a sequence. pixel_dtype: in which
         patches travel; where the tower rounds them to it first thing, it gets the same bits."""
         self._pixel_dtype = pixel_dtype

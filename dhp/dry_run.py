@@ -56,8 +56,7 @@ def footprints(config: Config, source: str, shapes: dict[str, PartShape]) -> dic
     heads = {"vision": None, "text": HeadShape(text.vocab_size, text.hidden_size)}
     cuda = config.cluster.device != "cpu"
     return {
-        name: footprint(getattr(config, name), shape, layers[name], heads[name], cuda)
-        for name, shape in shapes.items()
+        name: footprint(getattr(config, name), shape, layers[name], heads[name], cuda) for name, shape in shapes.items()
     }
 
 

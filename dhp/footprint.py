@@ -43,8 +43,8 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class Footprint:
-    """One rank of a part. loss: the most that the loss's chunk takes; gathered: weights and gradients that are whole for
-    a moment; runtime: the context and communicators."""
+    """One rank of a part. loss: the most that the loss's chunk takes; gathered: weights and gradients that are whole
+    for a moment; runtime: the context and communicators."""
 
     states: RankBytes
     loss: int

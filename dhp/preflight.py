@@ -21,8 +21,8 @@ def prepare(config: Config, new_run: bool = True) -> Config:
     """The resolved configuration, after every check that needs no actor; with `new_run`, of run_dir too.
 
     Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
-    and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are looked
-    at. Raises ConfigError, ModelError or DataError.
+    and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are
+    looked at. Raises ConfigError, ModelError or DataError.
     """
     config = resolve(config)
     if new_run:

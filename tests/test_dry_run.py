@@ -24,7 +24,9 @@ def prepared(name: str, *overrides: str) -> Config:
 
 def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path: Path) -> None:
     models = (f"vision.model_name={made_model}", f"text.model_name={made_model}")
-    config = prepared("tiny", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "cluster.device=cpu", *models)
+    config = prepared(
+        "tiny", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "cluster.device=cpu", *models
+    )
     shapes = part_shapes(config, made_model)
     assert shapes == {"vision": PartShape(VISION, VISION, VISION), "text": PartShape(TEXT, TEXT_RANK, 320)}
     vision, text = (rank_bytes(getattr(config, part), shapes[part]) for part in ("vision", "text"))

@@ -234,7 +234,8 @@ def _read(file: Path, name: str) -> Tensor:
 def _overlap(
     there: Sequence[int], lengths: Sequence[int], here: Sequence[int], wanted: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...] | None]:
-    """Of a block of `lengths` at `there` and one of `wanted` at `here`: their common part in each; None: there is none."""
+    """Of a block of `lengths` at `there` and one of `wanted` at `here`: their common part in each; None: they have
+    none."""
     begins = [max(a, b) for a, b in zip(there, here, strict=True)]
     ends = [min(a + n, b + m) for a, n, b, m in zip(there, lengths, here, wanted, strict=True)]
     if any(begin >= end for begin, end in zip(begins, ends, strict=True)):

@@ -11,7 +11,7 @@ import torch
 
 
 def pin(memory: mmap.mmap) -> bool:
-    """Lock mapped memory for this process's GPU; False where the driver refuses, and then transfers take the slow way."""
+    """Lock mapped memory for this process's GPU; False where the driver refuses: transfers take the slow way then."""
     if int(torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)) == 0:
         return True
     print("memory between the parts cannot be locked for the GPU: hand-overs take the slow way", flush=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from dhp.cluster.watch import RankRaised
 from dhp.errors import DhpError
 
-
 # What libraries say of how we use them, by text: why it means nothing here.
 _UNDERSTOOD = (
     "Zero-copy tensor serialization is enabled",  # what crosses is detached and contiguous, and nobody writes to it

@@ -127,8 +127,8 @@ def _resolve_engine(name: str, part: PartConfig, tensor: int) -> str:
         )
     if stage and part.parallelism == "autotp":
         raise ConfigError(
-            f"{name}.zero_stage={stage} with {name}.parallelism=autotp: DeepSpeed's layers are not cut any further. Set "
-            f"{name}.parallelism=tensor, whose states are cut with zero_stage 2 or 3, or {name}.zero_stage=0."
+            f"{name}.zero_stage={stage} with {name}.parallelism=autotp: DeepSpeed's layers are not cut any further. "
+            f"Set {name}.parallelism=tensor, whose states are cut with zero_stage 2 or 3, or {name}.zero_stage=0."
         )
     if stage and engine == DEEPSPEED:
         _check_deepspeed(name, part, tensor)
@@ -161,9 +161,9 @@ def _check_fsdp(name: str, part: PartConfig, tensor: int) -> None:
         )
     if part.zero_stage == 1:
         raise ConfigError(
-            f"{name}.zero_stage=1 with {name}.zero_engine={part.zero_engine} and {name}.tensor={tensor}: torch's FSDP2, "
-            f"which alone cuts the states of slices (tensor > 1), has stages 2 and 3. Set {name}.zero_stage=2, which "
-            "keeps whole weights on each actor as stage 1 does"
+            f"{name}.zero_stage=1 with {name}.zero_engine={part.zero_engine} and {name}.tensor={tensor}: torch's "
+            "FSDP2, which alone cuts the states of slices (tensor > 1), has stages 2 and 3. Set "
+            f"{name}.zero_stage=2, which keeps whole weights on each actor as stage 1 does"
             + ("." if tensor > 1 else f", or {name}.zero_engine=deepspeed.")
         )
 

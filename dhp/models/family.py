@@ -162,5 +162,4 @@ class Family(Protocol):
         """Make the text part call the registered attention function `name`, and build no mask."""
 
     def hidden_states(self, model: PreTrainedModel, inputs: DecoderInputs, **extra: Any) -> Tensor:
-        """Last hidden states of the text part, [rows, tokens, hidden]. `extra` reaches the attention function as it is."""
-
+        """Last hidden states of the text part, [rows, tokens, hidden]. `extra` reaches the attention function."""

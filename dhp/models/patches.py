@@ -1,8 +1,8 @@
 """Patch embeddings as matrix products.
 
-A convolution whose stride is its kernel takes each patch by itself, which is a matrix product. Libraries of convolutions
-are bad at it: in 16 bits they lack kernels for some shapes, and take seconds for others where the product takes
-microseconds. The module, its parameters and their names stay; only its forward changes.
+A convolution whose stride is its kernel takes each patch by itself, which is a matrix product. Libraries of
+convolutions are bad at it: in 16 bits they lack kernels for some shapes, and take seconds for others where the product
+takes microseconds. The module, its parameters and their names stay; only its forward changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def project_as_product(convolution: nn.Conv2d | nn.Conv3d) -> None:
 
 
 def _patches(pixels: Tensor, kernel: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """[images, channels, *sizes] as [images, patches, channels × kernel], and how many patches there are along each."""
+    """[images, channels, *sizes] as [images, patches, channels × kernel], and how many patches lie along each."""
     counts = tuple(size // length for size, length in zip(pixels.shape[2:], kernel, strict=True))
     if all(count == 1 for count in counts):
         return pixels.reshape(len(pixels), 1, -1), counts

@@ -101,8 +101,8 @@ def part_shape(
 def check_tensor_plan(
     source: str, dropped: Sequence[str], read_plan: ReadPlan, added_plan: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Let `read_plan` look at the tensor-parallel plan of the model of `source` without the modules `dropped`, as it will
-    when the part is loaded. Raises what it raises."""
+    """Let `read_plan` look at the tensor-parallel plan of the model of `source` without the modules `dropped`, as it
+    will when the part is loaded. Raises what it raises."""
     model = _without_weights(source, dropped)
     read_plan(model, model._expand_parallel_plan(model.tp_plan | dict(added_plan)))
 

@@ -89,8 +89,8 @@ class SegmentPlan:
     """Which tokens attend to each other: every segment to itself; causal: only to what came before, itself included.
 
     groups: (length, count) of the segments that are here whole, equal lengths together. Without `bounds` each group is
-    one batched kernel call. bounds: where each of them begins and the last ends, int32 [segments + 1], for one call over
-    all. order: tokens in the order of the calls, those of divided segments last; None when they already are in it.
+    one batched kernel call. bounds: where each of them begins and the last ends, int32 [segments + 1], for one call
+    over all. order: tokens in the order of the calls, those of divided segments last; None when they already are in it.
     inverse: its inverse. rest: what the tokens of divided segments do, if any rank has some.
     """
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 
-def clipped_step(
-    optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], lr: float, coefficient: float
-) -> None:
+def clipped_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], lr: float, coefficient: float) -> None:
     """Take one step at `lr` with `gradients`, those of the optimizer's parameters, times `coefficient`.
 
     A fused optimizer divides by a scale where it reads each gradient, so that they are not written once more.

@@ -1,12 +1,12 @@
 """States sharded by torch's FSDP2 over the ranks that hold the same slices, beside tensor parallelism.
 
-The same verbs as `dhp.parallel.update.Replicated` and `dhp.parallel.zero.ZeroSharded`. Zhao et al. 2023, "PyTorch FSDP";
-ZeRO's stages 2 and 3 (Rajbhandari et al. 2020). Each layer is a unit, and all else one: embedding, norms, head.
+The same verbs as `dhp.parallel.update.Replicated` and `dhp.parallel.zero.ZeroSharded`. Zhao et al. 2023, "PyTorch
+FSDP"; ZeRO's stages 2 and 3 (Rajbhandari et al. 2020). Each layer is a unit, and all else one: embedding, norms, head.
 
-Facts this adapter stands on, each with a canary test: FSDP divides gradients by its ranks unless it is told a factor of
-1, and forced to sum (a scaling sum fails on gloo); weights are gathered around a module's forward, so the computation of
-a part, which takes the head's weight from outside, runs as the root's forward; the local tensor of a sharded parameter
-keeps its memory from step to step, so an optimizer may hold it.
+Facts this adapter stands on, each with a canary test: FSDP divides gradients by its ranks unless it is told a factor
+of 1, and forced to sum (a scaling sum fails on gloo); weights are gathered around a module's forward, so the
+computation of a part, which takes the head's weight from outside, runs as the root's forward; the local tensor of a
+sharded parameter keeps its memory from step to step, so an optimizer may hold it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class FullySharded:
     too, which are gathered for each layer's forward and backward, with stage 2 once a step.
 
     layers: of the module, each of which is gathered as one. tensor_rank: this rank's place among those that hold other
-    slices. The module's parameters come in `exact_dtype(dtype)`, stay so as master weights, and are gathered in `dtype`.
+    slices. The module's parameters come in `exact_dtype(dtype)`, stay so as master weights, and are gathered in
+    `dtype`.
     """
 
     def __init__(

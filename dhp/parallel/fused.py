@@ -28,8 +28,8 @@ def fuse_elementwise(
 ) -> dict[str, int]:
     """Replace the forward of RMS norms and gated MLPs of `model` where that is proved; how many of each kind.
 
-    group: all ranks of the part, of which all replace the same or none: what they hold alike must stay alike. Nothing on
-    CPUs, where there are no such kernels. Parameters, names and hooks stay.
+    group: all ranks of the part, of which all replace the same or none: what they hold alike must stay alike. Nothing
+    on CPUs, where there are no such kernels. Parameters, names and hooks stay.
     """
     if device.type != "cuda":
         return {}

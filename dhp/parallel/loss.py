@@ -26,8 +26,8 @@ def token_loss_sum(head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows:
     """Σ −log softmax(head(states))[targets], a scalar in float32 (float64 for float64 states).
 
     states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]. `head.weight` is whole, or this rank's
-    slice of the vocabulary (`dhp.parallel.slices`, or a DTensor). Raises ValueError for any other split, and for a head with a bias,
-    which no known family has.
+    slice of the vocabulary (`dhp.parallel.slices`, or a DTensor). Raises ValueError for any other split, and for a head
+    with a bias, which no known family has.
     """
     if head.bias is not None:
         raise ValueError("a head with a bias is not supported; add its gradient here and to the tests first")

@@ -50,7 +50,7 @@ def build_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
 
 
 def replicas_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that hold the same slices as this one, those that differ from it in every axis but tensor, as one axis."""
+    """The ranks that hold the same slices as this one, those that differ from it in any axis but tensor: one axis."""
     if mesh["tensor"].size() == 1:
         return DeviceMesh.from_group(dist.group.WORLD, mesh.device_type, mesh_dim_names=("replicas",))
     replicas = mesh["data", "ring", "ulysses"]._flatten("replicas")

@@ -29,9 +29,7 @@ class Cut:
     def around(self, local: Tensor) -> DTensor:
         """The DTensor of which `local` is this rank's slice, on its memory and graph."""
         strides = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides
-        )
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides)
 
 
 def mark_cut(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
@@ -74,7 +72,7 @@ def all_laid_out(module: nn.Module) -> dict[str, Tensor]:
 
 
 def owned_parameters(module: nn.Module) -> Sequence[tuple[str, nn.Module, str]]:
-    """Each parameter by its full name, the module that owns it and its name there, as `named_parameters` orders them."""
+    """Each parameter's full name, the module that owns it and its name there, as `named_parameters` orders them."""
     owners = {
         (f"{prefix}." if prefix else "") + own: (owner, own)
         for prefix, owner in module.named_modules()

@@ -70,9 +70,10 @@ def _ours(name: str, style: str, head: set[str]) -> str:
     ours = OURS.get(style)
     if ours is None or (ours == HEAD) != (name in head):
         raise ModelError(
-            f"tensor parallelism: the plan of this model has style {style!r} for {name}, and whether its gradients "
-            f"are exact in training is not known here (known: {', '.join(sorted(OURS))}, of which colwise_gather_output "
-            "and colwise_rep for the head). Set text.parallelism=data or deepspeed with a zero_stage, and tensor=1"
+            f"tensor parallelism: the plan of this model has style {style!r} for {name}, and whether its "
+            f"gradients are exact in training is not known here (known: {', '.join(sorted(OURS))}, of which "
+            "colwise_gather_output and colwise_rep for the head). Set text.parallelism=data or deepspeed with a "
+            "zero_stage, and tensor=1"
         )
     return ours
 

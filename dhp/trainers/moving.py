@@ -1,4 +1,4 @@
-"""From the host to the device: one transfer from pinned memory where there were many, and none that holds the host up."""
+"""From the host to the device: one transfer from pinned memory for many tensors, and none that holds the host up."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class TextTrainer:
         (input_ids, position_ids, *targets, image_rows), moved = move_with_plans(given, plans, device)
         images = None if work.placement is None else joined(leaves).to(dtype)
         inputs = DecoderInputs(input_ids, position_ids, images, image_rows)
-        extra = {"segments": plan for plan in moved}
+        extra = dict(zip(["segments"], moved))  # none where rows are padded
 
         def objective() -> Tensor:
             hidden = self.family.hidden_states(self.part.model, inputs, **extra)

@@ -11,7 +11,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Results:
 
     def __init__(self, out: Path):
         out.parent.mkdir(parents=True, exist_ok=True)
-        self._out, self._run = out, datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._out, self._run = out, datetime.now(UTC).isoformat(timespec="seconds")
 
     def write(self, fields: dict[str, Any]) -> None:
         """One row, told to the terminal and to the file at once."""

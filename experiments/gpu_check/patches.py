@@ -35,9 +35,7 @@ def check(setting: Setting) -> dict[str, Any]:
     return {"ok": ok, "limit": limit, "patches": patches, "product": product, "convolution": convolution}
 
 
-def _measure(
-    setting: Setting, given: list[Tensor], wanted: tuple[Tensor, Tensor], as_product: bool
-) -> dict[str, Any]:
+def _measure(setting: Setting, given: list[Tensor], wanted: tuple[Tensor, Tensor], as_product: bool) -> dict[str, Any]:
     pixels, weight, grad = given
     module = nn.Conv3d(3, len(weight), KERNEL, stride=KERNEL, bias=False, device=setting.device, dtype=setting.dtype)
     module.weight.data.copy_(weight)

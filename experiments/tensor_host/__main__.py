@@ -1,8 +1,8 @@
 """`python -m experiments.tensor_host [--rounds N] [--layers N]`: what a decoder layer costs the host, cut and whole.
 
 Tiny matrices and a fake process group, so that all the time is Python's and the dispatcher's: where it is longer than a
-GPU's own, the GPU waits. Rounds of tensor 1, of tensor 2 by transformers' styles on DTensors, and of tensor 2 as dhp has
-it are interleaved. A JSON line for each way, medians over rounds, and one with the ratios to tensor 1.
+GPU's own, the GPU waits. Rounds of tensor 1, of tensor 2 by transformers' styles on DTensors, and of tensor 2 as dhp
+has it are interleaved. A JSON line for each way, medians over rounds, and one with the ratios to tensor 1.
 """
 
 from __future__ import annotations

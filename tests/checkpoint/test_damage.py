@@ -107,7 +107,9 @@ def test_a_lost_file_of_which_no_other_speaks_is_noticed(tmp_path: Path, monkeyp
         writer = ShardWriter(folder / below, 0)
         for name in ("first", "second"):
             writer.add(name, torch.ones(2))
-        assert writer.write() == tuple(f"rank_00000{n}.{kind}" for n in ("", "_001") for kind in ("safetensors", "json"))
+        assert writer.write() == tuple(
+            f"rank_00000{n}.{kind}" for n in ("", "_001") for kind in ("safetensors", "json")
+        )
     save_random_state(folder / "text" / "random", 0)
     (tmp_path / "config.json").write_text("{}")
     checkpoint = finish_checkpoint(folder, {"step": 1, **ABOUT, "parts": ["text"]}, [tmp_path / "config.json"])

@@ -218,7 +218,9 @@ def test_copies_into_locked_memory_do_not_hold_the_host_up(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: driver)
     own = torch.Tensor.copy_
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, non_blocking=False: (seen.append(non_blocking), own(self, other))[1])
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda self, other, non_blocking=False: (seen.append(non_blocking), own(self, other))[1]
+    )
     Outbox(pinned=True).send(torch.randn(40_000))
     Outbox().send(torch.randn(40_000))
     assert seen == [True, False]

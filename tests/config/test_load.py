@@ -122,12 +122,15 @@ def test_all_wrong_keys_are_told_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         compose_config("mine", str(tmp_path), overrides)
     told = str(caught.value).splitlines()
-    for line, part in zip(told[1:], (
-        "in mine.yaml: lr is not a key; here it is training.learning_rate",
-        "in mine.yaml: training.batchsize is not a key; did you mean training.batch_size?",
-        "in mine.yaml: training.epochs is not a key; did you mean training.num_epochs?",
-        "in mine.yaml: zzz is not a key",
-    )):
+    for line, part in zip(
+        told[1:],
+        (
+            "in mine.yaml: lr is not a key; here it is training.learning_rate",
+            "in mine.yaml: training.batchsize is not a key; did you mean training.batch_size?",
+            "in mine.yaml: training.epochs is not a key; did you mean training.num_epochs?",
+            "in mine.yaml: zzz is not a key",
+        ),
+    ):
         assert line.strip().startswith(part)
     rest = "\n".join(told[5:])
     for part in ("'seed' is not an override", *(f"training.{k} is not" for k in ("deepspeed", "stepz", "max_step"))):
@@ -170,7 +173,7 @@ def test_a_config_group_is_selected_by_name(tmp_path):
         ("training:\n  batch_size: x\n", "in bad.yaml: training.batch_size=x is of the wrong type"),
         ("data:\n  data_registry:\n    a:\n      path: x\n", "did you mean data.data_registry.a.data_path?"),
         ("- a list\n", "in bad.yaml:"),
-        ("a: [1\nb: c: d\n", "not valid YAML: while parsing a flow sequence in \"{file}\", line 1"),
+        ("a: [1\nb: c: d\n", 'not valid YAML: while parsing a flow sequence in "{file}", line 1'),
         ("defaults:\n  - nothing\n", "In 'bad': Could not"),
     ],
 )

@@ -95,7 +95,12 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["vision.parallelism=deepspeed with vision.zero_stage=0", "Set vision.zero_stage=1", "2", "3"],
         ),
         (
-            {"text__parallelism": "tensor", "text__num_actors": 2, "text__zero_stage": 2, "text__zero_engine": "deepspeed"},
+            {
+                "text__parallelism": "tensor",
+                "text__num_actors": 2,
+                "text__zero_stage": 2,
+                "text__zero_engine": "deepspeed",
+            },
             ["text.zero_engine=deepspeed with text.zero_stage=2 and text.tensor=2", "Set text.zero_engine=fsdp"],
         ),
         (
@@ -107,7 +112,12 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.zero_stage=1 with text.zero_engine=fsdp and text.tensor=1", "or text.zero_engine=deepspeed"],
         ),
         (
-            {"text__parallelism": "deepspeed", "text__num_actors": 2, "text__zero_stage": 2, "text__zero_engine": "fsdp"},
+            {
+                "text__parallelism": "deepspeed",
+                "text__num_actors": 2,
+                "text__zero_stage": 2,
+                "text__zero_engine": "fsdp",
+            },
             ["text.zero_engine=fsdp with text.parallelism=deepspeed", "Set text.parallelism=data"],
         ),
         ({"text__zero_engine": "torch"}, ["text.zero_engine=torch does not exist; choose from auto, deepspeed, fsdp"]),
@@ -117,7 +127,10 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         ),
         (
             {"text__zero_stage": 3, "training__schedule": "vision_ahead"},
-            ["text.zero_stage=3 with text.zero_engine=deepspeed and training.schedule=vision_ahead", "text.zero_engine=fsdp"],
+            [
+                "text.zero_stage=3 with text.zero_engine=deepspeed and training.schedule=vision_ahead",
+                "text.zero_engine=fsdp",
+            ],
         ),
         (
             {"vision__zero_stage": 3, "training__schedule": "vision_ahead"},
@@ -231,7 +244,9 @@ def test_model_directories(tmp_path, monkeypatch):
     check_model_dir("Qwen/Qwen2.5-VL-3B-Instruct")
 
 
-@pytest.mark.parametrize(("tensor", "asked", "engine"), [(1, "auto", "deepspeed"), (2, "auto", "fsdp"), (1, "fsdp", "fsdp")])
+@pytest.mark.parametrize(
+    ("tensor", "asked", "engine"), [(1, "auto", "deepspeed"), (2, "auto", "fsdp"), (1, "fsdp", "fsdp")]
+)
 def test_torch_cuts_the_states_of_slices_and_deepspeed_whole_ones(tensor, asked, engine):
     text = {"parallelism": "data", "num_actors": 4, "tensor": tensor, "zero_stage": 3, "zero_engine": asked}
     resolved = resolve(config(**{f"text__{key}": value for key, value in text.items()}))

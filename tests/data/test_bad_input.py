@@ -262,7 +262,16 @@ WITHOUT_NAME = json.dumps(talk({"from": "human", "value": "<image>\nWhat?"}, ANS
         ({"2.json": json.dumps(shown("1.png")).encode(), "2.png": png()}, "is 0 members of the sample's archive"),
         ({"2.json": WITHOUT_NAME, "2.png": png(), "2.WAV": b"RIFF"}, r"2\.WAV: audio is not read"),
     ],
-    ids=["no json", "bad json", "no image", "empty image", "broken image", "escape", "image of another sample", "audio"],
+    ids=[
+        "no json",
+        "bad json",
+        "no image",
+        "empty image",
+        "broken image",
+        "escape",
+        "image of another sample",
+        "audio",
+    ],
 )
 def test_a_bad_sample_of_a_shard(tmp_path, preprocessor, second, reason):
     good = {"{}.json": WITHOUT_NAME, "{}.png": png()}

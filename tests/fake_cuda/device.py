@@ -44,14 +44,14 @@ def load_guard(library: Path) -> None:
 
 
 def make_watch() -> Any:
-    """A dispatch mode that counts synchronisations by phase, kind and place. torch is imported here, after the guard."""
+    """A dispatch mode that counts synchronisations by phase, kind and place. torch comes here, after the guard."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
     class Watch(TorchDispatchMode):
-        """phase: what goes on now, set by whoever drives. syncs: how often the host waited for the device, and where."""
+        """phase: what goes on now, set by whoever drives. syncs: how often the host waited, and where."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -60,7 +60,9 @@ def make_watch() -> Any:
             self.transfers: Counter[tuple[str, str]] = Counter()
             self.kernels: Counter[str] = Counter()
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
             kwargs = dict(kwargs or {})
             name = func._schema.name.split("::")[-1]
             tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
@@ -77,7 +79,11 @@ def make_watch() -> Any:
             if name == "nonzero" and on_device:
                 self._wait("nonzero")
                 return torch.empty((max(1, tensors[0].numel() // 2), tensors[0].dim()), dtype=torch.long, device="cuda")
-            if name == "index" and on_device and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1]):
+            if (
+                name == "index"
+                and on_device
+                and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1])
+            ):
                 self._wait("boolean index")
                 mask = next(i for i in args[1] if isinstance(i, torch.Tensor))
                 return args[0].new_empty((max(1, mask.numel() // 2), *args[0].shape[mask.dim() :]))
@@ -108,7 +114,9 @@ def make_watch() -> Any:
             return result
 
         def _wait(self, kind: str) -> None:
-            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and "fake_cuda" not in f.filename]
+            frames = [
+                f for f in traceback.extract_stack() if "/torch/" not in f.filename and "fake_cuda" not in f.filename
+            ]
             own = [f"{f.filename.split('site-packages/')[-1].split('/dhp/')[-1]}:{f.lineno}" for f in frames[-3:]]
             self.syncs[self.phase, kind, " < ".join(reversed(own))] += 1
 

@@ -104,7 +104,7 @@ def _wait_in_every_way() -> None:
 
 
 def make_work(family: Any, ulysses: int) -> tuple[Any, Any, Any]:
-    """One rank's work of an image that `ulysses` ranks divide, and a packed row of it with more text, and the counts."""
+    """One rank's work of an image that `ulysses` ranks divide, a packed row of it with more text, and the counts."""
     import torch
 
     from dhp.messages import StepInfo, TextInput, VisionInput
@@ -187,7 +187,9 @@ def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float =
     if q.dtype.itemsize == 2:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     assert not enable_gqa, "in 32 bits key heads must be repeated"
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 if __name__ == "__main__":

@@ -295,9 +295,7 @@ class Ratios:
     update: float
 
 
-def compare_rounding(
-    model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None
-) -> Ratios:
+def compare_rounding(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Ratios:
     """Train the steps in the case's layout, in one plain process of the same precision, and exactly."""
     trained = train(model, case, steps, fault)
     exact = Oracle(model, torch.float64, UPDATE, case.device)

@@ -41,5 +41,7 @@ def test_a_tensor_group_of_four_does_not_fit_into_nodes_of_two(two_nodes: str, t
 def test_each_rank_looks_at_its_own_node_before_anything_is_loaded(two_nodes: str, tmp_path: Path) -> None:
     with Cluster(layout(two_nodes, tmp_path, 1, 2)) as cluster:
         cluster.groups["text"].start(os.getcwd)
-        with pytest.raises(ConfigError, match=r"^node 127\.0\.0\.[23], where text rank \d runs: .* built for CPUs alone"):
+        with pytest.raises(
+            ConfigError, match=r"^node 127\.0\.0\.[23], where text rank \d runs: .* built for CPUs alone"
+        ):
             wait_all(cluster.groups["text"].take_watched(), WAIT_S)

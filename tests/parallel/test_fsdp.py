@@ -41,9 +41,7 @@ def _blocks(shape: tuple[int, ...], placement: Placement) -> dict[tuple[int, ...
         ((1, 4), Shard(1)),  # no row is left for the second replica
     ],
 )
-def test_blocks_of_all_ranks_are_the_whole(
-    shape: tuple[int, ...], placement: Placement, on_ranks: RunOnRanks
-) -> None:
+def test_blocks_of_all_ranks_are_the_whole(shape: tuple[int, ...], placement: Placement, on_ranks: RunOnRanks) -> None:
     whole = torch.full(shape, -1)
     for of_rank in on_ranks(_blocks, 4, shape, placement):
         for offset, values in of_rank.items():
@@ -115,7 +113,7 @@ def _inside_of_the_roots_forward() -> tuple[int, ...]:
 
 
 def _same_memory(stage: int) -> list[bool]:
-    """Whether the optimizer's weights are FSDP's after each of three steps, and the module computes with what changed."""
+    """Whether after each of three steps the optimizer's weights are FSDP's, and the module computes with them."""
     net, update = _update(stage)
     found = []
     for _ in range(3):

@@ -47,9 +47,7 @@ def fuse(layer: nn.Module, dtype: torch.dtype) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_proved_is_replaced_and_gives_the_same(
-    dtype: torch.dtype, as_on_a_gpu: None
-) -> None:
+def test_what_is_proved_is_replaced_and_gives_the_same(dtype: torch.dtype, as_on_a_gpu: None) -> None:
     layer, states = _Layer(), torch.randn(5, 16)
     wanted = layer(states)
     grads = torch.autograd.grad(wanted.sum(), list(layer.parameters()))
@@ -61,7 +59,9 @@ def test_what_is_proved_is_replaced_and_gives_the_same(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_kernel_that_deviates_or_fails_is_left_out(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_kernel_that_deviates_or_fails_is_left_out(
+    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     layer = _Layer()
     monkeypatch.setattr(fused, "_compiled_gate", lambda: lambda gate, up: F.gelu(gate) * up)
     monkeypatch.setattr(fused.F, "rms_norm", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel")))

@@ -65,8 +65,10 @@ def _tied_steps() -> tuple[list[Tensor], Tensor, bool]:
         update.norm_sq()
         update.step(1e-2, 1.0)
     tied = module.head.weight is module.embedding.weight
-    return found, update._masters[0].detach(), tied and torch.equal(
-        module.head.weight, update._masters[0].to(torch.bfloat16)
+    return (
+        found,
+        update._masters[0].detach(),
+        tied and torch.equal(module.head.weight, update._masters[0].to(torch.bfloat16)),
     )
 
 

@@ -81,9 +81,7 @@ def test_on_devices_of_their_own_unequal_parts_do_not_weigh_each_other(
 ) -> None:
     """Budgets that are tight for the one and wide for the other: a rate by both parts' peak would choose otherwise."""
     parts = {"vision": costs(4, kinds=("only", "slow", "only", "slow")), "text": costs(layers, scale=scale)}
-    assert search(parts, budget_mib) == {
-        part: search({part: known}, budget_mib)[part] for part, known in parts.items()
-    }
+    assert search(parts, budget_mib) == {part: search({part: known}, budget_mib)[part] for part, known in parts.items()}
 
 
 def test_what_lies_below_the_peak_is_spent_on_seconds_for_a_byte_too() -> None:

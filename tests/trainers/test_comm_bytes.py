@@ -135,7 +135,7 @@ def test_data_replicas_sum_their_gradients_once(made_model: str) -> None:
 def test_the_tensor_plan_of_the_decoder(made_model: str, autotp: bool) -> None:
     """Forward, a layer sums two outputs [tokens, hidden] over the ranks; backward, the gradients of two inputs, that of
     query, key and value and that of gate and up. DeepSpeed's layers sum for each of the five by itself. The embedding
-    sums its output; the head, for each target, a maximum, a sum and a logit, and in backward the gradient of its rows."""
+    sums its output; the head, for each target, a maximum, a sum and a logit, and backward the gradient of its rows."""
     case = Case(ONE, Degrees(tensor=4), 1, autotp=autotp)
     found = traffic(made_model, case, [large_image()])
     states, rows = TOKENS * WIDTH * 8, TARGETS * 8
@@ -147,7 +147,7 @@ def test_the_tensor_plan_of_the_decoder(made_model: str, autotp: bool) -> None:
 
 
 def test_the_tensor_plan_of_the_tower(made_model: str) -> None:
-    """Two sums a block in each direction; the merger adds one sum of its output forward, and one of its input backward."""
+    """Two sums a block in each direction; the merger adds one of its output forward, and of its input backward."""
     found = traffic(made_model, Case(Degrees(tensor=2), ONE, 1), [large_image()])
     states, merged = PATCHES * VISION_WIDTH * 8, PATCHES // 4 * WIDTH * 8
     assert found.forward[VISION] == [{"all_reduce": all_reduced(2, 2 * BLOCKS * states + merged)}] * 2

@@ -36,9 +36,7 @@ def make_case(vision: str, text: str, packing: bool, micro_batches: int) -> Case
     """DeepSpeed refuses float64, so its modes run in float32."""
     (of_vision, stage), (of_text, text_stage) = VISION[vision], TEXT[text]
     dtype = "float32" if stage or text_stage else "float64"
-    return Case(
-        of_vision, of_text, micro_batches, dtype, zero_stage=stage, text_zero_stage=text_stage, packing=packing
-    )
+    return Case(of_vision, of_text, micro_batches, dtype, zero_stage=stage, text_zero_stage=text_stage, packing=packing)
 
 
 GRID = [

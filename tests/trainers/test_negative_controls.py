@@ -201,9 +201,7 @@ FAULTS: list[tuple[str, Case, Fault, Callable[[Errors], bool]]] = [
 
 
 @pytest.mark.parametrize(("case", "fault", "seen"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
-def test_a_planted_mistake_is_seen(
-    case: Case, fault: Fault, seen: Callable[[Errors], bool], made_model: str
-) -> None:
+def test_a_planted_mistake_is_seen(case: Case, fault: Fault, seen: Callable[[Errors], bool], made_model: str) -> None:
     errors = compare(made_model, case, [mixed_step()], fault)
     assert seen(errors), errors
 

@@ -12,7 +12,6 @@ from tests.helpers.layouts import Case, Errors, compare, train
 ONE = Degrees()
 
 
-
 def assert_exact(errors: Errors) -> None:
     """The limits of double precision."""
     assert errors.loss < 1e-9, errors
