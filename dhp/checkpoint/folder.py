@@ -161,7 +161,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
-    """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples, data.
+    """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples, data, files.
 
     Raises CheckpointError when the file is damaged, or lacks one of `needed`.
     """

@@ -22,7 +22,7 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     open_checkpoint(tmp_path / "checkpoints", 30)  # begun, never finished
     newest = tmp_path.absolute() / "checkpoints" / "step_10"
     assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "checkpoints") == find_checkpoint(newest) == newest
-    assert read_about(newest) == {"step": 10}
+    assert read_about(newest) == {"step": 10, "files": {"model/config.json": 2}}
     assert (newest / "model" / "config.json").is_file()
 
 
@@ -30,7 +30,7 @@ def test_a_complete_one_is_never_replaced(tmp_path: Path) -> None:
     done = write(tmp_path, 3)
     with pytest.raises(CheckpointError, match="step_3 is complete already: another run writes to the same"):
         open_checkpoint(tmp_path / "checkpoints", 3)
-    assert read_about(done) == {"step": 3}
+    assert read_about(done) == {"step": 3, "files": {"model/config.json": 2}}
 
 
 def test_two_runs_that_write_the_same_step(tmp_path: Path) -> None:
