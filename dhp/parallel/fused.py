@@ -64,14 +64,12 @@ def _norm_of(module: nn.Module) -> Callable[..., Tensor] | None:
 
 
 def _gate_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """A gated MLP's forward with one kernel between its matrices; None for another module, or without a compiler."""
+    """A gated MLP's forward with one kernel between its matrices; None for another module. Whether there is a compiler
+    for it is no matter here: nodes may differ in that, and all ranks have to name the same kernels to agree on them."""
     named = dict(module.named_children())
     if not {"gate_proj", "up_proj", "down_proj", "act_fn"} <= named.keys() or not _is_silu(named["act_fn"]):
         return None
-    compiled = _compiled_gate()
-    if compiled is None:
-        return None
-    return lambda states: module.down_proj(compiled(module.gate_proj(states), module.up_proj(states)))
+    return lambda states: module.down_proj(_compiled_gate()(module.gate_proj(states), module.up_proj(states)))
 
 
 def _is_silu(act: Any) -> bool:
@@ -92,6 +90,8 @@ def _is_proved(kind: str, module: nn.Module, device: torch.device, dtype: torch.
     try:
         if kind.startswith("norm"):
             return _compare(_norm_of(module), module.forward, [module.weight], device, dtype)
+        if _compiled_gate() is None:
+            return False
         plain = lambda gate, up: F.silu(gate) * up
         return _compare(_compiled_gate(), plain, [torch.ones(_WIDTH)], device, dtype)
     except Exception as error:

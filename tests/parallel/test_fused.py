@@ -96,3 +96,13 @@ def test_gates_are_tried_without_matrices(as_on_a_gpu: None, monkeypatch: pytest
     for name in ("gate_proj", "up_proj", "down_proj"):
         monkeypatch.setattr(getattr(layer.mlp, name), "forward", None)
     assert "gate of Qwen2MLP" in fuse(layer, torch.float32)
+
+
+def test_ranks_without_a_compiler_name_the_same_kernels(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or ranks of nodes that have one would wait for an answer of another length."""
+    asked: list[list[bool]] = []
+    monkeypatch.setattr(fused, "_agree", lambda proved, *_: asked.append(list(proved)) or proved)
+    fuse(_Layer(), torch.float32)
+    monkeypatch.setattr(fused, "_compiled_gate", lambda: None)
+    assert fuse(_Layer(), torch.float32) == {"norm of Qwen2RMSNorm": 1}
+    assert asked == [[True, True], [True, False]]
