@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from dhp.base.errors import DhpError
 from dhp.config.nearest import did_you_mean, nearest
-from dhp.errors import DhpError
 
 COMMANDS = {
     "export": "RUN_OR_CHECKPOINT OUT_DIR: write a checkpoint as an ordinary Hugging Face directory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from dhp.interrupts import INTERRUPTED, heed
+from dhp.base.interrupts import INTERRUPTED, heed
 
 if TYPE_CHECKING:
     from dhp.config.schema import Config
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 def main(config: Config) -> None:
     """Check everything that can be checked, then train, or say what training would take."""
-    from dhp.preflight import prepare
+    from dhp.run.preflight import prepare
 
     prepared = prepare(config)
     if prepared.training.dry_run:
-        from dhp.dry_run import dry_run
+        from dhp.run.dry_run import dry_run
 
         print(dry_run(prepared))
         return
-    from dhp.driver import run  # after the checks: it brings torch and Ray along
+    from dhp.run.loop import run  # after the checks: it brings torch and Ray along
 
     try:
         run(prepared)

@@ -57,7 +57,7 @@ def head_norms_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded default's model and dataset."""
-    from dhp.assets import make_tiny_assets
+    from dhp.run.tiny_assets import make_tiny_assets
 
     folder = tmp_path_factory.mktemp("assets")
     make_tiny_assets(folder)

@@ -16,58 +16,38 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-EVERYONE = {"errors", "messages", "version", "config", "spans", "sent", "interrupts"}  # what any file may import
+EVERYONE = {"base", "version", "config"}  # what any file may import
 SIBLINGS = ("models", "parallel", "planner", "data", "checkpoint", "observe", "cluster")  # they meet as values only
 
 # Folder or top-level file of dhp → what it may import besides itself and EVERYONE: a folder, or one file of it.
 TABLE: dict[str, set[str]] = {
-    "errors": set(),
+    "base": set(),
     "version": set(),
-    "messages": set(),
-    "spans": set(),
-    "sent": set(),
-    "interrupts": set(),
-    "config": {"errors"},
+    "config": {"base"},
     **{sibling: set() for sibling in SIBLINGS},
-    "schedule": set(),
-    "trainers": {"models", "parallel", "checkpoint", "observe"},
+    "trainers": {"models", "parallel", "checkpoint"},
     # Joiners at the top: each says what it joins.
-    "parts": {"cluster.dispatch", "parallel.mesh", "schedule"},
-    "step": {"parts", "schedule"},
-    "rows": {"data.sample", "models.family"},
-    "dealing": {"data.balance.measures", "data.sample", "data.source", "models.family", "parallel.dispatch", "rows"},
-    "feed": {"data", "models", "rows", "dealing"},
-    "wiring": {"feed", "data.balancing", "data.sampler", "parallel.mesh", "trainers.settings"},
-    "assets": {"data.shapes", "models.tiny"},
-    "preflight": {
-        "assets", "data.probe", "models.family", "models.registry", "models.shape", "parallel.tensor",
-        "parallel.tensor_plan",
+    "step": {"cluster.dispatch", "parallel.comm.mesh"},
+    "batching": {"data", "models", "parallel.attention.image_sharding"},
+    "run": {
+        "batching", "checkpoint", "cluster", "data", "models", "observe", "parallel", "planner", "step", "trainers",
     },
-    "footprint": {"models.shape", "parallel.loss"},
-    "dry_run": {"footprint", "preflight", "models.registry", "models.shape", "parallel.tensor", "wiring"},
-    "tracing": {"observe.trace"},
-    "devices": {"cluster.actor_group", "cluster.dispatch", "observe.mfu"},
-    "recompute": {"models.registry", "parts", "planner", "schedule", "wiring"},
-    "driver": {
-        "checkpoint.folder", "checkpoint.resume", "cluster", "devices", "feed", "models.registry", "models.weights",
-        "observe", "parts", "schedule", "recompute", "step", "tracing", "trainers", "wiring",
-    },
-    "train_ray": {"preflight", "dry_run", "driver"},
-    "cli": {"checkpoint", "models", "data", "planner", "observe", "feed", "preflight", "wiring", "driver"},
+    "train_ray": {"run"},
+    "cli": {"checkpoint", "models", "data", "planner", "observe", "batching", "run"},
     "__main__": {"cli"},
 }  # fmt: skip
-SELF_CONTAINED = {"errors", "messages", "version", "spans", "sent", "interrupts"}  # not even EVERYONE
+SELF_CONTAINED = {"base", "version"}  # not even EVERYONE
 
 # Library → the only folders and files of dhp that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"cluster", "train_ray"},
-    "deepspeed": {"parallel.zero", "parallel.autotp"},
+    "deepspeed": {"parallel.optimizer.zero", "parallel.tensor.autotp"},
     "hydra": {"config"},
     "omegaconf": {"config"},
     "numba": {"data.balance"},
-    "transformers": {"models", "data", "trainers", "assets", "parallel.tensor"},
+    "transformers": {"models", "data", "trainers", "run.tiny_assets", "parallel.tensor.styles"},
     "torch": {
-        "messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "feed", "dealing", "rows", "cli",
+        "base.messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "batching", "cli",
         "planner.profile",
     },
 }  # fmt: skip
@@ -158,19 +138,19 @@ def test_siblings_are_mutually_blind() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "named"),
     [
-        ("dhp.models.made_up", "from dhp.parallel.mesh import Degrees\n", "dhp.parallel.mesh"),
+        ("dhp.models.made_up", "from dhp.parallel.comm.mesh import Degrees\n", "dhp.parallel.comm.mesh"),
         ("dhp.data.made_up", "def f():\n    from dhp import cluster\n", "dhp.cluster"),
         ("dhp.data.made_up", "from ..cluster import worker\n", "dhp.cluster.worker"),
         ("dhp.trainers.made_up", "import ray.util\n", "ray.util"),
-        ("dhp.driver", "def f():\n    import torch\n", "torch"),
+        ("dhp.run.loop", "def f():\n    import torch\n", "torch"),
         ("dhp.config.made_up", "from torch import Tensor\n", "torch.Tensor"),
-        ("dhp.config.made_up", "if TYPE_CHECKING:\n    from dhp.messages import StepData\n    import torch\n", "torch"),
+        ("dhp.config.made_up", "if TYPE_CHECKING:\n    from dhp.base.errors import A\n    import torch\n", "torch"),
         ("dhp.planner.search", "import torch\n", "torch"),
-        ("dhp.errors", "import dhp.config.schema\n", "dhp.config.schema"),
-        ("dhp.parts", "from dhp.cluster.worker import Worker\n", "dhp.cluster.worker"),
-        ("dhp.parallel.attention", "import deepspeed\n", "deepspeed"),
-        ("dhp.made_up", "from dhp.data.sampler import BatchLayout\n", "dhp.data.sampler"),
-        ("dhp.feed", "from tests.helpers import oracle\n", "tests.helpers.oracle"),
+        ("dhp.base.errors", "import dhp.config.schema\n", "dhp.config.schema"),
+        ("dhp.step.stages", "from dhp.cluster.worker import Worker\n", "dhp.cluster.worker"),
+        ("dhp.parallel.attention.sharded", "import deepspeed\n", "deepspeed"),
+        ("dhp.made_up", "from dhp.data.order.sampler import BatchLayout\n", "dhp.data.order.sampler"),
+        ("dhp.batching.loader", "from tests.helpers import oracle\n", "tests.helpers.oracle"),
     ],
 )
 def test_a_forbidden_import_is_reported(module: str, source: str, named: str) -> None:
@@ -179,7 +159,9 @@ def test_a_forbidden_import_is_reported(module: str, source: str, named: str) ->
 
 
 def test_allowed_imports_are_not_reported() -> None:
-    source = "import json\nfrom dhp.errors import DataError\nfrom dhp.config.nearest import nearest\nimport numpy\n"
+    source = (
+        "import json\nimport numpy\nfrom dhp.base.errors import DataError\nfrom dhp.config.nearest import nearest\n"
+    )
     assert violations(source, "dhp.data.made_up") == []
     assert violations("from . import mesh\nfrom .mesh import Degrees\n", "dhp.parallel.made_up") == []
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from dhp.errors import CheckpointError
+from dhp.base.errors import CheckpointError
 
 REMEDY = "Resume from an earlier checkpoint (training.resume=auto finds the newest one that is whole)"
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of file systems that cannot do it for a directory

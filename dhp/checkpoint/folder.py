@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from dhp.base.errors import CheckpointError, ConfigError
 from dhp.checkpoint.disk import damaged, read_json, reading, sync, write_text, writing
 from dhp.checkpoint.whole import check_part, read_header
-from dhp.errors import CheckpointError, ConfigError
 
 ABOUT = "checkpoint.json"
 MODEL = "model"  # configuration, tokenizer and processors of the model, without weights

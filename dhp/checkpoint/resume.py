@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dhp.base.errors import CheckpointError
 from dhp.checkpoint.folder import (
     check_checkpoint,
     checkpoints,
@@ -16,7 +17,6 @@ from dhp.checkpoint.folder import (
     read_about,
     step_of,
 )
-from dhp.errors import CheckpointError
 
 AUTO, NEVER = "auto", "never"
 LAYOUT = ("vision.", "text.")  # beginnings of the settings that say how a part is split

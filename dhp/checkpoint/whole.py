@@ -8,8 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from dhp.base.errors import CheckpointError
 from dhp.checkpoint.disk import damaged, read_json, reading
-from dhp.errors import CheckpointError
 
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 

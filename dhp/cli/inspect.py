@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from dhp.base.errors import ConfigError
+from dhp.batching.loader import make_feed
 from dhp.checkpoint.shards import save_tensors
 from dhp.config.load import compose_config
 from dhp.config.schema import Config
-from dhp.errors import ConfigError
-from dhp.feed import make_feed
-from dhp.preflight import prepare
-from dhp.wiring import feed_settings
+from dhp.run.preflight import prepare
+from dhp.run.settings import feed_settings
 
 
 def main(arguments: Sequence[str]) -> int:

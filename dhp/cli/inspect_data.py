@@ -14,19 +14,19 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from dhp.base.errors import DataError, PartFailed
+from dhp.batching.loader import Feed, FeedSettings, make_feed
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
-from dhp.data.balance.measures import Balance, measure
 from dhp.data.balance.methods import METHODS, PADDED
+from dhp.data.balance.metrics import Balance, measure
 from dhp.data.balance.packs import Limits, Loads
-from dhp.data.balancing import Balancing
-from dhp.data.lengths import Lengths
-from dhp.data.measured import Chunk
-from dhp.errors import DataError, PartFailed
-from dhp.feed import Feed, FeedSettings, make_feed
+from dhp.data.lengths.cache import Lengths
+from dhp.data.lengths.table import Chunk
+from dhp.data.order.balance_settings import Balancing
 from dhp.observe.histogram import draw_histograms
-from dhp.wiring import feed_settings
+from dhp.run.settings import feed_settings
 
 SHOWN = 20  # defects that are printed; the file has all
 COLUMNS = ("steps", "pad", "dist_vision", "dist_text", "dist_flops", "cv_vision", "cv_text", "critical", "seconds")

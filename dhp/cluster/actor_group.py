@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dhp.cluster.clock import Reading, offset_ns
 from dhp.cluster.dispatch import PerRank, spread
-from dhp.cluster.placement import Slot
+from dhp.cluster.placement.reservation import Slot
 from dhp.cluster.watch import Watched, wait_all
 from dhp.cluster.worker import GroupSettings, Worker
 

@@ -14,20 +14,20 @@ import ray
 import torch
 from ray.util.placement_group import remove_placement_group
 
+from dhp.base.errors import ConfigError
+from dhp.base.interrupts import ending_on_error
 from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.arrangement import TENSOR, arrange, describe_straddle, find_straddles, refuse_straddle
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.environment import require_own_gpu
 from dhp.cluster.gpus import HERE, check_gpus, read_gpus
-from dhp.cluster.homes import Homes, find_homes
-from dhp.cluster.nodes import own_node, read_nodes
 from dhp.cluster.paths import beacon
-from dhp.cluster.placement import Slot, bundle_nodes, plan_placement, reserve
+from dhp.cluster.placement.nodes import own_node, read_nodes
+from dhp.cluster.placement.rank_mapping import TENSOR, arrange, describe_straddle, find_straddles, refuse_straddle
+from dhp.cluster.placement.reservation import Slot, bundle_nodes, plan_placement, reserve
+from dhp.cluster.placement.topology import Homes, find_homes
 from dhp.cluster.runtime import LOCAL, cluster_gpus, ray_session
-from dhp.cluster.transport import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
+from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
 from dhp.cluster.worker import GroupSettings
-from dhp.errors import ConfigError
-from dhp.interrupts import ending_on_error
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dhp.base.spans import DATA, Span, keep_spans, span, take_spans
 from dhp.cluster.clock import Reading, offset_ns, read_clock
-from dhp.cluster.nodes import own_node
 from dhp.cluster.paths import require_paths
+from dhp.cluster.placement.nodes import own_node
 from dhp.cluster.process import named_errors, redirect_output
 from dhp.cluster.watch import Watched, fetch, wait_all
-from dhp.spans import DATA, Span, keep_spans, span, take_spans
 
 WHO = "the dataset actor"
 

@@ -7,8 +7,8 @@ import re
 
 import torch
 
-from dhp.cluster.transport import CUDA_IPC, NIXL
-from dhp.errors import ConfigError
+from dhp.base.errors import ConfigError
+from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL
 
 LOCAL_RANK = "LOCAL_RANK"
 KEEPS_ALL_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
-from dhp.errors import ConfigError
+from dhp.base.errors import ConfigError
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"

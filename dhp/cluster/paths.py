@@ -15,7 +15,7 @@ from tempfile import mkstemp
 
 import ray
 
-from dhp.errors import ConfigError
+from dhp.base.errors import ConfigError
 
 BEACON_TIMEOUT_S = 10.0  # how long a new file may take to show on another host
 EVERYWHERE = "Put it there, at the same path on every node, or on a disk that all of them see"

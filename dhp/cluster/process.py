@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dhp.base.errors import DhpError
 from dhp.cluster.watch import RankRaised
-from dhp.errors import DhpError
 
 # What libraries say of how we use them, by text: why it means nothing here.
 _UNDERSTOOD = (

@@ -13,10 +13,10 @@ import ray
 from ray._private import ray_constants, services
 from ray.exceptions import AuthenticationError
 
+from dhp.base.errors import ClusterError, ConfigError, DhpError
+from dhp.base.interrupts import end, was_interrupted
 from dhp.cluster.leftovers import descendants, end_descendants
 from dhp.cluster.starting import ray_log_folder, within
-from dhp.errors import ClusterError, ConfigError, DhpError
-from dhp.interrupts import end, was_interrupted
 
 LOCAL, RUNNING, CLIENT = "local", "auto", "ray://"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for what `ray job submit` starts

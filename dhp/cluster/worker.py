@@ -13,17 +13,8 @@ import ray
 import torch
 import torch.distributed as dist
 
-from dhp.cluster.clock import Reading, read_clock
-from dhp.cluster.direct import Exchange
-from dhp.cluster.environment import expand_segments, own_local_rank, require_fixed_segments, require_own_gpu
-from dhp.cluster.gpus import check_gpus, read_gpus
-from dhp.cluster.host_memory import keep_freed_memory
-from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
-from dhp.cluster.paths import require_beacon, require_paths, whereabouts
-from dhp.cluster.process import named_errors, redirect_output
-from dhp.cluster.transport import CUDA_IPC, NIXL, SHARED_MEMORY, Inbox, Outbox
-from dhp.sent import HANDOFF, add_sent
-from dhp.spans import (
+from dhp.base.byte_counter import HANDOFF, add_sent
+from dhp.base.spans import (
     BACKWARD,
     CHECKPOINT,
     FORWARD,
@@ -36,6 +27,15 @@ from dhp.spans import (
     span,
     take_spans,
 )  # fmt: skip
+from dhp.cluster.clock import Reading, read_clock
+from dhp.cluster.environment import expand_segments, own_local_rank, require_fixed_segments, require_own_gpu
+from dhp.cluster.gpus import check_gpus, read_gpus
+from dhp.cluster.host_memory import keep_freed_memory
+from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
+from dhp.cluster.paths import require_beacon, require_paths, whereabouts
+from dhp.cluster.process import named_errors, redirect_output
+from dhp.cluster.transport.nixl import Exchange
+from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL, SHARED_MEMORY, Inbox, Outbox
 
 # What a trace calls a trainer's verbs.
 _KINDS = {"forward_step": FORWARD, "backward_step": BACKWARD, "save": CHECKPOINT}

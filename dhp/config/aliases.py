@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dhp.errors import ConfigError
+from dhp.base.errors import ConfigError
 
 _ANY = object()  # any value; and, as what it becomes, the same value
 

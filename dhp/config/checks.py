@@ -1,8 +1,8 @@
 """Rules between keys of several sections, and between degrees and a model's shape, which come as plain numbers."""
 
+from dhp.base.errors import ConfigError
 from dhp.config.recompute import read_choices
 from dhp.config.schema import Config, LimitsConfig
-from dhp.errors import ConfigError
 
 
 def check_schedule(config: Config) -> None:

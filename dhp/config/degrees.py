@@ -3,10 +3,10 @@
 from dataclasses import replace
 from math import prod
 
+from dhp.base.errors import ConfigError
 from dhp.config.ranges import require_choice, require_positive
 from dhp.config.recompute import resolve_recompute
 from dhp.config.schema import PartConfig
-from dhp.errors import ConfigError
 
 DEGREES = ("data", "ulysses", "ring", "tensor")
 PARALLELISMS = {

@@ -11,12 +11,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from dhp.base.errors import ConfigError, DhpError
 from dhp.config.load import to_config, to_yaml
 from dhp.config.overrides import checked_overrides
 from dhp.config.schema import Config
 from dhp.config.source import ENTRY, Source
 from dhp.config.translate import translated_errors
-from dhp.errors import ConfigError, DhpError
 
 _HELP_FLAGS = {"--help", "-h", "--hydra-help", "--version"}
 

@@ -2,7 +2,7 @@
 
 import re
 
-from dhp.errors import ConfigError
+from dhp.base.errors import ConfigError
 
 _SHARE = re.compile(r"(.+)%([^%]*)")
 

@@ -7,13 +7,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
+from dhp.base.errors import ConfigError
 from dhp.config.aliases import has_alias, names_here, translated
 from dhp.config.keys import ANY_NAME, Key, find_key
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.source import Source
 from dhp.config.translate import raise_all, unknown_key, unknown_keys
 from dhp.config.yaml_files import say, wrong_keys
-from dhp.errors import ConfigError
 
 
 def checked_overrides(arguments: Sequence[str], source: Source) -> list[str]:

@@ -4,10 +4,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from dhp.base.errors import ConfigError
 from dhp.config.mixing import split_share
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingConfig
-from dhp.errors import ConfigError
 
 DATA_FORMATS = ("auto", "llava", "sharegpt", "openai")
 BALANCE = ("random", "length_group", "device_group", "isf", "balanced")

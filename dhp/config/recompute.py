@@ -2,9 +2,9 @@
 
 import re
 
+from dhp.base.errors import ConfigError
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import PartConfig
-from dhp.errors import ConfigError
 
 # What a layer recomputes in backward, from nothing to everything; each recomputes what the one before does, and more:
 # light, what costs no matrix product (norms, rotary positions, activation functions); mlp, the products before the

@@ -6,11 +6,11 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+from dhp.base.errors import ConfigError
 from dhp.config.checks import check_balance, check_budget, check_schedule
 from dhp.config.degrees import resolve_part
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
 from dhp.config.schema import Config
-from dhp.errors import ConfigError
 
 
 def resolve(config: Config) -> Config:
@@ -116,9 +116,7 @@ def _fill_paths(config: Config) -> None:
         config.data.cache_dir = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dhp")
     config.data.cache_dir = _expanded(config.data.cache_dir)
     config.data.data_registry = {
-        name: replace(
-            entry, annotation_path=_expanded(entry.annotation_path), data_path=_expanded(entry.data_path)
-        )
+        name: replace(entry, annotation_path=_expanded(entry.annotation_path), data_path=_expanded(entry.data_path))
         for name, entry in config.data.data_registry.items()
     }
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from dhp.base.errors import ConfigError
 from dhp.config.mixing import split_share
 from dhp.config.schema import Config
-from dhp.errors import ConfigError
 
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
 _RECORD = (*_MARKS, "trace.json", "tb")

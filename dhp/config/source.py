@@ -5,11 +5,11 @@ from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
+from dhp.base.errors import ConfigError
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import Config
 from dhp.config.shipped import shipped_directory
 from dhp.config.yaml_files import YamlFiles
-from dhp.errors import ConfigError
 
 ENTRY = "_dhp_entry"  # primary config that Hydra composes: schema, then settings of Hydra, then the named YAML
 _SCHEMA = "_dhp_schema"

@@ -15,10 +15,10 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from dhp.base.errors import ConfigError
 from dhp.config.foreign import foreign_hint
 from dhp.config.keys import Key, find_key, known_paths, type_words
 from dhp.config.nearest import did_you_mean, nearest_key
-from dhp.errors import ConfigError
 
 
 @contextmanager

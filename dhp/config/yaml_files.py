@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from dhp.base.errors import ConfigError
 from dhp.config.aliases import has_alias, translated
 from dhp.config.translate import unknown_keys
-from dhp.errors import ConfigError
 
 
 class YamlFiles(FileConfigSource):

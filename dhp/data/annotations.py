@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dhp.base.errors import DataError, DhpError
 from dhp.data.files.open import open_rows
 from dhp.data.files.rows import Entry, Rows
+from dhp.data.media.resolver import Places
 from dhp.data.parse import detect, parse_record
-from dhp.data.places import Places
 from dhp.data.records import Record, located
-from dhp.errors import DataError, DhpError
 
 AUTO = "auto"
 _PROBED = 100  # samples whose keys may tell the format

@@ -10,9 +10,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dhp.data.media import Video
+from dhp.base.errors import DataError
+from dhp.data.media.sources import Video
 from dhp.data.records import Part, Turn
-from dhp.errors import DataError
 
 # {"role": …, "content": [{"type": "image"} | {"type": "video"} | {"type": "text", "text": …}, …]}
 Message = dict[str, Any]

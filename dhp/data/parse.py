@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from dhp.base.errors import DataError
 from dhp.data.formats.llava import read_llava
 from dhp.data.formats.openai import read_openai
 from dhp.data.formats.sharegpt import read_sharegpt
-from dhp.data.places import Places
+from dhp.data.media.resolver import Places
 from dhp.data.records import Record, Turn
-from dhp.errors import DataError
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], Places], tuple[Turn, ...]]] = {
     "llava": read_llava,

@@ -15,14 +15,14 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
+from dhp.base.errors import ConfigError, DataError, ModelError
 from dhp.data.chat import Rendered, render, to_messages
-from dhp.data.grids import Grid, Grids, Size
-from dhp.data.images import open_image, read_size
-from dhp.data.media import File, Video, name_of
+from dhp.data.lengths.grids import Grid, Grids, Size
+from dhp.data.media.images import open_image, read_size
+from dhp.data.media.sources import File, Video, name_of
+from dhp.data.media.video import Taking, map_frames, read_extent
 from dhp.data.records import Record, located
 from dhp.data.sample import IGNORED, Sample
-from dhp.data.video import Taking, map_frames, read_extent
-from dhp.errors import ConfigError, DataError, ModelError
 
 Output = Mapping[str, np.ndarray]  # of the image processor
 

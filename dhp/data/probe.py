@@ -9,7 +9,7 @@ import numpy as np
 
 from dhp.config.mixing import split_share
 from dhp.config.schema import DatasetEntry
-from dhp.data.media import Video, open_media
+from dhp.data.media.sources import Video, open_media
 from dhp.data.records import Record, located
 from dhp.data.source import Dataset, open_dataset
 

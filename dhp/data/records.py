@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dhp.data.media import File, Video
-from dhp.errors import DataError
+from dhp.base.errors import DataError
+from dhp.data.media.sources import File, Video
 
 Part = str | File | Video
 

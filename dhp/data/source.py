@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
+from dhp.base.errors import ConfigError, DataError
 from dhp.config.mixing import split_share
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import DatasetEntry
 from dhp.data.annotations import Annotations, read_annotations
-from dhp.data.mixture import Portion
+from dhp.data.order.mixture import Portion
+from dhp.data.order.sampler import Sampler, StepBatch
 from dhp.data.records import Record
 from dhp.data.sample import Sample
-from dhp.data.sampler import Sampler, StepBatch
-from dhp.errors import ConfigError, DataError
 
 
 class Dataset:

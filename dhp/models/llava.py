@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dhp.errors import ModelError
+from dhp.base.errors import ModelError
 from dhp.models.decoder import last_hidden_states
 from dhp.models.family import DecoderInputs, Grid, ImageLayout, LayerParts, text_work
 from dhp.models.flops import VisionWork

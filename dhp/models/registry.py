@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dhp.errors import ModelError
+from dhp.base.errors import ModelError
 
 if TYPE_CHECKING:
     from dhp.models.family import Family

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
+from dhp.base.errors import ModelError
 from dhp.config.shipped import shipped_directory
-from dhp.errors import ModelError
 from dhp.models.split import ReadPlan, is_dropped, model_class
 
 

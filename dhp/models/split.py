@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from dhp.errors import ModelError
+from dhp.base.errors import ModelError
 
 ReadPlan = Callable[[nn.Module, Mapping[str, str]], dict[str, str]]
 

@@ -20,7 +20,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from dhp.errors import ModelError
+from dhp.base.errors import ModelError
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from dhp.errors import ModelError
+from dhp.base.errors import ModelError
 from dhp.models.split import model_class
 
 

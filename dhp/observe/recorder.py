@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dhp.errors import ConfigError, RecordError
+from dhp.base.errors import ConfigError, RecordError
 from dhp.observe.metrics import MetricsWriter, StepMetrics, keep_steps
 from dhp.observe.progress import Progress
 from dhp.observe.report import closing_table

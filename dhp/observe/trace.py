@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dhp.spans import Span
+from dhp.base.spans import Span
 
 FILE = "trace.json"
 

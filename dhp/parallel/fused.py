@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dhp.parallel.collectives import largest_in_place
+from dhp.parallel.comm.collectives import largest_in_place
 
 PROVED = 2.5  # times the deviation of the module's own code from double precision that a replacement may have
 _ROWS, _WIDTH = 64, 256  # of the states of a trial

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dhp.messages import DeviceInfo
+from dhp.base.messages import DeviceInfo
 
 LARGEST = 2048  # rows of the matrices that are multiplied
 LONG_ENOUGH_S, MEASURING_S = 0.005, 0.2  # one product; all of them

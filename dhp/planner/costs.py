@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dhp.messages import Choices
+from dhp.base.messages import Choices
 
 
 @dataclass(frozen=True)

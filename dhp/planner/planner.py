@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dhp.messages import Choices, PartUsage
+from dhp.base.messages import Choices, PartUsage
 from dhp.planner.costs import Arrangement, PartCosts, Plan, predicted_bytes
 from dhp.planner.profile import Profile, probes
 from dhp.planner.search import best_plan

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
+from dhp.base.messages import Choices, LayerUsage, PartUsage
 from dhp.config.recompute import CHOICES
-from dhp.messages import Choices, LayerUsage, PartUsage
 from dhp.planner.costs import LayerCost, PartCosts
 
 

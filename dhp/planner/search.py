@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dhp.messages import Choices
+from dhp.base.messages import Choices
 from dhp.planner.costs import Arrangement, PartCosts, Plan, predicted_bytes
 
 

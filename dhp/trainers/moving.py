@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dhp.parallel.attention import SegmentPlan, index_tensors, with_tensors
+from dhp.parallel.attention.sharded import SegmentPlan, index_tensors, with_tensors
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

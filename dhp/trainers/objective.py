@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from dhp.parallel.loss import token_loss_sum
+from dhp.parallel.tensor.loss import token_loss_sum
 
 IGNORED = -100
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dhp.errors import ConfigError
+from dhp.base.errors import ConfigError
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 

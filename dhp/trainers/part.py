@@ -13,25 +13,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dhp.base.byte_counter import take_sent
+from dhp.base.errors import PartFailed
+from dhp.base.messages import Choices, DeviceInfo, PartReport, StepInfo
 from dhp.checkpoint.folder import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
 from dhp.config.recompute import read_choices
-from dhp.errors import PartFailed
-from dhp.messages import Choices, DeviceInfo, PartReport, StepInfo
 from dhp.models.family import LayerParts
-from dhp.parallel.fsdp import FullySharded
+from dhp.parallel.activation.checkpointing import RecomputedLayers
+from dhp.parallel.activation.meter import Meter
+from dhp.parallel.comm.mesh import build_mesh, replicas_mesh
+from dhp.parallel.comm.traffic import count_collectives, trace_collectives
 from dhp.parallel.fused import fuse_elementwise
-from dhp.parallel.mesh import build_mesh, replicas_mesh
-from dhp.parallel.meter import Meter
-from dhp.parallel.precision import exact_dtype
-from dhp.parallel.recompute import RecomputedLayers
-from dhp.parallel.slices import all_laid_out
+from dhp.parallel.optimizer.fsdp import FullySharded
+from dhp.parallel.optimizer.precision import exact_dtype
+from dhp.parallel.optimizer.replicated import MakeOptimizer, Replicated
+from dhp.parallel.optimizer.zero import ZeroSharded
 from dhp.parallel.speed import describe_device
-from dhp.parallel.traffic import count_collectives, trace_collectives
-from dhp.parallel.update import MakeOptimizer, Replicated
-from dhp.parallel.zero import ZeroSharded
-from dhp.sent import take_sent
+from dhp.parallel.tensor.local_shards import all_laid_out
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw
 from dhp.trainers.settings import PartSettings, UpdateSettings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dhp.parallel.mesh import Degrees
+from dhp.parallel.comm.mesh import Degrees
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,18 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dhp.messages import Choices, DeviceInfo, PartReport, StepInfo, TextInput
+from dhp.base.messages import Choices, DeviceInfo, PartReport, StepInfo, TextInput
 from dhp.models.family import DecoderInputs
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
-from dhp.parallel.attention import packed_attention, plan_segments
-from dhp.parallel.autotp import split_by_autotp
-from dhp.parallel.kernels import has_varlen
-from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
-from dhp.parallel.recompute import kept
-from dhp.parallel.slices import use_local_slices
-from dhp.parallel.tensor import shared_heads_style
-from dhp.parallel.tensor_plan import local_plan
+from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
+from dhp.parallel.activation.checkpointing import kept
+from dhp.parallel.attention.kernels import has_varlen
+from dhp.parallel.attention.sharded import packed_attention, plan_segments
+from dhp.parallel.tensor.autotp import split_by_autotp
+from dhp.parallel.tensor.local_shards import use_local_slices
+from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.tensor.styles import shared_heads_style
 from dhp.trainers.moving import joined, move_with_plans, to_device
 from dhp.trainers.objective import Targets, find_targets, share_of_objective
 from dhp.trainers.part import Part

@@ -6,17 +6,24 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from dhp.messages import Choices, DeviceInfo, PartReport, StepInfo, VisionInput
+from dhp.base.messages import Choices, DeviceInfo, PartReport, StepInfo, VisionInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
-from dhp.parallel.attention import GATHER_TOKENS, Place, SegmentPlan, plan_segments, plan_shard, segment_attention
-from dhp.parallel.kernels import has_varlen
-from dhp.parallel.recompute import ATTENTION as KEPT_ATTENTION
-from dhp.parallel.recompute import kept
-from dhp.parallel.shard_plan import ShardPlan, Span
-from dhp.parallel.slices import use_local_slices
-from dhp.parallel.tensor import with_fused
-from dhp.parallel.tensor_plan import local_plan
+from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
+from dhp.parallel.activation.checkpointing import kept
+from dhp.parallel.attention.kernels import has_varlen
+from dhp.parallel.attention.shard_plan import ShardPlan, Span
+from dhp.parallel.attention.sharded import (
+    GATHER_TOKENS,
+    Place,
+    SegmentPlan,
+    plan_segments,
+    plan_shard,
+    segment_attention,
+)
+from dhp.parallel.tensor.local_shards import use_local_slices
+from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.tensor.styles import with_fused
 from dhp.trainers.moving import joined, move_with_plans, to_device
 from dhp.trainers.part import Part
 from dhp.trainers.settings import PartSettings

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dhp.data.balance.measures import measure
 from dhp.data.balance.methods import METHODS, PADDED
+from dhp.data.balance.metrics import measure
 from dhp.data.balance.packs import Limits, Loads
 from experiments.balance.bounds import least_packs
 from experiments.balance.sets import made, read

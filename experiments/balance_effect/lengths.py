@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from dhp.batching.loader import make_feed
 from dhp.config.schema import Config
-from dhp.feed import make_feed
-from dhp.preflight import prepare
-from dhp.wiring import feed_settings
+from dhp.run.preflight import prepare
+from dhp.run.settings import feed_settings
 
 IMAGE = 1  # in a sample's mm_token_type_ids
 

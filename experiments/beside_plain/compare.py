@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from dhp.batching.loader import make_feed
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.checkpoint.shards import read_shards
 from dhp.config.schema import Config
-from dhp.driver import run
-from dhp.feed import make_feed
 from dhp.observe.metrics import read_metrics
-from dhp.preflight import prepare
-from dhp.wiring import feed_settings, part_settings
+from dhp.run.loop import run
+from dhp.run.preflight import prepare
+from dhp.run.settings import feed_settings, part_settings
 from tests.helpers.oracle import Oracle, Step
 
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from dhp.batching.loader import Feed, make_feed
 from dhp.cli import export
 from dhp.config.schema import Config
 from dhp.data.sample import IGNORED
-from dhp.feed import Feed, make_feed
-from dhp.preflight import prepare
-from dhp.wiring import feed_settings
+from dhp.run.preflight import prepare
+from dhp.run.settings import feed_settings
 
 Inputs = dict[str, Tensor]
 

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from dhp.checkpoint.folder import step_of
 from dhp.config.load import compose_config
-from dhp.data.shapes import ANNOTATIONS, make_dataset, texts
+from dhp.data.tiny_dataset import ANNOTATIONS, make_dataset, texts
 from dhp.models.tiny import make_tiny_model
 from dhp.observe.metrics import StepMetrics
 from experiments.balance_effect.entry import place, train

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 import experiments.gpu_check.older_torch  # noqa: F401, I001  before dhp
-from dhp.cluster import transport
+from dhp.cluster.transport import shared_memory
 from dhp.trainers.settings import PartSettings
 from tests.helpers.layouts import Fault, InspectedText, InspectedVision
 
@@ -19,9 +19,9 @@ class _Carried:
     on_device: bool
 
     def __init__(self, settings: PartSettings):
-        transport.SMALLEST = 1  # bytes: whatever is handed over goes that way
+        shared_memory.SMALLEST = 1  # bytes: whatever is handed over goes that way
         pinned = settings.device == "cuda"
-        self._inbox, self._outbox = transport.Inbox(pinned), transport.Outbox(self.on_device, pinned)
+        self._inbox, self._outbox = shared_memory.Inbox(pinned), shared_memory.Outbox(self.on_device, pinned)
         self._trainer = self.trainer(settings)
 
     def __getattr__(self, name: str) -> Any:
@@ -63,6 +63,6 @@ class MappedText(_Carried):
 
 
 TRAINERS = {
-    transport.SHARED_MEMORY: Fault(SharedVision, SharedText),
-    transport.CUDA_IPC: Fault(MappedVision, MappedText),
+    shared_memory.SHARED_MEMORY: Fault(SharedVision, SharedText),
+    shared_memory.CUDA_IPC: Fault(MappedVision, MappedText),
 }

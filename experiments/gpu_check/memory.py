@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dhp.config.schema import PartConfig
-from dhp.footprint import HeadShape, footprint
 from dhp.models.shape import part_shape
-from dhp.parallel.tensor import with_fused
+from dhp.parallel.tensor.styles import with_fused
+from dhp.run.footprint import HeadShape, footprint
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.two_layers import LAYERS, OnePart, make_model, sizes
 

@@ -45,7 +45,7 @@ class StandIn(torch.autograd.Function):
 def varlen_attn(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, _: Tensor, longest: int, *__: int, **named: Any
 ) -> Tensor:
-    """As torch's, as far as `dhp.parallel.kernels` calls it: queries and keys of the same segments."""
+    """As torch's, as far as `dhp.parallel.attention.kernels` calls it: queries and keys of the same segments."""
     return StandIn.apply(query, key, value, bounds, longest, named["window_size"] == (-1, 0), named["scale"])
 
 
@@ -59,7 +59,8 @@ def _provide() -> str:
     missing = NEEDED if own is None else NEEDED - set(inspect.signature(own).parameters)
     if not missing:
         return "torch's own"
-    for module in (varlen, sys.modules.get("dhp.parallel.kernels")):  # which a fork server may have imported before
+    # A fork server may have imported the second before.
+    for module in (varlen, sys.modules.get("dhp.parallel.attention.kernels")):
         if module is not None:
             module.varlen_attn = varlen_attn
     return f"a stand-in for torch's, which lacks {', '.join(sorted(missing))}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dhp.messages import DeviceInfo
+from dhp.base.messages import DeviceInfo
 from dhp.observe.mfu import known_peaks
 from experiments.gpu_check.setting import Setting, Spent, spend
 from experiments.gpu_check.two_layers import OnePart, sizes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dhp.cluster.transport import Inbox, Outbox
+from dhp.cluster.transport.shared_memory import Inbox, Outbox
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.two_layers import deal, make_model, sizes, start
 

@@ -16,12 +16,12 @@ import ray
 import torch
 from torch import Tensor
 
+from dhp.base.spans import BACKWARD, FORWARD, Span
+from dhp.batching.loader import make_feed
 from dhp.cluster.cluster import Cluster
-from dhp.cluster.transport import NIXL, OBJECT_STORE, SHARED_MEMORY
+from dhp.cluster.transport.shared_memory import NIXL, OBJECT_STORE, SHARED_MEMORY
 from dhp.cluster.watch import wait_all
-from dhp.feed import make_feed
-from dhp.spans import BACKWARD, FORWARD, Span
-from dhp.wiring import feed_settings
+from dhp.run.settings import feed_settings
 from experiments.overhead.__main__ import configure, dhp_step, one_actor_each, put, start
 
 MEGABYTES = 64

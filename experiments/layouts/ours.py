@@ -12,20 +12,20 @@ from typing import Any
 
 import ray
 
+from dhp.base.messages import PartReport, StepData
+from dhp.batching.loader import Feed
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.degrees import DEEPSPEED, FSDP
+from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
-from dhp.data.sampler import BatchLayout, slots
 from dhp.data.source import StepSamples
-from dhp.feed import Feed
-from dhp.messages import PartReport, StepData
 from dhp.models.registry import load_family
-from dhp.parallel.mesh import Degrees
-from dhp.parts import Batch, Parts, make_parts
+from dhp.parallel.comm.mesh import Degrees
 from dhp.planner.costs import Arrangement
-from dhp.schedule import TEXT, VISION, sequential
-from dhp.step import train_step
+from dhp.step.schedule import TEXT, VISION, sequential
+from dhp.step.stages import Batch, Parts, make_parts
+from dhp.step.step import train_step
 from dhp.trainers.settings import PartSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer

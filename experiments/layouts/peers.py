@@ -24,14 +24,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 
+from dhp.base.byte_counter import take_sent
 from dhp.cluster.host_memory import keep_freed_memory
 from dhp.data.sample import Sample
 from dhp.models.split import load_part
-from dhp.parallel.attention import SegmentPlan, attend_segments, plan_segments
-from dhp.parallel.loss import token_loss_sum
-from dhp.parallel.saved import SavedTensors
-from dhp.parallel.traffic import count_collectives
-from dhp.sent import take_sent
+from dhp.parallel.activation.saved_tensors import SavedTensors
+from dhp.parallel.attention.sharded import SegmentPlan, attend_segments, plan_segments
+from dhp.parallel.comm.traffic import count_collectives
+from dhp.parallel.tensor.loss import token_loss_sum
 from experiments.layouts.hosts import enter
 from experiments.layouts.work import Run
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dhp.messages import PartUsage, StepData
-from dhp.parallel.mesh import Degrees
+from dhp.base.messages import PartUsage, StepData
+from dhp.parallel.comm.mesh import Degrees
 from dhp.planner.costs import Arrangement
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
@@ -75,7 +75,7 @@ class Device:
         return self._known[size]
 
     def _step(self, data: StepData) -> Peaks:
-        """What `dhp.step` submits, one micro-batch, with values in place of refs."""
+        """What `dhp.step.step` submits, one micro-batch, with values in place of refs."""
         of_image, of_replica = self._layout.vision.tensor, self._layout.text.tensor
         place, leads_vision = divmod(dist.get_rank(), of_image)
         replica, leads_text = divmod(dist.get_rank(), of_replica)

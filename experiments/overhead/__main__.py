@@ -18,23 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
-from dhp.assets import make_tiny_assets
+from dhp.base.messages import StepData
+from dhp.batching.loader import make_feed
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.host_memory import keep_freed_memory
 from dhp.cluster.watch import wait_all
 from dhp.config.load import compose_config
 from dhp.config.schema import Config
-from dhp.feed import make_feed
-from dhp.messages import StepData
 from dhp.models.registry import load_tokenizer
 from dhp.models.tiny import tiny_config
-from dhp.parts import Batch, Parts, make_parts
-from dhp.preflight import prepare
-from dhp.schedule import TEXT, sequential
-from dhp.step import train_step
+from dhp.run.preflight import prepare
+from dhp.run.settings import degrees, feed_settings, part_settings
+from dhp.run.tiny_assets import make_tiny_assets
+from dhp.step.schedule import TEXT, sequential
+from dhp.step.stages import Batch, Parts, make_parts
+from dhp.step.step import train_step
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
-from dhp.wiring import degrees, feed_settings, part_settings
 
 TEXT_SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
 VISION_SIZE = {"hidden_size": 256, "intermediate_size": 704, "depth": 8, "fullatt_block_indexes": [3, 7]}

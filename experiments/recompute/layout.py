@@ -13,19 +13,19 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
+from dhp.base.messages import PartUsage, StepData
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.cluster import Layout as Actors
 from dhp.cluster.dispatch import PerRank, spread
 from dhp.cluster.watch import wait_all
-from dhp.messages import PartUsage, StepData
 from dhp.models.registry import load_family
-from dhp.parallel.mesh import Degrees
-from dhp.parts import Batch, Group, make_parts
+from dhp.parallel.comm.mesh import Degrees
 from dhp.planner.costs import Arrangement, Plan
 from dhp.planner.planner import Planner
-from dhp.recompute import arrange, usage_of
-from dhp.schedule import SCHEDULES, TEXT, VISION
-from dhp.step import train_step
+from dhp.run.adaptive_recompute import arrange, usage_of
+from dhp.step.schedule import SCHEDULES, TEXT, VISION
+from dhp.step.stages import Batch, Group, make_parts
+from dhp.step.step import train_step
 from dhp.trainers.settings import PartSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
@@ -77,7 +77,7 @@ class Here:
         self._trainer = trainer
 
     def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[Any]]:
-        """As `dhp.parts.Group`, with values for refs."""
+        """As `dhp.step.stages.Group`, with values for refs."""
         result = getattr(self._trainer, method)(*spread(arguments, 1)[0])
         (count,) = spread((returns,), 1)[0]
         return [[] if count == 0 else list(result) if isinstance(result, tuple) else [result]]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dhp.parallel.attention import Place, attend_segments, plan_shard
-from dhp.parallel.shard_plan import contiguous_plan
+from dhp.parallel.attention.shard_plan import contiguous_plan
+from dhp.parallel.attention.sharded import Place, attend_segments, plan_shard
 
 HEADS, DIM = 4, 32
 

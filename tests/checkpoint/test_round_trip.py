@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dhp.base.errors import CheckpointError
 from dhp.checkpoint.shards import read_shards
-from dhp.errors import CheckpointError
-from dhp.parallel.mesh import Degrees
-from dhp.parts import Batch, make_parts
-from dhp.schedule import SCHEDULES, TEXT
-from dhp.step import train_step
+from dhp.parallel.comm.mesh import Degrees
+from dhp.step.schedule import SCHEDULES, TEXT
+from dhp.step.stages import Batch, make_parts
+from dhp.step.step import train_step
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, InspectedText, InspectedVision, Trained, make_feed, settings
 from tests.helpers.ranks import LocalGroup

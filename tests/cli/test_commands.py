@@ -11,8 +11,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dhp.__main__ import main
+from dhp.base.errors import PartFailed
 from dhp.cli.inspect_data import _map
-from dhp.errors import PartFailed
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dhp.base.errors import ConfigError
 from dhp.cluster import gpus
 from dhp.cluster.cluster import Cluster, Layout, check_devices_here
 from dhp.cluster.gpus import Build, Gpu, check_build, check_gpus, check_modes, parse_gpus, read_gpus, visible_gpus
 from dhp.cluster.runtime import LOCAL
-from dhp.errors import ConfigError
 
 TOLD = "0, 580.65.06, Default\n1, 580.65.06, Exclusive_Process\n"
 TWO = (Gpu(0, "580.65.06", "Default"), Gpu(1, "580.65.06", "Exclusive_Process"))

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from dhp.base.errors import DataError, ModelError, PartFailed
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.dispatch import per_rank
-from dhp.cluster.placement import plan_placement, reserve
+from dhp.cluster.placement.reservation import plan_placement, reserve
 from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
-from dhp.errors import DataError, ModelError, PartFailed
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 WAIT_S = 120.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dhp.base.errors import ConfigError
 from dhp.cluster import paths
 from dhp.cluster.paths import beacon, require_beacon, require_paths
-from dhp.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,12 @@ import pytest
 import ray
 from ray._private import node, services, utils, worker
 
+from dhp.base.errors import ClusterError
+from dhp.base.interrupts import interruptible
 from dhp.cluster import starting
 from dhp.cluster.leftovers import descendants
 from dhp.cluster.runtime import LOCAL, ray_session
 from dhp.cluster.starting import within
-from dhp.errors import ClusterError
-from dhp.interrupts import interruptible
 
 TIMED_OUT = "The current node timed out during startup. This could happen"
 

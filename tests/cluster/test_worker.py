@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from dhp.base.byte_counter import HANDOFF, take_sent
+from dhp.base.errors import ConfigError, DataError
 from dhp.cluster import paths
 from dhp.cluster import worker as worker_module
 from dhp.cluster.environment import ALLOCATOR, OLD_ALLOCATOR
 from dhp.cluster.gpus import Gpu
-from dhp.cluster.transport import CUDA_IPC, OBJECT_STORE, SMALLEST, Inbox, Parcel
+from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SMALLEST, Inbox, Parcel
 from dhp.cluster.watch import RankRaised
 from dhp.cluster.worker import GroupSettings, Worker
-from dhp.errors import ConfigError, DataError
-from dhp.sent import HANDOFF, take_sent
 
 
 class Trainer:

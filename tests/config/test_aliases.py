@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from dhp.base.errors import ConfigError
 from dhp.config.aliases import ALIASES, table, translated
 from dhp.config.keys import find_key
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
-from dhp.errors import ConfigError
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from dhp.base.errors import ConfigError
 from dhp.config.checks import check_autotp, check_balance, check_tensor, check_tower
 from dhp.config.schema import Config, DataConfig, LimitsConfig, TrainingConfig
-from dhp.errors import ConfigError
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4, 8, 16])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dhp.base.errors import PartFailed
 from dhp.config.entry import hydra_entry
 from dhp.config.schema import Config
-from dhp.errors import PartFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "from dhp.config.entry import hydra_entry; hydra_entry(lambda config: print('ran', config.name, config.seed))"

@@ -2,11 +2,11 @@
 
 import pytest
 
+from dhp.base.errors import ConfigError
 from dhp.config.foreign import _HERE, _NOT_HERE
 from dhp.config.keys import find_key, schema_keys
 from dhp.config.load import compose_config, to_yaml
 from dhp.config.schema import Config, DatasetEntry
-from dhp.errors import ConfigError
 
 
 def test_the_shipped_default_run_is_read_with_its_interpolations():

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from dhp.base.errors import ConfigError
 from dhp.config.ranges import check_cluster, check_data, check_seed, check_training
 from dhp.config.schema import ClusterConfig, DataConfig, DatasetEntry, LimitsConfig, TrainingConfig
-from dhp.errors import ConfigError
 
 REGISTRY = {"shapes": DatasetEntry("a.json", "d"), "digits": DatasetEntry("b.json", "d")}
 

@@ -4,9 +4,9 @@ from copy import deepcopy
 
 import pytest
 
+from dhp.base.errors import ConfigError
 from dhp.config.resolve import check_model_dir, micro_batches, resolve, warmup_steps
 from dhp.config.schema import Config, DataConfig, DatasetEntry, PartConfig
-from dhp.errors import ConfigError
 
 
 def config(**changes: object) -> Config:

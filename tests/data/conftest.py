@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from transformers import PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
 
+from dhp.data.media.video import Taking
 from dhp.data.preprocess import Preprocessor, Videos
-from dhp.data.video import Taking
 from dhp.models.qwen2_5_vl import Qwen25Vl
 from dhp.models.tiny import make_tokenizer, tiny_config
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from dhp.base.errors import DataError
 from dhp.data.annotations import read_annotations
-from dhp.errors import DataError
 
 GOOD = {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yes."}]}
 BAD = {"conversations": []}

@@ -7,9 +7,9 @@ import tarfile
 
 import pytest
 
+from dhp.base.errors import DataError
 from dhp.config.schema import DatasetEntry
 from dhp.data.source import open_dataset
-from dhp.errors import DataError
 
 FILES: dict[str, tuple[str, bytes, str]] = {
     "empty JSON": ("a.json", b"", "malformed JSON at line 1, column 1"),

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dhp.base.errors import DataError
 from dhp.config.schema import DatasetEntry
-from dhp.data.sampler import BatchLayout, RandomSampler
+from dhp.data.order.sampler import BatchLayout, RandomSampler
 from dhp.data.source import BatchSource, open_dataset
-from dhp.errors import DataError
 from tests.data.test_files import shard
 
 QUESTION = {"from": "human", "value": "What?"}

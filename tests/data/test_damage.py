@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dhp.data.images import open_image
-from dhp.data.media import Blob
+from dhp.base.errors import DataError
+from dhp.data.media.images import open_image
+from dhp.data.media.resolver import Places
+from dhp.data.media.sources import Blob
+from dhp.data.media.video import Taking, map_frames
 from dhp.data.parse import FORMATS, detect, parse_record
-from dhp.data.places import Places
-from dhp.data.video import Taking, map_frames
-from dhp.errors import DataError
 
 
 @pytest.mark.parametrize("ending", ["PNG", "JPEG", "WEBP", "GIF", "mp4", "mkv"])

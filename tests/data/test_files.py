@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dhp.base.errors import ConfigError, DataError
 from dhp.config.schema import DatasetEntry
 from dhp.data.annotations import read_annotations
 from dhp.data.files import jsonl
 from dhp.data.files.jsonl import JsonlRows, line_bounds
-from dhp.data.images import open_image
-from dhp.data.media import Member, Video
+from dhp.data.media.images import open_image
+from dhp.data.media.sources import Member, Video
 from dhp.data.source import open_dataset
-from dhp.errors import ConfigError, DataError
 
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A circle."}]
 
@@ -49,7 +49,7 @@ def test_lines_begin_after_line_ends(tmp_path, monkeypatch, chunk, content):
 
 def test_lines_are_read_where_they_are_and_blank_ones_left_out(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf\n[0]\n\n\n[1]\r\n   \n[2]')
+    path.write_bytes(b"\xef\xbb\xbf\n[0]\n\n\n[1]\r\n   \n[2]")
     rows = JsonlRows(path)
     assert [rows.read(i).value for i in range(len(rows))] == [[0], [1], [2]]
     assert [rows.place(i) for i in range(3)] == [(n, f"line {n} of {path}") for n in (2, 5, 7)]

@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from dhp.data.images import open_image
-from dhp.data.media import Blob, Remote, Video
+from dhp.base.errors import DataError
+from dhp.data.media.images import open_image
+from dhp.data.media.resolver import Places
+from dhp.data.media.sources import Blob, Remote, Video
 from dhp.data.parse import FORMATS, detect, parse_record
-from dhp.data.places import Places
 from dhp.data.records import Turn
-from dhp.errors import DataError
 
 
 def parse(form, raw, data_path=None, **more):
@@ -162,6 +162,6 @@ def test_an_address_that_gives_less_than_it_says_is_a_data_error(server):
 
 
 def test_an_address_that_gives_a_byte_now_and_then_is_a_data_error(server, monkeypatch):
-    monkeypatch.setattr("dhp.data.media.FETCH_S", 0.05)
+    monkeypatch.setattr("dhp.data.media.sources.FETCH_S", 0.05)
     with pytest.raises(DataError, match=rf"image {server}/slow cannot be fetched: \d+ bytes came within 0.05 s"):
         open_image(Remote(f"{server}/slow"))

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from dhp.base.errors import DataError
+from dhp.data.media.resolver import Places
 from dhp.data.parse import parse_record
-from dhp.data.places import Places
 from dhp.data.records import Turn
-from dhp.errors import DataError
 
 ASK = {"from": "human", "value": "What is it?"}
 LOOK = {"from": "human", "value": "<image>\nWhat is it?"}

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dhp.base.errors import ConfigError, DataError
 from dhp.config.schema import DatasetEntry
-from dhp.data.sampler import BatchLayout, RandomSampler
+from dhp.data.order.sampler import BatchLayout, RandomSampler
 from dhp.data.source import BatchSource, open_dataset
-from dhp.errors import ConfigError, DataError
 
 
 def sample(text: str, **more) -> dict:

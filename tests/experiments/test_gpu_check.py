@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from dhp.parallel import kernels
+from dhp.parallel.attention import kernels
 from experiments.gpu_check import older_torch
 from experiments.gpu_check.__main__ import NO_DEVICE, WRONG, check_rows, main
 from experiments.gpu_check.rows import ROWS, Row

@@ -55,7 +55,7 @@ def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulys
     import torch
 
     from dhp.models.registry import load_family
-    from dhp.parallel.mesh import Degrees
+    from dhp.parallel.comm.mesh import Degrees
     from dhp.trainers.settings import PartSettings, UpdateSettings
     from dhp.trainers.text import TextTrainer
     from dhp.trainers.vision import VisionTrainer
@@ -107,7 +107,7 @@ def make_work(family: Any, ulysses: int) -> tuple[Any, Any, Any]:
     """One rank's work of an image that `ulysses` ranks divide, a packed row of it with more text, and the counts."""
     import torch
 
-    from dhp.messages import StepInfo, TextInput, VisionInput
+    from dhp.base.messages import StepInfo, TextInput, VisionInput
 
     grid = (1, 8, 12)
     layout = family.image_layout(grid)
@@ -145,8 +145,8 @@ def _stand_ins() -> dict[str, Any]:
     return {
         "dhp.trainers.vision.load_part": _load_part,
         "dhp.trainers.text.load_part": _load_part,
-        "dhp.parallel.attention.F.scaled_dot_product_attention": _attention,
-        "dhp.parallel.mesh._wait_as_long": lambda group: group,
+        "dhp.parallel.attention.sharded.F.scaled_dot_product_attention": _attention,
+        "dhp.parallel.comm.mesh._wait_as_long": lambda group: group,
         "dhp.parallel.fused._is_proved": lambda kind, *_: kind.startswith("norm"),  # fake numbers prove nothing
         "dhp.parallel.fused._agree": lambda proved, *_: proved,
     }

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dhp.parallel.attention import Place, attend_segments, plan_shard
-from dhp.parallel.shard_plan import ShardPlan, contiguous_plan, given_plan, zigzag_plan
+from dhp.parallel.attention.shard_plan import ShardPlan, contiguous_plan, given_plan, zigzag_plan
+from dhp.parallel.attention.sharded import Place, attend_segments, plan_shard
 
 CPU = torch.device("cpu")
 DIM = 8

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dhp.base.messages import StepData
+from dhp.batching.collate import Rows
+from dhp.batching.scatter import Dealer
+from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
-from dhp.data.sampler import BatchLayout, slots
 from dhp.data.source import StepSamples
-from dhp.dealing import Dealer
-from dhp.messages import StepData
 from dhp.models.registry import load_family
-from dhp.parallel import zero
-from dhp.parallel.fsdp import FullySharded
-from dhp.parallel.mesh import Degrees
-from dhp.parallel.slices import all_laid_out
-from dhp.parts import Batch, make_parts
-from dhp.rows import Rows
-from dhp.schedule import SCHEDULES, TEXT, VISION
-from dhp.step import accumulate_gradients, update_weights
+from dhp.parallel.comm.mesh import Degrees
+from dhp.parallel.optimizer import zero
+from dhp.parallel.optimizer.fsdp import FullySharded
+from dhp.parallel.tensor.local_shards import all_laid_out
+from dhp.step.schedule import SCHEDULES, TEXT, VISION
+from dhp.step.stages import Batch, make_parts
+from dhp.step.step import accumulate_gradients, update_weights
 from dhp.trainers.settings import PartSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
@@ -33,7 +33,7 @@ from tests.helpers.oracle import MixedOracle, Oracle, Step
 from tests.helpers.ranks import LocalGroup
 
 if TYPE_CHECKING:
-    from dhp.feed import Feed
+    from dhp.batching.loader import Feed
 
 UPDATE = UpdateSettings(
     learning_rate=1e-3,
@@ -189,7 +189,7 @@ def settings(part: str, model: str, case: Case) -> PartSettings:
 
 def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed:
     """A feed that deals the given samples of each step over the case's micro-batches and replicas."""
-    from dhp.feed import Feed  # which decodes videos, and needs a package for it
+    from dhp.batching.loader import Feed  # which decodes videos, and needs a package for it
 
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     return Feed(source, load_family(model), 0, case.vision.data, case.vision.sequence, case.packing)

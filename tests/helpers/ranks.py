@@ -15,7 +15,7 @@ from typing import Any
 
 from dhp.cluster.dispatch import PerRank, spread
 
-HEAVY = ["torch", "transformers", "deepspeed", "dhp.trainers.vision", "dhp.trainers.text", "dhp.feed"]
+HEAVY = ["torch", "transformers", "deepspeed", "dhp.trainers.vision", "dhp.trainers.text", "dhp.batching.loader"]
 TIMEOUT_S = 240
 
 
@@ -47,7 +47,7 @@ class LocalGroup:
         self._gather()
 
     def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[Any]]:
-        """As `dhp.parts.Group`, with values for refs."""
+        """As `dhp.step.stages.Group`, with values for refs."""
         for pipe, given in zip(self._pipes, spread(arguments, self.size), strict=True):
             _send(pipe, (method, given))
         counts = spread((returns,), self.size)

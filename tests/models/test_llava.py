@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, CLIPImageProcessorPil
 
-from dhp.errors import ModelError
+from dhp.base.errors import ModelError
 from dhp.models.llava import Llava
 from dhp.models.registry import load_family
 

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AutoModelForImageTextToText
 
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.parallel.attention import plan_segments, segment_attention
+from dhp.parallel.attention.sharded import plan_segments, segment_attention
 
 GRIDS = [(1, 2, 2), (1, 6, 10), (1, 4, 4), (1, 10, 14), (2, 6, 4)]  # the last one is a video's: two frames
 

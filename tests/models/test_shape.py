@@ -7,11 +7,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dhp.errors import ModelError
+from dhp.base.errors import ModelError
 from dhp.models.registry import load_family
 from dhp.models.shape import PartShape, config_source, part_shape
 from dhp.models.split import load_part
-from dhp.parallel.tensor import with_fused
+from dhp.parallel.tensor.styles import with_fused
 from tests.helpers.ranks import run_on_ranks
 
 # A decoder layer of 64 hidden, 8 query heads of 8, 96 intermediate; weights and biases.

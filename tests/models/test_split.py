@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
-from dhp.errors import ModelError
+from dhp.base.errors import ModelError
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from tests.helpers.ranks import run_on_ranks

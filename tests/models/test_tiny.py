@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from dhp.errors import ModelError
+from dhp.base.errors import ModelError
 from dhp.models import tiny
 from dhp.models.tiny import SPECIAL_TOKENS, make_tiny_model, make_tokenizer
 

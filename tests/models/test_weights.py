@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from dhp import driver
 from dhp.checkpoint.resume import Start
 from dhp.cluster.cluster import Cluster
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
-from dhp.driver import _layout
 from dhp.models.weights import start_limit_s, weight_bytes
+from dhp.run import loop
+from dhp.run.loop import _layout
 
 
 def write(file: Path, nbytes: int) -> None:
@@ -73,8 +73,8 @@ def test_a_run_waits_for_its_parts_by_the_size_of_its_model(
         waited.append(limit_s)
         raise InterruptedError
 
-    monkeypatch.setattr(driver, "wait_all", waits)
-    starting = driver.Driver(config, cluster, SimpleNamespace(), Start())
+    monkeypatch.setattr(loop, "wait_all", waits)
+    starting = loop.Driver(config, cluster, SimpleNamespace(), Start())
     starting.steps = 1
     with pytest.raises(InterruptedError):
         starting._start_parts()

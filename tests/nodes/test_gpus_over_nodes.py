@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dhp.base.errors import ConfigError
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import wait_all
-from dhp.errors import ConfigError
 from tests.nodes.conftest import ADDRESSES
 
 WAIT_S = 120.0

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from dhp.base.errors import ConfigError
 from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.arrangement import arrange
 from dhp.cluster.dataset_actor import DatasetActor
-from dhp.cluster.homes import Homes, find_homes
-from dhp.cluster.nodes import own_node, read_nodes
-from dhp.cluster.placement import bundle_nodes, plan_placement, reserve
+from dhp.cluster.placement.nodes import own_node, read_nodes
+from dhp.cluster.placement.rank_mapping import arrange
+from dhp.cluster.placement.reservation import bundle_nodes, plan_placement, reserve
+from dhp.cluster.placement.topology import Homes, find_homes
 from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
-from dhp.errors import ConfigError
 from tests.nodes.conftest import ADDRESSES
 
 WAIT_S = 120.0

@@ -10,7 +10,7 @@ from pathlib import Path
 ATTACH = """
 import sys
 from dhp.cluster.runtime import ray_session
-from dhp.errors import ConfigError
+from dhp.base.errors import ConfigError
 try:
     with ray_session(sys.argv[1], cpus=0):
         print("let in")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from dhp.base.spans import FORWARD, WAIT, Span
 from dhp.observe.trace import FILE, TraceWriter
-from dhp.spans import FORWARD, WAIT, Span
 
 
 def test_rows_are_named_and_times_are_microseconds_on_one_clock(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dhp.messages import Choices, LayerUsage, PartUsage
+from dhp.base.messages import Choices, LayerUsage, PartUsage
 from dhp.planner.costs import LayerCost, PartCosts
 
 MIB = 2**20

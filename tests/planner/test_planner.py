@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dhp.base.messages import PartUsage
 from dhp.config.recompute import read_choices
-from dhp.messages import PartUsage
 from dhp.planner.costs import Arrangement, PartCosts, predicted_bytes
 from dhp.planner.planner import PATIENCE, Planner, as_text
 from dhp.planner.table import plan_table

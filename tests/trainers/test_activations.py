@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dhp.messages import PartUsage
+from dhp.base.messages import PartUsage
 from dhp.models.registry import load_family
-from dhp.parallel.mesh import Degrees
-from dhp.parts import Batch, make_parts
+from dhp.parallel.comm.mesh import Degrees
 from dhp.planner.costs import predicted_bytes
 from dhp.planner.planner import Planner
-from dhp.recompute import arrange, usage_of
-from dhp.schedule import SCHEDULES, TEXT, VISION
-from dhp.step import train_step
+from dhp.run.adaptive_recompute import arrange, usage_of
+from dhp.step.schedule import SCHEDULES, TEXT, VISION
+from dhp.step.stages import Batch, make_parts
+from dhp.step.step import train_step
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from tests.helpers.layouts import Case, make_feed, settings

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dhp.cluster import transport
+from dhp.cluster.transport import shared_memory
 from dhp.cluster.worker import GroupSettings, Worker
-from dhp.parallel.mesh import Degrees
+from dhp.parallel.comm.mesh import Degrees
 from dhp.trainers.settings import PartSettings
 from tests.helpers.batches import mixed_step, step_with_one_window
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare
@@ -24,7 +24,7 @@ class ByParcel:
     trainer: type
 
     def __init__(self, settings: PartSettings):
-        transport.SMALLEST = 1
+        shared_memory.SMALLEST = 1
         self._worker = Worker(GroupSettings(settings.part, dist.get_world_size(), "gloo", 1, 60.0, None, True), 0)
         self._worker.build(self.trainer, (settings,))
 

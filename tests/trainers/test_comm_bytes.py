@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from dhp.base.byte_counter import take_sent
 from dhp.data.sample import Sample
-from dhp.parallel.attention import GATHER_TOKENS
-from dhp.parallel.mesh import Degrees
-from dhp.parts import Batch, Refs, make_parts
-from dhp.schedule import SCHEDULES, TEXT, VISION, Forward
-from dhp.sent import take_sent
-from dhp.step import update_weights
+from dhp.parallel.attention.sharded import GATHER_TOKENS
+from dhp.parallel.comm.mesh import Degrees
+from dhp.step.schedule import SCHEDULES, TEXT, VISION, Forward
+from dhp.step.stages import Batch, Refs, make_parts
+from dhp.step.step import update_weights
 from experiments.two_hosts.formula import Shape
 from tests.helpers.layouts import Case, InspectedText, InspectedVision, make_feed, settings
 from tests.helpers.ranks import LocalGroup

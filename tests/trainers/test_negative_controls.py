@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp.messages import PartReport, StepData, StepInfo, TextInput, VisionInput
-from dhp.parallel import fsdp, loss
-from dhp.parallel.mesh import Degrees
+from dhp.base.messages import PartReport, StepData, StepInfo, TextInput, VisionInput
+from dhp.parallel.comm.mesh import Degrees
+from dhp.parallel.optimizer import fsdp
+from dhp.parallel.tensor import loss
 from tests.helpers.batches import mixed_step
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
 

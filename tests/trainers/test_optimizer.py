@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from dhp.errors import ConfigError
+from dhp.base.errors import ConfigError
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw, set_learning_rate
 
 

@@ -6,9 +6,9 @@ import torch
 
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
+from dhp.run.settings import part_settings
 from dhp.trainers.part import optimizer_maker
 from dhp.trainers.settings import UpdateSettings
-from dhp.wiring import part_settings
 
 UPDATE = UpdateSettings(
     learning_rate=0.02,

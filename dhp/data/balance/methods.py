@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dhp.data.balance.fixed import device_group, length_group, random_batches
+from dhp.data.balance.balanced_stages import constant
+from dhp.data.balance.fixed_count import device_group, length_group, random_batches
 from dhp.data.balance.isf import isf
 from dhp.data.balance.packs import Limits, Loads, Packs
 from dhp.data.balance.per_modality import per_modality
-from dhp.data.balance.stages import constant
 
 Method = Callable[[Loads, Limits, int, int], Packs]
 

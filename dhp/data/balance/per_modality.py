@@ -12,11 +12,10 @@ from math import ceil
 
 import numpy as np
 
+from dhp.data.balance.best_fit import best_fit
+from dhp.data.balance.exact_fill import fill
 from dhp.data.balance.exchange import exchange
-from dhp.data.balance.fill import fill
-from dhp.data.balance.fit import best_fit
-from dhp.data.balance.packs import Limits, Loads, Packs, from_groups, join
-from dhp.data.balance.targets import (
+from dhp.data.balance.pack_targets import (
     divisible,
     least_bins,
     others_than,
@@ -24,6 +23,7 @@ from dhp.data.balance.targets import (
     single,
     whole_shares,
 )
+from dhp.data.balance.packs import Limits, Loads, Packs, from_groups, join
 
 PASSES, DIVISIONS = 12, 30  # of the exchange; few items are left to it where loads are whole numbers
 FILLED = 0.97  # of the rows are completed exactly; to complete all would leave items that do not fit one another

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from dhp.base.errors import ConfigError, DataError
 from dhp.data.files.rows import Entry
-from dhp.errors import ConfigError, DataError
 
 
 class ArrowRows:

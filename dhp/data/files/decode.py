@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dhp.errors import DataError
+from dhp.base.errors import DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NOT_UTF_8 = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "compressed by gzip", b"PK": "a zip archive"}

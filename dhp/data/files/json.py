@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dhp.base.errors import DataError
 from dhp.data.files.decode import BYTE_ORDER_MARK, check_head, decode_json
 from dhp.data.files.rows import Entry
 from dhp.data.records import located
-from dhp.errors import DataError
 
 
 class JsonRows:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dhp.base.errors import DataError
 from dhp.data.files.arrow import ArrowRows
 from dhp.data.files.json import JsonRows
 from dhp.data.files.jsonl import JsonlRows
 from dhp.data.files.parquet import ParquetRows
 from dhp.data.files.rows import Rows
 from dhp.data.files.tar import TarRows
-from dhp.errors import DataError
 
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 

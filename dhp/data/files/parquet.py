@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from dhp.base.errors import ConfigError, DataError
 from dhp.data.files.rows import Entry
-from dhp.errors import ConfigError, DataError
 
 _KEPT = 2  # row groups in memory
 

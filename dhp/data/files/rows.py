@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dhp.data.media import Member
+from dhp.data.media.sources import Member
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from dhp.base.errors import DataError
 from dhp.data.files.decode import BYTE_ORDER_MARK, decode_json
 from dhp.data.files.rows import Entry
-from dhp.data.media import Member
-from dhp.errors import DataError
+from dhp.data.media.sources import Member
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "mov", "mkv", "webm", "avi")

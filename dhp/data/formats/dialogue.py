@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dhp.data.media import Video
-from dhp.data.places import Places
+from dhp.base.errors import DataError
+from dhp.data.media.resolver import Places
+from dhp.data.media.sources import Video
 from dhp.data.records import Part, Turn
-from dhp.errors import DataError
 
 Said = tuple[str, str]  # role, text
 

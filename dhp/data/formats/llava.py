@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dhp.data.formats.dialogue import count_tags, entries_of, listed, statement, tagged_turns
-from dhp.data.places import Places
+from dhp.data.media.resolver import Places
 from dhp.data.records import Turn
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dhp.base.errors import DataError
 from dhp.data.formats.dialogue import check_answer, check_order, entries_of, known_role
-from dhp.data.media import Video
-from dhp.data.places import Places
+from dhp.data.media.resolver import Places
+from dhp.data.media.sources import Video
 from dhp.data.records import Part, Turn
-from dhp.errors import DataError
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MEDIA = {"image_url": "image", "image": "image", "video_url": "video", "video": "video"}

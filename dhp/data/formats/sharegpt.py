@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dhp.base.errors import DataError
 from dhp.data.formats.dialogue import entries_of, listed, statement, tagged_turns
-from dhp.data.places import Places
+from dhp.data.media.resolver import Places
 from dhp.data.records import Turn
-from dhp.errors import DataError
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 

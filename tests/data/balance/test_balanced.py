@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dhp.data.balance.measures import measure
 from dhp.data.balance.methods import METHODS, PADDED
+from dhp.data.balance.metrics import measure
 from dhp.data.balance.packs import Limits, Loads
 from tests.data.balance.made import LIMITS, mixture
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dhp.data.balance.best_fit import best_fit
 from dhp.data.balance.exchange import exchange
-from dhp.data.balance.fit import best_fit
 
 
 def items(count: int, seed: int = 0) -> np.ndarray:

@@ -1,0 +1,218 @@
+"""Where steps come from: datasets, a sampler, the model's processors and the dealing out, joined without Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dhp.base.errors import ModelError
+from dhp.base.messages import StepData
+from dhp.batching.collate import Rows, pixels_by_argument
+from dhp.batching.scatter import Dealer
+from dhp.config.schema import DatasetEntry
+from dhp.data.lengths.cache import LengthCache, Lengths
+from dhp.data.lengths.table import Chunk, MeasuredDataset
+from dhp.data.media.video import Taking
+from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler, StepBatch
+from dhp.data.preprocess import Preprocessor, Videos
+from dhp.data.read_settings import Reading
+from dhp.data.source import BatchSource, StepSamples, open_dataset
+from dhp.models.family import Family
+from dhp.models.registry import load_family, load_image_processor, load_tokenizer
+
+
+@dataclass(frozen=True)
+class FeedSettings:
+    """What the dataset actor is told at birth. registry: by dataset name.
+
+    replicas × ranks: vision data replicas, and the ranks of each that share a sequence. cache_dir: of lengths.
+    """
+
+    model_name: str
+    datasets: tuple[str, ...]
+    registry: Mapping[str, DatasetEntry]
+    layout: BatchLayout
+    replicas: int
+    ranks: int
+    min_pixels: int | None
+    max_pixels: int | None
+    seed: int
+    shuffle: bool
+    on_bad_sample: str
+    packing: bool
+    cache_dir: str
+    reading: Reading = Reading()
+    balancing: Balancing = Balancing()
+    pixel_dtype: str = "float32"  # in which patches travel to the tower
+
+
+def make_feed(settings: FeedSettings) -> Feed:
+    """Open the datasets and the model's tokenizer and image processor. Where rows are balanced, lengths come from the
+    cache as far as it has them.
+
+    Raises DataError for an annotation file that cannot be read, ModelError for a model without the needed parts.
+    """
+    family = load_family(settings.model_name)
+    tokenizer = load_tokenizer(settings.model_name)
+    _check_vocabulary(settings.model_name, tokenizer, family)
+    preprocess = Preprocessor(
+        tokenizer,
+        load_image_processor(settings.model_name),
+        family.image_token_id,
+        family.image_tokens,
+        family.patches,
+        settings.min_pixels,
+        settings.max_pixels,
+        _videos(family, settings.reading),
+        settings.reading.max_tokens,
+    )
+    allow_http = settings.reading.allow_http
+    dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
+    measured = None
+    if settings.balancing.method != RANDOM:
+        cache, whole = LengthCache(Path(settings.cache_dir)), settings.balancing.window is None
+        measured = MeasuredDataset(dataset, preprocess, cache, whole)
+    sampler = _sampler(settings, measured or dataset)
+    source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    shape = (settings.replicas, settings.ranks, settings.packing)
+    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, settings.pixel_dtype))
+
+
+def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
+    if settings.balancing.method == RANDOM:
+        return RandomSampler(len(dataset), settings.layout, settings.seed, settings.shuffle)
+    from dhp.data.order.balanced_sampler import (
+        BalancedSampler,  # brings a compiler along, which random batches do without
+    )
+
+    return BalancedSampler(dataset, settings.balancing, settings.layout, settings.seed, settings.on_bad_sample)
+
+
+def _videos(family: Family, reading: Reading) -> Videos | None:
+    """How the model sees videos; None: not at all."""
+    if family.video_token_id is None:
+        return None
+    taking = Taking(reading.video_fps, reading.video_max_frames, family.frames_per_patch)
+    return Videos(family.video_token_id, taking, family.video_patches, reading.video_max_pixels)
+
+
+def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
+    """A vocabulary split over tensor ranks finds an id beyond its end on no rank: a zero embedding, a wrong loss."""
+    largest, rows = max(tokenizer.get_vocab().values()), family.config.get_text_config().vocab_size
+    if largest >= rows:
+        raise ModelError(
+            f"{model_name}: the tokenizer gives ids up to {largest}, but the model's vocabulary has {rows} rows, so "
+            f"largest id({largest}) < rows({rows}) fails. Use the tokenizer that was saved with the model, or enlarge "
+            "the model with resize_token_embeddings() and save it again."
+        )
+
+
+class Feed:
+    """Steps as the ranks receive them. `step(k)` depends on k alone."""
+
+    def __init__(
+        self,
+        source: BatchSource,
+        family: Family,
+        pad_token_id: int,
+        replicas: int,
+        ranks: int,
+        packing: bool = False,
+        measured: MeasuredDataset | None = None,
+        pixel_dtype: torch.dtype = torch.float32,
+    ):
+        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence.
+        packing: one row without padding for each text replica and micro-batch, in place of a row a sample.
+        measured: where rows are balanced. pixel_dtype: in which patches travel to the tower.
+        """
+        self._source = source
+        self._family = family
+        self._rows = Rows(family, pad_token_id, packing)
+        self._dealer = Dealer(family, self._rows, replicas, ranks, pixel_dtype)
+        self.measured = measured
+
+    @property
+    def dataset_size(self) -> int:
+        """Samples of all datasets together."""
+        return self._source.dataset_size
+
+    @property
+    def sampler(self) -> Sampler:
+        """The order of the steps."""
+        return self._source.sampler
+
+    def steps(self, epochs: int) -> int:
+        """Steps of that many epochs."""
+        return self._source.sampler.steps(epochs)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after `step` steps keeps of the data's order; left_out: what was found defective."""
+        state = {"step": step, "order": self._source.sampler.order(step)}
+        return state if self.measured is None else state | {"left_out": self.measured.left_out()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Before anything is planned. Samples that were left out stay so. Raises DataError unless the steps after those
+        of `state` go on where it stopped."""
+        if self.measured is not None:
+            self.measured.leave_out(state.get("left_out", {}))
+        self._source.sampler.load_state_dict(state)
+
+    def batch(self, step: int) -> StepBatch:
+        """Which samples a step (0-based) has. Raises DataError for lengths that cannot be told, as data.on_bad_sample
+        says."""
+        start = time.perf_counter()
+        batch = self._source.sampler.batch(step)
+        return replace(batch, measure_s=time.perf_counter() - start)
+
+    def read(self, batch: StepBatch) -> StepData:
+        """Read, decode and deal out one step. Raises DataError as data.on_bad_sample says."""
+        data = self._deal(partial(self._source.read, batch))
+        return replace(data, info=replace(data.info, measure_s=batch.measure_s))
+
+    def step(self, step: int) -> StepData:
+        """`read` of the `batch` of that number (0-based)."""
+        return self._deal(partial(self._source.step, step))
+
+    def samples(self, step: int) -> StepSamples:
+        """The samples of a step (0-based), before they are dealt out."""
+        return self._source.step(step)
+
+    def missing(self, step: int = 0) -> list[Chunk]:
+        """Parts of the datasets whose lengths must be measured before a run begins with `step`."""
+        return [] if self.measured is None else self.measured.missing(self._source.sampler.first(step))
+
+    def measure(self, chunk: Chunk) -> Lengths:
+        """Lengths of a part of a dataset; another feed of the same settings may do it for this one."""
+        return self.measured.measure(chunk)
+
+    def learn(self, chunk: Chunk, lengths: Lengths) -> None:
+        """Take what was measured."""
+        self.measured.learn(chunk, lengths)
+
+    def model_inputs(self, step: int) -> dict[str, Tensor]:
+        """The step's tensors by `<text data replica>/<micro-batch>/<model argument>`, for a plain model.
+
+        A row a sample, right-padded, also where training packs them: plain transformers would let the samples of a
+        packed row see each other, and what a packed row must equal is each of its samples alone.
+        """
+        tensors = {}
+        for m, rows in enumerate(self._source.step(step).samples):
+            for d, row in enumerate(rows):
+                named = self._rows.padded(row) | pixels_by_argument(row)
+                plain = self._family.plain_inputs(named)
+                tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
+        return tensors
+
+    def _deal(self, read: Callable[[], StepSamples]) -> StepData:
+        start = time.perf_counter()
+        data = self._dealer.deal(read())
+        return replace(data, info=replace(data.info, data_s=time.perf_counter() - start))

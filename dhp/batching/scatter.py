@@ -1,0 +1,208 @@
+"""Deal a step's samples out to the ranks of both parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
+from dhp.batching.collate import Row, Rows
+from dhp.data.balance.metrics import dist_ratio
+from dhp.data.sample import Sample
+from dhp.data.source import StepSamples
+from dhp.models.family import Family, Grid, ImageLayout
+from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces, shard_images
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image or video: the text replica that needs it, its patches in processor order, its layout."""
+
+    replica: int
+    pixels: Tensor  # [patches, values]
+    layout: ImageLayout
+
+
+class Dealer:
+    """Samples as the ranks receive them, a pure function of them."""
+
+    def __init__(self, family: Family, rows: Rows, replicas: int, ranks: int, pixel_dtype: torch.dtype = torch.float32):
+        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence. pixel_dtype: in which
+        patches travel; where the tower rounds them to it first thing, it gets the same bits."""
+        self._pixel_dtype = pixel_dtype
+        self._family, self._rows = family, rows
+        self._replicas, self._ranks = replicas, ranks
+        self._known_layout = lru_cache(maxsize=256)(family.image_layout)
+
+    def deal(self, samples: StepSamples) -> StepData:
+        """One step for all ranks."""
+        pictures = [self._pictures(rows) for rows in samples.samples]
+        targets = sum(s.target_tokens for rows in samples.samples for row in rows for s in row)
+        seen = [m for m, found in enumerate(pictures) if found]
+        vision, text = [], []
+        for m, rows in enumerate(samples.samples):
+            shards = self._shard(pictures[m])
+            last = bool(seen) and m == seen[-1]
+            ranks, replicas = range(len(shards)), enumerate(rows)
+            vision.append(tuple(self._vision(pictures[m], shards, rank, len(rows), last) for rank in ranks))
+            text.append(tuple(self._text(row, d, pictures[m], shards, targets) for d, row in replicas))
+        flops = self._flops(samples, pictures, targets)
+        return StepData(_count(samples, targets, vision, text, flops), tuple(vision), tuple(text))
+
+    def _flops(self, samples: StepSamples, pictures: Sequence[Sequence[Picture]], targets: int) -> dict[str, int]:
+        lengths = [len(s.input_ids) for rows in samples.samples for row in rows for s in row]
+        return {
+            "vision": self._family.vision_work.flops(picture.layout for found in pictures for picture in found),
+            "text": self._family.text_work.flops(lengths, targets),
+        }
+
+    def _pictures(self, rows: Sequence[Row]) -> list[Picture]:
+        return [
+            Picture(d, torch.from_numpy(pixels), self._layout(grid))
+            for d, row in enumerate(rows)
+            for sample in row
+            for pixels, grid in zip(sample.pixels, sample.grids, strict=True)
+        ]
+
+    def _layout(self, grid: Grid) -> ImageLayout:
+        """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
+        return self._known_layout(grid) if grid[0] == 1 else self._family.image_layout(grid)
+
+    def _shard(self, pictures: Sequence[Picture]) -> list[Pieces]:
+        """Pieces for each vision rank, sequence ranks innermost."""
+        work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
+        sharded = shard_images(work, self._replicas, self._ranks, self._family.vision_knee)
+        return [pieces for replica in sharded for pieces in replica]
+
+    def _vision(
+        self, pictures: Sequence[Picture], shards: Sequence[Pieces], rank: int, text_replicas: int, last: bool
+    ) -> VisionInput:
+        unit, dummy = self._family.merge_unit, self._family.dummy_patches
+        first = rank - rank % self._ranks
+        group = shards[first : first + self._ranks]
+        cuts = [_cut(pictures[piece.image], piece.first, piece.last) for piece in shards[rank]]
+        rows = [0] * text_replicas
+        for piece, cut in zip(shards[rank], cuts, strict=True):
+            rows[pictures[piece.image].replica] += len(cut.pixels) // unit
+        if not cuts:
+            cuts = [_Cut(torch.zeros(dummy, self._family.patch_dim), torch.zeros(dummy, 2, dtype=torch.long), (dummy,))]
+        segment_lengths, shards = _lay_out(pictures, group, dummy)
+        return VisionInput(
+            active=bool(pictures),
+            last=last,
+            pixels=torch.cat([cut.pixels for cut in cuts]).to(self._pixel_dtype),
+            positions=torch.cat([cut.positions for cut in cuts]),
+            window_lengths=tuple(length for cut in cuts for length in cut.window_lengths),
+            segment_lengths=segment_lengths,
+            shards=shards,
+            rows=tuple(rows),
+        )
+
+    def _text(
+        self, row: Row, replica: int, pictures: Sequence[Picture], shards: Sequence[Pieces], target_tokens: int
+    ) -> TextInput:
+        starts, total = {}, 0
+        for index, picture in enumerate(pictures):
+            if picture.replica == replica:
+                starts[index], total = total, total + len(picture.layout.order)
+        wanted = [[piece for piece in pieces if piece.image in starts] for pieces in shards]
+        units = [[_units(pictures[p.image].layout, p.first, p.last) + starts[p.image] for p in ps] for ps in wanted]
+        received = [torch.cat(rank) if rank else torch.empty(0, dtype=torch.long) for rank in units]
+        placement = torch.argsort(torch.cat(received)) if total else None
+        tensors, lengths = self._rows.make(row)
+        return TextInput(tensors, lengths, placement, tuple(map(len, received)), target_tokens)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    pixels: Tensor
+    positions: Tensor
+    window_lengths: tuple[int, ...]
+
+
+def _cut(picture: Picture, first: int, last: int) -> _Cut:
+    layout = picture.layout
+    lengths = layout.window_lengths
+    begin, end = sum(lengths[:first]), sum(lengths[:last])
+    return _Cut(picture.pixels[layout.patch_order()[begin:end]], layout.positions[begin:end], lengths[first:last])
+
+
+def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
+    """Merged tokens of windows `first` to `last`, as indices in processor order."""
+    begin, end = (sum(layout.window_lengths[:w]) // layout.unit for w in (first, last))
+    return layout.order[begin:end]
+
+
+def _lay_out(
+    pictures: Sequence[Picture], group: Sequence[Pieces], dummy: int
+) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, int, int], ...], ...]]:
+    """Lengths of the full-attention segments of a group of ranks, and each rank's spans of them.
+
+    A rank without pieces has a dummy window, which is a segment of its own.
+    """
+    numbers: dict[tuple[int, int], int] = {}  # of a segment by image and place in it
+    lengths: list[int] = []
+    shards = []
+    for pieces in group:
+        spans = []
+        for piece in pieces:
+            for frame, first, count in _frames(pictures[piece.image].layout, piece):
+                number = numbers.setdefault((piece.image, frame), len(lengths))
+                if number == len(lengths):
+                    lengths.append(pictures[piece.image].layout.frame_lengths[frame])
+                spans.append((number, first, count))
+        if not pieces:
+            spans.append((len(lengths), 0, dummy))
+            lengths.append(dummy)
+        shards.append(tuple(spans))
+    return tuple(lengths), tuple(shards)
+
+
+def _frames(layout: ImageLayout, piece: Piece) -> Iterator[tuple[int, int, int]]:
+    """The frames that a piece touches, with its first patch in each and the number of its patches there."""
+    begin, end = (sum(layout.window_lengths[:w]) for w in (piece.first, piece.last))
+    start = 0
+    for frame, length in enumerate(layout.frame_lengths):
+        first, last = max(begin - start, 0), min(end - start, length)
+        if first < last:
+            yield frame, first, last - first
+        start += length
+
+
+def _count(
+    samples: StepSamples,
+    targets: int,
+    vision: Sequence[Sequence[VisionInput]],
+    text: Sequence[Sequence[TextInput]],
+    flops: dict[str, int],
+) -> StepInfo:
+    flat: list[Sample] = [s for rows in samples.samples for row in rows for s in row]
+    places = [[work.tensors["input_ids"].numel() for work in row] for row in text]
+    patches = [[len(work.pixels) if any(work.rows) else 0 for work in row] for row in vision]
+    return StepInfo(
+        step=samples.step,
+        epoch=samples.epoch,
+        done=samples.done,
+        samples=len(flat),
+        images=sum(len(s.pixels) for s in flat),
+        tokens=sum(len(s.input_ids) for s in flat),
+        target_tokens=targets,
+        vision_tokens=sum(len(p) for s in flat for p in s.pixels),
+        skipped=samples.skipped,
+        places=sum(map(sum, places)),
+        dist_ratio={"vision": _mean_dist(patches), "text": _mean_dist(places)},
+        flops=flops,
+        data_s=0.0,
+        measure_s=0.0,
+    )
+
+
+def _mean_dist(micro_batches: Sequence[Sequence[int]]) -> float:
+    """DistRatio over the ranks, mean over micro-batches in which any has work."""
+    found = [dist_ratio(np.array(loads)) for loads in micro_batches if any(loads)]
+    return sum(found) / len(found) if found else 0.0

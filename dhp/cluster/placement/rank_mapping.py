@@ -1,0 +1,186 @@
+"""Which rank lies on which node: consecutive ranks side by side, the innermost groups of the mesh inside a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, permutations, product
+from math import gcd, prod
+
+from dhp.cluster.placement.reservation import Slot
+
+Slots = Mapping[str, Sequence[Slot]]  # of each part, by rank
+Degrees = Mapping[str, int]  # ranks by axis of a part's mesh, outermost axis first: the last one's ranks are neighbours
+
+TENSOR = "tensor"
+INNER = (TENSOR, "ulysses")  # axes whose groups talk several times in every layer
+SHOWN = 3  # groups that a warning names
+
+
+@dataclass(frozen=True)
+class Straddle:
+    """Groups of one axis that lie across nodes. block: ranks next to one another that hold a group; groups: how many
+    there are in all; across: the ranks of each that lies across; shares: devices of the part on each node."""
+
+    part: str
+    axis: str
+    degree: int
+    block: int
+    groups: int
+    across: tuple[tuple[int, ...], ...]
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Consecutive places of parts that share their devices, and the sizes of the blocks to keep together."""
+
+    first: int
+    count: int
+    sizes: tuple[int, ...]
+
+
+def arrange(slots: Slots, homes: Sequence[int], degrees: Mapping[str, Degrees]) -> dict[str, tuple[Slot, ...]]:
+    """The slots with bundles exchanged, so that as few groups as possible lie across nodes, innermost axes first.
+
+    slots: as planned, rank after rank on bundle after bundle; homes: the node of each bundle, numbered in the order
+    that nodes are to be filled in. Ranks that shared a bundle still do. The same input gives the same order.
+    """
+    places = _places(slots, homes)
+
+    def cost(order: tuple[int, ...]) -> tuple[int, ...]:
+        nodes = [homes[bundle] for bundle in order]
+        return (*_across(slots, nodes, degrees), sum(a != b for a, b in pairwise(nodes)))
+
+    best = min(_orders(_stretches(slots, degrees), places), key=cost)
+    return {part: tuple(replace(s, bundle=best[s.bundle]) for s in of_part) for part, of_part in slots.items()}
+
+
+def find_straddles(slots: Slots, homes: Sequence[int], degrees: Mapping[str, Degrees]) -> list[Straddle]:
+    """For each part and each axis of `INNER`, the groups that lie across nodes, if there are any."""
+    found = []
+    for part, of_part in slots.items():
+        nodes = [homes[slot.bundle] for slot in of_part]
+        shares = tuple(nodes.count(node) for node in sorted(set(nodes)))
+        for axis in INNER:
+            groups = ranks_by_group(degrees[part], axis)
+            across = tuple(group for group in groups if len({nodes[rank] for rank in group}) > 1)
+            if across:
+                degree = degrees[part][axis]
+                block = degree * _stride(degrees[part], axis)
+                found.append(Straddle(part, axis, degree, block, len(groups), across, shares))
+    return found
+
+
+def describe_straddle(straddle: Straddle, names: Sequence[str]) -> str:
+    """One paragraph: which groups lie across which nodes, and what would keep them inside. names: node by rank."""
+    key, inside = f"{straddle.part}.{straddle.axis}", _inside(straddle)
+    smaller = f"set {key}={inside}, or " if inside > 1 else ""
+    return (
+        f"{_which(straddle, names)}. Every layer of these ranks talks over the network, which is correct but slow. The "
+        f"nodes give {straddle.part} {_shares(straddle)} devices: {smaller}use a multiple of {straddle.block} devices "
+        "of each node"
+    )
+
+
+def refuse_straddle(straddle: Straddle, degrees: Degrees, names: Sequence[str]) -> str:
+    """One paragraph of an error about a tensor group on GPUs: which groups, how the part is split, what would do."""
+    key, part = f"{straddle.part}.{straddle.axis}", straddle.part
+    split = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    return (
+        f"{_which(straddle, names)}. {part}, split by {split}, would all-reduce several times in every layer between "
+        f"nodes, which takes GPUs longer than computing. The nodes have {_shares(straddle)} ranks of "
+        f"{part}: set {key}={_inside(straddle)}, or use a multiple of {straddle.block} GPUs of each node; weights that "
+        f"are then too large for a GPU are cut further by {part}.zero_stage"
+    )
+
+
+def ranks_by_group(degrees: Degrees, axis: str) -> list[tuple[int, ...]]:
+    """The ranks of each group of that axis; each group differs from the others in some other axis."""
+    degree, stride = degrees[axis], _stride(degrees, axis)
+    firsts = (rank for rank in range(prod(degrees.values())) if rank // stride % degree == 0)
+    return [tuple(first + number * stride for number in range(degree)) for first in firsts]
+
+
+def _stride(degrees: Degrees, axis: str) -> int:
+    """Ranks from one member of the axis to the next: what the axes inside it multiply to."""
+    axes = list(degrees)
+    return prod(degrees[inner] for inner in axes[axes.index(axis) + 1 :])
+
+
+def _places(slots: Slots, homes: Sequence[int]) -> list[list[int]]:
+    """The bundles of each node, in their own order, which is that of the node's GPUs."""
+    bundles = sorted({slot.bundle for of_part in slots.values() for slot in of_part})
+    return [[bundle for bundle in bundles if homes[bundle] == node] for node in sorted(set(homes))]
+
+
+def _stretches(slots: Slots, degrees: Mapping[str, Degrees]) -> list[_Stretch]:
+    parts_from: dict[int, list[str]] = {}
+    for part, of_part in slots.items():
+        parts_from.setdefault(of_part[0].bundle, []).append(part)
+    found = []
+    for first, parts in parts_from.items():
+        blocks = {degrees[part][axis] * _stride(degrees[part], axis) for part in parts for axis in degrees[part]}
+        count = max(len(slots[part]) for part in parts)
+        found.append(_Stretch(first, count, tuple(sorted((b for b in blocks if 1 < b < count), reverse=True))))
+    return found
+
+
+def _orders(stretches: Sequence[_Stretch], places: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Orders worth comparing: node after node, and for each choice of block sizes whole blocks before what is left."""
+    yield tuple(bundle for place in places for bundle in place)
+    for sequence in permutations(stretches):
+        for chosen in product(*(_subsets(stretch.sizes) for stretch in sequence)):
+            left = [list(place) for place in places]
+            filled = {s.first: _fill(s.count, sizes, left) for s, sizes in zip(sequence, chosen, strict=True)}
+            yield tuple(bundle for first in sorted(filled) for bundle in filled[first])
+
+
+def _subsets(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [chosen for length in range(len(sizes) + 1) for chosen in combinations(sizes, length)]
+
+
+def _fill(count: int, sizes: Sequence[int], left: list[list[int]]) -> list[int]:
+    """Take `count` bundles from the nodes: as many whole blocks of the largest size as there are, then smaller ones."""
+    taken: list[int] = []
+    for size in (*sizes, 1):
+        for node in left:
+            while len(node) >= size and len(taken) + size <= count:
+                taken += node[:size]
+                del node[:size]
+    return taken
+
+
+def _across(slots: Slots, nodes: Sequence[int], degrees: Mapping[str, Degrees]) -> list[int]:
+    """How many groups lie across nodes, for each axis but the outermost, innermost first."""
+    counts: dict[str, int] = {}
+    for part, of_part in slots.items():
+        own = [nodes[slot.bundle] for slot in of_part]
+        for axis in list(degrees[part])[:0:-1]:
+            groups = ranks_by_group(degrees[part], axis)
+            counts[axis] = counts.get(axis, 0) + sum(len({own[rank] for rank in group}) > 1 for group in groups)
+    return list(counts.values())
+
+
+def _inside(straddle: Straddle) -> int:
+    """The largest degree, of those that divide the one asked for, whose groups would each lie inside a node."""
+    stride, fitting = straddle.block // straddle.degree, gcd(straddle.block, *straddle.shares)
+    return fitting // stride if fitting % stride == 0 else 1
+
+
+def _shares(straddle: Straddle) -> str:
+    return ", ".join(str(share) for share in straddle.shares)
+
+
+def _which(straddle: Straddle, names: Sequence[str]) -> str:
+    groups = "; ".join(_group(ranks, names) for ranks in straddle.across[:SHOWN])
+    more = len(straddle.across) - SHOWN
+    return (
+        f"{len(straddle.across)} of {straddle.groups} groups of {straddle.part}.{straddle.axis}={straddle.degree} lie "
+        f"across nodes: {groups}{f'; and {more} more' if more > 0 else ''}"
+    )
+
+
+def _group(ranks: Sequence[int], names: Sequence[str]) -> str:
+    nodes = list(dict.fromkeys(names[rank] for rank in ranks))
+    return f"ranks {', '.join(str(rank) for rank in ranks)} on {' and '.join(nodes)}"

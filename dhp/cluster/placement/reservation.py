@@ -1,0 +1,97 @@
+"""Which device each actor gets: one bundle a device, shared by both parts when they are collocated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from dhp.base.errors import ConfigError
+from dhp.cluster.placement.nodes import read_nodes
+from dhp.cluster.placement.shortage import describe_shortage
+
+Resources = dict[str, float]
+RAY_UNITS = 10_000  # Ray counts resources in ten-thousandths
+PATIENCE_S = 5.0  # how long a reservation may take before a person is told what it waits for
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One actor's place: its bundle, and its share of the bundle's resources."""
+
+    bundle: int
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """The bundles to ask for, and the slots of each part by rank. Printable, comparable, made without Ray."""
+
+    bundles: tuple[Resources, ...]
+    slots: Mapping[str, tuple[Slot, ...]]
+    gpus_per_bundle: float
+
+
+def plan_placement(actors: Mapping[str, int], collocate: bool, gpus: float) -> PlacementPlan:
+    """Lay out parts of the given numbers of actors over `gpus` GPUs (0: CPU only).
+
+    Collocated, rank r of every part shares bundle r; apart, each actor has a bundle of its own. With fewer GPUs
+    than bundles, bundles share GPUs evenly.
+    """
+    count = max(actors.values()) if collocate else sum(actors.values())
+    sharing = len(actors) if collocate else 1
+    cpu, gpu = _fraction(1, sharing), _gpu_fraction(count, gpus, sharing)
+    bundle: Resources = {"CPU": cpu * sharing} | ({"GPU": gpu * sharing} if gpu else {})
+    slots, first = {}, 0
+    for part, ranks in actors.items():
+        slots[part] = tuple(Slot(first + rank, cpu, gpu) for rank in range(ranks))
+        first += 0 if collocate else ranks
+    return PlacementPlan((bundle,) * count, slots, gpu * sharing)
+
+
+def _gpu_fraction(bundles: int, gpus: float, sharing: int) -> float:
+    """What one actor gets of a GPU."""
+    if gpus < 1:
+        return 0.0
+    per_gpu = -(-bundles // int(gpus))  # bundles on the fullest GPU
+    return _fraction(1, per_gpu * sharing)
+
+
+def _fraction(whole: int, among: int) -> float:
+    """`whole` / `among`, rounded down to what Ray counts in: rounded up, the last actor would never find room."""
+    return (whole * RAY_UNITS // among) / RAY_UNITS
+
+
+def reserve(plan: PlacementPlan, timeout_s: float) -> PlacementGroup:
+    """Reserve the plan's bundles, on as few nodes as Ray can; says on stderr what it waits for when that takes a while.
+
+    Raises ConfigError, naming what is missing and what each node has, after `timeout_s`.
+    """
+    group = placement_group(list(plan.bundles), strategy="PACK")
+    created = group.ready()
+    patience = min(PATIENCE_S, timeout_s)
+    ready, _ = ray.wait([created], timeout=patience)
+    if not ready and patience < timeout_s:
+        print(f"waiting up to {timeout_s:g} s for devices. {_shortage(plan)}", file=sys.stderr, flush=True)
+        ready, _ = ray.wait([created], timeout=timeout_s - patience)
+    if ready:
+        return group
+    told = _shortage(plan)
+    remove_placement_group(group)
+    limit = f"cluster.start_timeout_s={timeout_s:g} s"
+    raise ConfigError(f"the cluster did not give the run its devices within {limit}. {told}")
+
+
+def bundle_nodes(group: PlacementGroup) -> list[str]:
+    """The id of the node of each bundle of a reservation that was granted, by bundle."""
+    by_bundle = placement_group_table(group)["bundles_to_node_id"]
+    return [by_bundle[bundle] for bundle in sorted(by_bundle)]
+
+
+def _shortage(plan: PlacementPlan) -> str:
+    apart = len({slots[0].bundle for slots in plan.slots.values()}) > 1
+    return describe_shortage(plan.bundles[0], len(plan.bundles), apart, read_nodes())

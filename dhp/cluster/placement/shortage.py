@@ -1,0 +1,77 @@
+"""Why a cluster does not give what a run asks for: what is missing, which node has what, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dhp.cluster.placement.nodes import Node, Resources
+
+SHOWN = 16  # nodes that a message lists
+
+
+def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequence[Node]) -> str:
+    """What keeps `count` bundles from fitting on the nodes, in sentences.
+
+    apart: whether each actor has a bundle of its own, so that sharing would need fewer.
+    """
+    asked = f"{count} × {_amounts(bundle)} asked for"
+    told = _shown(bundle, nodes)
+    if not any(_fitting(bundle, node.total) for node in nodes):
+        return (
+            f"{asked}, but no node has {_amounts(bundle)} together, as each device of the run needs. {told}. "
+            "Start Ray on the nodes with more (`ray start --num-cpus=… --num-gpus=…`)"
+        )
+    fewer = "ask for fewer actors (vision.num_actors, text.num_actors)"
+    fewer += ", or share devices (cluster.collocate=true)" if apart else ""
+    room = sum(_fitting(bundle, node.total) for node in nodes)
+    if room < count:
+        return (
+            f"{asked}, and all nodes together have room for {room}: "
+            f"{_missing(bundle, count, [node.total for node in nodes])}. {told}. "
+            f"Add nodes (`ray start --address=…`), or {fewer}"
+        )
+    free = sum(_fitting(bundle, node.free) for node in nodes)
+    if free < count:
+        return (
+            f"{asked}, and there is room for {free} now, as other work holds the rest: "
+            f"{_missing(bundle, count, [node.free for node in nodes])}. {told}. "
+            f"Wait longer (cluster.start_timeout_s), end other work (`ray job list`, `ray status`), or {fewer}"
+        )
+    return f"{asked}, and there is room for them by now. {told}. Start again, with a larger cluster.start_timeout_s"
+
+
+def _fitting(bundle: Resources, has: Resources) -> int:
+    """How many bundles a node with these resources holds."""
+    return min(_times(need, has.get(name, 0.0)) for name, need in bundle.items() if need)
+
+
+def _times(need: float, amount: float) -> int:
+    if need >= 1:
+        return int(amount // need)
+    # Shares of a GPU do not reach from one GPU to the next.
+    return int(amount) * int(1 / need) + int(amount % 1 / need)
+
+
+def _missing(bundle: Resources, count: int, has: Sequence[Resources]) -> str:
+    lacking = []
+    for name, need in bundle.items():
+        fitting = sum(_times(need, node.get(name, 0.0)) for node in has)
+        if fitting < count:
+            lacking.append(f"{(count - fitting) * need:g} {name}")
+    if not lacking:
+        return "what there is lies on different nodes, and each device of the run needs both on one"
+    return f"{' and '.join(lacking)} missing"
+
+
+def _shown(bundle: Resources, nodes: Sequence[Node]) -> str:
+    told = [
+        f"{node.name} has "
+        + " and ".join(f"{node.total.get(name, 0.0):g} {name} ({node.free.get(name, 0.0):g} free)" for name in bundle)
+        for node in nodes[:SHOWN]
+    ]
+    more = [f"and {len(nodes) - SHOWN} more nodes"] if len(nodes) > SHOWN else []
+    return f"Registered: {'; '.join([*told, *more])}" if told else "No node is registered"
+
+
+def _amounts(bundle: Resources) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in bundle.items() if amount)

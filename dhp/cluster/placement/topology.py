@@ -1,0 +1,71 @@
+"""Where the bundles of a reservation lie, and so which ranks share a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dhp.cluster.placement.nodes import Node
+from dhp.cluster.placement.reservation import Slot
+
+SHOWN = 8  # nodes that the line about a run's start lists
+
+
+@dataclass(frozen=True)
+class Homes:
+    """nodes: those that hold bundles, in the order of `read_nodes`; of_bundle: each bundle's node, by place there."""
+
+    nodes: tuple[Node, ...]
+    of_bundle: tuple[int, ...]
+
+    def names(self, slots: Sequence[Slot]) -> list[str]:
+        """The node of each rank, as a person knows it."""
+        return [self.nodes[self.of_bundle[slot.bundle]].name for slot in slots]
+
+    def only(self, node_id: str) -> bool:
+        """Whether everything lies on that node."""
+        return [node.id for node in self.nodes] == [node_id]
+
+    def threads(self, slots: Mapping[str, Sequence[Slot]]) -> int:
+        """CPU threads an actor that every node has for its ranks of the larger part: parts take turns."""
+        shares = []
+        for number, node in enumerate(self.nodes):
+            ranks = max(len(self._ranks(of_part, number)) for of_part in slots.values())
+            shares.append(int(node.total.get("CPU", 0.0)) // ranks)
+        return max(1, min(shares))
+
+    def describe(self, slots: Mapping[str, Sequence[Slot]]) -> str:
+        """`10.0.0.5 (vision 0-3, text 0-3), 10.0.0.6 (…)`: the ranks on each node."""
+        told = []
+        for number, node in enumerate(self.nodes[:SHOWN]):
+            ranks = ((part, self._ranks(of_part, number)) for part, of_part in slots.items())
+            told.append(f"{node.name} ({', '.join(f'{part} {_ranges(own)}' for part, own in ranks if own)})")
+        more = [f"and {len(self.nodes) - SHOWN} more"] if len(self.nodes) > SHOWN else []
+        return ", ".join([*told, *more])
+
+    def gpus(self) -> str:
+        """`10.0.0.5 has 8 GPUs, 10.0.0.6 …`: what each node has, used or not."""
+        told = [f"{node.name} has {node.total.get('GPU', 0.0):g} GPUs" for node in self.nodes[:SHOWN]]
+        more = [f"and {len(self.nodes) - SHOWN} more"] if len(self.nodes) > SHOWN else []
+        return ", ".join([*told, *more])
+
+    def _ranks(self, slots: Sequence[Slot], node: int) -> list[int]:
+        return [rank for rank, slot in enumerate(slots) if self.of_bundle[slot.bundle] == node]
+
+
+def find_homes(node_ids: Sequence[str], nodes: Sequence[Node]) -> Homes:
+    """node_ids: the node of each bundle; nodes: all of the cluster, in order."""
+    holding = tuple(node for node in nodes if node.id in node_ids)
+    numbers = {node.id: number for number, node in enumerate(holding)}
+    return Homes(holding, tuple(numbers[node_id] for node_id in node_ids))
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """`0-3+6`: runs of neighbours."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return "+".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

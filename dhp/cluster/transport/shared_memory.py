@@ -1,0 +1,181 @@
+"""How a large tensor goes from one actor to another on the same host: one copy into memory that both have mapped.
+
+Ray's object store costs eight times as much for 64 MB (`python -m experiments.handoff`): fresh pages and several
+messages for each object. Here a sender keeps its memory from step to step, so its pages stay mapped on both sides,
+and only a `Parcel` of a few hundred bytes travels through Ray.
+
+The memory is anonymous (memfd), reached by other processes through /proc: nothing has a name on disk or in /dev/shm,
+and nothing is left behind by a killed process.
+
+From and to a GPU, that memory is locked once (`dhp.cluster.transport.pinned`), and copies run beside the host until
+`flush`.
+
+Where all actors share one GPU, CUDA IPC does the same without any copy: the receiver maps the sender's device memory.
+Between hosts, Ray's object store carries a tensor in several copies, `dhp.cluster.transport.nixl` in one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from dhp.base.errors import PartFailed
+from dhp.cluster.transport.pinned import pin, unpin, wait_for_transfers
+
+SHARED_MEMORY, OBJECT_STORE, CUDA_IPC, NIXL = "shared_memory", "object_store", "cuda_ipc", "nixl"
+SMALLEST = 64 << 10  # bytes; below, Ray sends a value inside the message that says it is ready
+PAGE = 1 << 21
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A tensor that lies in another process's memory: where, and what it looks like."""
+
+    pid: int
+    descriptor: int
+    serial: int  # of the memory among all that the sender ever took; a descriptor is used again
+    place: int  # which of a step's tensors of this sender it is
+    capacity: int  # bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class DeviceParcel:
+    """A tensor that lies in another process's GPU memory: what torch rebuilds it from on the same GPU."""
+
+    rebuild: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+
+class _Segment:
+    """Memory for one tensor a step, taken once. pinned: locked for the GPU, if the driver lets it be."""
+
+    def __init__(self, serial: int, nbytes: int, pinned: bool = False):
+        self.serial = serial
+        self.capacity = -(-nbytes // PAGE) * PAGE
+        self.descriptor = os.memfd_create("dhp", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, self.capacity)
+        self._memory = _map(self.descriptor, self.capacity)
+        self.pinned = pinned and pin(self._memory)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return _tensor_in(self._memory, shape, dtype)
+
+    def close(self) -> None:
+        if self.pinned:
+            unpin(self._memory)
+        os.close(self.descriptor)  # what is mapped, here and in receivers, stays until it is dropped
+
+
+class Outbox:
+    """The tensors that this process hands over in a step.
+
+    A step's n-th tensor goes where the n-th of the step before lay. That is safe without any acknowledgement: a part's
+    next step begins after its own optimizer step, which needs the gradient norm of every other part, which each part
+    answers after it has used all it received.
+    """
+
+    def __init__(self, on_device: bool = False, pinned: bool = False) -> None:
+        """on_device: all receivers share this process's GPU. pinned: tensors come from a GPU, so lock memory for it."""
+        self._segments: list[_Segment] = []
+        self._pinned, self._under_way = pinned, False
+        self._used = self._serial = 0
+        self._on_device = on_device
+        self._lent: list[Tensor] = []
+
+    def send(self, tensor: Tensor) -> Parcel | DeviceParcel | Tensor:
+        """Copy `tensor` where others can map it; small ones are returned as they are. Device tensors are copied once,
+        to host memory that is already the shared one, or not at all where receivers are on the same device."""
+        if tensor.nbytes < SMALLEST:
+            return tensor.cpu()
+        if tensor.is_cuda and self._on_device:
+            self._lent.append(tensor)  # its memory must not be given away before the receivers are done
+            return DeviceParcel(*reduce_tensor(tensor))
+        place, self._used = self._used, self._used + 1
+        segment = self._segment(place, tensor.nbytes)
+        shape = tuple(tensor.shape)
+        segment.tensor(shape, tensor.dtype).copy_(tensor, non_blocking=segment.pinned)
+        self._under_way |= segment.pinned
+        return Parcel(os.getpid(), segment.descriptor, segment.serial, place, segment.capacity, shape, tensor.dtype)
+
+    def flush(self) -> None:
+        """Until all that was sent is where it can be read: before anybody is told."""
+        if self._under_way:
+            wait_for_transfers()
+            self._under_way = False
+
+    def end_step(self) -> None:
+        """All that was sent has been used: its memory may be written again."""
+        self._used = 0
+        self._lent.clear()
+
+    def _segment(self, place: int, nbytes: int) -> _Segment:
+        if place == len(self._segments) or self._segments[place].capacity < nbytes:
+            self._serial += 1
+            # A quarter more than needed: steps differ in size, and memory that is exactly right is soon too small.
+            fresh = _Segment(self._serial, nbytes + nbytes // 4, self._pinned)
+            for old in self._segments[place : place + 1]:
+                old.close()
+            self._segments[place : place + 1] = [fresh]
+        return self._segments[place]
+
+
+class Inbox:
+    """The tensors that other processes have handed over, each sender's memory mapped once."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        """pinned: what is received goes to a GPU, so lock the memory for it."""
+        self._mapped: dict[tuple[int, int], tuple[int, mmap.mmap, bool]] = {}
+        self._pinned = pinned
+
+    def open(self, value: Any) -> Any:
+        """The tensor of a parcel, in place; anything else as it is. It must not be written to, nor read after the
+        step. Raises PartFailed when the sender's memory cannot be reached."""
+        if isinstance(value, DeviceParcel):
+            return value.rebuild(*value.arguments)
+        if not isinstance(value, Parcel):
+            return value
+        serial, memory, locked = self._mapped.get((value.pid, value.place), (0, None, False))
+        if memory is None or serial != value.serial:
+            if locked:
+                unpin(memory)
+            memory = _map_of(value)
+            self._mapped[value.pid, value.place] = (value.serial, memory, self._pinned and pin(memory))
+        return _tensor_in(memory, value.shape, value.dtype)
+
+
+def available() -> bool:
+    """Whether this system has what the shared memory needs (Linux)."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def _map_of(parcel: Parcel) -> mmap.mmap:
+    path = f"/proc/{parcel.pid}/fd/{parcel.descriptor}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise PartFailed(
+            f"memory of process {parcel.pid} cannot be mapped ({path}: {error.strerror}): the actors do not share a "
+            "process namespace, or the sender is gone. Set cluster.transport=object_store"
+        ) from error
+    try:
+        return _map(descriptor, parcel.capacity)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, nbytes: int) -> mmap.mmap:
+    # Populated, so that no page fault falls into a step.
+    return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _tensor_in(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(memory, dtype=dtype, count=torch.Size(shape).numel()).view(shape)

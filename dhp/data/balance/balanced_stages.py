@@ -1,0 +1,97 @@
+"""Packs constant in vision and text, steps of packs that are alike: for a chain of stages that a pack passes through.
+
+Packs are completed exactly in both (`fill`), what is left over is exchanged until it is even (`exchange`). Samples
+with so much text for their images that no others could fill their pack's vision are packed by text alone. Nothing is
+dropped, nothing padded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dhp.data.balance.best_fit import best_fit
+from dhp.data.balance.exact_fill import fill
+from dhp.data.balance.exchange import exchange
+from dhp.data.balance.pack_targets import (
+    SMALL_UNITS,
+    costly,
+    divisible,
+    least_bins,
+    others_than,
+    shuffled_steps,
+    whole_shares,
+)
+from dhp.data.balance.packs import Limits, Loads, Packs, from_groups, join
+
+PASSES, DIVISIONS = 20, 5
+VISION_WEIGHT = 16.0  # of a deviation in vision against one in text: vision comes in few, large pieces
+LIKE_VISION, LIKE_TEXT = 0.005, 0.002  # packs that differ by less than these shares are alike
+COSTLY = (0.93, 0.96, 0.98, 0.99)  # quantiles of Σ tokens² between which packs are put beside their like
+CHEAPEST = 0.05  # quantile of samples by text for their vision, that packs are taken to be completed with
+
+
+def constant(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
+    """Packs within both limits, but for samples beyond one, which stand alone; steps in random order."""
+    rng = np.random.default_rng(seed)
+    samples = rng.permutation(len(loads))
+    vision, text = loads.vision[samples], loads.text[samples]
+    heavy = _text_heavy(vision, text, limits)
+    rest = np.flatnonzero(~heavy)
+    bins = least_bins(vision[rest].sum(), text[rest].sum(), limits)
+    made = _filled(vision[rest], text[rest], bins)
+    left = others_than(made.samples, len(rest))
+    even = _exchanged(vision[rest[left]], text[rest[left]], bins - len(made))
+    even = Packs(rest[left[even.samples]], even.ends)
+    fits = (even.sums(vision) <= limits.vision) & (even.sums(text) <= limits.text) if len(even) else np.zeros(0, bool)
+    fitting, others = even.reordered(np.flatnonzero(fits)), even.reordered(np.flatnonzero(~fits))
+    apart = np.concatenate([np.flatnonzero(heavy), others.samples])
+    targets = _targets(vision[rest], text[rest], bins)
+    sizes = np.maximum(text[apart] / max(targets[1], 1.0), vision[apart] / max(targets[0], 1e-9))
+    fitted = from_groups(best_fit(sizes, 1.0))
+    parts = [Packs(rest[made.samples], made.ends), fitting, Packs(apart[fitted.samples], fitted.ends)]
+    alike = group_alike(divisible(join(parts), replicas), vision, text, replicas, rng)
+    return Packs(samples[alike.samples], alike.ends)
+
+
+def group_alike(packs: Packs, vision: np.ndarray, text: np.ndarray, replicas: int, rng: np.random.Generator) -> Packs:
+    """Steps of packs alike: sorted by vision, then text, both no finer than needed, so that what else they hold is
+    mixed; each `replicas` neighbours a step, steps in random order."""
+    v, t = packs.sums(vision), packs.sums(text)
+    vision_class = np.round(v / max(np.median(v), 1) / LIKE_VISION)
+    text_class = np.round(t / np.median(t) / LIKE_TEXT)
+    order = np.lexsort((rng.random(len(packs)), costly(packs.sums(text**2), COSTLY), text_class, vision_class))
+    return shuffled_steps(order, packs, replicas, rng)
+
+
+def _targets(vision: np.ndarray, text: np.ndarray, bins: int) -> np.ndarray:
+    return np.array([vision.sum(), text.sum()], dtype=np.float64) / max(bins, 1)
+
+
+def _filled(vision: np.ndarray, text: np.ndarray, bins: int) -> Packs:
+    """Packs with exactly as much vision and text as all should have, as many as there are of them; where vision comes
+    in small units there are none."""
+    share = round(vision.sum() / bins)
+    if share >= SMALL_UNITS:
+        return Packs(np.array([], dtype=np.int64), np.array([], dtype=np.int64))
+    targets = whole_shares(int(text.sum()), bins)
+    number = fill(vision, text, np.full(bins, share), targets)
+    held = np.flatnonzero(number >= 0)
+    packs = from_groups(number[held])
+    return Packs(held[packs.samples], packs.ends)
+
+
+def _exchanged(vision: np.ndarray, text: np.ndarray, bins: int) -> Packs:
+    if not len(text):
+        return Packs(np.array([], dtype=np.int64), np.array([], dtype=np.int64))
+    loads = np.stack([vision, text], axis=1).astype(np.float64)
+    targets = np.maximum(_targets(vision, text, bins), 1e-9)
+    return exchange(loads, max(bins, 1), targets, (VISION_WEIGHT, 1.0), PASSES, DIVISIONS)
+
+
+def _text_heavy(vision: np.ndarray, text: np.ndarray, limits: Limits) -> np.ndarray:
+    """Samples with so much text for their images that no others could fill the vision of their pack: bool [samples]."""
+    v, t = _targets(vision, text, least_bins(vision.sum(), text.sum(), limits))
+    pictured = vision > 0
+    # What vision costs in text at least: image tokens are part of the text.
+    tokens_a_unit = np.quantile(text[pictured] / vision[pictured], CHEAPEST) if pictured.any() else 0.0
+    return (text > t) | (vision > v) | (t - text < tokens_a_unit * (v - vision))

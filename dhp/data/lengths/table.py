@@ -1,0 +1,172 @@
+"""Lengths of all samples of a dataset: what is known of them, what is still to be measured, and what a step needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dhp.base.errors import DataError
+from dhp.data.annotations import Annotations
+from dhp.data.balance.packs import Loads
+from dhp.data.lengths.cache import LengthCache, Lengths, key_of, measure
+from dhp.data.preprocess import Preprocessor
+from dhp.data.source import Dataset
+
+CHUNK = 250  # samples that are measured in one go: a second, or minutes where videos must be counted or fetched
+SAVE_S = 30.0  # between two writes while lengths are being measured: what a stopped run may lose
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Rows of a dataset's annotations, int64, ascending."""
+
+    dataset: str
+    rows: np.ndarray
+
+
+class LengthTable:
+    """Lengths of one dataset's samples, as far as they are known; kept on disk, also before all are."""
+
+    def __init__(self, annotations: Annotations, preprocess: Preprocessor, cache: LengthCache) -> None:
+        """Takes what the cache has. Raises ConfigError when it cannot be written to."""
+        self._annotations, self._preprocess, self._cache = annotations, preprocess, cache
+        self._key = key_of(annotations, preprocess, annotations.path)
+        self.vision = np.zeros(len(annotations), dtype=np.int32)
+        self.text = np.full(len(annotations), UNKNOWN, dtype=np.int32)
+        self.defects: dict[int, str] = {}
+        self._missing = len(annotations)
+        self._take_kept()
+        self._saved = time.monotonic()
+        if self._missing:
+            cache.check()
+
+    def missing(self, rows: np.ndarray | None = None) -> list[Chunk]:
+        """What is to be measured of these rows (None: of all), in chunks."""
+        rows = np.arange(len(self.text)) if rows is None else np.unique(rows)
+        return self.chunks(rows[self.text[rows] == UNKNOWN])
+
+    def chunks(self, rows: np.ndarray) -> list[Chunk]:
+        """Rows in chunks, whatever is known of them."""
+        return [Chunk(self._annotations.dataset, rows[start : start + CHUNK]) for start in range(0, len(rows), CHUNK)]
+
+    def measure(self, rows: np.ndarray) -> Lengths:
+        """Lengths of these rows."""
+        return measure(self._annotations, self._preprocess, rows)
+
+    def decode(self, rows: np.ndarray) -> dict[tuple[str, int], str]:
+        """What decoding these rows finds to be wrong, by dataset and row."""
+        found = {}
+        for row in rows.tolist():
+            try:
+                self._preprocess(self._annotations.record(row))
+            except DataError as error:
+                found[self._annotations.dataset, row] = str(error)
+        return found
+
+    def learn(self, rows: np.ndarray, lengths: Lengths) -> None:
+        """Take the lengths of these rows; now and then, and with the last ones, write all to disk."""
+        unknown = int((self.text[rows] == UNKNOWN).sum())
+        self.vision[rows], self.text[rows] = lengths.vision, lengths.text
+        self.defects |= {int(rows[place]): message for place, message in lengths.defects.items()}
+        self._missing -= unknown
+        if unknown and (not self._missing or time.monotonic() - self._saved > SAVE_S):
+            self._take_kept()  # another run may have measured what this one has not
+            self._cache.save(self._key, Lengths(self.vision, self.text, self.defects))
+            self._saved = time.monotonic()
+
+    def leave_out(self, rows: Sequence[int]) -> None:
+        """Count these rows as defective, whatever was measured."""
+        known = len(self.text)  # rows that are gone show in the order, which refuses to go on
+        fresh = np.array([row for row in rows if row < known and row not in self.defects], dtype=np.int64)
+        self._missing -= int((self.text[fresh] == UNKNOWN).sum())
+        self.vision[fresh] = self.text[fresh] = 0
+        told = "was defective when this run began, and stays left out until its end"
+        self.defects |= {row: f"{self._annotations.where(row)}: {told}" for row in fresh.tolist()}
+
+    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Vision and text of these rows, int32; those that are not known are measured now, one by one."""
+        if self._missing:
+            for chunk in self.missing(rows):
+                self.learn(chunk.rows, self.measure(chunk.rows))
+        return self.vision[rows], self.text[rows]
+
+    def _take_kept(self) -> None:
+        """Take from disk what is not known yet. What was missing or broken then may be there by now."""
+        kept = self._cache.load(self._key)
+        if kept is None:
+            return
+        rows = np.flatnonzero((self.text == UNKNOWN) & (kept.text > 0))
+        self.vision[rows], self.text[rows] = kept.vision[rows], kept.text[rows]
+        self._missing -= len(rows)
+
+
+class MeasuredDataset:
+    """A dataset with a table for each of its annotations."""
+
+    def __init__(self, dataset: Dataset, preprocess: Preprocessor, cache: LengthCache, whole: bool = True) -> None:
+        """whole: all is to be measured before the first step; else what a step needs, when it needs it."""
+        self._dataset, self._whole = dataset, whole
+        self.tables: Mapping[str, LengthTable] = {
+            name: LengthTable(annotations, preprocess, cache) for name, annotations in dataset.annotations().items()
+        }
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return len(self._dataset)
+
+    def loads(self, indices: np.ndarray, epoch: int) -> Loads:
+        """Image tokens and tokens of samples of an epoch, int64; both 0 where a sample is defective."""
+        vision, text = np.zeros((2, len(indices)), dtype=np.int64)
+        for portion, places, inside in self._dataset.portions(indices):
+            table = self.tables[portion.annotations.dataset]
+            vision[places], text[places] = table.of(portion.rows(inside, epoch))
+        return Loads(vision, text)
+
+    def defects(self, indices: np.ndarray, epoch: int) -> list[str]:
+        """What is wrong with each of these defective samples of an epoch."""
+        found = [""] * len(indices)
+        for portion, places, inside in self._dataset.portions(indices):
+            defects = self.tables[portion.annotations.dataset].defects
+            for place, row in zip(places.tolist(), portion.rows(inside, epoch).tolist(), strict=True):
+                found[place] = defects[row]
+        return found
+
+    def measure(self, chunk: Chunk) -> Lengths:
+        """Lengths of a chunk; whoever has the same dataset may do it."""
+        return self.tables[chunk.dataset].measure(chunk.rows)
+
+    def missing(self, indices: np.ndarray) -> list[Chunk]:
+        """What is to be measured before the first step. indices: samples of the first epoch that are seen first; more
+        than these only where all is measured."""
+        if self._whole:
+            return [chunk for table in self.tables.values() for chunk in table.missing()]
+        rows: dict[str, list[np.ndarray]] = {}
+        for portion, _, inside in self._dataset.portions(indices):
+            rows.setdefault(portion.annotations.dataset, []).append(portion.rows(inside, 0))
+        return [chunk for name, found in rows.items() for chunk in self.tables[name].missing(np.concatenate(found))]
+
+    def chunks(self) -> list[Chunk]:
+        """All samples, whatever is known of them."""
+        return [chunk for table in self.tables.values() for chunk in table.chunks(np.arange(len(table.text)))]
+
+    def left_out(self) -> dict[str, list[int]]:
+        """Rows that are known to be defective, by dataset."""
+        return {name: sorted(table.defects) for name, table in self.tables.items() if table.defects}
+
+    def leave_out(self, rows: Mapping[str, Sequence[int]]) -> None:
+        """Go on without the samples that were left out before, though some may be mended by now."""
+        for name, of_dataset in rows.items():
+            if name in self.tables:
+                self.tables[name].leave_out(of_dataset)
+
+    def decode(self, chunk: Chunk) -> dict[tuple[str, int], str]:
+        """What decoding every sample of a chunk finds to be wrong, by dataset and row."""
+        return self.tables[chunk.dataset].decode(chunk.rows)
+
+    def learn(self, chunk: Chunk, lengths: Lengths) -> None:
+        """Take the lengths of a chunk."""
+        self.tables[chunk.dataset].learn(chunk.rows, lengths)

@@ -1,0 +1,159 @@
+"""Where the bytes of an image or a video are: a file, the annotation itself, a member of an archive, a URL."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib import request
+
+from dhp.base.errors import DataError
+
+MAX_BYTES = 1 << 28  # of an image or video that has to lie in memory
+FETCH_TIMEOUT_S = 30.0  # without a byte
+FETCH_S = 300.0  # altogether
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Bytes that came with the annotation. name: how errors call them."""
+
+    name: str
+    content: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Member:
+    """Bytes `start` to `start + size` of an archive."""
+
+    name: str
+    archive: Path
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Remote:
+    """An http or https address, fetched each time it is needed."""
+
+    url: str
+
+
+File = Path | Blob | Member | Remote
+
+
+@dataclass(frozen=True)
+class Video:
+    """A file that is shown as a video."""
+
+    file: File
+
+
+def name_of(file: File) -> str:
+    """How errors call a file."""
+    if isinstance(file, Path):
+        return str(file)
+    if isinstance(file, Member):
+        return f"{file.name} in {file.archive}"
+    return file.name if isinstance(file, Blob) else file.url
+
+
+def open_media(file: File, what: str) -> BinaryIO:
+    """Its bytes, open for reading and seekable. what: "image" or "video", for errors.
+
+    Raises DataError, which names the file and the reason: missing, no regular file, empty, unreadable, too large.
+    """
+    if isinstance(file, Path):
+        return _open_path(file, what)
+    if isinstance(file, Member):
+        content = _read_member(file, what)
+    else:
+        content = file.content if isinstance(file, Blob) else _fetch(file.url, what)
+    if not content:
+        raise DataError(f"{what} {name_of(file)} is empty (0 bytes)")
+    return io.BytesIO(content)
+
+
+def _open_path(path: Path, what: str) -> BinaryIO:
+    try:
+        if path.is_dir():
+            raise DataError(f"{what} {path} is a folder")
+        if not path.exists():
+            raise DataError(f"{what} {path} does not exist{_doubled(path)}")
+        if not path.is_file():
+            raise DataError(f"{what} {path} is not a regular file")  # reading a pipe would block for ever
+        if path.stat().st_size == 0:
+            raise DataError(f"{what} {path} is empty (0 bytes)")
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"{what} {path} cannot be read: {error.strerror}") from error
+
+
+def _doubled(path: Path) -> str:
+    """What to do about a file that is not there because data_path and the sample's path both name its folder."""
+    parts = path.parts
+    for size in range(1, len(parts) // 2 + 1):
+        for start in range(1, len(parts) - 2 * size + 1):
+            once, again = parts[start : start + size], parts[start + size : start + 2 * size]
+            meant = Path(*parts[: start + size], *parts[start + 2 * size :])
+            if once == again and meant.is_file():
+                return (
+                    f", but {meant} does: both data_path and the sample's path name {'/'.join(once)}; leave it out of "
+                    "data_path"
+                )
+    return ""
+
+
+def _read_member(member: Member, what: str) -> bytes:
+    _check_size(member.size, what, name_of(member))
+    try:
+        with member.archive.open("rb") as archive:
+            archive.seek(member.start)
+            content = archive.read(member.size)
+    except OSError as error:
+        raise DataError(f"{what} {name_of(member)} cannot be read: {error.strerror}") from error
+    if len(content) < member.size:
+        raise DataError(f"{what} {name_of(member)} is cut off: {len(content)} of {member.size} bytes. Copy it again")
+    return content
+
+
+def _fetch(url: str, what: str) -> bytes:
+    # Handlers of our own choice: the usual opener would also follow file: and ftp: addresses.
+    opener = request.OpenerDirector()
+    for handler in (
+        request.ProxyHandler, request.HTTPHandler, request.HTTPSHandler, request.HTTPRedirectHandler,
+        request.HTTPDefaultErrorHandler, request.HTTPErrorProcessor, request.UnknownHandler,
+    ):  # fmt: skip
+        opener.add_handler(handler())
+    try:
+        with opener.open(url, timeout=FETCH_TIMEOUT_S) as response:
+            content = _read_within(response, FETCH_S)
+    except (OSError, HTTPException, ValueError) as error:
+        raise DataError(f"{what} {url:.200} cannot be fetched: {error}") from error
+    _check_size(len(content), what, url)
+    return content
+
+
+def _read_within(response: Any, seconds: float) -> bytes:
+    """A response's bytes, up to one more than MAX_BYTES. Raises OSError for one that is cut off or takes too long."""
+    end, expected = time.monotonic() + seconds, response.length  # None: until the server ends it
+    content = bytearray()
+    while len(content) <= MAX_BYTES and len(content) != expected:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{len(content)} bytes came within {seconds:g} s, and not all")
+        piece = response.read1(_PIECE)
+        if not piece:
+            break
+        content += piece
+    if expected is not None and len(content) < min(expected, MAX_BYTES):
+        raise OSError(f"cut off after {len(content)} of {expected} bytes")
+    return bytes(content)
+
+
+def _check_size(size: int, what: str, name: str) -> None:
+    if size > MAX_BYTES:
+        raise DataError(f"{what} {name:.200} has more than {MAX_BYTES} bytes; put it into a file below data_path")

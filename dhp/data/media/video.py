@@ -1,0 +1,174 @@
+"""Video files to upright RGB frames, taken evenly, or a DataError that says what is wrong with the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import av
+import numpy as np
+from PIL import Image
+
+from dhp.base.errors import DataError
+from dhp.data.media.images import MAX_PIXELS
+from dhp.data.media.sources import File, name_of, open_media
+
+MIN_FRAMES = 4  # as the processors of the Qwen models have it
+# What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,gif,ogg,asf"
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Taking:
+    """Which frames are taken. fps: of each second; max_frames: at most; group: so many are one step in time.
+
+    The number of frames is a multiple of `group`; a video that is shorter than one is filled up with its last frame.
+    """
+
+    fps: float
+    max_frames: int
+    group: int
+
+    def indices(self, total: int, rate: float) -> np.ndarray:
+        """int64 [frames], ascending: which of `total` frames, `rate` a second, are taken."""
+        most = min(self.max_frames, total) // self.group * self.group
+        wanted = min(max(total / rate * self.fps, MIN_FRAMES), most, total)
+        count = int(wanted // self.group) * self.group or total
+        return np.arange(count, dtype=np.int64) * total // count
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What is taken of a video. frames: filled up to whole groups; width, height: of a frame as it is stored, in
+    pixels. A frame that is shown after a quarter turn has them exchanged."""
+
+    frames: int
+    width: int
+    height: int
+
+
+def map_frames(file: File, taking: Taking, use: Callable[[list[Image.Image]], Result]) -> tuple[list[Result], float]:
+    """Decode a video: what `use` makes of each group of frames, in order, and the seconds from one group to the next.
+
+    Frames are handed over as they are decoded, a group at a time, so that a long video need not fit into memory.
+    DataError names the file and the reason: broken, no video stream, no frames, too large, cut off.
+    """
+    with _opened(file) as (container, stream):
+        total, rate = _length(stream, file)
+        indices = taking.indices(total, rate)
+        results, group = [], []
+        for image in _frames(container, stream, indices, file, total):
+            group.append(image)
+            if len(group) == taking.group:
+                results.append(use(group))
+                group = []
+        if group:
+            results.append(use(group + group[-1:] * (taking.group - len(group))))
+    return results, taking.group * total / (len(indices) * rate)
+
+
+def read_extent(file: File, taking: Taking) -> Extent:
+    """What `map_frames` takes of a video, from the file's header.
+
+    Frames are decoded only to be counted, where the header does not say how many there are (as in Matroska files).
+    Raises DataError as `map_frames` does, for what the header shows: no video stream, no frames, too large.
+    """
+    with _opened(file) as (container, stream):
+        total, rate = _length(stream, file)
+        groups = -(-len(taking.indices(total, rate)) // taking.group)
+        return Extent(groups * taking.group, *_frame_size(container, stream, file))
+
+
+@contextmanager
+def _opened(file: File) -> Iterator[tuple[Any, Any]]:
+    """The container and its first video stream."""
+    name = name_of(file)
+    with open_media(file, "video") as content:
+        with _decoding(name):
+            container = av.open(content, options={"format_whitelist": _CONTAINERS}, metadata_errors="ignore")
+        with container:
+            stream = next(iter(container.streams.video), None)
+            if stream is None:
+                raise DataError(f"video {name} has no video stream")
+            if stream.codec_context is None:
+                raise DataError(f"video {name} has a video stream of an unknown kind")
+            _check_size(stream.width, stream.height, name)
+            yield container, stream
+
+
+@contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """Damaged bytes lead decoders to raise anything; all of it means that this file is not a usable video."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"video {name} cannot be decoded: {error or type(error).__name__}") from error
+
+
+def _length(stream: Any, file: File) -> tuple[int, float]:
+    """Frames of a video, and how many of them a second has. Raises DataError where there is none."""
+    with _decoding(name_of(file)):
+        total = stream.frames or _count(file)
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+    if total <= 0 or rate <= 0:
+        raise DataError(f"video {name_of(file)} has {'no frame rate' if total > 0 else 'no frames'}")
+    return total, rate
+
+
+def _frame_size(container: Any, stream: Any, file: File) -> tuple[int, int]:
+    """Width and height by the header, else by the first frame."""
+    if stream.width and stream.height:
+        return stream.width, stream.height
+    with _decoding(name_of(file)):
+        for frame in container.decode(stream):
+            return frame.width, frame.height
+    raise DataError(f"video {name_of(file)} has no frames")
+
+
+def _count(file: File) -> int:
+    """Frames of a video whose header does not say."""
+    with _opened(file) as (container, stream):
+        return sum(1 for _ in container.decode(stream))
+
+
+def _frames(container: Any, stream: Any, indices: np.ndarray, file: File, total: int) -> Iterator[Image.Image]:
+    """The frames of the given indices, upright. Raises DataError when the video ends before the last of them, or when
+    they are not of one size."""
+    wanted = iter(indices.tolist())
+    following = next(wanted, None)
+    number, first = 0, None
+    with _decoding(name_of(file)):  # what the caller does with a frame is not inside
+        for number, frame in enumerate(container.decode(stream), start=1):
+            if number - 1 == following:
+                _check_size(frame.width, frame.height, name_of(file))
+                image = frame.to_image()
+                image = image.rotate(frame.rotation, expand=True) if frame.rotation else image
+                first = first or image.size
+                _check_same(image.size, first, number, name_of(file))
+                yield image
+                following = next(wanted, None)
+                if following is None:
+                    return
+    raise DataError(f"video {name_of(file)} is cut off: it ends after {number} of {total} frames. Copy it again")
+
+
+def _check_size(width: int, height: int, name: str) -> None:
+    if width * height > MAX_PIXELS:
+        raise DataError(
+            f"video {name} has frames of {width} × {height} = {width * height} pixels, more than the {MAX_PIXELS} that "
+            "are decoded. Scale it down"
+        )
+
+
+def _check_same(size: tuple[int, int], first: tuple[int, int], number: int, name: str) -> None:
+    if size != first:
+        told = " to ".join(f"{width} × {height}" for width, height in (first, size))
+        raise DataError(
+            f"video {name} changes the size of its frames from {told} at frame {number}. Write it in one size"
+        )

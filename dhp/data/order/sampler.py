@@ -1,0 +1,185 @@
+"""Which samples a step trains on, and where each goes: pure functions of seed, epoch and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from dhp.base.errors import DataError
+
+RANDOM = "random"
+LENGTHS, ROWS = "checksum of the lengths", "checksum of the rows"  # of `Sampler.order`, where rows are balanced
+_CAUSES = {
+    LENGTHS: "images, the tokenizer or what decides their tokens have changed, or samples that were defective are not "
+    "any more",
+    ROWS: "another release of dhp or of a library it uses plans other rows of the same samples",
+}
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How a global batch divides over text data replicas and micro-batches."""
+
+    replicas: int
+    micro_batches: int
+    micro_batch_size: int  # samples per micro-batch and replica; in the mean where rows are balanced
+
+    @property
+    def batch_size(self) -> int:
+        """Samples a step, over all replicas and micro-batches."""
+        return self.replicas * self.micro_batches * self.micro_batch_size
+
+    @property
+    def rows(self) -> int:
+        """Rows a step: what one replica holds in one micro-batch. The same for each number of replicas that divides
+        it, so that a run may go on with another one."""
+        return self.replicas * self.micro_batches
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Which samples a step trains on; cheap to send, where the samples are not.
+
+    step, epoch: 0-based; done: epochs after this step, with a fraction. samples: [micro_batch][replica] -> indices
+    within the epoch. defects: one message for each sample that is left out before anything is read. measure_s: seconds
+    spent on finding them, lengths of samples among it.
+    """
+
+    step: int
+    epoch: int
+    done: float
+    samples: tuple[tuple[tuple[int, ...], ...], ...]
+    defects: tuple[str, ...] = ()
+    measure_s: float = 0.0
+
+
+class Sampler:
+    """Steps in order, and any step by its number. Iterating hands out the next ones and moves `position` on."""
+
+    def __init__(self, layout: BatchLayout, seed: int) -> None:
+        self.layout, self.seed = layout, seed
+        self.position = 0
+
+    def batch(self, step: int) -> StepBatch:
+        """The samples of a step (0-based): depends on the constructor's arguments and `step` alone."""
+        raise NotImplementedError
+
+    def steps(self, epochs: int) -> int:
+        """Steps of that many epochs from the first on."""
+        raise NotImplementedError
+
+    def order(self, step: int = 0) -> dict[str, Any]:
+        """All that decides which samples the steps before `step` have, as plain values: two samplers that agree in it
+        have the same. The number of replicas is not in it."""
+        raise NotImplementedError
+
+    def first(self, step: int) -> np.ndarray:
+        """Samples of the first epoch whose lengths steps up to `step` need; without a window, none is known to be
+        needed before others."""
+        return np.arange(0)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        self.position += 1
+        return self.batch(self.position - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain values."""
+        return {"step": self.position, "order": self.order(self.position)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another sampler stopped, also one with another number of replicas: no sample is lost or seen
+        twice. Raises DataError when its steps would be others."""
+        now = self.order(state["step"])
+        other = [key for key in now if state["order"].get(key) != now[key]]
+        if other:
+            causes = {key: f" ({cause})" for key, cause in _CAUSES.items()}
+            told = "; ".join(f"{k} was {state['order'].get(k)} and is {now[k]}{causes.get(k, '')}" for k in other)
+            raise DataError(
+                f"the run cannot go on in the middle of its data, which is dealt out otherwise: {told}. Set what it "
+                "had, or begin anew with training.resume=never"
+            )
+        self.position = state["step"]
+
+
+class RandomSampler(Sampler):
+    """`micro_batch_size` samples a row, in random or file order."""
+
+    def __init__(self, samples: int, layout: BatchLayout, seed: int, shuffle: bool) -> None:
+        super().__init__(layout, seed)
+        self._samples, self._shuffle = samples, shuffle
+
+    def batch(self, step: int) -> StepBatch:
+        """As `Sampler.batch`."""
+        indices = step_indices(step, self._samples, self.layout, self.seed, self._shuffle)
+        return StepBatch(
+            step=step,
+            epoch=epoch_of(step, self._samples, self.layout),
+            done=(step + 1) / self.steps(1),
+            samples=tuple(map(tuple, slots(indices, self.layout))),
+        )
+
+    def steps(self, epochs: int) -> int:
+        """As `Sampler.steps`."""
+        return epochs * steps_per_epoch(self._samples, self.layout)
+
+    def order(self, step: int = 0) -> dict[str, Any]:
+        """As `Sampler.order`."""
+        return {
+            "balance": RANDOM,
+            "seed": self.seed,
+            "shuffle": self._shuffle,
+            "samples": self._samples,
+            "rows": self.layout.rows,
+            "samples a row": self.layout.micro_batch_size,
+        }
+
+
+@lru_cache(maxsize=2)  # for millions of samples an order takes longer than a step's reading
+def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """The order of n samples in one epoch: int64 [n], a permutation of 0..n-1, in file order unless shuffled.
+
+    Read-only, because it is shared.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(n) if shuffle else np.arange(n)
+    order.flags.writeable = False
+    return order
+
+
+def steps_per_epoch(n: int, layout: BatchLayout) -> int:
+    """Steps that show each of n samples once; the last may be short, nothing is dropped."""
+    return ceil(n / layout.batch_size)
+
+
+def epoch_of(step: int, n: int, layout: BatchLayout) -> int:
+    """The epoch (0-based) that a step (0-based) belongs to."""
+    return step // steps_per_epoch(n, layout)
+
+
+def step_indices(step: int, n: int, layout: BatchLayout, seed: int, shuffle: bool) -> tuple[int, ...]:
+    """The dataset indices of one step (0-based), in order; fewer than batch_size at the end of an epoch."""
+    epoch, step_in_epoch = divmod(step, steps_per_epoch(n, layout))
+    start = step_in_epoch * layout.batch_size
+    order = epoch_order(n, seed, epoch, shuffle)
+    return tuple(int(index) for index in order[start : start + layout.batch_size])
+
+
+def slots(indices: Sequence[int], layout: BatchLayout) -> list[list[tuple[int, ...]]]:
+    """Deal a global batch out: [micro_batch][replica] -> its indices.
+
+    Micro-batches are filled one after another, and within one its replicas. In a short batch the later
+    slots are therefore smaller or empty.
+    """
+    size = layout.micro_batch_size
+    starts = [
+        [(micro * layout.replicas + replica) * size for replica in range(layout.replicas)]
+        for micro in range(layout.micro_batches)
+    ]
+    return [[tuple(indices[start : start + size]) for start in row] for row in starts]

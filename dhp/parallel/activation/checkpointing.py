@@ -1,0 +1,287 @@
+"""Recomputing parts of layers in backward instead of keeping what they computed, from outside an untouched model.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", by torch's non-reentrant checkpointing of each layer.
+What is not worth recomputing (matrix products, attention) is *kept*: its output is remembered, and when the layer is
+run again it is not. What a kept call saves for its own backward is either one of its inputs, which the layer's second
+run makes anew, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run
+once; all others run again in backward, on every rank in the same order. Layers must not draw random numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from dhp.base.messages import Choices
+from dhp.config.recompute import CHOICES
+from dhp.parallel.activation.saved_tensors import detached, note, noting, top_hooks
+
+ATTENTION, PROJECTIONS, MLP = "attention", "projections", "mlp"
+# What each choice keeps of a layer that is checkpointed.
+_KEPT = {
+    "light": {ATTENTION, PROJECTIONS, MLP},
+    "mlp": {ATTENTION, PROJECTIONS},
+    "linear": {ATTENTION},
+    "all": set(),
+}
+
+_here = threading.local()  # on GPUs, backward runs layers again in threads of autograd's own
+
+
+class Watcher(Protocol):
+    """Who is told when layers run."""
+
+    def layer(self, index: int) -> Any:
+        """A context around the first run of a layer."""
+
+    def replay(self, index: int) -> Any:
+        """A context around a layer's second run, in backward."""
+
+
+class LayerParts(Protocol):
+    """Where a part's layers are, and what is in each: see `dhp.models.family.LayerParts`."""
+
+    path: str
+    projections: tuple[str, ...]
+    mlp: tuple[str, ...]
+
+
+class RecomputedLayers:
+    """The layers of a model, each of which recomputes what its choice says. Choices may change between steps."""
+
+    def __init__(self, model: nn.Module, parts: LayerParts, choices: Choices, watcher: Watcher | None = None):
+        layers = list(model.get_submodule(parts.path))
+        self._layers = [_Layer(layer, parts, index, watcher) for index, layer in enumerate(layers)]
+        self.choose(choices)
+
+    @property
+    def choices(self) -> Choices:
+        return tuple(layer.choice for layer in self._layers)
+
+    def choose(self, choices: Choices) -> None:
+        """What each layer recomputes from now on. Raises ValueError for a choice too many, too few, or unknown."""
+        unknown = sorted(set(choices) - set(CHOICES))
+        if len(choices) != len(self._layers) or unknown:
+            raise ValueError(
+                f"{len(choices)} choices for {len(self._layers)} layers, unknown: {unknown}; "
+                f"give one of {', '.join(CHOICES)} for each layer"
+            )
+        for layer, choice in zip(self._layers, choices, strict=True):
+            layer.choice = choice
+
+
+class _Layer:
+    def __init__(self, module: nn.Module, parts: LayerParts, index: int, watcher: Watcher | None):
+        self.choice = "none"
+        self._index, self._watcher = index, watcher
+        for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
+            for name in names:
+                inner = module.get_submodule(name)
+                inner.forward = kept(what, inner.forward)
+        # `forward`, not the call: hooks of the layer (ZeRO's) stay outside and run once.
+        self._forward = module.forward
+
+        @wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run(args, kwargs)
+
+        module.forward = forward
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._watcher is None or not torch.is_grad_enabled():
+            return self._run_once(args, kwargs)
+        with self._watcher.layer(self._index):
+            return self._run_once(args, kwargs)
+
+    def _run_once(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.choice == "none" or not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        flat, spec = tree_flatten((args, dict(kwargs)))
+        places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
+        rest = [None if isinstance(value, Tensor) else value for value in flat]
+        calls = _Calls(frozenset(_KEPT[self.choice]))
+
+        def layer(*tensors: Tensor) -> Any:
+            # Tensors as arguments, so that the checkpoint saves them where they are seen and counted.
+            values = rest.copy()
+            for place, tensor in zip(places, tensors, strict=True):
+                values[place] = tensor
+            given, named = tree_unflatten(values, spec)
+            if not calls.begun:
+                with calls.first():
+                    return self._forward(*given, **named)
+            with self._replay(), calls.again():
+                return self._forward(*given, **named)
+
+        return checkpoint(layer, *(flat[place] for place in places), use_reentrant=False)
+
+    @contextmanager
+    def _replay(self) -> Iterator[None]:
+        with noting():
+            if self._watcher is None:
+                yield
+                return
+            with self._watcher.replay(self._index):
+                yield
+
+
+class _Deferred(NamedTuple):
+    """A view of an input that a kept call saved: it lies in the input's memory as it did in the first run."""
+
+    source: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Result(NamedTuple):
+    value: Tensor
+    requires_grad: bool
+
+
+@dataclass
+class _Call:
+    """A kept call: its results, and which of its inputs it saved, in order."""
+
+    results: list[Any]
+    spec: Any
+    deferred: list[_Deferred]
+
+
+@dataclass
+class _Calls:
+    """Kept calls of one run of one layer, in order; the second run takes their results from here."""
+
+    keeps: frozenset[str]
+    made: list[_Call] = field(default_factory=list)
+    begun: bool = False
+    next: int | None = None  # in a second run, the call that comes next
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        self.begun = True
+        with _in_force(self):
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        self.next = 0
+        with _in_force(self):
+            yield
+
+
+@contextmanager
+def _in_force(calls: _Calls | None) -> Iterator[None]:
+    outer = getattr(_here, "calls", None)
+    _here.calls = calls
+    try:
+        yield
+    finally:
+        _here.calls = outer
+
+
+def kept(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose results are kept where a layer that is recomputed keeps `what`; elsewhere as it is.
+
+    It must be a function of its arguments and parameters that does not write to its inputs.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls = getattr(_here, "calls", None)
+        if calls is None or what not in calls.keeps:
+            return function(*args, **kwargs)
+        inputs = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+        if calls.next is None:
+            return _keep(calls, inputs, lambda: function(*args, **kwargs))
+        made = calls.made[calls.next]
+        calls.next += 1
+        return _repeat(made, inputs)
+
+    return call
+
+
+class _Saving:
+    """The hook of a kept call: its inputs are left to the checkpoint around it, all else is saved for good."""
+
+    def __init__(self, inputs: Sequence[Tensor]):
+        self._pack, self._unpack = top_hooks()
+        self._inputs = {t.untyped_storage()._cdata: (i, t.dtype) for i, t in reversed([*enumerate(inputs)])}
+        self.deferred: list[_Deferred] = []
+
+    def save(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What gets the tensor back."""
+        if not is_traceable_wrapper_subclass(tensor):
+            source, dtype = self._inputs.get(tensor.untyped_storage()._cdata, (None, None))
+            if dtype == tensor.dtype:
+                self.deferred.append(_Deferred(source, tensor.shape, tensor.stride(), tensor.storage_offset()))
+                return partial(self._unpack, self._pack(tensor))
+        elif not isinstance(tensor, nn.Parameter):
+            return self._save_inside(tensor.detach())
+        note(tensor)
+        return partial(_same, detached(tensor))
+
+    def _save_inside(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Save what a wrapper such as DTensor holds, and make the wrapper again around it."""
+        names, context = tensor.__tensor_flatten__()
+        held = {name: getattr(tensor, name) for name in names}
+        inner = {name: self.save(value) for name, value in held.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in held.items() if name not in inner}  # a DTensor's mesh
+        return partial(_wrap, type(tensor), inner, others, context, tensor.shape, tensor.stride())
+
+
+def _keep(calls: _Calls, inputs: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+    """Run the call, save for good what it saves besides its inputs, and remember its results."""
+    saving = _Saving(inputs)
+    # Nothing inside is kept by itself: the call is one.
+    with _in_force(None), torch.autograd.graph.saved_tensors_hooks(saving.save, _get):
+        results = run()
+    flat, spec = tree_flatten(results)
+    for value in flat:
+        if isinstance(value, Tensor):
+            note(value)
+    remembered = [_Result(v.detach(), v.requires_grad) if isinstance(v, Tensor) else v for v in flat]
+    calls.made.append(_Call(remembered, spec, saving.deferred))
+    return results
+
+
+def _repeat(made: _Call, inputs: Sequence[Tensor]) -> Any:
+    """The results of a call that was made before; its inputs, made anew, are saved in the order in which it did."""
+    pack, _ = top_hooks()
+    for one in made.deferred:
+        pack(torch.as_strided(inputs[one.source].detach(), one.size, one.stride, one.offset))
+    flat = [v.value.detach().requires_grad_(v.requires_grad) if isinstance(v, _Result) else v for v in made.results]
+    return tree_unflatten(flat, made.spec)
+
+
+# Functions rather than closures: a closure that holds itself would stay until the garbage collector comes by.
+
+
+def _get(saved: Callable[[], Tensor]) -> Tensor:
+    return saved()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _wrap(
+    kind: Any,
+    inner: Mapping[str, Callable[[], Tensor]],
+    others: Mapping[str, Any],
+    context: Any,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> Tensor:
+    held = {name: get() for name, get in inner.items()} | dict(others)
+    return kind.__tensor_unflatten__(held, context, shape, stride)

@@ -1,0 +1,210 @@
+"""Ring attention: queries stay, keys and values travel from rank to rank, and each block's result is merged exactly.
+
+Liu et al. 2023, "Ring Attention with Blockwise Transformers". Merging in float32 by log-sum-exp; backward with the
+output and log-sum-exp of all blocks, so that no block needs another's scores. Gradients of keys and values travel with
+them, in float32, from the first other rank on until they are home: what the own rank has to add waits there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp.parallel.attention.kernels import Block, Kernel, choose_kernel
+from dhp.parallel.attention.shard_plan import Shard, Span, count_tokens
+from dhp.parallel.comm.collectives import Shift, exchange_rows
+
+
+class Pair(NamedTuple):
+    """Rows of queries that see rows of keys; diagonal: the same tokens, each seeing those up to itself."""
+
+    queries: slice
+    keys: slice
+    diagonal: bool
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that pass keys and values around. chunks: the spans of each, in rank order.
+
+    gather: fetch all keys and values at once instead, which for short rings is one message instead of several.
+    """
+
+    chunks: tuple[Shard, ...]
+    rank: int
+    group: dist.ProcessGroup
+    causal: bool
+    gather: bool = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what came in forward stays for backward, not to be sent again: as much memory as the own keys and
+        values with two ranks, and only for short sequences with more."""
+        return self.gather or len(self.chunks) == 2
+
+    def tokens(self, rank: int) -> int:
+        return count_tokens(self.chunks[rank])
+
+    def pairs(self, source: int) -> list[Pair]:
+        """What this rank's queries see of the keys of rank `source`."""
+        return list(visible_pairs(self.chunks[self.rank], self.chunks[source], self.causal))
+
+    def source(self, step: int) -> int:
+        """Whose keys are here in the given step."""
+        return (self.rank - step) % len(self.chunks)
+
+
+def visible_pairs(queries: Shard, keys: Shard, causal: bool) -> Iterator[Pair]:
+    """Pairs of spans of the same segment of which the queries see the keys.
+
+    Raises ValueError for spans that overlap without being the same: no token lies on two ranks.
+    """
+    for query, rows in _with_rows(queries):
+        for key, columns in _with_rows(keys):
+            if query.segment != key.segment or (causal and key.first >= query.end):
+                continue
+            same = query == key
+            if not same and query.first < key.end and key.first < query.end:
+                raise ValueError(f"{query} and {key} overlap; every token must lie on one rank")
+            yield Pair(rows, columns, causal and same)
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks of the ring.
+
+    query: [own tokens, heads, dim]; key, value: [own tokens, kv heads, dim]. Returns [own tokens, heads, dim].
+    """
+    return _RingAttention.apply(query, key, value, ring, scale)
+
+
+def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) -> None:
+    """Add a block to what is there, in place: output [tokens, heads, dim], lse [heads, tokens], both exact.
+
+    A row that has seen nothing yet carries lse = -inf.
+    """
+    total = torch.logaddexp(lse, block_lse)
+    share = torch.where(total == float("-inf"), 0.0, (block_lse - total).exp())
+    output += share.transpose(0, 1)[..., None] * (block_output - output)
+    lse.copy_(total)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float) -> Tensor:
+        exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+        kernel = choose_kernel(query)
+        output = query.new_zeros(query.shape, dtype=exact)
+        lse = query.new_full((query.shape[1], len(query)), float("-inf"), dtype=exact)
+        others = []
+        for source, states in _blocks(torch.stack([key, value]), ring):
+            if ring.keeps and source != ring.rank:
+                others.append(states)
+            for rows, columns, diagonal in ring.pairs(source):
+                k, v = states[:, columns]
+                part, part_lse = kernel.forward(query[rows], k, v, Block(diagonal, scale))
+                merge(output[rows], lse[:, rows], part.to(exact), part_lse)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, lse, *others)
+        ctx.ring, ctx.scale, ctx.kernel = ring, scale, kernel
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse, *others = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        grad_query = torch.zeros_like(query, dtype=lse.dtype)
+        arrive = _gather_home if ring.gather else _travel_home
+        own = torch.stack([key, value])
+        shares = (
+            (source, _share(ctx.kernel, (grad, query, output, lse), states, source, ring, ctx.scale, grad_query))
+            for source, states in (_kept(own, others, ring) if ring.keeps else _blocks(own, ring))
+        )
+        grad_key, grad_value = arrive(shares, ring, key).to(key.dtype)
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None
+
+
+def _share(
+    kernel: Kernel,
+    given: tuple[Tensor, Tensor, Tensor, Tensor],
+    states: Tensor,
+    source: int,
+    ring: Ring,
+    scale: float,
+    grad_query: Tensor,
+) -> Tensor:
+    """What this rank's queries give to the gradients of keys and values of rank `source`, [2, tokens, heads, dim]."""
+    grad, query, output, lse = given
+    share = torch.zeros_like(states, dtype=lse.dtype)
+    for rows, columns, diagonal in ring.pairs(source):
+        k, v = states[:, columns]
+        block = Block(diagonal, scale)
+        gradients = kernel.backward(grad[rows], query[rows], k, v, output[rows], lse[:, rows], block)
+        grad_query[rows] += gradients[0]
+        share[0, columns] += gradients[1]
+        share[1, columns] += gradients[2]
+    return share
+
+
+def _blocks(own: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
+    """Keys and values of every rank, [2, tokens, heads, dim], by rank: this one's own first, then as they come around.
+
+    The next are already on their way while the caller works on these.
+    """
+    ranks = len(ring.chunks)
+    if ring.gather and ranks > 1:
+        sizes = [ring.tokens(rank) for rank in range(ranks)]
+        rows = own.transpose(0, 1)  # [tokens, 2, heads, dim]
+        everyone = exchange_rows(rows.repeat(ranks, 1, 1, 1), [len(rows)] * ranks, sizes, ring.group)
+        parts = everyone.split(sizes)
+        yield from ((ring.source(step), parts[ring.source(step)].transpose(0, 1)) for step in range(ranks))
+        return
+    states = own
+    for step in range(ranks):
+        coming = None
+        if step + 1 < ranks:
+            coming = Shift(states, (2, ring.tokens(ring.source(step + 1)), *own.shape[2:]), ring.group)
+        yield ring.source(step), states
+        if coming is not None:
+            states = coming.wait()
+
+
+def _kept(own: Tensor, others: Sequence[Tensor], ring: Ring) -> Iterator[tuple[int, Tensor]]:
+    """As `_blocks`, of what came before; this rank's own last, while the others' gradients are on their way."""
+    yield from ((ring.source(step), states) for step, states in enumerate(others, 1))
+    yield ring.rank, own
+
+
+def _travel_home(shares: Iterator[tuple[int, Tensor]], ring: Ring, key: Tensor) -> Tensor:
+    """Sum the shares of all ranks as gradients travel with their keys; what arrives is this rank's own."""
+    coming = None
+    for source, share in shares:
+        if source == ring.rank:
+            own = share
+            continue
+        total = share if coming is None else coming.wait().add_(share)
+        following = ring.tokens((source - 1) % len(ring.chunks))
+        coming = Shift(total, (2, following, *key.shape[1:]), ring.group)
+    return own if coming is None else coming.wait().add_(own)
+
+
+def _gather_home(shares: Iterator[tuple[int, Tensor]], ring: Ring, key: Tensor) -> Tensor:
+    """Send every rank its share, and sum what comes, in rank order."""
+    ranks = len(ring.chunks)
+    by_rank = [share.transpose(0, 1) for _, share in sorted(shares, key=itemgetter(0))]
+    sizes = [len(share) for share in by_rank]
+    own = ring.tokens(ring.rank)
+    received = exchange_rows(torch.cat(by_rank), sizes, [own] * ranks, ring.group)
+    return received.view(ranks, own, 2, *key.shape[1:]).sum(0).transpose(0, 1)
+
+
+def _with_rows(spans: Shard) -> Iterator[tuple[Span, slice]]:
+    starts = [0, *accumulate(span.count for span in spans)]
+    for span, start in zip(spans, starts):
+        yield span, slice(start, start + span.count)

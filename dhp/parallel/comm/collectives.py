@@ -1,0 +1,122 @@
+"""Collectives whose backward is written beside them, and which also run where gloo has no CUDA kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp.base.byte_counter import EXCHANGE_TAG
+from dhp.base.spans import COLLECTIVE, span
+
+
+def _must_stage(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """gloo moves CPU memory only; ranks that share one GPU cannot use NCCL and stage their tensors."""
+    return tensor.is_cuda and dist.get_backend(group) == "gloo"
+
+
+def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """All-to-all without autograd: `send[r]` rows go to rank r, `receive[r]` rows come from it, in rank order."""
+    staged = _must_stage(rows, group)
+    source = rows.contiguous().cpu() if staged else rows.contiguous()
+    target = source.new_empty((sum(receive), *rows.shape[1:]))
+    if dist.get_backend(group) == "gloo":
+        with span("exchange", COLLECTIVE):
+            _exchange_by_messages(source.split(list(send)), target.split(list(receive)), group)
+    else:
+        dist.all_to_all_single(target, source, list(receive), list(send), group=group)
+    return target.to(rows.device) if staged else target
+
+
+def _exchange_by_messages(going: Sequence[Tensor], coming: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """All-to-all of what goes to and comes from each rank, ready to receive before anything is sent.
+
+    gloo's own sends first. Its word that a rank is ready then waits behind what that rank sends, so two ranks take
+    turns, which over a network takes twice the time (`python -m experiments.two_hosts`).
+    """
+    own, ranks = dist.get_rank(group), len(going)
+    coming[own].copy_(going[own])
+    others = [(own + step) % ranks for step in range(1, ranks)]  # each begins with another one
+    messages = [
+        dist.P2POp(begin, tensors[rank], group=group, group_peer=rank, tag=EXCHANGE_TAG)
+        for begin, tensors in ((dist.irecv, coming), (dist.isend, going))
+        for rank in others
+        if tensors[rank].numel()
+    ]
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
+
+
+class AllToAll(torch.autograd.Function):
+    """`exchange_rows` with gradients: the backward is the inverse exchange."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return exchange_rows(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_rows(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+class Shift:
+    """A tensor on its way to the next rank of a ring, and another one coming from the rank before."""
+
+    def __init__(self, tensor: Tensor, shape: Sequence[int], group: dist.ProcessGroup):
+        """shape: of what comes. Begins at once; what is sent must not be written to before `wait`."""
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._device = tensor.device
+        staged = _must_stage(tensor, group)
+        self._sent = tensor.contiguous().cpu() if staged else tensor.contiguous()
+        self._coming = self._sent.new_empty(tuple(shape))
+        messages = []
+        # What comes is asked for first, for the reason in `_exchange_by_messages`.
+        if self._coming.numel():
+            messages.append(dist.P2POp(dist.irecv, self._coming, group=group, group_peer=(rank - 1) % ranks))
+        if self._sent.numel():
+            messages.append(dist.P2POp(dist.isend, self._sent, group=group, group_peer=(rank + 1) % ranks))
+        self._works = dist.batch_isend_irecv(messages) if messages else []
+
+    def wait(self) -> Tensor:
+        """What has come."""
+        with span("shift", COLLECTIVE):
+            for work in self._works:
+                work.wait()
+        return self._coming.to(self._device)
+
+
+def sum_in_place(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum of `tensor` over the group, written back into it; no autograd."""
+    return _reduce_in_place(tensor, group, dist.ReduceOp.SUM)
+
+
+def begin_sum(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Begin the sum of `tensor` over the group, written back into it; what to wait for, or None when it is done."""
+    if dist.get_world_size(group) == 1:
+        return None
+    if _must_stage(tensor, group):
+        sum_in_place(tensor, group)
+        return None
+    return dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def largest_in_place(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Elementwise maximum of `tensor` over the group, written back into it; no autograd."""
+    return _reduce_in_place(tensor, group, dist.ReduceOp.MAX)
+
+
+def _reduce_in_place(tensor: Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    if dist.get_world_size(group) == 1:
+        return tensor
+    if _must_stage(tensor, group):
+        staged = tensor.cpu()
+        dist.all_reduce(staged, operation, group=group)
+        return tensor.copy_(staged)
+    dist.all_reduce(tensor, operation, group=group)
+    return tensor

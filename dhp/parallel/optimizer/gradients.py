@@ -1,0 +1,175 @@
+"""A step's gradients on one rank: summed over micro-batches and ranks, in buckets, while backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dhp.base.spans import COLLECTIVE, span
+from dhp.parallel.comm.collectives import begin_sum, sum_in_place
+
+BUCKET_BYTES = 32 << 20
+
+
+class _Bucket:
+    """Consecutive parameters whose gradients are summed over the ranks in one message."""
+
+    def __init__(self, members: Sequence[int], sizes: Sequence[int], over: dist.ProcessGroup | None):
+        self.members, self.sizes, self.over = members, sizes, over
+        self.flat: Tensor | None = None
+        self.begun: dist.Work | None = None
+
+    def open(self, shapes: Sequence[torch.Size], like: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Take memory for the gradients: each member and the place of its gradient."""
+        self.flat = like.new_zeros(sum(self.sizes), dtype=dtype)
+        self.missing = len(self.members)
+        for member, shape, place in zip(self.members, shapes, self.flat.split(list(self.sizes)), strict=True):
+            yield member, place.view(shape)
+
+
+class Gradients:
+    """Sums of the gradients of `parameters`, in `dtype`, over micro-batches and over the ranks of `group`.
+
+    partial: by a parameter's id, further ranks over which its gradients are parts of a sum. overlap: begin the sum of
+    a bucket over the ranks as soon as its last gradient is there, not when all are. exclusive: let nothing that is
+    computed after backward begin before the sums are done. Ranks of two parts that share GPUs take turns on them: a sum
+    needs all GPUs at once, and spins on those that already have come to it while the other part computes on the rest.
+
+    Where there is nothing to sum over and the parameters' own format is `dtype`, gradients stay where autograd
+    accumulates them and nothing is copied.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        partial_over: Mapping[int, dist.ProcessGroup],
+        overlap: bool = True,
+        exclusive: bool = False,
+    ):
+        self._parameters, self._dtype, self._group = parameters, dtype, group
+        self._partial, self._overlap, self._exclusive = partial_over, overlap, exclusive
+        self._places: list[Tensor] | None = None
+        self._reducing = self._unfinished = False
+        self._direct = dist.get_world_size(group) == 1 and all(p.dtype == dtype for p in parameters)
+        if not self._direct:
+            self._buckets, self._bucket_of = _cut_into_buckets(parameters, dtype, partial_over)
+            for index, parameter in enumerate(parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._take, index))
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate the gradients of `loss`; with `last`, begin to sum what has accumulated over the ranks."""
+        if not self._direct and self._places is None:
+            self._open()
+        self._reducing = last and self._overlap
+        loss.backward()
+        if last:
+            self._begin_all()
+            if self._exclusive:
+                self._finish()
+
+    def local(self) -> list[Tensor]:
+        """The summed gradient of each parameter; zero where there is none.
+
+        Waits for the sums. `backward` does not: what it hands to the other part need not wait for them.
+        """
+        self._finish()
+        return self._places
+
+    def nbytes(self) -> int:
+        """Memory that the step's gradients take."""
+        if self._direct:
+            found = [_gradient_of(parameter) for parameter in self._parameters if parameter.grad is not None]
+        else:
+            found = [bucket.flat for bucket in self._buckets if bucket.flat is not None]
+        return sum(gradient.nbytes for gradient in found)
+
+    def drop(self) -> None:
+        """Forget the step's gradients, and give their memory back."""
+        self._finish()
+        self._places = None
+        for parameter in self._parameters:
+            parameter.grad = None
+        for bucket in () if self._direct else self._buckets:
+            bucket.flat = bucket.begun = None
+
+    def _open(self) -> None:
+        shapes = [parameter.shape for parameter in self._parameters]
+        places: dict[int, Tensor] = {}
+        for bucket in self._buckets:
+            like = self._parameters[bucket.members[0]].detach()
+            places |= bucket.open([shapes[m] for m in bucket.members], like, self._dtype)
+        self._places = [places[index] for index in range(len(self._parameters))]
+        self._next = 0
+
+    def _take(self, index: int, parameter: nn.Parameter) -> None:
+        """Autograd has finished a parameter's gradient: add it to its place, and forget it."""
+        self._places[index] += _gradient_of(parameter)
+        parameter.grad = None
+        if self._reducing:
+            self._buckets[self._bucket_of[index]].missing -= 1
+            self._begin_ready()
+
+    def _begin_ready(self) -> None:
+        """Begin the sums of full buckets, in the order of the buckets: all ranks must send the same one next."""
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._begin(self._buckets[self._next])
+            self._next += 1
+
+    def _begin(self, bucket: _Bucket) -> None:
+        if bucket.over is not None:
+            sum_in_place(bucket.flat, bucket.over)
+        bucket.begun = begin_sum(bucket.flat, self._group)
+
+    def _begin_all(self) -> None:
+        """Begin the sums that need no other sum before them."""
+        self._reducing, self._unfinished = False, True
+        if not self._direct:
+            while self._next < len(self._buckets) and self._buckets[self._next].over is None:
+                self._begin(self._buckets[self._next])
+                self._next += 1
+
+    def _finish(self) -> None:
+        if not self._unfinished:
+            return
+        self._unfinished = False
+        if self._direct:
+            self._places = [_gradient_of(parameter) for parameter in self._parameters]
+            for parameter, place in zip(self._parameters, self._places, strict=True):
+                if id(parameter) in self._partial:
+                    sum_in_place(place, self._partial[id(parameter)])
+            return
+        with span("sums of gradients", COLLECTIVE):
+            for bucket in self._buckets[self._next :]:
+                self._begin(bucket)
+            for bucket in self._buckets:
+                if bucket.begun is not None:
+                    bucket.begun.wait()
+
+
+def _cut_into_buckets(
+    parameters: Sequence[nn.Parameter], dtype: torch.dtype, partial_over: Mapping[int, dist.ProcessGroup]
+) -> tuple[list[_Bucket], dict[int, int]]:
+    """Buckets in the order in which backward comes by, and the bucket of each parameter.
+
+    Those with a sum over further ranks come last, where waiting for it holds nothing up.
+    """
+    order = sorted(reversed(range(len(parameters))), key=lambda index: id(parameters[index]) in partial_over)
+    cuts: list[tuple[dist.ProcessGroup | None, list[int], list[int]]] = []
+    for index in order:
+        over, size = partial_over.get(id(parameters[index])), parameters[index].numel()
+        if not cuts or cuts[-1][0] is not over or (sum(cuts[-1][2]) + size) * dtype.itemsize > BUCKET_BYTES:
+            cuts.append((over, [], []))
+        cuts[-1][1].append(index)
+        cuts[-1][2].append(size)
+    buckets = [_Bucket(members, sizes, over) for over, members, sizes in cuts]
+    return buckets, {index: at for at, bucket in enumerate(buckets) for index in bucket.members}
+
+
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,111 @@
+"""Cross-entropy of a head whose vocabulary is split over tensor ranks, in chunks of rows.
+
+Full logits never exist: a rank holds [chunk, vocabulary / ranks] of them at a time. Since the result is a scalar
+whose incoming gradient is a scalar too, both gradients are computed in the forward pass beside the logits they need,
+as in Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), over a vocabulary-parallel softmax (Megatron-LM,
+Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dhp.parallel.comm.collectives import largest_in_place, sum_in_place
+from dhp.parallel.tensor.local_shards import Cut, cut_of
+
+CHUNK_ROWS = 2048
+
+
+def token_loss_sum(head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows: int = CHUNK_ROWS) -> Tensor:
+    """Σ −log softmax(head(states))[targets], a scalar in float32 (float64 for float64 states).
+
+    states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]. `head.weight` is whole, or this rank's
+    slice of the vocabulary (`dhp.parallel.tensor.local_shards`, or a DTensor). Raises ValueError for any other split,
+    and for a head with a bias, which no known family has.
+    """
+    if head.bias is not None:
+        raise ValueError("a head with a bias is not supported; add its gradient here and to the tests first")
+    weight, cut = head.weight, cut_of(head, "weight")
+    if isinstance(weight, DTensor):  # a model that transformers' own styles cut
+        cut = Cut(weight.device_mesh, weight.placements, weight.shape)
+        weight = weight.to_local(grad_placements=weight.placements)
+    first, group = _own_rows(cut)
+    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows)
+
+
+def _own_rows(cut: Cut | None) -> tuple[int, dist.ProcessGroup | None]:
+    """The token id of this rank's first row of the head, and the ranks that hold the others."""
+    if cut is None or all(placement.is_replicate() for placement in cut.placements):
+        return 0, None  # summing over ranks that all hold the whole vocabulary would count it several times
+    if cut.placements != (Shard(0),):
+        raise ValueError(
+            f"the head is split as {cut.placements}, but a vocabulary split over one mesh axis, (Shard(dim=0),), "
+            "is what the loss knows; change the model's tensor-parallel plan for the head"
+        )
+    _, offset = compute_local_shape_and_global_offset(cut.shape, cut.mesh, cut.placements)
+    return offset[0], cut.mesh.get_group()
+
+
+class _TokenLossSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first: int,
+        group: dist.ProcessGroup | None,
+        chunk_rows: int,
+    ) -> Tensor:
+        exact = torch.float64 if states.dtype == torch.float64 else torch.float32
+        total = states.new_zeros((), dtype=exact)
+        grad_states = torch.empty_like(states)
+        grad_weight = torch.zeros_like(weight, dtype=exact)
+        for rows, target, grad in zip(
+            states.split(chunk_rows), targets.split(chunk_rows), grad_states.split(chunk_rows), strict=True
+        ):
+            loss, slopes = _chunk(rows, weight, target - first, group, exact)
+            total += loss
+            slopes = slopes.to(rows.dtype)
+            grad.copy_(slopes @ weight)
+            grad_weight += slopes.T @ rows
+        ctx.group = group
+        ctx.save_for_backward(grad_states, grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        grad_states, grad_weight = ctx.saved_tensors
+        grad_states = grad_states * scale
+        if ctx.group is not None:  # each rank has the part that its own vocabulary gives
+            sum_in_place(grad_states, ctx.group)
+        return grad_states, grad_weight * scale, None, None, None, None
+
+
+def _chunk(
+    rows: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, exact: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Loss of a chunk over the whole vocabulary, and d loss / d logits of this rank's part, [rows, own vocabulary].
+
+    target: relative to this rank's first token, so out of range on the ranks that do not hold it.
+    """
+    logits = (rows @ weight.T).to(exact)
+    highest = logits.max(dim=-1).values
+    if group is not None:
+        largest_in_place(highest, group)
+    exponentials = (logits - highest[:, None]).exp()
+    mine = (target >= 0) & (target < len(weight))
+    place = target.clamp(0, len(weight) - 1)[:, None]
+    wanted = torch.where(mine, logits.gather(1, place)[:, 0] - highest, 0.0)
+    sums = torch.stack([exponentials.sum(-1), wanted])  # [2, rows]
+    if group is not None:
+        sum_in_place(sums, group)
+    slopes = exponentials / sums[0][:, None]
+    slopes.scatter_add_(1, place, -mine.to(exact)[:, None])
+    return (sums[0].log() - sums[1]).sum(), slopes

@@ -1,0 +1,95 @@
+"""From transformers' tensor-parallel plan of a model to styles whose gradients are known to be exact, or a refusal.
+
+What is not listed here is refused by name: a style of the library may be right for inference, or for one micro-batch,
+and wrong for training without a word. `replicated_with_grad_allreduce`, for one, sums what earlier micro-batches had
+already summed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from torch import nn
+
+from dhp.base.errors import ModelError
+from dhp.parallel.tensor.styles import COLWISE, EMBEDDING, HEAD, PART, ROWWISE, share_entry
+
+# transformers' style → ours. The head's is for the head alone, whose logits nobody gathers.
+OURS = {
+    "colwise": COLWISE,
+    "rowwise": ROWWISE,
+    "embedding_rowwise": EMBEDDING,
+    "replicated_with_grad_allreduce": PART,
+    "colwise_gather_output": HEAD,
+    "colwise_rep": HEAD,
+}
+# Known by name, and not built: what gradients they give here is not tested.
+REFUSED = frozenset({
+    "all_reduce",
+    "embedding_colwise",
+    "ep_dispatch_experts",
+    "grouped_gemm",
+    "local_params",
+    "mla_kv_a_proj",
+    "moe_identity_expert",
+    "moe_tp_experts",
+    "packed_colwise",
+    "packed_rowwise",
+    "replicate",
+    "rowwise_rep",
+    "rowwise_split_input",
+    "sequence_parallel",
+})  # fmt: skip
+_CUTS_OUTPUTS = ("dhp_colwise", "dhp_fused_", "dhp_shared_heads_")  # what such a module's siblings see is cut
+
+
+def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """`plan` (style by the full name of a module or parameter) with our styles for the library's.
+
+    Projections that stand side by side will enter their input together. Raises ModelError for a style whose gradients
+    are not known to be exact, and for a parameter beside cut projections that the plan does not name: each rank would
+    hold another part of its gradient, and nobody would sum them.
+    """
+    head = _head_names(model)
+    ours = {name: _ours(name, style, head) for name, style in plan.items()}
+    modules = dict(model.named_modules())
+    siblings: dict[str, list[nn.Module]] = defaultdict(list)
+    for name, style in ours.items():
+        if name in modules and style.startswith(_CUTS_OUTPUTS):
+            siblings[name.rpartition(".")[0]].append(modules[name])
+    for parent, members in siblings.items():
+        _refuse_unnamed(parent, modules[parent], ours)
+        share_entry(members)
+    return ours
+
+
+def _ours(name: str, style: str, head: set[str]) -> str:
+    if style.startswith("dhp_"):
+        return style
+    ours = OURS.get(style)
+    if ours is None or (ours == HEAD) != (name in head):
+        raise ModelError(
+            f"tensor parallelism: the plan of this model has style {style!r} for {name}, and whether its "
+            f"gradients are exact in training is not known here (known: {', '.join(sorted(OURS))}, of which "
+            "colwise_gather_output and colwise_rep for the head). Set text.parallelism=data or deepspeed with a "
+            "zero_stage, and tensor=1"
+        )
+    return ours
+
+
+def _head_names(model: nn.Module) -> set[str]:
+    head = model.get_output_embeddings()
+    found = [name for name, module in model.named_modules() if module is head and head is not None]
+    return {*found, *(f"{name}.{own}" for name in found for own in ("weight", "bias"))}
+
+
+def _refuse_unnamed(parent: str, module: nn.Module, plan: Mapping[str, str]) -> None:
+    for name, _ in module.named_parameters(prefix=parent):
+        if name not in plan and name.rpartition(".")[0] not in plan:
+            raise ModelError(
+                f"tensor parallelism: the plan of this model cuts projections of {parent} and does not say what "
+                f"becomes of {name} beside them; if it sees one rank's heads, each rank has another part of its "
+                "gradient. Set text.parallelism=data or deepspeed with a zero_stage, and tensor=1, or name it in the "
+                "family's plan"
+            )

@@ -1,0 +1,238 @@
+"""Tensor parallelism on plain tensors: styles for transformers' plans that cut as its own do, without DTensor.
+
+Megatron-LM (Shoeybi et al. 2019, section 3): matrices whose outputs are cut are entered by *f*, which is the identity
+forward and sums gradients over the ranks backward; matrices whose inputs are cut end in *g*, which sums forward and is
+the identity backward. Projections of one input (query, key and value; gate and up) enter together, so that half a layer
+sums once in each direction. transformers' own styles sum the gradient of each projection by itself, through DTensor,
+whose dispatch takes three to four times the host's time of a layer.
+
+With fewer key/value heads than tensor ranks, `ranks / heads` neighbours need the same head. Each rank keeps the whole
+projection (it is small), computes the one head its query heads attend to, and the projection's gradients, of which
+each rank has the part that its query heads give, are summed over the tensor ranks once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import (
+    ColwiseParallel,
+    EmbeddingParallel,
+    RowwiseParallel,
+    TensorParallelLayer,
+)
+
+from dhp.parallel.comm.collectives import sum_in_place
+
+PARTIAL_OVER = "dhp_partial_over"  # on a module: the ranks over which its gradients are parts of a sum
+_ENTRY = "dhp_entry"  # on a module: the `Entry` that it shares with its siblings
+
+
+class _ToAllRanks(torch.autograd.Function):
+    """Megatron's f: identity forward; the gradients of all tensor ranks are summed backward."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_in_place(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _SumOfRanks(torch.autograd.Function):
+    """Megatron's g: the parts of all tensor ranks are summed forward, in place; identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.mark_dirty(part)
+        return sum_in_place(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Entry:
+    """The f that sibling projections share: the first to be given an input enters it, the others find it entered."""
+
+    def __init__(self, siblings: int = 1):
+        self._siblings, self._left = siblings, 0
+        self._given: Tensor | None = None
+        self._entered: Tensor | None = None
+
+    def enter(self, states: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """`states` as all ranks hold them; their gradient will be the sum over the ranks, whoever takes it."""
+        if self._given is not states:
+            self._given, self._left = states, self._siblings
+            self._entered = _ToAllRanks.apply(states, group)
+        entered, self._left = self._entered, self._left - 1
+        if not self._left:  # or it would keep the states of a layer that is recomputed
+            self._given = self._entered = None
+        return entered
+
+
+def share_entry(siblings: list[nn.Module]) -> None:
+    """Let modules that are given the same input enter it together."""
+    entry = Entry(len(siblings))
+    for module in siblings:
+        setattr(module, _ENTRY, entry)
+
+
+def _entry(module: nn.Module) -> Entry:
+    return module.__dict__.setdefault(_ENTRY, Entry())
+
+
+class Colwise(ColwiseParallel):
+    """A linear layer whose outputs are cut: [..., in] → this rank's [..., out / ranks]."""
+
+    def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        """Make `module` compute with its slices, which are plain tensors when it is called."""
+        group, entry = mesh.get_group(), _entry(module)
+        module.forward = lambda states: F.linear(entry.enter(states, group), module.weight, module.bias)
+        return module
+
+
+class Rowwise(RowwiseParallel):
+    """A linear layer whose inputs are cut: this rank's [..., in / ranks] → [..., out], the same on all ranks."""
+
+    def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        """Make `module` compute with its slice, and add its bias once."""
+        group = mesh.get_group()
+
+        def forward(states: Tensor) -> Tensor:
+            output = _SumOfRanks.apply(F.linear(states, module.weight), group)
+            return output if module.bias is None else output + module.bias
+
+        module.forward = forward
+        return module
+
+
+class VocabularyEmbedding(EmbeddingParallel):
+    """An embedding whose vocabulary is cut: each rank looks its own tokens up, the others are zero, all are summed."""
+
+    def install_forward(self, module: nn.Embedding, mesh: DeviceMesh) -> nn.Embedding:
+        """Make `module` compute with its slice."""
+        shape = module.weight.shape
+        (rows, _), (first, _) = compute_local_shape_and_global_offset(shape, mesh, [Shard(0)])
+        padding = None if module.padding_idx is None else module.padding_idx - first
+        padding = padding if padding is not None and 0 <= padding < rows else None
+        group = mesh.get_group()
+
+        def forward(tokens: Tensor) -> Tensor:
+            own = tokens - first
+            others = (own < 0) | (own >= rows)
+            found = F.embedding(own.clamp(0, rows - 1), module.weight, padding)
+            return _SumOfRanks.apply(found.masked_fill(others[..., None], 0.0), group)
+
+        module.forward = forward
+        return module
+
+
+class Head(ColwiseParallel):
+    """The head, cut by vocabulary. It has no forward: `dhp.parallel.tensor.loss` takes its weight."""
+
+    def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        """Let a call be refused: its output would be a part of the logits."""
+
+        def forward(_: Tensor) -> Tensor:
+            raise RuntimeError("the head is cut by vocabulary; token_loss_sum takes its loss")
+
+        module.forward = forward
+        return module
+
+
+class PartOfHeads(TensorParallelLayer):
+    """A module that each rank holds whole and that sees this rank's heads only, as a norm of queries: each rank has a
+    part of its gradient, and they are summed once a step."""
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Only say so; the forward is the module's own."""
+        setattr(module, PARTIAL_OVER, mesh.get_group())
+        return module
+
+
+class SharedHeads(TensorParallelLayer):
+    """The whole projection on every rank, which computes one of its `heads` heads."""
+
+    def __init__(self, heads: int):
+        self.heads = heads
+
+    def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        """Make `module` map [..., in] to this rank's head, [..., out / heads]."""
+        group, ranks, entry = mesh.get_group(), mesh.size(), _entry(module)
+        width = module.out_features // self.heads
+        head = mesh.get_local_rank() * self.heads // ranks
+        own = slice(head * width, (head + 1) * width)
+
+        def forward(states: Tensor) -> Tensor:
+            bias = None if module.bias is None else module.bias[own]
+            return F.linear(entry.enter(states, group), module.weight[own], bias)
+
+        module.forward = forward
+        setattr(module, PARTIAL_OVER, group)
+        return module
+
+
+class FusedProjections(Colwise):
+    """One matrix that holds `count` side by side, each of which is cut, bias included."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.count = count
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Give this rank its slice of each of the fused matrices, or vectors."""
+        whole = module._parameters.get(param)
+        if whole is not None:
+            each = _StridedShard(0, split_factor=self.count)
+            slices = distribute_tensor(whole, mesh, [each], src_data_rank=None)
+            module._parameters[param] = nn.Parameter(slices, whole.requires_grad)
+
+
+COLWISE, ROWWISE, EMBEDDING, HEAD, PART = "dhp_colwise", "dhp_rowwise", "dhp_embedding", "dhp_head", "dhp_part_of_heads"
+for _name, _style in (
+    (COLWISE, Colwise()),
+    (ROWWISE, Rowwise()),
+    (EMBEDDING, VocabularyEmbedding(shard_dim=0)),
+    (HEAD, Head()),
+    (PART, PartOfHeads()),
+):
+    ALL_PARALLEL_STYLES.register(_name, _style)
+
+
+def with_fused(plan: Mapping[str, str], fused: Mapping[str, int]) -> dict[str, str]:
+    """A tensor plan (style by module) with the modules that are several matrices in one, by their number.
+
+    Their styles are registered with transformers here.
+    """
+    for count in set(fused.values()):
+        ALL_PARALLEL_STYLES.register(f"dhp_fused_{count}", FusedProjections(count))
+    return dict(plan) | {name: f"dhp_fused_{count}" for name, count in fused.items()}
+
+
+def shared_heads_style(heads: int) -> str:
+    """The name of the style for `heads` heads, registered with transformers."""
+    name = f"dhp_shared_heads_{heads}"
+    ALL_PARALLEL_STYLES.register(name, SharedHeads(heads))
+    return name
+
+
+def partial_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
+    """Parameters whose gradients are parts of a sum over the tensor ranks, and these ranks."""
+    for module in model.modules():
+        group = module.__dict__.get(PARTIAL_OVER)
+        if group is not None:
+            for parameter in module.parameters(recurse=False):
+                yield parameter, group

@@ -1,0 +1,29 @@
+"""How fast the devices of a run are at best: asked of the ranks at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from dhp.base.messages import DeviceInfo
+from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.dispatch import PerRank, per_rank
+from dhp.observe.mfu import TABLE, peak_flops, unknown_devices, who_measures
+
+
+def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[[str], None]) -> float | None:
+    """Operations a second of all devices together. None, and a line that says so, when one of them is not known."""
+
+    def ask(wanted: Mapping[str, PerRank | bool]) -> list[DeviceInfo]:
+        verb = "describe_device"
+        return [d for name, group in groups.items() for d in group.execute_all(verb, wanted[name], timeout_s=timeout_s)]
+
+    devices = ask(dict.fromkeys(groups, False))
+    measuring = iter(who_measures(devices))
+    if any(who_measures(devices)):
+        wanted = {name: per_rank([next(measuring) for _ in range(group.size)]) for name, group in groups.items()}
+        devices = ask(wanted)
+    peak = peak_flops(devices)
+    if peak is None:
+        told = ", ".join(unknown_devices(devices))
+        say(f"mfu is not told: no peak of {told} is known. Add it to configs/{TABLE}, from the vendor's data sheet")
+    return peak

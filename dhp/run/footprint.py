@@ -1,0 +1,130 @@
+"""Bytes of device memory that a rank takes without activations, from the model's shape and the layout alone.
+
+What a run keeps (weights, gradients, optimizer), what comes and goes inside a step (the loss's logits, weights that are
+gathered), and what the libraries take for themselves. The last is an allowance, not a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dhp.base.errors import ConfigError
+from dhp.config.degrees import DEEPSPEED, FSDP
+from dhp.config.schema import PartConfig
+from dhp.models.shape import PartShape
+from dhp.parallel.tensor.loss import CHUNK_ROWS
+
+VALUE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+SUM_BYTES = 4  # gradient sums and optimizer state are never in 16 bits
+CONTEXT_BYTES = 600 << 20  # a CUDA context with torch's kernels loaded; each process has its own
+COMMUNICATOR_BYTES = 400 << 20  # NCCL's buffers for one group of ranks
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes that one rank of a part keeps between steps; gradients at the end of the backward pass."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What the loss computes with: rows of the vocabulary, and width."""
+
+    vocabulary: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One rank of a part. loss: the most that the loss's chunk takes; gathered: weights and gradients that are whole
+    for a moment; runtime: the context and communicators."""
+
+    states: RankBytes
+    loss: int
+    gathered: int
+    runtime: int
+
+    @property
+    def total(self) -> int:
+        """All of it, as if the loss's chunk and gathered layers were there at the same moment."""
+        return self.states.total + self.loss + self.gathered + self.runtime
+
+
+def footprint(part: PartConfig, shape: PartShape, layers: int, head: HeadShape | None, cuda: bool = True) -> Footprint:
+    """Of a resolved part with `layers` layers. head: None where the part has none. cuda: count what a GPU's libraries
+    take."""
+    return Footprint(
+        states=rank_bytes(part, shape),
+        loss=0 if head is None else loss_bytes(part, head),
+        gathered=gathered_bytes(part, shape, layers, head),
+        runtime=runtime_bytes(part) if cuda else 0,
+    )
+
+
+def rank_bytes(part: PartConfig, shape: PartShape) -> RankBytes:
+    """Weights, gradients and AdamW's state of one rank.
+
+    AdamW keeps two averages of each parameter, and its own copy of the weights where it may not update the module's: in
+    16 bits, where sums and state have 32, and under ZeRO, whose ranks update a share and then exchange it. Stage 1 cuts
+    the optimizer to the share, stage 2 the gradients too, stage 3 the weights too, so that they need no copy: torch
+    keeps the share in the optimizer's format alone, DeepSpeed in both. AdamW's own temporaries are none where it is
+    fused, as on GPUs. Raises ConfigError for a number format whose memory is not known here.
+    """
+    if part.dtype not in VALUE_BYTES:
+        raise ConfigError(f"dtype={part.dtype}: a dry run knows {' and '.join(VALUE_BYTES)} only; choose one")
+    size = VALUE_BYTES[part.dtype]
+    exact = max(size, SUM_BYTES)
+    whole, stage = shape.per_rank, part.zero_stage
+    share = -(-whole // (part.num_actors // part.tensor)) if stage else whole
+    copies = int(size < exact or stage in (1, 2))
+    weights = size * (share if stage == 3 else whole)
+    if stage == 3 and part.zero_engine == FSDP:
+        weights = 0  # gathered for a layer at a time from the optimizer's copy
+        copies = 1
+    return RankBytes(weights, exact * (share if stage >= 2 else whole), exact * (2 + copies) * share)
+
+
+def loss_bytes(part: PartConfig, head: HeadShape) -> int:
+    """The most that the loss's chunk takes on one tensor rank: logits in the part's format and twice exactly, and the
+    gradient of the head, exactly and rounded."""
+    size = VALUE_BYTES[part.dtype]
+    exact, vocabulary = max(size, SUM_BYTES), -(-head.vocabulary // part.tensor)
+    logits = CHUNK_ROWS * vocabulary * (2 * size + 2 * exact)
+    return logits + vocabulary * head.hidden * (exact + size)
+
+
+def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadShape | None) -> int:
+    """What is whole for a while where weights or gradients are cut: two layers' weights (one computes, one comes), the
+    embedding and the head, a layer's gradients, and what is sent of them."""
+    if part.zero_stage < 2:
+        return 0
+    size = VALUE_BYTES[part.dtype]
+    layer = -(-shape.per_rank // layers)
+    ends = 0 if head is None else 2 * -(-head.vocabulary // part.tensor) * head.hidden
+    weights = (2 * layer + ends) * size if part.zero_stage == 3 else 0
+    return weights + layer * size + layer * max(size, SUM_BYTES)
+
+
+def runtime_bytes(part: PartConfig) -> int:
+    """The process's context, and a communicator for each group of ranks that talk."""
+    degrees = (part.data, part.ring, part.ulysses, part.tensor)
+    groups = sum(degree > 1 for degree in degrees) + (1 < part.tensor < part.num_actors) + (part.num_actors > 1)
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * min(groups, 3)
+
+
+def by_stage(part: PartConfig, shape: PartShape) -> dict[int, int | None]:
+    """Bytes of states on one rank under each ZeRO stage; None: there is no engine for it in this layout."""
+    found: dict[int, int | None] = {}
+    for stage in range(4):
+        engine = FSDP if part.tensor > 1 else DEEPSPEED
+        missing = stage == 1 and engine == FSDP
+        other = replace(part, zero_stage=stage, zero_engine=engine)
+        found[stage] = None if missing else rank_bytes(other, shape).total
+    return found

@@ -1,0 +1,110 @@
+"""Everything that can be found wrong before any actor starts: paths, model, degrees, some of the samples."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dhp.base.errors import ConfigError
+from dhp.config.checks import check_autotp, check_layers, check_tensor, check_tower
+from dhp.config.mixing import split_share
+from dhp.config.resolve import check_model_dir, resolve
+from dhp.config.run_dir import check_run_dir
+from dhp.config.schema import Config
+
+if TYPE_CHECKING:
+    from dhp.models.family import Family
+
+
+def prepare(config: Config, new_run: bool = True) -> Config:
+    """The resolved configuration, after every check that needs no actor; with `new_run`, of run_dir too.
+
+    Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
+    and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are
+    looked at. Raises ConfigError, ModelError or DataError.
+    """
+    config = resolve(config)
+    if new_run:
+        check_run_dir(config)
+    if config.tiny_assets is not None:
+        from dhp.run.tiny_assets import make_tiny_assets
+
+        try:
+            make_tiny_assets(Path(config.tiny_assets))
+        except OSError as error:
+            raise ConfigError(
+                f"tiny_assets={config.tiny_assets} cannot be written ({error}); choose another"
+            ) from error
+    check_model_dir(config.text.model_name)
+    if not config.training.dry_run:
+        for missing in missing_data(config):
+            raise ConfigError(missing)
+    _fix_paths(config)
+    _check_heads(config)
+    if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
+        from dhp.data.probe import check_some_samples
+
+        check_some_samples(config.data.datasets, config.data.data_registry, config.seed, config.data.allow_http)
+    return config
+
+
+def _fix_paths(config: Config) -> None:
+    """Actors of a running cluster start in a directory of their own, so no path may depend on this process's."""
+    for part in (config.vision, config.text):
+        if Path(part.model_name).is_dir():
+            part.model_name = str(Path(part.model_name).absolute())
+    for entry in config.data.data_registry.values():
+        entry.annotation_path = str(Path(entry.annotation_path).absolute())
+        if entry.data_path:
+            entry.data_path = str(Path(entry.data_path).absolute())
+
+
+def missing_data(config: Config) -> list[str]:
+    """What is wrong with the paths of the datasets, a message each."""
+    missing = []
+    for name, _ in map(split_share, config.data.datasets):
+        entry = config.data.data_registry[name]
+        for field, path, exists in (
+            ("annotation_path", entry.annotation_path, os.path.exists(entry.annotation_path)),
+            ("data_path", entry.data_path, not entry.data_path or os.path.isdir(entry.data_path)),
+        ):
+            if not exists:
+                missing.append(
+                    f"data.data_registry.{name}.{field}={path} does not exist. Correct the path; relative paths "
+                    f"start from {Path.cwd()}"
+                )
+    return missing
+
+
+def _check_heads(config: Config) -> None:
+    from dhp.models.registry import load_family
+
+    source = config.text.model_name
+    if config.training.dry_run:
+        from dhp.models.shape import config_source
+
+        source = config_source(source)
+    family = load_family(source)
+    check_tower(family.vision_heads, config.vision.ulysses, config.vision.tensor)
+    check_tensor(family.text_heads, family.text_kv_heads, config.text.tensor)
+    if config.text.parallelism == "autotp":
+        check_autotp(family.text_kv_heads, config.text.tensor)
+    _check_plans(config, source, family)
+    check_layers("vision.recompute", config.vision.recompute, len(family.vision_layers.kinds))
+    check_layers("text.recompute", config.text.recompute, len(family.text_layers.kinds))
+
+
+def _check_plans(config: Config, source: str, family: Family) -> None:
+    """Raises ModelError where a part would be cut by styles whose gradients are not known to be exact."""
+    if config.vision.tensor == 1 and (config.text.tensor == 1 or config.text.parallelism == "autotp"):
+        return  # and spare the time that making a large model takes, even without weights
+    from dhp.models.shape import check_tensor_plan
+    from dhp.parallel.tensor.plan import local_plan
+    from dhp.parallel.tensor.styles import with_fused
+
+    if config.vision.tensor > 1:
+        tower = with_fused(family.vision_tensor_plan, family.vision_fused)
+        check_tensor_plan(source, family.text_modules, local_plan, tower)
+    if config.text.tensor > 1 and config.text.parallelism != "autotp":
+        check_tensor_plan(source, family.vision_modules, local_plan)

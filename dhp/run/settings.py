@@ -1,0 +1,152 @@
+"""From a resolved configuration to the plain values that workers and the dataset actor are born with."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dhp.batching.loader import FeedSettings, Reading
+from dhp.config.mixing import split_share
+from dhp.config.resolve import micro_batches, warmup_steps
+from dhp.config.schema import Config, PartConfig
+from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.sampler import BatchLayout
+from dhp.parallel.comm.mesh import Degrees
+from dhp.trainers.settings import PartSettings, UpdateSettings
+
+
+def degrees(part: PartConfig) -> Degrees:
+    """How a resolved part is split."""
+    return Degrees(data=part.data, ring=part.ring, ulysses=part.ulysses, tensor=part.tensor)
+
+
+def feed_settings(config: Config) -> FeedSettings:
+    """What the dataset actor needs."""
+    vision = degrees(config.vision)
+    return FeedSettings(
+        model_name=config.vision.model_name,
+        datasets=tuple(config.data.datasets),
+        registry=dict(config.data.data_registry),
+        layout=BatchLayout(config.text.data, micro_batches(config), config.training.micro_batch_size),
+        replicas=vision.data,
+        ranks=vision.sequence,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        on_bad_sample=config.data.on_bad_sample,
+        packing=config.data.packing,
+        cache_dir=config.data.cache_dir,
+        reading=Reading(
+            allow_http=config.data.allow_http,
+            max_tokens=config.data.max_tokens,
+            video_fps=config.data.video_fps,
+            video_max_frames=config.data.video_max_frames,
+            video_max_pixels=config.data.video_max_pixels,
+        ),
+        # A tower in 16 bits rounds its patches first thing: rounded here, they take half the room on the way.
+        pixel_dtype="bfloat16" if config.vision.dtype == "bfloat16" else "float32",
+        balancing=Balancing(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
+    )
+
+
+def measures(config: Config) -> bool:
+    """Whether ranks report what activations take: where asked for, and where a plan is made of it."""
+    return config.memory.accounting or "auto" in (config.vision.recompute, config.text.recompute)
+
+
+def world(config: Config) -> dict[str, dict[str, Any]]:
+    """Actors and degrees of each part, by its name."""
+    parts = {"vision": config.vision, "text": config.text}
+    return {
+        name: {
+            "num_actors": part.num_actors,
+            **asdict(degrees(part)),
+            "zero_stage": part.zero_stage,
+            **({"zero_engine": part.zero_engine} if part.zero_stage else {}),
+        }
+        for name, part in parts.items()
+    }
+
+
+def kept_settings(config: Config) -> dict[str, Any]:
+    """What must stay as it is when a run is resumed, by key: all that decides which rank sees and holds what."""
+    of_parts = {f"{name}.{key}": value for name, values in world(config).items() for key, value in values.items()}
+    return {
+        "seed": config.seed,
+        "data.datasets": [_weighted(config, text) for text in config.data.datasets],
+        "data.shuffle": config.data.shuffle,
+        "data.balance": config.data.balance,
+        "training.batch_size": config.training.batch_size,
+        "training.micro_batch_size": config.training.micro_batch_size,
+        **of_parts,
+        "vision.dtype": config.vision.dtype,
+        "text.dtype": config.text.dtype,
+    }
+
+
+def _weighted(config: Config, text: str) -> str:
+    """A name of data.datasets, with its dataset's weight where there is one: both decide which samples a step has."""
+    weight = config.data.data_registry[split_share(text)[0]].weight
+    return text if weight == 1 else f"{text} (weight {weight})"
+
+
+def part_settings(config: Config, part: str, device: str, steps: int, checkpoint: Path | None = None) -> PartSettings:
+    """What each rank of `part` (vision or text) needs in a run of `steps` optimizer steps.
+
+    checkpoint: the one that the run continues.
+    """
+    own: PartConfig = getattr(config, part)
+    training = config.training
+    update = UpdateSettings(
+        learning_rate=training.learning_rate,
+        betas=(training.betas[0], training.betas[1]),
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        lr_scheduler_type=training.lr_scheduler_type,
+        warmup_steps=warmup_steps(config, steps),
+        total_steps=steps,
+        max_grad_norm=training.max_grad_norm,
+    )
+    return PartSettings(
+        part=part,
+        model_name=own.model_name,
+        degrees=degrees(own),
+        dtype=own.dtype,
+        device=device,
+        recompute=own.recompute,
+        measure=measures(config),
+        zero_stage=own.zero_stage,
+        zero_engine=own.zero_engine,
+        autotp=own.parallelism == "autotp",
+        packing=config.data.packing,
+        update=update,
+        seed=config.seed,
+        exclusive_sums=config.cluster.collocate and device == "cuda",
+        trace=training.trace,
+        resume_from=None if checkpoint is None else str(checkpoint / part),
+    )
+
+
+def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str, str]]:
+    """What must lie on the nodes of each part's ranks and of the dataset actor ("data"), by configuration key."""
+    model = config.text.model_name  # both parts' and the processors'; a hub id is found by each node itself
+    shared = {"text.model_name": model} if Path(model).is_dir() else {}
+    of_ranks = shared | ({} if checkpoint is None else {"training.resume": str(checkpoint)})
+    names = [name for name, _ in map(split_share, config.data.datasets)]
+    entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in names}
+    files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
+    folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
+    return {"vision": of_ranks, "text": of_ranks, "data": shared | files | folders}
+
+
+def resume_line(config: Config, newest: Path | None) -> str:
+    """The command that goes on after the newest checkpoint of a run that was stopped."""
+    own = Path(str(config.training.checkpoint_dir)).absolute()
+    if newest is None or newest.parent != own:
+        return "there is no checkpoint of this run yet; training.save_steps says when there is one"
+    words = [f"--config-path={Path(config.run_dir).absolute()}", "--config-name=config", "training.resume=auto"]
+    words += ["overwrite=false"] if config.overwrite else []
+    return shlex.join(["python", "-m", "dhp.train_ray", *words])

@@ -1,0 +1,27 @@
+"""The tiny model and dataset of the embedded default: made once, found again afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SAMPLES = 256
+
+
+def make_tiny_assets(folder: Path) -> None:
+    """Make `folder`/data (pictures and LLaVA annotations) and `folder`/model (a Hugging Face directory) if absent.
+
+    The tokenizer learns the dataset's own text and nothing else, so that the same code gives the same model.
+    """
+    data, model = folder / "data", folder / "model"
+    if not data.is_dir() or not model.is_dir():
+        print(f"making the tiny model and dataset in {folder}", flush=True)
+    from dhp.data.tiny_dataset import make_dataset, texts
+
+    make_dataset(data, samples=SAMPLES)
+    if not (model / "config.json").is_file():
+        from transformers.utils import logging
+
+        from dhp.models.tiny import make_tiny_model
+
+        logging.disable_progress_bar()  # one small file
+        make_tiny_model(model, texts(data))

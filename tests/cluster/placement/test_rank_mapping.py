@@ -1,0 +1,174 @@
+"""Which rank lies on which node: plain values in, plain values out."""
+
+from __future__ import annotations
+
+import pytest
+
+from dhp.base.errors import ConfigError
+from dhp.cluster.cluster import tell_straddles
+from dhp.cluster.placement.nodes import Node
+from dhp.cluster.placement.rank_mapping import arrange, describe_straddle, find_straddles, ranks_by_group
+from dhp.cluster.placement.reservation import plan_placement
+from dhp.cluster.placement.topology import find_homes
+
+AXES = ("data", "ring", "ulysses", "tensor")
+
+
+def mesh(data: int = 1, ring: int = 1, ulysses: int = 1, tensor: int = 1) -> dict[str, int]:
+    return dict(zip(AXES, (data, ring, ulysses, tensor), strict=True))
+
+
+def nodes_by_rank(
+    homes: str, vision: dict[str, int], text: dict[str, int], collocate: bool = True
+) -> tuple[dict[str, str], list[str]]:
+    """The node of each rank of both parts, a letter a node, and `part.axis` of what lies across nodes."""
+    degrees = {"vision": vision, "text": text}
+    sizes = {part: d["data"] * d["ring"] * d["ulysses"] * d["tensor"] for part, d in degrees.items()}
+    numbers = ["ABCDEF".index(letter) for letter in homes]
+    plan = plan_placement(sizes, collocate, gpus=len(homes))
+    slots = arrange(plan.slots, numbers, degrees)
+    used = sorted({slot.bundle for of_part in slots.values() for slot in of_part})
+    assert used == list(range(len(homes)))
+    found = {part: "".join(homes[slot.bundle] for slot in of_part) for part, of_part in slots.items()}
+    return found, [f"{s.part}.{s.axis}" for s in find_straddles(slots, numbers, degrees)]
+
+
+@pytest.mark.parametrize(
+    ("homes", "vision", "text", "wanted", "across"),
+    [
+        # Ray hands bundles out in any order; neighbours end up on one node.
+        ("AABB", mesh(ulysses=2, data=2), mesh(tensor=2, data=2), "AABB", []),
+        ("BABA", mesh(ulysses=2, data=2), mesh(tensor=2, data=2), "AABB", []),
+        ("AAAAAAAA", mesh(ulysses=8), mesh(tensor=8), "AAAAAAAA", []),
+        # Uneven nodes: whole groups first, and only what is left lies across.
+        ("AAAB", mesh(data=4), mesh(tensor=2, data=2), "AAAB", ["text.tensor"]),
+        ("AAABBCCC", mesh(data=8), mesh(tensor=2, data=4), "AABBCCAC", ["text.tensor"]),
+        ("ABBBB", mesh(data=5), mesh(tensor=4), "BBBBA", []),
+        # A group that no node can hold.
+        ("AABB", mesh(ulysses=4), mesh(tensor=4), "AABB", ["vision.ulysses", "text.tensor"]),
+        # Sizes that do not divide one another: no more lies across than has to.
+        ("AAABBB", mesh(ulysses=3, data=2), mesh(tensor=2, data=3), "AAABBB", ["text.tensor"]),
+        ("AABBBB", mesh(ulysses=3, data=2), mesh(tensor=2, data=3), "AABBBB", ["vision.ulysses"]),
+        # A ring across nodes is what rings are for: its ulysses groups stay inside.
+        ("ABAB", mesh(ring=2, ulysses=2), mesh(data=4), "AABB", []),
+        # The smaller part takes the first devices.
+        ("AAB", mesh(data=1), mesh(data=3), "AAB", []),
+    ],
+)
+def test_collocated_ranks_stay_together(
+    homes: str, vision: dict[str, int], text: dict[str, int], wanted: str, across: list[str]
+) -> None:
+    found, straddling = nodes_by_rank(homes, vision, text)
+    assert max(found.values(), key=len) == wanted
+    assert wanted.startswith(min(found.values(), key=len))
+    assert straddling == across
+
+
+@pytest.mark.parametrize(
+    ("homes", "vision", "text", "wanted", "across"),
+    [
+        ("ABAB", mesh(ulysses=2), mesh(tensor=2), {"vision": "AA", "text": "BB"}, []),
+        # Vision first would take two devices of the only node that holds the text group.
+        ("AAAABB", mesh(ulysses=2), mesh(tensor=4), {"vision": "BB", "text": "AAAA"}, []),
+        ("AAAB", mesh(data=1), mesh(tensor=3), {"vision": "B", "text": "AAA"}, []),
+        ("AAABBB", mesh(ulysses=2, data=1), mesh(tensor=4), {"vision": "AA", "text": "ABBB"}, ["text.tensor"]),
+    ],
+)
+def test_parts_apart_leave_each_other_whole_nodes(
+    homes: str, vision: dict[str, int], text: dict[str, int], wanted: dict[str, str], across: list[str]
+) -> None:
+    assert nodes_by_rank(homes, vision, text, collocate=False) == (wanted, across)
+
+
+def test_devices_of_a_node_keep_their_order() -> None:
+    plan = plan_placement({"text": 4}, collocate=True, gpus=4)
+    slots = arrange(plan.slots, [1, 0, 1, 0], {"text": mesh(data=4)})
+    assert [slot.bundle for slot in slots["text"]] == [1, 3, 0, 2]
+
+
+def test_shares_of_a_device_go_along() -> None:
+    plan = plan_placement({"vision": 2, "text": 2}, collocate=True, gpus=2)
+    slots = arrange(plan.slots, [1, 0], {"vision": mesh(data=2), "text": mesh(tensor=2)})
+    assert slots["vision"] == slots["text"]
+    assert {(slot.cpus, slot.gpus) for slot in slots["text"]} == {(0.5, 0.5)}
+
+
+def test_many_nodes_are_arranged_in_no_time() -> None:
+    homes = "".join(letter * 8 for letter in "ABCDEF") * 20
+    found, across = nodes_by_rank(homes, mesh(ulysses=4, data=240), mesh(tensor=8, data=120))
+    assert found["text"] == "".join(letter * 160 for letter in "ABCDEF") and across == []
+
+
+def test_groups_follow_the_mesh_with_tensor_innermost() -> None:
+    degrees = mesh(data=2, ulysses=2, tensor=2)
+    assert ranks_by_group(degrees, "tensor") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert ranks_by_group(degrees, "ulysses") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert ranks_by_group(degrees, "data") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def warning(homes: list[int], tensor: int) -> str:
+    degrees = {"text": mesh(tensor=tensor, data=len(homes) // tensor)}
+    plan = plan_placement({"text": len(homes)}, collocate=True, gpus=len(homes))
+    slots = arrange(plan.slots, homes, degrees)
+    (straddle,) = find_straddles(slots, homes, degrees)
+    return describe_straddle(straddle, [f"10.0.0.{5 + homes[slot.bundle]}" for slot in slots["text"]])
+
+
+def test_a_warning_names_groups_nodes_and_a_way_out() -> None:
+    told = warning([0, 0, 0, 1], tensor=2)
+    assert told.startswith("1 of 2 groups of text.tensor=2 lie across nodes: ranks 2, 3 on 10.0.0.5 and 10.0.0.6. ")
+    assert told.endswith("The nodes give text 3, 1 devices: use a multiple of 2 devices of each node")
+
+
+def test_a_warning_proposes_a_degree_that_fits() -> None:
+    assert "set text.tensor=2, or use a multiple of 4 devices of each node" in warning([0, 0, 1, 1], tensor=4)
+
+
+def test_a_warning_stays_short() -> None:
+    told = warning([0, 1] * 8, tensor=16)
+    assert "1 of 1 groups" in told and "set text.tensor=8" in told
+    told = warning([node for node in range(6) for _ in range(3)], tensor=2)
+    assert told.count(" on 10.0.0.") == 3 and "set " not in told
+
+
+def test_a_run_warns_once_of_all_that_lies_across(recwarn: pytest.WarningsRecorder) -> None:
+    nodes = [Node(name, name, name, {"CPU": 1.0}, {}) for name in ("10.0.0.5", "10.0.0.6")]
+    homes = find_homes(["10.0.0.5", "10.0.0.6"], nodes)
+    slots = plan_placement({"vision": 2, "text": 2}, collocate=True, gpus=0).slots
+    with pytest.warns(UserWarning) as caught:
+        tell_straddles(slots, homes, {"vision": mesh(ulysses=2), "text": mesh(tensor=2)}, "cpu")
+    (told,) = [str(warning.message) for warning in caught]
+    assert "vision.ulysses=2 lie across" in told and "text.tensor=2 lie across" in told
+    for device in ("cpu", "cuda"):
+        tell_straddles(slots, homes, {"vision": mesh(data=2), "text": mesh(data=2)}, device)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "remedy"),
+    [
+        ((8, 8), 16, "set text.tensor=8, or use a multiple of 16 GPUs of each node"),
+        ((6, 2), 4, "The nodes have 6, 2 ranks of text: set text.tensor=2, or use a multiple of 4 GPUs of each node"),
+        ((3, 1), 2, "set text.tensor=1, or use a multiple of 2 GPUs of each node"),
+    ],
+)
+def test_a_tensor_group_of_gpus_across_nodes_is_refused_with_a_degree_that_would_do(
+    ranks: tuple[int, int], tensor: int, remedy: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    names = ("10.0.0.5", "10.0.0.6")
+    nodes = [Node(name, name, name, {"GPU": 8.0}, {}) for name in names]
+    homes = find_homes([name for name, count in zip(names, ranks, strict=True) for _ in range(count)], nodes)
+    total = sum(ranks)
+    degrees = {"vision": mesh(ulysses=total), "text": mesh(data=total // tensor, tensor=tensor)}
+    slots = plan_placement({"vision": total, "text": total}, collocate=True, gpus=total).slots
+    with pytest.raises(ConfigError) as caught:
+        tell_straddles(slots, homes, degrees, "cuda")
+    told = str(caught.value)
+    assert told.startswith(f"1 of {total // tensor} groups of text.tensor={tensor} lie across nodes: ranks ")
+    assert f"text, split by data {total // tensor}, ring 1, ulysses 1, tensor {tensor}, would" in told
+    assert remedy in told and told.endswith("The nodes: 10.0.0.5 has 8 GPUs, 10.0.0.6 has 8 GPUs")
+    assert "vision" not in told and not recwarn.list
+    smaller = int(remedy.partition("text.tensor=")[2].partition(",")[0])
+    fitting = degrees | {"text": mesh(data=total // smaller, tensor=smaller)}
+    with pytest.warns(UserWarning, match="^1 of 1 groups of vision.ulysses="):
+        tell_straddles(arrange(slots, homes.of_bundle, fitting), homes, fitting, "cuda")

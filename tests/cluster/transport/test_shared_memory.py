@@ -1,0 +1,226 @@
+"""Tensors through memory that two processes have mapped."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from torch import Tensor
+
+from dhp.base.errors import ConfigError, PartFailed
+from dhp.cluster.cluster import choose_transport
+from dhp.cluster.transport.shared_memory import PAGE, SMALLEST, Inbox, Outbox, Parcel
+
+LARGE = SMALLEST  # elements
+
+
+def _receive(pipe: Connection) -> None:
+    """Another process: opens what comes, answers with its sum, shape and format."""
+    inbox = Inbox()
+    while (value := pipe.recv()) is not None:
+        tensor = inbox.open(value)
+        pipe.send((float(tensor.double().sum()), tuple(tensor.shape), tensor.dtype, len(inbox._mapped)))
+
+
+@pytest.fixture
+def receiver() -> Connection:
+    here, there = multiprocessing.get_context("forkserver").Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=_receive, args=(there,), daemon=True)
+    process.start()
+    yield here
+    here.send(None)
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def _crossed(receiver: Connection, value: Parcel | Tensor) -> tuple[float, tuple[int, ...], torch.dtype, int]:
+    receiver.send(value)
+    assert receiver.poll(60)
+    return receiver.recv()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_cross_and_memory_is_mapped_once_for_all_steps(receiver: Connection, dtype: torch.dtype) -> None:
+    outbox = Outbox()
+    for step in range(3):
+        # Two tensors a step, which shrink: both find room in what was mapped first.
+        tensors = [torch.full((LARGE - 100 * step, 2), step + k + 1, dtype=dtype) for k in range(2)]
+        for place, tensor in enumerate(tensors):
+            parcel = outbox.send(tensor)
+            assert (parcel.place, parcel.serial) == (place, place + 1)
+            total, shape, found, mapped = _crossed(receiver, parcel)
+            assert (total, shape, found) == (float(tensor.double().sum()), tuple(tensor.shape), dtype)
+        assert mapped == 2
+        outbox.end_step()
+
+
+def test_a_tensor_that_outgrows_its_memory_gets_more(receiver: Connection) -> None:
+    outbox = Outbox()
+    serials = []
+    for rows in (LARGE, LARGE * 40, LARGE * 41):
+        parcel = outbox.send(torch.ones(rows))
+        serials.append(parcel.serial)
+        assert _crossed(receiver, parcel)[:2] == (float(rows), (rows,))
+        outbox.end_step()
+    assert serials == [1, 2, 2]
+
+
+def test_slices_and_transposes_cross_as_they_look(receiver: Connection) -> None:
+    whole = torch.arange(4.0 * LARGE).view(LARGE, 4)
+    parcel = Outbox().send(whole[:, 1:3])
+    assert _crossed(receiver, parcel)[:2] == (float(whole[:, 1:3].double().sum()), (LARGE, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_every_element_comes_where_it_was(dtype: torch.dtype) -> None:
+    """Sums and shapes would not tell rows in another order."""
+    numbers = torch.arange(6 * LARGE, dtype=torch.float64).remainder(251).view(2 * LARGE, 3).to(dtype)
+    outbox, inbox = Outbox(), Inbox()
+    for tensor in (numbers, numbers[1:-1, 1:], numbers.T, numbers[:, 0]):
+        found = inbox.open(outbox.send(tensor))
+        assert found.dtype == dtype and torch.equal(found, tensor)
+
+
+def test_all_tensors_of_a_step_lie_apart_until_it_ends() -> None:
+    """With `vision_ahead` and several replicas a rank sends many before the first is read."""
+    outbox, inbox = Outbox(), Inbox()
+    for step in range(2):
+        tensors = [torch.arange(LARGE) + 1000 * step + number for number in range(7)]
+        parcels = [outbox.send(tensor) for tensor in tensors]
+        assert [parcel.place for parcel in parcels] == list(range(7))
+        assert all(torch.equal(inbox.open(p), t) for p, t in zip(parcels, tensors, strict=True))
+        outbox.end_step()
+
+
+def test_more_memory_is_taken_than_is_needed_and_never_less() -> None:
+    outbox = Outbox()
+    for nbytes in (PAGE - 1, PAGE, PAGE + 1, 3 * PAGE):
+        parcel = outbox.send(torch.ones(nbytes, dtype=torch.uint8))
+        assert parcel.capacity % PAGE == 0 and parcel.capacity >= nbytes * 5 // 4
+    exact = parcel.capacity
+    outbox.end_step()
+    for _ in range(3):
+        outbox.send(torch.ones(PAGE, dtype=torch.uint8))
+    assert outbox.send(torch.ones(exact, dtype=torch.uint8)).serial == 4  # as large as the memory: it fits
+
+
+def test_the_smallest_that_goes_through_memory() -> None:
+    assert isinstance(Outbox().send(torch.ones(SMALLEST, dtype=torch.uint8)), Parcel)
+    assert isinstance(Outbox().send(torch.ones(SMALLEST - 1, dtype=torch.uint8)), Tensor)
+
+
+def test_small_tensors_and_other_values_travel_as_they_are() -> None:
+    small = torch.ones(3)
+    assert Outbox().send(small) is small
+    assert Inbox().open("text") == "text"
+
+
+def test_the_sender_keeps_what_it_sends_until_the_step_ends() -> None:
+    outbox = Outbox()
+    first, second = outbox.send(torch.full((LARGE,), 1.0)), outbox.send(torch.full((LARGE,), 2.0))
+    inbox = Inbox()
+    assert [float(inbox.open(parcel)[0]) for parcel in (first, second)] == [1.0, 2.0]
+    outbox.end_step()
+    third = outbox.send(torch.full((LARGE,), 3.0))
+    assert (third.place, third.descriptor) == (first.place, first.descriptor)
+    assert float(inbox.open(third)[0]) == 3.0
+
+
+def test_received_tensors_can_be_leaves() -> None:
+    parcel = Outbox().send(torch.ones(LARGE))
+    leaf = Inbox().open(parcel).requires_grad_()
+    (leaf * 2).sum().backward()
+    assert float(leaf.grad.sum()) == 2.0 * LARGE
+
+
+def test_memory_that_cannot_be_reached_is_an_error_that_says_what_to_do() -> None:
+    parcel = Outbox().send(torch.ones(LARGE))
+    with pytest.raises(PartFailed, match="cluster.transport=object_store"):
+        Inbox().open(replace(parcel, descriptor=9999, pid=os.getpid()))
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "gpus", "chosen"),
+    [
+        ("auto", 1, 0, "shared_memory"),
+        ("auto", 1, 8, "shared_memory"),
+        ("auto", 2, 0, "object_store"),
+        ("object_store", 1, 0, "object_store"),
+        ("cuda_ipc", 1, 1, "cuda_ipc"),
+    ],
+)
+def test_the_transport_follows_from_where_the_actors_are(asked: str, nodes: int, gpus: int, chosen: str) -> None:
+    assert choose_transport(asked, "a, b", nodes, gpus) == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "gpus", "told"),
+    [
+        ("shared_memory", 2, 0, "the actors lie on 2 nodes, a, b; set cluster.transport=auto"),
+        ("cuda_ipc", 1, 2, "the actors use 2 GPUs on 1 nodes"),
+        ("cuda_ipc", 1, 0, "the actors use 0 GPUs"),
+    ],
+)
+def test_a_transport_that_cannot_reach_all_actors_is_refused(asked: str, nodes: int, gpus: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        choose_transport(asked, "a, b", nodes, gpus)
+
+
+class _Driver:
+    """What is asked of the CUDA driver, and its answers."""
+
+    def __init__(self, refuses: bool):
+        self.refuses, self.locked, self.waits = refuses, {}, 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self.refuses:
+            self.locked[address] = nbytes
+        return int(self.refuses)
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_memory_is_locked_once_and_waited_for_once_a_call(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver(refuses)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: driver)
+    forgotten: list[bool] = []
+    monkeypatch.setattr("dhp.cluster.transport.pinned._forget_error", lambda: forgotten.append(True))
+    outbox, inbox = Outbox(pinned=True), Inbox(pinned=True)
+    small, large = torch.randn(2, 40_000), torch.randn(8_000_000)
+    for _ in range(2):
+        for parcel in [outbox.send(row) for row in small]:
+            inbox.open(parcel)
+        outbox.flush()
+        outbox.flush()  # nothing is under way any more
+        outbox.end_step()
+    assert len(driver.locked) == (0 if refuses else 4)  # two tensors a step, on both sides
+    assert driver.waits == (0 if refuses else 2)
+    grown = outbox.send(large)  # needs larger memory: the old one is let go on both sides
+    assert torch.equal(inbox.open(grown), large)
+    outbox.flush()
+    assert len(driver.locked) == (0 if refuses else 4)
+    assert len(forgotten) == (6 if refuses else 0)  # or the next kernel would be blamed for each refusal
+
+
+def test_copies_into_locked_memory_do_not_hold_the_host_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, seen = _Driver(False), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: driver)
+    own = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda self, other, non_blocking=False: (seen.append(non_blocking), own(self, other))[1]
+    )
+    Outbox(pinned=True).send(torch.randn(40_000))
+    Outbox().send(torch.randn(40_000))
+    assert seen == [True, False]

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+from PIL.PngImagePlugin import PngInfo
+
+from dhp.base.errors import DataError
+from dhp.data.media.images import open_image, read_size
+
+
+def save(path: Path, image: Image.Image, **options) -> Path:
+    image.save(path, **options)
+    return path
+
+
+def pixel(path: Path, at: tuple[int, int] = (0, 0)) -> tuple[int, int, int]:
+    image = open_image(path)
+    assert image.mode == "RGB"
+    return image.getpixel(at)
+
+
+@pytest.mark.parametrize(
+    "mode, colour, expected",
+    [
+        ("RGB", (10, 20, 30), (10, 20, 30)),
+        ("L", 77, (77, 77, 77)),
+        ("1", 1, (255, 255, 255)),
+        ("RGBA", (10, 20, 30, 0), (255, 255, 255)),
+        ("RGBA", (10, 20, 30, 255), (10, 20, 30)),
+        ("RGBA", (0, 0, 0, 128), (127, 127, 127)),
+        ("LA", (0, 0), (255, 255, 255)),
+        ("I;16", 0x8000, (0x80, 0x80, 0x80)),
+    ],
+)
+def test_modes_of_png(tmp_path, mode, colour, expected):
+    assert pixel(save(tmp_path / "x.png", Image.new(mode, (2, 2), colour))) == expected
+
+
+def test_16_bit_values_keep_their_order(tmp_path):
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    image = open_image(save(tmp_path / "x.png", Image.fromarray(ramp)))
+    assert np.array_equal(np.asarray(image)[:, :, 1], ramp >> 8)
+
+
+def test_a_palette_with_a_transparent_entry_is_put_on_white(tmp_path):
+    image = Image.new("P", (2, 1))
+    image.putpalette([200, 0, 0, 0, 200, 0])
+    image.putdata([0, 1])
+    path = save(tmp_path / "x.png", image, transparency=0)
+    assert (pixel(path, (0, 0)), pixel(path, (1, 0))) == ((255, 255, 255), (0, 200, 0))
+
+
+def test_cmyk_jpeg(tmp_path):
+    path = save(tmp_path / "x.jpg", Image.new("CMYK", (8, 8), (0, 255, 255, 0)), quality=100)
+    red, green, blue = pixel(path)
+    assert red > 250 and green < 5 and blue < 5
+
+
+@pytest.mark.parametrize("name, options", [("x.gif", {}), ("x.webp", {"lossless": True}), ("x.tif", {})])
+def test_the_first_frame_of_an_animation(tmp_path, name, options):
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ((255, 0, 0), (0, 255, 0))]
+    path = save(tmp_path / name, frames[0], save_all=True, append_images=frames[1:], **options)
+    assert pixel(path) == (255, 0, 0)
+
+
+def test_the_first_picture_of_a_phones_jpeg(tmp_path):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ((200, 200, 200), (0, 0, 0))]
+    path = save(tmp_path / "x.jpg", frames[0], format="MPO", save_all=True, append_images=frames[1:])
+    assert pixel(path) == (200, 200, 200)
+
+
+@pytest.mark.parametrize("ending", ["webp", "bmp", "tif", "ppm", "jp2", "tga", "ico"])
+def test_other_formats(tmp_path, ending):
+    path = save(tmp_path / f"x.{ending}", Image.new("RGB", (16, 16), (200, 30, 40)))
+    assert np.abs(np.subtract(pixel(path), (200, 30, 40))).max() < 8
+
+
+def test_transparency_of_webp_is_put_on_white(tmp_path):
+    image = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
+    assert pixel(save(tmp_path / "x.webp", image, lossless=True)) == (255, 255, 255)
+
+
+def test_16_bits_a_colour_keep_their_upper_half(tmp_path):
+    values = np.array([[[0x80FF, 0x01FF, 0xFF00]]], dtype=">u2")
+    head = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" + values.tobytes())), (b"IEND", b"")]
+    sealed = [struct.pack(">I", len(b)) + k + b + struct.pack(">I", zlib.crc32(k + b)) for k, b in chunks]
+    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(sealed))
+    assert pixel(tmp_path / "x.png") == (0x80, 0x01, 0xFF)
+
+
+def test_exif_rotation_is_applied(tmp_path):
+    image = Image.new("RGB", (4, 2), (0, 0, 0))
+    image.putpixel((0, 0), (255, 255, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown after a quarter turn clockwise
+    path = save(tmp_path / "x.png", image, exif=exif)
+    assert open_image(path).size == (2, 4)
+    assert pixel(path, (1, 0)) == (255, 255, 255)
+
+
+ORIENTATION = 0x0112
+XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/" tiff:Orientation="{}"/>'
+
+
+def exif(orientation: int) -> Image.Exif:
+    tags = Image.Exif()
+    tags[ORIENTATION] = orientation
+    return tags
+
+
+def xmp(orientation: int) -> PngInfo:
+    info = PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", XMP.format(orientation))
+    return info
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("x.jpg", lambda o: {"exif": exif(o)}),
+        ("x.png", lambda o: {"exif": exif(o)}),
+        ("x.webp", lambda o: {"exif": exif(o)}),
+        ("x.tif", lambda o: {"exif": exif(o)}),
+        ("x.tif", lambda o: {"exif": exif(o), "compression": "tiff_lzw"}),
+        ("x.png", lambda o: {"pnginfo": xmp(o)}),
+        ("x.jpg", lambda o: {"xmp": XMP.format(o).encode()}),
+        ("x.tif", lambda o: {"tiffinfo": {700: XMP.format(o).encode()}}),
+    ],
+)
+def test_the_size_is_that_of_the_upright_image(tmp_path, monkeypatch, name, options, orientation):
+    path = save(tmp_path / name, Image.new("RGB", (40, 20)), **options(orientation))
+    upright = open_image(path).size
+    assert upright == ((20, 40) if orientation >= 5 else (40, 20))
+    assert size_undecoded(path, monkeypatch) == upright
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA", "LA", "I;16"])
+@pytest.mark.parametrize("name", ["x.png", "x.jpg", "x.gif", "x.webp", "x.bmp", "x.tif", "x.ppm", "x.jp2", "x.tga"])
+def test_the_size_by_the_header(tmp_path, monkeypatch, name, mode):
+    try:
+        path = save(tmp_path / name, Image.new(mode, (41, 22)))
+    except (OSError, ValueError, KeyError):
+        return  # this format has no such pixels
+    assert open_image(path).size == (41, 22)
+    assert size_undecoded(path, monkeypatch) == (41, 22)
+
+
+def size_undecoded(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    def fail(self: Image.Image) -> None:
+        raise AssertionError("the image is decoded")
+
+    with monkeypatch.context() as patched:
+        for kind in [ImageFile.ImageFile, *ImageFile.ImageFile.__subclasses__()]:
+            patched.setattr(kind, "load", fail)
+        return read_size(path)
+
+
+def test_the_size_of_an_icon_is_its_largest(tmp_path):
+    path = save(tmp_path / "x.ico", Image.new("RGB", (64, 64)), sizes=[(16, 16), (64, 64)])
+    assert read_size(path) == open_image(path).size == (64, 64)
+
+
+def broken(kind: str, folder: Path) -> Path:
+    """A file of the kind that a test asks for."""
+    path = folder / "x.png"
+    buffer = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(buffer, "PNG")
+    whole = buffer.getvalue()
+    contents = {"empty": b"", "text": b"not a picture", "half": whole[: len(whole) // 2], "head": whole[:20]}
+    if kind in contents:
+        path.write_bytes(contents[kind])
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "dangling":
+        path.symlink_to(folder / "gone.png")
+    elif kind == "float":
+        path = save(folder / "x.tif", Image.new("F", (2, 2), 0.5))
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        ("missing", "does not exist"),
+        ("dangling", "does not exist"),
+        ("folder", "is a folder"),
+        ("pipe", "is not a regular file"),
+        ("empty", r"is empty \(0 bytes\)"),
+        ("text", "cannot be decoded: cannot identify image file"),
+        ("half", "cannot be decoded: .*truncated"),
+        ("head", "cannot be decoded"),
+        ("float", "cannot be decoded: floating-point pixels"),
+    ],
+)
+def test_unusable_files_are_named_with_the_reason(tmp_path, kind, reason):
+    path = broken(kind, tmp_path)
+    with pytest.raises(DataError, match=f"image {path} {reason}") as raised:
+        open_image(path)
+    if kind == "half":
+        assert read_size(path) == (64, 64)
+    else:
+        with pytest.raises(DataError) as by_header:
+            read_size(path)
+        assert str(by_header.value) == str(raised.value)
+
+
+def test_a_truncated_jpeg(tmp_path):
+    path = save(tmp_path / "x.jpg", Image.effect_noise((64, 64), 50))
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(DataError, match=r"x\.jpg cannot be decoded: .*truncated"):
+        open_image(path)
+
+
+def test_a_picture_with_too_many_pixels_is_refused_before_decoding(tmp_path):
+    path = save(tmp_path / "x.png", Image.new("1", (100, 50)))
+    with pytest.raises(DataError, match="has 100 × 50 = 5000 pixels, more than the 4999"):
+        open_image(path, max_pixels=4999)
+    with pytest.raises(DataError, match="has 100 × 50 = 5000 pixels, more than the 4999"):
+        read_size(path, max_pixels=4999)
+    assert open_image(path, max_pixels=5000).size == read_size(path, max_pixels=5000) == (100, 50)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # ours is the error after it
+@pytest.mark.parametrize("side", [10_000, 20_000])  # above Pillow's warning; above its own error
+def test_a_decompression_bomb_is_refused_by_default(tmp_path, side):
+    path = save(tmp_path / "x.png", Image.new("1", (side, side)))
+    reason = r"x\.png (has 10000 × 10000|cannot be decoded: .*decompression bomb)"
+    with pytest.raises(DataError, match=reason) as raised:
+        open_image(path)
+    with pytest.raises(DataError) as by_header:
+        read_size(path)
+    assert str(by_header.value) == str(raised.value)

@@ -1,0 +1,196 @@
+"""Frames of a video: which, how many, in which order, and what the model gets of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from dhp.base.errors import DataError
+from dhp.data.media import video
+from dhp.data.media.sources import Blob, Video
+from dhp.data.media.video import Extent, Taking, _frame_size, _frames, map_frames, read_extent
+from dhp.data.records import Record, Turn
+
+
+@pytest.mark.parametrize(
+    "fps, most, group, total, rate, expected",
+    [
+        (2.0, 768, 2, 12, 4.0, [0, 2, 4, 6, 8, 10]),
+        (2.0, 4, 2, 12, 4.0, [0, 3, 6, 9]),
+        (2.0, 5, 2, 12, 4.0, [0, 3, 6, 9]),  # whole groups
+        (100.0, 768, 2, 7, 4.0, [0, 1, 2, 3, 4, 5]),  # the most that there are, in whole groups
+        (0.1, 768, 2, 100, 25.0, [0, 25, 50, 75]),  # never fewer than four
+        (2.0, 768, 2, 3, 4.0, [0, 1]),
+        (2.0, 768, 2, 1, 4.0, [0]),
+    ],
+)
+def test_frames_are_taken_evenly(fps, most, group, total, rate, expected):
+    assert Taking(fps, most, group).indices(total, rate).tolist() == expected
+
+
+def test_groups_of_frames_in_order_and_the_seconds_between_them(tmp_path, write_video):
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4)
+    shades, seconds = map_frames(path, Taking(2.0, 768, 2), lambda group: [int(np.asarray(i).mean()) for i in group])
+    assert np.allclose(shades, [[20, 40], [60, 80], [100, 120]], atol=4)
+    assert seconds == pytest.approx(1.0)  # two frames, two a second
+    in_memory, _ = map_frames(Blob("v", path.read_bytes()), Taking(2.0, 768, 2), len)
+    assert in_memory == [2, 2, 2]
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "avi"])  # some containers say how many frames they hold
+def test_the_number_of_frames_is_found(tmp_path, write_video, ending):
+    path = write_video(tmp_path / f"v.{ending}", frames=12, rate=4)
+    assert map_frames(path, Taking(2.0, 768, 2), len)[0] == [2, 2, 2]
+
+
+def test_a_single_frame_fills_its_group(tmp_path, write_video):
+    path = write_video(tmp_path / "v.mp4", frames=1)
+    groups, _ = map_frames(path, Taking(2.0, 768, 2), lambda group: group)
+    assert len(groups) == 1 and groups[0][0] == groups[0][1]
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "avi"])
+@pytest.mark.parametrize("frames, expected", [(1, 2), (3, 2), (12, 6), (40, 20)])
+def test_what_is_taken_is_known_from_the_header(tmp_path, write_video, monkeypatch, ending, frames, expected):
+    path, taking = write_video(tmp_path / f"v.{ending}", frames=frames, size=(112, 56)), Taking(2.0, 768, 2)
+    assert sum(map_frames(path, taking, len)[0]) == expected
+    if ending != "mkv":  # which does not say how many frames it holds
+        monkeypatch.setattr(video, "_count", None)
+    assert read_extent(path, taking) == Extent(expected, 112, 56)
+
+
+def test_the_header_of_a_turned_video_has_its_sides_exchanged(tmp_path):
+    path = tmp_path / "v.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 112, 56, "yuv420p"
+        stream.set_display_rotation(90)
+        for _ in range(4):
+            container.mux(stream.encode(av.VideoFrame(112, 56, "yuv420p")))
+        container.mux(stream.encode())
+    sizes, _ = map_frames(path, Taking(2.0, 768, 2), lambda group: group[0].size)
+    assert sizes == [(56, 112)] * 2
+    assert read_extent(path, Taking(2.0, 768, 2)) == Extent(4, 112, 56)
+
+
+def test_a_size_that_the_header_lacks_is_the_first_frames():
+    stream = SimpleNamespace(width=0, height=0)
+    frames = [SimpleNamespace(width=4, height=2)]
+    assert _frame_size(SimpleNamespace(decode=lambda _: iter(frames)), stream, Blob("v", b"x")) == (4, 2)
+    with pytest.raises(DataError, match="video v has no frames"):
+        _frame_size(SimpleNamespace(decode=lambda _: iter([])), stream, Blob("v", b"x"))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a video" * 100])
+def test_the_header_of_no_video(content):
+    errors = []
+    for read in (lambda: map_frames(Blob("v", content), Taking(2.0, 768, 2), len),
+                 lambda: read_extent(Blob("v", content), Taking(2.0, 768, 2))):  # fmt: skip
+        with pytest.raises(DataError, match="^video v ") as raised:
+            read()
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+
+
+def test_frames_are_turned_upright():
+    picture = Image.new("RGB", (4, 2))
+    frame = SimpleNamespace(width=4, height=2, to_image=lambda: picture, rotation=90)
+    container = SimpleNamespace(decode=lambda _: [frame])
+    (upright,) = _frames(container, None, np.array([0]), Blob("v", b"x"), 1)
+    assert upright.size == (2, 4)
+
+
+def test_a_video_whose_frames_change_their_size_is_named():
+    """Their patches would not be those of one grid."""
+    frames = [
+        SimpleNamespace(width=w, height=2, rotation=0, to_image=lambda w=w: Image.new("RGB", (w, 2))) for w in (4, 4, 6)
+    ]
+    container = SimpleNamespace(decode=lambda _: frames)
+    assert len(list(_frames(container, None, np.array([0, 1]), Blob("v", b"x"), 3))) == 2
+    with pytest.raises(DataError, match="video v changes the size of its frames from 4 × 2 to 6 × 2 at frame 3"):
+        list(_frames(container, None, np.array([0, 2]), Blob("v", b"x"), 3))
+
+
+def test_a_video_that_ends_early_is_named(tmp_path):
+    container = SimpleNamespace(decode=lambda _: [])
+    with pytest.raises(DataError, match="cut off: it ends after 0 of 8 frames"):
+        list(_frames(container, None, np.array([0, 4]), Blob("v", b"x"), 8))
+
+
+def clip(path, text="What?") -> Record:
+    turns = (Turn("user", (Video(path), text)), Turn("assistant", ("A circle.",)))
+    return Record("set", 1, "here", turns)
+
+
+def test_a_video_becomes_steps_of_two_frames(tmp_path, write_video, preprocessor, tokenizer):
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4, size=(112, 56))
+    sample = preprocessor()(clip(path))
+    assert sample.grids == ((3, 4, 8),) and sample.pixels[0].shape == (3 * 32, 1176)
+    assert sample.seconds == sample.video_seconds == (pytest.approx(1.0),)
+    is_video = sample.input_ids == tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    assert np.array_equal(sample.mm_token_type_ids, 2 * is_video) and is_video.sum() == 3 * 32 // 4
+
+
+def test_each_patch_holds_both_frames(tmp_path, write_video, preprocessor):
+    """A step in time equals both of its frames as still images, the first in the first half of each channel."""
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4)
+    frames, _ = map_frames(path, Taking(2.0, 768, 1), lambda group: group[0])
+    make = preprocessor()
+    moving = make(clip(path)).pixels[0].reshape(3, 16, 3, 2, 196)  # [time, patches, channels, frames, values]
+    for number, frame in enumerate(frames):
+        frame.save(tmp_path / "frame.png")
+        still = make(Record("set", 1, "here", (Turn("user", (tmp_path / "frame.png", "?")), Turn("assistant", ("A",)))))
+        step, half = divmod(number, 2)
+        assert np.array_equal(moving[step, :, :, half], still.pixels[0].reshape(16, 3, 2, 196)[:, :, half])
+
+
+def test_pictures_and_videos_keep_their_order(tmp_path, images, write_video, preprocessor):
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4)  # no two pictures have as many tokens
+    parts = (images / "a.png", Video(path), images / "b.jpg")
+    record = Record("set", 1, "here", (Turn("user", parts), Turn("assistant", ("A circle.",))))
+    sample = preprocessor()(record)
+    assert sample.grids == ((1, 4, 4), (3, 4, 4), (1, 4, 8))
+    assert [seconds is None for seconds in sample.seconds] == [True, False, True]
+    kinds = sample.mm_token_type_ids
+    assert [int(k) for k in kinds[kinds > 0]] == [1] * 4 + [2] * 12 + [1] * 8
+    starts = np.flatnonzero(np.diff(kinds) > 0)
+    assert len(starts) == 3  # each of them in one run
+
+
+@pytest.mark.parametrize("fps", [0.5, 2.0])
+@pytest.mark.parametrize("rate", [4.0, 25.0, 30.0])
+@pytest.mark.parametrize("total", [2, 5, 48, 301])
+@pytest.mark.parametrize("most", [8, 768])
+def test_transformers_own_video_processor_takes_the_same_frames(total, rate, fps, most):
+    """Now and then its float32 arithmetic takes a frame more, or the one beside it; not in these cases."""
+    pytest.importorskip("torchvision")
+    from transformers import Qwen2VLVideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    about = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
+    theirs = Qwen2VLVideoProcessor().sample_frames(about, fps=fps, max_frames=most)
+    assert Taking(fps, most, 2).indices(total, rate).tolist() == theirs.tolist()
+
+
+def test_transformers_own_video_processor_gives_the_same(tmp_path, write_video, preprocessor):
+    """Up to the resizing, which is torchvision's there and Pillow's here: so at a size that needs none."""
+    pytest.importorskip("torchvision")
+    from transformers import Qwen2VLVideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4, size=(112, 56))
+    every, _ = map_frames(path, Taking(1e9, 768, 1), lambda group: np.asarray(group[0]))
+    processor = Qwen2VLVideoProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 168 * 168})
+    about = VideoMetadata(total_num_frames=12, fps=4.0, duration=3.0)
+    theirs = processor(
+        [np.stack(every)], video_metadata=[about], do_sample_frames=True, fps=2.0, cap_pixels_per_frame=False,
+        return_metadata=True, return_tensors="np",
+    )  # fmt: skip
+    ours = preprocessor()(clip(path))
+    assert ours.seconds == (pytest.approx(2 / theirs["video_metadata"][0].sampled_fps),)
+    assert theirs["video_grid_thw"].tolist() == [list(ours.grids[0])]
+    assert np.allclose(theirs["pixel_values_videos"], ours.pixels[0], atol=1e-5)

@@ -1,0 +1,184 @@
+"""What ring attention is made of: visible pairs, merging, kernels; and the mistakes that others shipped, planted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp.parallel.attention import ring
+from dhp.parallel.attention.kernels import Block, CpuFlash, Dense
+from dhp.parallel.attention.ring import Pair, merge, visible_pairs
+from dhp.parallel.attention.shard_plan import Span, contiguous_plan, given_plan, zigzag_plan
+from dhp.parallel.attention.sharded import key_copies
+from dhp.parallel.comm.collectives import AllToAll, Shift, sum_in_place
+from tests.helpers.attention import Attention, dense_results, sharded_results, whole_results
+from tests.helpers.ranks import run_on_ranks
+
+
+def test_layouts_hold_every_token_once() -> None:
+    lengths = (3, 30, 4, 1, 7)
+    plans = [contiguous_plan(lengths, 2, 3), zigzag_plan(lengths, 2, 3), given_plan(lengths, (1, 0, 40, 0, 4, 0), 2)]
+    for plan in plans:
+        places = [p for r in range(2) for u in range(3) for p in plan.places(r, u)]
+        assert sorted(places) == list(range(45))
+
+
+def test_zigzag_gives_every_ring_rank_the_same_causal_work() -> None:
+    plan = zigzag_plan((64,), 4, 1)
+    assert plan.chunk(1) == (Span(0, 8, 8), Span(0, 48, 8))
+    work = [sum(place + 1 for place in plan.places(r, 0)) for r in range(4)]
+    assert max(work) == min(work)
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="the ranks hold 5 tokens, but the segments have 6"):
+        given_plan((6,), (2, 3), 2)
+
+
+def test_causal_pairs_are_whole_diagonal_or_not_there() -> None:
+    mine, before, after = Span(0, 8, 4), Span(0, 0, 8), Span(0, 12, 4)
+    assert list(visible_pairs((mine,), (before, Span(1, 0, 3)), True)) == [Pair(slice(0, 4), slice(0, 8), False)]
+    assert list(visible_pairs((mine,), (mine,), True)) == [Pair(slice(0, 4), slice(0, 4), True)]
+    assert list(visible_pairs((mine,), (after,), True)) == []
+    assert list(visible_pairs((mine,), (after,), False)) == [Pair(slice(0, 4), slice(0, 4), False)]
+    with pytest.raises(ValueError, match="overlap"):
+        list(visible_pairs((mine,), (Span(0, 10, 4),), True))
+
+
+@pytest.mark.parametrize("far", [150.0, -150.0, 1e4, -1e4])
+def test_blocks_of_very_different_weight_merge_without_overflow(far: float) -> None:
+    near = torch.randn(5, 2, 3, dtype=torch.float64)
+    other = torch.randn(5, 2, 3, dtype=torch.float64)
+    output, lse = near.clone(), torch.zeros(2, 5, dtype=torch.float64)
+    merge(output, lse, other, torch.full((2, 5), far, dtype=torch.float64))
+    torch.testing.assert_close(output, other if far > 0 else near, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, torch.full((2, 5), max(far, 0.0), dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_saw_nothing_stay_nothing() -> None:
+    output, lse = torch.zeros(4, 1, 2), torch.full((1, 4), float("-inf"))
+    merge(output, lse, torch.zeros(4, 1, 2), torch.full((1, 4), float("-inf")))
+    assert torch.equal(output, torch.zeros(4, 1, 2)) and bool((lse == float("-inf")).all())
+    merge(output, lse, torch.ones(4, 1, 2), torch.zeros(1, 4))
+    assert torch.equal(output, torch.ones(4, 1, 2))
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_kernels_agree(diagonal: bool, kv_heads: int) -> None:
+    query, grad = (torch.randn(6, 4, 8, dtype=torch.float64) for _ in range(2))
+    key, value = (torch.randn(6, kv_heads, 8, dtype=torch.float64) for _ in range(2))
+    block = Block(diagonal, 0.3)
+    (output, lse), (other, other_lse) = (kernel.forward(query, key, value, block) for kernel in (CpuFlash(), Dense()))
+    torch.testing.assert_close(output, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, other_lse, rtol=1e-12, atol=1e-12)
+    # With the log-sum-exp of more blocks than this one, as a ring gives it.
+    wider = lse + 0.7
+    both = (kernel.backward(grad, query, key, value, output, wider, block) for kernel in (CpuFlash(), Dense()))
+    for mine, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "degree", "copies"), [(8, 8, 4, 1), (8, 2, 4, 2), (8, 1, 8, 8), (12, 3, 2, 2), (12, 6, 4, 2)]
+)
+def test_keys_are_repeated_as_often_as_it_takes(heads: int, kv_heads: int, degree: int, copies: int) -> None:
+    assert key_copies(heads, kv_heads, degree) == copies
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "degree"), [(6, 6, 4), (2, 2, 4), (9, 3, 2)])
+def test_heads_that_cannot_be_dealt_out_are_refused_by_name(heads: int, kv_heads: int, degree: int) -> None:
+    with pytest.raises(ValueError, match=f"{heads} query heads and {kv_heads} key/value heads .* ulysses={degree}"):
+        key_copies(heads, kv_heads, degree)
+
+
+def _there_and_back() -> bool:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    send, receive = ((1, 0, 2), (0, 3, 1), (4, 1, 0)), None
+    receive = tuple(send[source][rank] for source in range(3))
+    rows = torch.randn(sum(send[rank]), 2, dtype=torch.float64, requires_grad=True)
+    there = AllToAll.apply(rows, send[rank], receive, group)
+    back = AllToAll.apply(there, receive, send[rank], group)
+    (back * 3).sum().backward()
+    return torch.equal(back, rows) and torch.equal(rows.grad, torch.full_like(rows, 3))
+
+
+def test_all_to_all_there_and_back_is_the_identity() -> None:
+    assert run_on_ranks(_there_and_back, 3) == [True] * 3
+
+
+def _shift_without_partner() -> str:
+    """Rank 1 never comes: the others must not wait for ever."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return ""
+    try:
+        Shift(torch.ones(4), (4,), group).wait()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_ring_whose_neighbour_is_gone_times_out() -> None:
+    told = run_on_ranks(_shift_without_partner, 2)[0]
+    assert "no error" not in told and told
+
+
+CASE = Attention((24,), 2, 1, 4, 2, True, "zigzag")
+
+
+def _planted(fault: str, case: Attention) -> list[Tensor]:
+    """Attention with a mistake that someone shipped."""
+    if fault == "block-local log-sum-exp":
+        right = CpuFlash.backward
+
+        def local(self: Any, grad: Any, q: Any, k: Any, v: Any, output: Any, lse: Any, block: Block) -> Any:
+            own, own_lse = self.forward(q, k, v, block)
+            return right(self, grad, q, k, v, own, own_lse, block)
+
+        CpuFlash.backward = local
+    elif fault == "keys stay where they are":
+        ring.Shift = lambda tensor, shape, group: type("Stays", (), {"wait": lambda _: tensor.new_zeros(shape)})()
+    elif fault == "position of the shard instead of the sequence":
+        case = replace(case, layout="contiguous")
+        whole = ring.visible_pairs
+        ring.visible_pairs = lambda q, k, causal: whole(q, k, causal and q == k)
+    return sharded_results([case])[0]
+
+
+@pytest.mark.parametrize(
+    "fault", ["block-local log-sum-exp", "keys stay where they are", "position of the shard instead of the sequence"]
+)
+def test_a_planted_mistake_is_seen(fault: str) -> None:
+    case = replace(CASE, layout="contiguous") if fault.startswith("position") else CASE
+    found = whole_results(case, run_on_ranks(_planted, 2, fault, CASE))
+    errors = [float((m - w).norm() / w.norm()) for m, w in zip(found, dense_results(case), strict=True)]
+    assert max(errors) > 0.05, errors
+
+
+def _projector(exact: bool) -> Tensor:
+    """Embeddings made on one rank and used on another: the gradient must find its way back."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    own = weight * (rank + 1)
+    if exact:
+        everyone = AllToAll.apply(torch.stack([own, own]), (1, 1), (1, 1), group)
+    else:
+        everyone = torch.zeros(2, 2, dtype=torch.float64)
+        everyone[rank] = own
+        sum_in_place(everyone, group)  # the values are right, the graph ends here for what came from elsewhere
+    everyone[1 - rank].sum().backward()
+    return sum_in_place(torch.zeros(2) if weight.grad is None else weight.grad, group)
+
+
+def test_an_all_reduce_in_place_of_an_autograd_collective_loses_gradients() -> None:
+    assert run_on_ranks(_projector, 2, True)[0].tolist() == [3.0, 3.0]
+    assert run_on_ranks(_projector, 2, False)[0].tolist() == [0.0, 0.0]

@@ -1,0 +1,120 @@
+"""A run whose plan is made while it trains: real entry, real actors, a budget that admits some of the layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhp.base.messages import PartReport
+from dhp.config.load import compose_config
+from dhp.models.registry import load_family
+from dhp.planner.planner import PATIENCE
+from dhp.run.adaptive_recompute import Recomputing, arrange
+from dhp.run.preflight import prepare
+from dhp.step.schedule import sequential, vision_ahead
+from tests.helpers.runs import tiny, train
+from tests.planner.made import MIB, costs, usage
+
+BUDGET_GIB = 0.008  # between what all of it takes and what inputs of layers alone take
+SETTINGS = [
+    "training.warmup_ratio=0",
+    "training.log_interval=1",
+    "data.min_pixels=12544",  # all pictures alike
+    "data.max_pixels=12544",
+    "vision.recompute=auto",
+    "text.recompute=auto",
+    f"memory.budget_gib={BUDGET_GIB}",
+]
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_plan_is_measured_tried_and_kept_for_the_next_run(tiny_assets: Path, tmp_path: Path) -> None:
+    own = [*SETTINGS, f"memory.cache_dir={tmp_path / 'cache'}"]
+    measured = train(*tiny(tiny_assets, tmp_path / "measured", *own, "training.max_steps=15"))
+    assert measured.status == 0, measured.stderr
+    said = measured.stdout + measured.stderr
+    assert "expected on the fullest device" in said and "text.recompute=" in said
+    last = metrics(tmp_path / "measured")[-1]["activation_bytes"]
+    assert max(last.values()) <= BUDGET_GIB * 2**30
+    assert (tmp_path / "cache" / "recompute.json").is_file()
+
+    known = train(*tiny(tiny_assets, tmp_path / "known", *own, "training.max_steps=3"))
+    assert known.status == 0, known.stderr
+    assert "measured before" in known.stdout + known.stderr
+    # One recomputed everything and the other what the plan says: the same to the bit, but other bytes.
+    for theirs, ours in zip(metrics(tmp_path / "measured"), metrics(tmp_path / "known"), strict=False):
+        assert (ours["step"], ours["loss"], ours["grad_norm"]) == (theirs["step"], theirs["loss"], theirs["grad_norm"])
+        assert ours["activation_bytes"] != theirs["activation_bytes"]
+
+
+def test_what_is_alive_together() -> None:
+    one, two = sequential(4), vision_ahead(4)
+    assert (arrange(one, True, "cpu").outstanding, arrange(two, True, "cpu").outstanding) == (1, 2)
+    assert not arrange(one, True, "cpu").together and arrange(two, True, "cpu").together
+    assert arrange(one, True, "cuda").together  # freed memory stays with the process that had it
+    assert not arrange(one, False, "cpu").shared
+
+
+class Told:
+    """A part whose ranks report what the plan they were told would take."""
+
+    size = 1
+
+    def __init__(self, kinds: tuple[str, ...]):
+        self.known, self.choices = costs(len(kinds), kinds=kinds), ("all",) * len(kinds)
+
+    def execute_all_async(self, method: str, choices: Any, returns: int = 1) -> list:
+        assert (method, returns) == ("set_recompute", 0)
+        self.choices = choices
+        return [[]]
+
+    def report(self) -> list[PartReport]:
+        return [PartReport(0, 1.0, 1.0, 1e-3, None, {}, usage(self.known, self.choices))]
+
+
+def plan(assets: Path, folder: Path, budget_mib: float, late: int = 0) -> tuple[str, dict[str, Told]]:
+    """What a run of 20 steps says, and its parts at the end. late: steps before them in which vision has no work."""
+    budget = f"memory.budget_gib={budget_mib * MIB / 2**30}"
+    overrides = [*tiny(assets, folder / "run")[1:], *SETTINGS, budget, f"memory.cache_dir={folder}"]
+    config = prepare(compose_config("tiny", overrides=overrides))
+    family = load_family(config.text.model_name)
+    parts = {"vision": Told(family.vision_layers.kinds), "text": Told(family.text_layers.kinds)}
+    said: list[str] = []
+    recomputing = Recomputing(config, parts, "cpu", sequential(4), said.append)
+    for step in range(late + 20):
+        reports = {name: part.report() for name, part in parts.items()}
+        if step < late:
+            reports["vision"] = [replace(report, usage=None) for report in reports["vision"]]
+        recomputing.learn(reports)
+    return "\n".join(said), parts
+
+
+def test_a_plan_is_said_and_told_and_found_again(tiny_assets: Path, tmp_path: Path) -> None:
+    said, parts = plan(tiny_assets, tmp_path, 100)
+    assert "expected on the fullest device" in said and "does not fit" not in said
+    assert all(set(part.choices) != {"all"} for part in parts.values())
+    again, same = plan(tiny_assets, tmp_path, 100)
+    assert "measured before" in again
+    assert {name: part.choices for name, part in same.items()} == {name: part.choices for name, part in parts.items()}
+    assert again.partition("\n")[2] == said.partition("\n")[2]
+
+
+def test_a_budget_that_nothing_fits_is_said(tiny_assets: Path, tmp_path: Path) -> None:
+    said, parts = plan(tiny_assets, tmp_path, 5)
+    assert "it does not fit even so" in said
+    assert all(set(part.choices) == {"all"} for part in parts.values())
+
+
+def test_a_part_whose_first_work_comes_late_is_told_as_that(tiny_assets: Path, tmp_path: Path) -> None:
+    said, parts = plan(tiny_assets, tmp_path, 100, late=PATIENCE + 10)
+    assert said.count("a part has its first work") == 1 and "more than the budget" not in said
+    assert all(set(part.choices) != {"all"} for part in parts.values())

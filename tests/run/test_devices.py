@@ -1,0 +1,48 @@
+"""The peak of a run's devices, asked of its ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dhp.base.messages import DeviceInfo
+from dhp.cluster.dispatch import spread
+from dhp.run.devices import find_peak
+
+
+class Group:
+    """Ranks on the given devices; measured: which of them were asked to measure."""
+
+    def __init__(self, *devices: DeviceInfo):
+        self.devices, self.size = devices, len(devices)
+        self.measured: list[int] = []
+
+    def execute_all(self, method: str, *arguments: Any, timeout_s: float) -> list[DeviceInfo]:
+        assert method == "describe_device" and timeout_s == 9.0
+        wanted = [measure for (measure,) in spread(arguments, self.size)]
+        self.measured += [rank for rank, measure in enumerate(wanted) if measure]
+        return [
+            DeviceInfo(d.kind, d.name, d.place, d.format, 1e9 if measure else None)
+            for d, measure in zip(self.devices, wanted, strict=True)
+        ]
+
+
+def test_collocated_parts_on_two_machines_measure_each_once() -> None:
+    on = lambda place: DeviceInfo("cpu", "cpu", place, "float32")
+    groups = {"vision": Group(on("m"), on("m")), "text": Group(on("m"), on("n"), on("n"))}
+    said: list[str] = []
+    assert find_peak(groups, 9.0, said.append) == 2e9
+    assert (groups["vision"].measured, groups["text"].measured, said) == ([0], [1], [])
+
+
+def test_gpus_are_looked_up_and_an_unknown_one_is_told_once() -> None:
+    known = DeviceInfo("cuda", "NVIDIA H100 PCIe", "GPU 0", "bfloat16")
+    unknown = DeviceInfo("cuda", "Some GPU", "GPU 1", "bfloat16")
+    said: list[str] = []
+    assert find_peak({"vision": Group(known), "text": Group(known)}, 9.0, said.append) == 756e12 and not said
+    groups = {"vision": Group(known), "text": Group(unknown, unknown)}
+    assert find_peak(groups, 9.0, said.append) is None
+    assert said == [
+        "mfu is not told: no peak of Some GPU in bfloat16 is known. Add it to configs/devices/peaks.json, from the "
+        "vendor's data sheet"
+    ]
+    assert not groups["text"].measured

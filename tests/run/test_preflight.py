@@ -1,0 +1,110 @@
+"""What is wrong before any actor starts is found there, with the field, the values and a way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dhp.base.errors import ConfigError, DataError, DhpError, ModelError
+from dhp.config.load import compose_config, to_yaml
+from dhp.run.preflight import prepare
+
+
+def check(assets: Path, *overrides: str) -> None:
+    prepare(compose_config("tiny", overrides=[f"tiny_assets={assets}", *overrides]))
+
+
+def test_the_embedded_default_passes(tiny_assets: Path, tmp_path: Path) -> None:
+    check(tiny_assets, f"run_dir={tmp_path / 'new'}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["vision.num_actors=3"], ["heads(4) % ulysses(3) = 1 != 0", "vision.ulysses to one of [1, 2, 4]"]),
+        (["text.num_actors=16"], ["heads(8) % tensor(16) = 8 != 0", "text.tensor to one of [1, 2, 4, 8]"]),
+        (["vision.ulysses=3"], ["ulysses(3)", "num_actors(2)"]),
+        (["training.batch_size=6"], ["batch_size(6)", "micro_batch_size(4)"]),
+        (["vision.model_name=/nowhere/model", "text.model_name=/nowhere/model"], ["/nowhere/model"]),
+        (["data.data_registry.shapes.annotation_path=/nowhere/a.json"], ["annotation_path=/nowhere/a.json"]),
+        (["data.data_registry.shapes.data_path=/nowhere"], ["data_path=/nowhere"]),
+        ([f"data.data_registry.shapes.annotation_path=/{'x' * 300}"], ["annotation_path=/xxx", "does not exist"]),
+        (["data.datasets=['shapes%50']", "data.data_registry.shapes.data_path=/nowhere"], ["data_path=/nowhere"]),
+        (["data.datasets=[shape]"], ["shape is not in data.data_registry", "shapes"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_a_mistake_is_told_with_its_values(
+    tiny_assets: Path, tmp_path: Path, overrides: list[str], told: list[str]
+) -> None:
+    with pytest.raises(DhpError) as caught:
+        check(tiny_assets, f"run_dir={tmp_path / 'new'}", *overrides)
+    for part in told:
+        assert part in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_directory_that_holds_a_run_is_refused(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({}))
+    (tmp_path / "config.yaml").write_text(to_yaml(compose_config("tiny")))
+    with pytest.raises(ConfigError, match="overwrite"):
+        check(tiny_assets, f"run_dir={tmp_path}")
+    check(tiny_assets, f"run_dir={tmp_path}", "overwrite=true")
+
+
+def mine(folder: Path, images: list[str], data_path: Path, *more: str) -> list[str]:
+    """Overrides for a dataset of one sample an image."""
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A square."}]
+    file = folder / "mine.jsonl"
+    file.write_text("".join(json.dumps({"image": image, "conversations": turns}) + "\n" for image in images))
+    registry = f"+data.data_registry.mine={{annotation_path: {file}, data_path: {data_path}}}"
+    return [registry, "data.datasets=[shapes,mine]", f"run_dir={folder / 'new'}", *more]
+
+
+def test_missing_images_are_found_before_anything_starts(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"x")
+    overrides = mine(tmp_path, ["a.png"] * 99 + ["b.png"], tmp_path)
+    with pytest.raises(DataError, match=r"dataset 'mine', line 100 of .*b\.png does not exist$"):
+        check(tiny_assets, *overrides)
+    check(tiny_assets, *overrides, "data.on_bad_sample=skip")
+    check(tiny_assets, *overrides, "training.dry_run=true")
+    prepare(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", *overrides]), new_run=False)
+
+
+def test_a_folder_that_is_named_twice_is_told(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "set" / "images").mkdir(parents=True)
+    (tmp_path / "set" / "images" / "a.png").write_bytes(b"x")
+    meant = tmp_path / "set" / "images" / "a.png"
+    for folder in ("images", "set/images"):
+        told = f"/a.png does not exist, but {meant} does: .* path name {folder}; leave it out of data_path"
+        with pytest.raises(DataError, match=told):
+            check(tiny_assets, *mine(tmp_path, [f"{folder}/a.png"], meant.parent))
+
+
+def test_large_annotations_are_left_for_later(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dhp.data.probe._CHEAP_BYTES", 10)
+    check(tiny_assets, *mine(tmp_path, ["b.png"], tmp_path))
+
+
+def test_unknown_keys_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="training.batch_size"):
+        compose_config("tiny", overrides=["training.batchsize=3"])
+
+
+def test_a_plan_with_unknown_gradients_is_refused_before_any_actor(
+    head_norms_model: str, tiny_assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dhp.parallel.tensor import plan
+
+    names = (f"vision.model_name={head_norms_model}", f"text.model_name={head_norms_model}", "training.dry_run=true")
+    overrides = [*names, "vision.ulysses=1", "vision.num_actors=1", "vision.zero_stage=0", "text.tensor=2"]
+    prepare(compose_config("tiny", overrides=overrides), new_run=False)
+    monkeypatch.delitem(plan.OURS, "replicated_with_grad_allreduce")
+    with pytest.raises(ModelError, match="style 'replicated_with_grad_allreduce' for model.language_model.layers.0"):
+        prepare(compose_config("tiny", overrides=overrides), new_run=False)
+    one = [*overrides[:-1], "text.tensor=1", "text.num_actors=1"]
+    prepare(compose_config("tiny", overrides=one), new_run=False)

@@ -1,0 +1,144 @@
+"""What parts of a run are told of its configuration."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from dhp.config.load import compose_config, to_yaml
+from dhp.config.resolve import resolve
+from dhp.config.run_dir import check_run_dir
+from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.sampler import BatchLayout
+from dhp.data.read_settings import Reading
+from dhp.observe.metrics import StepMetrics
+from dhp.observe.recorder import Recorder
+from dhp.parallel.comm.mesh import Degrees
+from dhp.run.settings import feed_settings, kept_settings, part_settings, resume_line
+
+OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]
+
+
+def test_how_samples_are_read_reaches_the_dataset_actor() -> None:
+    settings = feed_settings(resolve(compose_config("tiny", overrides=OVERRIDES)))
+    assert settings.datasets == ("shapes", "shapes%50")
+    assert settings.reading == Reading(allow_http=True, max_tokens=900, video_fps=1.0)
+
+
+NOTHING_AS_BY_DEFAULT = [
+    *("seed=11", "memory.accounting=true", "memory.budget_gib=1", "cluster.device=cpu"),
+    *("vision.model_name=a/model", "text.model_name=a/model"),
+    *("vision.parallelism=sequence", "vision.num_actors=24", "vision.data=2", "vision.ring=3", "vision.ulysses=2"),
+    *("vision.tensor=2", "vision.dtype=float64", "vision.zero_stage=0", "vision.recompute=light"),
+    *("text.parallelism=autotp", "text.num_actors=6", "text.data=3", "text.tensor=2", "text.dtype=bfloat16"),
+    *("text.recompute=mlp:0", "training.batch_size=30", "training.micro_batch_size=5", "training.trace=true"),
+    *("data.min_pixels=4000", "data.max_pixels=90000", "data.packing=false", "data.shuffle=false"),
+    *("data.cache_dir=somewhere", "data.max_tokens=900", "data.video_fps=1.5", "data.video_max_frames=12"),
+    *("data.video_max_pixels=7000", "data.allow_http=true", "data.on_bad_sample=skip"),
+]
+
+
+def test_every_setting_of_a_part_comes_from_its_own_configuration() -> None:
+    config = resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT))
+    found = {part: part_settings(config, part, "cuda", 40, Path("step_7")) for part in ("vision", "text")}
+    shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
+    shared |= {"exclusive_sums": True}  # parts that share GPUs
+    own = {
+        "vision": {
+            "degrees": Degrees(data=2, ring=3, ulysses=2, tensor=2),
+            "dtype": "float64",
+            "recompute": "light",
+            "zero_stage": 0,
+            "zero_engine": "fsdp",  # since tensor cuts
+            "autotp": False,
+            "resume_from": "step_7/vision",
+        },
+        "text": {
+            "degrees": Degrees(data=3, tensor=2),
+            "dtype": "bfloat16",
+            "recompute": "mlp:0",
+            "zero_stage": 0,
+            "zero_engine": "fsdp",
+            "autotp": True,
+            "resume_from": "step_7/text",
+        },
+    }
+    for part, settings in found.items():
+        told = {field.name: getattr(settings, field.name) for field in fields(settings)}
+        del told["update"]
+        assert told == shared | own[part] | {"part": part}
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (3, 1)])
+def test_each_part_has_its_own_stage_of_zero(stages: tuple[int, int]) -> None:
+    config = compose_config("tiny", overrides=[
+        *("vision.parallelism=data", f"vision.zero_stage={stages[0]}"),
+        *("text.parallelism=data", f"text.zero_stage={stages[1]}"),
+    ])  # fmt: skip
+    config = resolve(config)
+    assert tuple(part_settings(config, part, "cpu", 1).zero_stage for part in ("vision", "text")) == stages
+
+
+def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
+    settings = feed_settings(resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT)))
+    found = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    registry = found.pop("registry")
+    assert set(registry) == {"shapes"}
+    assert found == {
+        "model_name": "a/model",
+        "datasets": ("shapes",),
+        "layout": BatchLayout(replicas=3, micro_batches=2, micro_batch_size=5),
+        "replicas": 2,
+        "ranks": 6,
+        "min_pixels": 4000,
+        "max_pixels": 90000,
+        "seed": 11,
+        "shuffle": False,
+        "on_bad_sample": "skip",
+        "packing": False,
+        "cache_dir": "somewhere",
+        "reading": Reading(True, 900, 1.5, 12, 7000),
+        "balancing": Balancing(),
+        "pixel_dtype": "float32",
+    }
+
+
+def test_how_rows_are_balanced_reaches_the_dataset_actor() -> None:
+    limits = {"text": 5000, "vision": 3000, "full_text": 4800, "full_vision": 2900}
+    own = ["data.balance=isf", "data.balance_window=500", *(f"data.limits.{key}={n}" for key, n in limits.items())]
+    settings = feed_settings(resolve(compose_config("tiny", overrides=own)))
+    assert settings.balancing == Balancing("isf", 3000, 5000, 2900, 4800, 500)
+
+
+def test_a_resumed_run_keeps_shares_and_weights() -> None:
+    """Both decide which samples a step has; a weight of one is not told, as before there were weights."""
+    plain = kept_settings(resolve(compose_config("tiny", overrides=OVERRIDES)))
+    assert plain["data.datasets"] == ["shapes", "shapes%50"]
+    heavy = compose_config("tiny", overrides=[*OVERRIDES, "data.data_registry.shapes.weight=1.5"])
+    assert kept_settings(resolve(heavy))["data.datasets"] == ["shapes (weight 1.5)", "shapes%50 (weight 1.5)"]
+
+
+def test_patches_are_rounded_on_the_way_where_the_tower_would_round_them() -> None:
+    settings = feed_settings(resolve(compose_config("tiny", overrides=["vision.dtype=bfloat16"])))
+    assert settings.pixel_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_line_to_resume_reads_the_stopped_runs_own_configuration(tmp_path: Path, overwrite: bool) -> None:
+    run_dir = tmp_path / "a run"
+    run_dir.mkdir()
+    config = resolve(compose_config("tiny", overrides=[f"run_dir='{run_dir}'", f"overwrite={overwrite}", "seed=5"]))
+    newest = Path(config.training.checkpoint_dir) / "step_3"
+    assert "no checkpoint of this run yet" in resume_line(config, None)
+    assert "no checkpoint of this run yet" in resume_line(config, tmp_path / "other" / "step_3")
+    with pytest.raises(KeyboardInterrupt), Recorder(run_dir, 1, {}, to_yaml(config)) as recorder:
+        recorder.record(StepMetrics(step=3, loss=2.0))
+        raise KeyboardInterrupt
+    python, dash, module, path, name, *overrides = shlex.split(resume_line(config, newest))
+    assert (python, dash, module) == ("python", "-m", "dhp.train_ray")
+    again = resolve(compose_config(name.partition("=")[2], path.partition("=")[2], overrides))
+    assert (again.seed, again.training.resume, again.run_dir) == (5, "auto", str(run_dir))
+    check_run_dir(again)
