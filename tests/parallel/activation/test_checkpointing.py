@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dhp.config.recompute import CHOICES
-from dhp.parallel import meter as meter_module
+from dhp.parallel.activation import meter as meter_module
 from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, kept
 from dhp.parallel.activation.meter import Meter
 from dhp.parallel.activation.saved_tensors import SavedTensors
