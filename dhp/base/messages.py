@@ -40,7 +40,7 @@ class StepInfo:
 class VisionInput:
     """One vision rank's work in a micro-batch; patches in tower order.
 
-    pixels: [patches, values]; positions: [patches, 2]. window_lengths: patches of this rank's windows.
+    pixels: [patches, values]; positions: [patches, columns]. window_lengths: patches of this rank's windows.
     segment_lengths: patches of the full-attention segments of all ranks that share the sequence. shards: for each of
     these ranks (Ulysses innermost), what it holds of them, in the order of its rows: (segment, first patch, patches).
     rows: merged rows for each text replica, in order; rows beyond

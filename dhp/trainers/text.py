@@ -11,6 +11,7 @@ from dhp.base.messages import Choices, DeviceInfo, PartReport, StepInfo, TextInp
 from dhp.models.family import DecoderInputs
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
+from dhp.models.tower import EMBEDDINGS
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.activation.checkpointing import kept
 from dhp.parallel.attention.kernels import has_varlen
@@ -36,7 +37,7 @@ class TextTrainer:
         self.part = Part(settings)
         self.family = load_family(settings.model_name)
         model = self._load()
-        self.part.adopt(model, self.family.text_layers)
+        self.part.adopt(model, self.family.decoder.layers)
         self._flights: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._losses: list[Tensor] = []
 
@@ -45,23 +46,23 @@ class TextTrainer:
         packing = self.part.settings.packing
         name, attention = (PACKED, packed_attention) if packing else (PADDED, sdpa_attention_forward)
         AttentionInterface.register(name, kept(KEPT_ATTENTION, attention))
-        self.family.use_text_attention(model, name)
+        self.family.decoder.use_attention(model, name)
         return model
 
     def _split(self) -> PreTrainedModel:
         name, family, ranks = self.part.settings.model_name, self.family, self.part.settings.degrees.tensor
-        plan = None
-        if ranks > family.text_kv_heads:
-            plan = dict.fromkeys(family.text_kv_projections, shared_heads_style(family.text_kv_heads))
+        plan, shared = dict(family.decoder.tensor_plan), ranks > family.decoder.kv_heads
+        if shared:
+            plan |= dict.fromkeys(family.decoder.kv_projections, shared_heads_style(family.decoder.kv_heads))
         mesh = self.part.mesh["tensor"]
-        model = load_part(name, family.vision_modules, self.part.master_dtype, mesh, plan, local_plan)
+        model = load_part(name, family.tower.modules, self.part.master_dtype, mesh, plan, local_plan)
         use_local_slices(model)
-        if plan is not None:
-            family.share_kv_heads(model, ranks)
+        if shared:
+            family.decoder.share_kv_heads(model, ranks)
         return model
 
     def _split_by_deepspeed(self) -> PreTrainedModel:
-        model = load_part(self.part.settings.model_name, self.family.vision_modules, self.part.master_dtype)
+        model = load_part(self.part.settings.model_name, self.family.tower.modules, self.part.master_dtype)
         split_by_autotp(model, self.part.mesh["tensor"])
         return model
 
@@ -75,12 +76,12 @@ class TextTrainer:
         named = work.tensors
         given = (named["input_ids"], named["position_ids"], *find_targets(named["labels"]), _image_rows(work))
         (input_ids, position_ids, *targets, image_rows), moved = move_with_plans(given, plans, device)
-        images = None if work.placement is None else joined(leaves).to(dtype)
+        images = {} if work.placement is None else {EMBEDDINGS: joined(leaves).to(dtype)}
         inputs = DecoderInputs(input_ids, position_ids, images, image_rows)
         extra = dict(zip(["segments"], moved))  # none where rows are padded
 
         def objective() -> Tensor:
-            hidden = self.family.hidden_states(self.part.model, inputs, **extra)
+            hidden = self.family.decoder.hidden_states(self.part.model, inputs, **extra)
             head = self.part.model.get_output_embeddings()
             return share_of_objective(head, hidden, Targets(*targets), work.target_tokens)
 

@@ -9,6 +9,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from dhp.base.messages import Choices, DeviceInfo, PartReport, StepInfo, VisionInput
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
+from dhp.models.tower import EMBEDDINGS
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.activation.checkpointing import kept
 from dhp.parallel.attention.kernels import has_varlen
@@ -41,20 +42,20 @@ class VisionTrainer:
         self.family = load_family(settings.model_name)
         AttentionInterface.register(ATTENTION, kept(KEPT_ATTENTION, segment_attention))
         model = self._load()
-        self.family.use_attention(model, ATTENTION)
-        self.part.adopt(model, self.family.vision_layers)
+        self.family.tower.use_attention(model, ATTENTION)
+        self.part.adopt(model, self.family.tower.layers)
         ring, ulysses = self.part.mesh["ring"], self.part.mesh["ulysses"]
         self._place = Place(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
         self._outputs: dict[int, Tensor] = {}
 
     def _load(self) -> PreTrainedModel:
         part, family = self.part, self.family
-        plan = with_fused(family.vision_tensor_plan, family.vision_fused)
+        plan = with_fused(family.tower.tensor_plan, family.tower.fused)
         name, mesh = part.settings.model_name, part.mesh["tensor"]
-        model = load_part(name, family.text_modules, part.master_dtype, mesh, plan, local_plan)
+        model = load_part(name, family.decoder.modules, part.master_dtype, mesh, plan, local_plan)
         use_local_slices(model)
-        family.freeze_unused(model)
-        family.split_vision_heads(model, part.settings.degrees.tensor)
+        family.tower.freeze_unused(model)
+        family.tower.split_heads(model, part.settings.degrees.tensor)
         return model
 
     def forward_step(self, micro_batch: int, work: VisionInput, hand_over: bool) -> tuple[Tensor, ...]:
@@ -68,7 +69,7 @@ class VisionTrainer:
         (positions,), (windows, frames) = move_with_plans((work.positions,), plans, device)
         with self.part.metered_forward(len(pixels)):
             embeddings = self.part.update.forward(
-                lambda: self.family.encode(self.part.model, pixels, positions, windows, frames)
+                lambda: self.family.tower.encode(self.part.model, pixels, positions, windows, frames)[EMBEDDINGS]
             )
         self._outputs[micro_batch] = embeddings
         given = embeddings.detach()[: sum(work.rows)].split(work.rows)
