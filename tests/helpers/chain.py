@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import inf, isnan
 
 import torch
-from torch import Tensor
-from transformers import AttentionInterface
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.batching.collate import Rows
 from dhp.data.sample import Sample
@@ -17,6 +17,7 @@ from dhp.models.registry import load_family
 from dhp.models.slice import Chunk
 from dhp.models.split import load_part
 from dhp.parallel.attention.sharded import plan_segments, segment_attention
+from dhp.parallel.tensor.local_shards import owned_parameters
 from dhp.trainers.objective import Targets, find_targets, share_of_objective
 from tests.helpers.oracle import Step
 
@@ -43,9 +44,7 @@ class Chain:
         tower.use_attention(self.tower, ATTENTION)
         tower.freeze_unused(self.tower)
         self.held = [self._of(group) for group in range(max(owners) + 1)]
-        self.groups = [
-            load_part(model_name, (*tower.modules, *decoder.absent(held)), torch.float64) for held in self.held
-        ]
+        self.groups = [self.load(model_name, (*tower.modules, *decoder.absent(held))) for held in self.held]
 
     def _of(self, group: int) -> list[Chunk]:
         return [chunk for chunk, owner in zip(self.chunks, self.owners, strict=True) if owner == group]
@@ -55,10 +54,12 @@ class Chain:
         total = sum(sample.target_tokens for sample in samples)
         loss = sum(self._sample(sample, total) for sample in samples)
         gradients: dict[str, Tensor] = {}
-        for part in (self.tower, *self.groups):
-            for name, parameter in part.named_parameters():
-                if parameter.grad is not None:
-                    gradients[name] = gradients.get(name, 0) + parameter.grad
+        for name, parameter in self.tower.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+        for part in self.groups:
+            for name, owner, own in owned_parameters(part):
+                gradients[name] = gradients.get(name, 0) + self.gradient(owner.get_parameter(own), owner, own)
         return Result(loss, gradients)
 
     def _sample(self, sample: Sample, total: int) -> float:
@@ -73,8 +74,7 @@ class Chain:
             inputs = DecoderInputs(named["input_ids"], named["position_ids"], images, places, hidden[-1])
             outputs.append(self.run(owner, chunk, inputs))
             hidden.append(outputs[-1].detach().requires_grad_())
-        head = self.groups[self.owners[-1]].get_output_embeddings()
-        loss = share_of_objective(head, hidden[-1], Targets(*find_targets(named["labels"])), total)
+        loss = self.objective(hidden[-1], Targets(*find_targets(named["labels"])), total)
         loss.backward()
         for number in reversed(range(len(self.chunks))):
             outputs[number].backward(self.hidden_gradient(number, hidden[number + 1].grad))
@@ -101,6 +101,18 @@ class Chain:
     def run(self, owner: int, chunk: Chunk, inputs: DecoderInputs) -> Tensor:
         """One chunk on the group that holds it."""
         return self.family.decoder.run(self.groups[owner], chunk, inputs)
+
+    def load(self, model_name: str, dropped: tuple[str, ...]) -> PreTrainedModel:
+        """A group's part of the decoder."""
+        return load_part(model_name, dropped, torch.float64)
+
+    def objective(self, hidden: Tensor, targets: Targets, total: int) -> Tensor:
+        """The loss of the last chunk's states."""
+        return share_of_objective(self.groups[self.owners[-1]].get_output_embeddings(), hidden, targets, total)
+
+    def gradient(self, parameter: Tensor, owner: nn.Module, own: str) -> Tensor:
+        """Of a group's whole parameter, which is `own` of `owner`."""
+        return parameter.grad
 
     def given(self, name: str, rows: Tensor) -> Tensor:
         """What the decoder gets of a tensor of the tower."""

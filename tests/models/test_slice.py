@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import Qwen3Config
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel, Qwen3Config
 
 from dhp.data.sample import Sample
 from dhp.models.family import DecoderInputs
 from dhp.models.registry import load_family
 from dhp.models.slice import Chunk, cut_layers, held_layers
 from dhp.models.split import load_part
+from dhp.parallel.activation.checkpointing import RecomputedLayers
+from dhp.parallel.optimizer.fsdp import FullySharded
+from dhp.parallel.tensor.local_shards import cut_of, use_local_slices
+from dhp.parallel.tensor.plan import local_plan
+from dhp.trainers.objective import Targets
 from tests.helpers.chain import Chain, largest_difference
 from tests.helpers.layouts import UPDATE
 from tests.helpers.norms import exact_norms
 from tests.helpers.oracle import Oracle, Step
+from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample, save_llava, save_model
 
 EXACT = 1e-9
@@ -31,7 +38,6 @@ CUTS = {  # layers of each chunk, and the group that holds it
     "two groups of two chunks": ((1, 1, 1, 1), (0, 1, 0, 1)),
     "first and last in one group": ((1, 2, 1), (0, 1, 0)),
 }
-FEW = ("three stages", "two groups of two chunks")
 
 
 class Known:
@@ -62,7 +68,13 @@ MADE = {
     "llava": lambda folder: Known(save_llava(folder, **LAYERS), llava_samples()),
     "llava of qwen3": lambda folder: Known(save_llava(folder, Qwen3Config, head_dim=8, **LAYERS), llava_samples()),
 }
-CASES = [(model, cut) for model in MADE for cut in (CUTS if model.startswith("qwen2_5_vl") else FEW)]
+CASES = [
+    *(("qwen2_5_vl", cut) for cut in CUTS),
+    ("qwen2_5_vl, tied", "two stages"),
+    ("qwen2_5_vl, tied", "first and last in one group"),
+    ("llava", "three stages"),
+    ("llava of qwen3", "two groups of two chunks"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +87,58 @@ def known_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 def test_chunks_equal_the_plain_model(known_models: Callable[[str], Known], model: str, cut: str) -> None:
     known, (counts, owners) = known_models(model), CUTS[cut]
     assert known.difference(Chain(known.name, cut_layers(counts), owners)) < EXACT
+
+
+class Sharded(Chain):
+    """Groups on several ranks that recompute their layers: cut by heads, or with states sharded over the ranks."""
+
+    def __init__(self, model_name: str, chunks: Sequence[Chunk], owners: Sequence[int], tensor: bool):
+        self.mesh, self.tensor = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",)), tensor
+        super().__init__(model_name, chunks, owners)
+        self.updates = [self._wrap(part, held) for part, held in zip(self.groups, self.held, strict=True)]
+
+    def load(self, model_name: str, dropped: tuple[str, ...]) -> PreTrainedModel:
+        if not self.tensor:
+            return super().load(model_name, dropped)
+        part = load_part(model_name, dropped, torch.float64, self.mesh, {}, local_plan)
+        use_local_slices(part)
+        return part
+
+    def _wrap(self, part: PreTrainedModel, held: Sequence[Chunk]) -> FullySharded | None:
+        parts = self.family.decoder.layers.only(held_layers(held))
+        RecomputedLayers(part, parts, ("linear", "all")[: len(parts.kinds)])
+        if self.tensor:
+            return None
+        layers = list(part.get_submodule(parts.path))
+        return FullySharded(part, layers, torch.optim.AdamW, self.mesh, tensor_rank=0, stage=3, dtype=torch.float64)
+
+    def run(self, owner: int, chunk: Chunk, inputs: DecoderInputs) -> Tensor:
+        compute = lambda: super(Sharded, self).run(owner, chunk, inputs)
+        return compute() if self.tensor else self.updates[owner].forward(compute)
+
+    def objective(self, hidden: Tensor, targets: Targets, total: int) -> Tensor:
+        compute = lambda: super(Sharded, self).objective(hidden, targets, total)
+        return compute() if self.tensor else self.updates[self.owners[-1]].forward(compute)
+
+    def gradient(self, parameter: Tensor, owner: nn.Module, own: str) -> Tensor:
+        """Whole; both ranks have the same samples, so a sum over them is twice."""
+        if not self.tensor:
+            return parameter.grad.full_tensor() / 2
+        cut = cut_of(owner, own)
+        return parameter.grad if cut is None else cut.around(parameter.grad).full_tensor()
+
+
+def _sharded_difference(model: str, samples: list[Sample], wanted: Step, tensor: bool) -> float:
+    with exact_norms():
+        return largest_difference(Sharded(model, cut_layers((1, 1, 1, 1)), (0, 1, 0, 1), tensor).step(samples), wanted)
+
+
+@pytest.mark.parametrize(("model", "tensor"), [("qwen2_5_vl, tied", True), ("qwen2_5_vl", False)], ids=["tensor", "fsdp"])
+def test_two_chunks_a_group_on_ranks_that_recompute(
+    known_models: Callable[[str], Known], model: str, tensor: bool
+) -> None:
+    known = known_models(model)
+    assert max(run_on_ranks(_sharded_difference, 2, known.name, known.samples, known.step, tensor)) < EXACT
 
 
 class LostHidden(Chain):
