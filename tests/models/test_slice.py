@@ -133,7 +133,10 @@ def _sharded_difference(model: str, samples: list[Sample], wanted: Step, tensor:
         return largest_difference(Sharded(model, cut_layers((1, 1, 1, 1)), (0, 1, 0, 1), tensor).step(samples), wanted)
 
 
-@pytest.mark.parametrize(("model", "tensor"), [("qwen2_5_vl, tied", True), ("qwen2_5_vl", False)], ids=["tensor", "fsdp"])
+ON_RANKS = [("qwen2_5_vl, tied", True), ("qwen2_5_vl", False)]
+
+
+@pytest.mark.parametrize(("model", "tensor"), ON_RANKS, ids=["tensor", "fsdp"])
 def test_two_chunks_a_group_on_ranks_that_recompute(
     known_models: Callable[[str], Known], model: str, tensor: bool
 ) -> None:
