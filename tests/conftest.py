@@ -39,6 +39,14 @@ def few_keys_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def qwen3_vl_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen3-VL with random weights: features of three tower layers enter the decoder behind its first three."""
+    from tests.helpers.tiny import save_qwen3_vl
+
+    return str(save_qwen3_vl(Path(tmp_path_factory.mktemp("models")) / "qwen3_vl"))
+
+
+@pytest.fixture(scope="session")
 def llava_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A LLaVA with random weights: a tower of independent images."""
     from tests.helpers.tiny import save_llava

@@ -19,6 +19,12 @@ def _qwen2_5_vl(config: Any) -> Family:
     return qwen2_5_vl(config)
 
 
+def _qwen3_vl(config: Any) -> Family:
+    from dhp.models.qwen3_vl import qwen3_vl
+
+    return qwen3_vl(config)
+
+
 def _llava(config: Any) -> Family:
     from dhp.models.llava import llava
 
@@ -26,7 +32,11 @@ def _llava(config: Any) -> Family:
 
 
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-FAMILIES: dict[str, Callable[[Any], Family]] = {"qwen2_5_vl": _qwen2_5_vl, "llava": _llava}
+FAMILIES: dict[str, Callable[[Any], Family]] = {
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "llava": _llava,
+}
 
 
 def load_family(model_name: str) -> Family:

@@ -17,6 +17,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen3Config,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from dhp.data.sample import IGNORED, Sample
@@ -33,10 +35,12 @@ def make_sample(
     unit: int = 4,
     values: int = 3 * 2 * 14 * 14,
     seconds: Sequence[float | None] = (),
+    stamped: bool = False,
 ) -> Sample:
     """A sample with random pixels and text: some text, each image, `tokens` of text whose last `targets` are labels.
 
     unit: patches of one image token; values: of one patch. seconds: as in Sample; a video has VIDEO_TOKEN.
+    stamped: two tokens of text, as of a time, come before each step of a video.
     """
     rng = np.random.default_rng(seed)
     text = lambda n: list(rng.integers(3, 300, n))
@@ -44,8 +48,13 @@ def make_sample(
     kinds = [0, 0]
     for number, (t, h, w) in enumerate(grids):
         still = not seconds or seconds[number] is None
-        ids += [image_token if still else VIDEO_TOKEN] * (t * h * w // unit) + text(1)
-        kinds += [1 if still else 2] * (t * h * w // unit) + [0]
+        steps = t if stamped and not still else 1
+        for _ in range(steps):
+            time = text(2) if stamped and not still else []
+            ids += time + [image_token if still else VIDEO_TOKEN] * (t * h * w // unit // steps)
+            kinds += [0] * len(time) + [1 if still else 2] * (t * h * w // unit // steps)
+        ids += text(1)
+        kinds += [0]
     ids += text(tokens)
     kinds += [0] * tokens
     labels = [IGNORED] * (len(ids) - targets) + ids[len(ids) - targets :]
@@ -87,6 +96,43 @@ def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = N
         tie_word_embeddings=tied,
     )
     return _save(Qwen2_5_VLForConditionalGeneration, config, folder)
+
+
+def save_qwen3_vl(folder: Path, tied: bool = False, text: dict[str, Any] | None = None) -> Path:
+    """A Qwen3-VL with random weights: 4 tower layers, features behind 3 of them, 4 decoder layers with 8 query and 4
+    key/value heads, 4 vision heads; a table of 5 × 5 positions."""
+    decoder = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    config = Qwen3VLConfig(
+        text_config=decoder | (text or {}),
+        vision_config={
+            "depth": 4,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 4,
+            "patch_size": 14,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=503,
+        vision_end_token_id=504,
+        tie_word_embeddings=tied,
+    )
+    return _save(Qwen3VLForConditionalGeneration, config, folder)
 
 
 def save_llava(folder: Path, decoder: type[PreTrainedConfig] = Qwen2Config, **more: Any) -> Path:

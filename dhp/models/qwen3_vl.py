@@ -1,0 +1,139 @@
+"""Qwen3-VL: a tower that attends to whole frames and hands over what several of its layers found, and a decoder that
+adds these features behind its first layers ("DeepStack", Meng et al. 2024). The frames of a video stand apart in the
+prompt, a time in words before each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+from transformers.vision_utils import get_vision_position_ids
+
+from dhp.models.decoder import PATH, Decoder
+from dhp.models.family import Family, Grid, ImageLayout, LayerParts
+from dhp.models.flops import VisionWork
+from dhp.models.qwen import QwenProcessor, QwenTower, patch_values
+from dhp.models.tower import EMBEDDINGS
+
+
+def qwen3_vl(config: Any) -> Family:
+    """Qwen3-VL of that configuration, without experts."""
+    return Family(config, Qwen3VlProcessor(config), Qwen3VlTower(config), Qwen3VlDecoder(config))
+
+
+class Qwen3VlProcessor(QwenProcessor):
+    """A step in time of a video has placeholders of its own, with text before them."""
+
+    model = Qwen3VLModel
+
+    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in named.items() if name != "second_per_grid_ts"}
+
+
+class Qwen3VlTower(QwenTower):
+    """All layers attend to whole frames, so that patches stay in the processor's order. A patch's learned position is
+    interpolated from a square table, by its own place and the size of its frame."""
+
+    projector = ("model.visual.merger", "model.visual.deepstack_merger_list")
+    position_columns = 4  # row, column, and rows and columns of the frame
+    # The mergers stay whole: each has its norm beside its matrices.
+    tensor_plan = {
+        "model.visual.blocks.*.attn.proj": "rowwise",
+        "model.visual.blocks.*.mlp.linear_fc1": "colwise",
+        "model.visual.blocks.*.mlp.linear_fc2": "rowwise",
+    }
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        vision = config.vision_config
+        self.tensors = (EMBEDDINGS, *deepstack_names(config))
+        work = self.work = _count_work(vision)
+        self.attention_crossover_patches = work.token / work.segment_pair
+        self.layers = LayerParts(
+            "model.visual.blocks", ("attn.qkv", "attn.proj"), ("mlp.linear_fc1",), ("full",) * vision.depth
+        )
+
+    def image_layout(self, grid: Grid) -> ImageLayout:
+        t, h, w = grid
+        merge = self.config.vision_config.spatial_merge_size
+        places = get_vision_position_ids(torch.tensor([grid]), merge)  # [patches, 2]
+        size = torch.tensor([[h, w]]).expand(len(places), 2)
+        return ImageLayout(
+            order=torch.arange(t * h * w // self.merge_unit),
+            unit=self.merge_unit,
+            window_lengths=(merge * w,) * (t * h // merge),  # where a frame may be divided: between rows of tokens
+            frame_lengths=(h * w,) * t,
+            positions=torch.cat([places, size], dim=1),
+        )
+
+    def encode(
+        self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any
+    ) -> dict[str, Tensor]:
+        tower = model.model.visual
+        indices, weights = interpolate(positions, tower.num_grid_per_side)
+        # Everything the tower would derive from the grid is given, so that a shard, which has no grid, runs too.
+        output = tower(
+            pixels.to(tower.dtype),
+            grid_thw=None,
+            interp_indices=indices,
+            interp_weights=weights,
+            position_ids=positions[:, :2],
+            cu_seqlens=frames,
+            max_seqlen=len(pixels),
+        )
+        return dict(zip(self.tensors, (output.pooler_output, *output.deepstack_features), strict=True))
+
+
+class Qwen3VlDecoder(Decoder):
+    """transformers has no tensor-parallel plan for it; this is that of Qwen3."""
+
+    tensor_plan = {
+        f"{PATH}.embed_tokens": "embedding_rowwise",
+        **{f"{PATH}.layers.*.self_attn.{p}_proj": "colwise" for p in "qkv"},
+        **{f"{PATH}.layers.*.self_attn.{p}_norm": "replicated_with_grad_allreduce" for p in "qk"},
+        f"{PATH}.layers.*.self_attn.o_proj": "rowwise",
+        f"{PATH}.layers.*.mlp.gate_proj": "colwise",
+        f"{PATH}.layers.*.mlp.up_proj": "colwise",
+        f"{PATH}.layers.*.mlp.down_proj": "rowwise",
+    }
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.enters = {name: layer for layer, name in enumerate(deepstack_names(config))}
+
+
+def deepstack_names(config: Any) -> tuple[str, ...]:
+    """Of the features that leave the tower before its end; each enters behind the decoder layer of its number."""
+    return tuple(f"deepstack.{number}" for number in range(len(config.vision_config.deepstack_visual_indexes)))
+
+
+def interpolate(positions: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """The four entries of a table of side × side that surround each patch, and their weights; [patches, 4] each.
+
+    The corners of the table are those of the frame. positions: row, column, rows, columns.
+    """
+    places, sizes = positions[:, :2], positions[:, 2:]
+    exact = places.float() * (side - 1) / (sizes - 1).clamp(min=1)
+    before = exact.floor()
+    beyond = (exact - before)[..., None]  # [patches, 2, 1]
+    near = before.long()[..., None]
+    entries = torch.cat([near, near + 1], dim=-1).clamp(max=side - 1)
+    weights = torch.cat([1 - beyond, 1 - (beyond - 1).abs()], dim=-1)  # as transformers rounds them
+    flat = entries[:, 0, :, None] * side + entries[:, 1, None, :]
+    return flat.flatten(1), (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)
+
+
+def _count_work(vision: Any) -> VisionWork:
+    width, mergers = vision.hidden_size, 1 + len(vision.deepstack_visual_indexes)
+    merged = width * vision.spatial_merge_size**2
+    return VisionWork(
+        patch=patch_values(vision) * width,
+        token=vision.depth * width * (4 * width + 2 * vision.intermediate_size),
+        window_pair=0,
+        segment_pair=vision.depth * 2 * width,
+        embedding=mergers * merged * (merged + vision.out_hidden_size),
+    )
