@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dhp.base.messages import Choices, PartUsage
+from dhp.base.messages import Choices, StageUsage
 from dhp.planner.costs import Arrangement, PartCosts, Plan, predicted_bytes
 from dhp.planner.profile import Profile, probes
 from dhp.planner.search import best_plan
@@ -53,7 +53,7 @@ class Planner:
         last = lambda found, at: found[min(at, len(found) - 1)]
         return [self._everything | {part: last(by_part[part], at) for part in self._auto} for at in range(count)]
 
-    def learn(self, usages: Mapping[str, PartUsage | None]) -> bool:
+    def learn(self, usages: Mapping[str, StageUsage | None]) -> bool:
         """One step's usage of each part (None: it had no work). True when `asked` has become another plan."""
         self._steps += 1
         for part, usage in usages.items():
@@ -90,7 +90,7 @@ class Planner:
         costs = self.costs()
         return sum(c.replay_s(self._everything[part]) - c.replay_s(self.asked[part]) for part, c in costs.items())
 
-    def measured_bytes(self, usages: Mapping[str, PartUsage | None]) -> float:
+    def measured_bytes(self, usages: Mapping[str, StageUsage | None]) -> float:
         """The fullest device's peak in a step, from what each part alone reports."""
         vision, text = usages.get("vision"), usages.get("text")
         held = peak = 0
@@ -99,7 +99,7 @@ class Planner:
             peak = vision.peak_bytes
         return self._arrangement.device_bytes(held, peak, 0 if text is None else text.peak_bytes)
 
-    def _is_of_asked(self, usages: Mapping[str, PartUsage | None]) -> bool:
+    def _is_of_asked(self, usages: Mapping[str, StageUsage | None]) -> bool:
         """Whether the step ran as asked: steps that were on their way when the plan changed did not."""
         ran = {part: usage.choices for part, usage in usages.items() if usage is not None and part in self._auto}
         if any(choices != self.asked[part] for part, choices in ran.items()):
@@ -120,7 +120,7 @@ class Planner:
         self.asked = self._best()
         return True
 
-    def _correct(self, usages: Mapping[str, PartUsage | None]) -> bool:
+    def _correct(self, usages: Mapping[str, StageUsage | None]) -> bool:
         measured = self.measured_bytes(usages)
         if measured <= self._budget or self.asked == self._everything:
             return False

@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from dhp.base.messages import Choices, LayerUsage, PartUsage
+from dhp.base.messages import Choices, LayerUsage, StageUsage
 from dhp.config.recompute import CHOICES
 from dhp.planner.costs import LayerCost, PartCosts
 
 
-def fullest(usages: Sequence[PartUsage]) -> PartUsage:
+def fullest(usages: Sequence[StageUsage]) -> StageUsage:
     """Of a part's ranks, the one that decides."""
     return max(usages, key=lambda usage: usage.peak_bytes)
 
@@ -55,7 +55,7 @@ class Profile:
         self._bytes: dict[tuple[str, str], tuple[float, float]] = {}
         self._seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
 
-    def add(self, usage: PartUsage, timed: bool) -> None:
+    def add(self, usage: StageUsage, timed: bool) -> None:
         """A step that ran. timed: its seconds say something, which those of a first step do not."""
         self._rows, self._all_rows = max(self._rows, usage.rows), max(self._all_rows, usage.all_rows)
         self._kinds = tuple(layer.kind for layer in usage.layers)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dhp.base.messages import PartReport, PartUsage
+from dhp.base.messages import StageReport, StageUsage
 from dhp.config.recompute import read_choices
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
@@ -56,7 +56,7 @@ class Recomputing:
             self._say(f"recompute      measured before, in {self._folder}")
             self._apply()
 
-    def learn(self, reports: Mapping[str, Sequence[PartReport]]) -> None:
+    def learn(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
         """A step's reports of all ranks, by part. Ranks are told when there is another plan, from the step after the
         last one submitted on."""
         usages = {part: usage_of(of_ranks) for part, of_ranks in reports.items()}
@@ -89,13 +89,13 @@ class Recomputing:
             self._say(f"recompute      {line}")
 
 
-def usage_of(reports: Sequence[PartReport]) -> PartUsage | None:
+def usage_of(reports: Sequence[StageReport]) -> StageUsage | None:
     """Of a part's ranks, what the fullest one took; None when none had work."""
     usages = [report.usage for report in reports if report.usage is not None]
     return fullest(usages) if usages else None
 
 
-def activation_bytes(reports: Mapping[str, Sequence[PartReport]]) -> dict[str, int] | None:
+def activation_bytes(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, int] | None:
     """By part, the peak of the rank whose activations took most; None where they are not measured."""
     usages = {part: usage_of(of_ranks) for part, of_ranks in reports.items()}
     return {part: usage.peak_bytes for part, usage in usages.items() if usage is not None} or None

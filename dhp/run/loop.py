@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from dhp.base.interrupts import ending, ending_on_error, interruptible
-from dhp.base.messages import PartReport, StepInfo
+from dhp.base.messages import StageReport, StepInfo
 from dhp.batching.loader import make_feed
 from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint
 from dhp.checkpoint.resume import Start, find_start
@@ -252,7 +252,7 @@ class Driver:
                 self.tracing.write(of_ranks)
 
     def _metrics(
-        self, info: StepInfo, reports: dict[int, list[PartReport]], step_s: float, data_s: float
+        self, info: StepInfo, reports: dict[int, list[StageReport]], step_s: float, data_s: float
     ) -> StepMetrics:
         shares = [report.loss for report in self.parts[TEXT].leaders(reports[TEXT])]
         by_name = {name: reports[n] for name, n in NUMBERS.items()}

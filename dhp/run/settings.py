@@ -13,7 +13,7 @@ from dhp.config.resolve import micro_batches, warmup_steps
 from dhp.config.schema import Config, PartConfig
 from dhp.data.order.balance_settings import Balancing
 from dhp.data.order.sampler import BatchLayout
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.trainers.settings import PartSettings, UpdateSettings
 
 

@@ -21,7 +21,7 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import Reading
 from dhp.models.registry import load_family
 from dhp.models.tiny import make_tiny_model
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, make_feed
 from tests.helpers.tiny import make_sample

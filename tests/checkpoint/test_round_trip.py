@@ -12,7 +12,7 @@ import torch
 
 from dhp.base.errors import CheckpointError
 from dhp.checkpoint.shards import read_shards
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.step.schedule import SCHEDULES, TEXT
 from dhp.step.stages import Batch, make_parts
 from dhp.step.step import train_step

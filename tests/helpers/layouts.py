@@ -19,7 +19,7 @@ from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.parallel.optimizer import zero
 from dhp.parallel.optimizer.fsdp import FullySharded
 from dhp.parallel.tensor.local_shards import all_laid_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dhp.base.messages import Choices, LayerUsage, PartUsage
+from dhp.base.messages import Choices, LayerUsage, StageUsage
 from dhp.planner.costs import LayerCost, PartCosts
 
 MIB = 2**20
@@ -32,7 +32,7 @@ def costs(layers: int, scale: float = 1.0, kinds: Sequence[str] | None = None) -
     return PartCosts(ROWS, kinds, 3 * MIB, 2 * MIB, of_kind)
 
 
-def usage(known: PartCosts, choices: Choices, rows: int = ROWS, factor: float = 1.0) -> PartUsage:
+def usage(known: PartCosts, choices: Choices, rows: int = ROWS, factor: float = 1.0) -> StageUsage:
     """What a step under these choices would report, `factor` times what the costs say at the peak."""
     scale = rows / known.rows
     layers = []
@@ -42,4 +42,4 @@ def usage(known: PartCosts, choices: Choices, rows: int = ROWS, factor: float = 
         layers.append(LayerUsage(known.kinds[index], choice, held, added, cost.replay_s))
     peak = round(known.peak_bytes(choices) * scale * factor)
     before, after = round(known.before_bytes * scale), round(known.after_bytes * scale)
-    return PartUsage(peak, before, after, rows, 4 * rows, 1.0, 2.0, tuple(layers))
+    return StageUsage(peak, before, after, rows, 4 * rows, 1.0, 2.0, tuple(layers))

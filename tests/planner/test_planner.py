@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dhp.base.messages import PartUsage
+from dhp.base.messages import StageUsage
 from dhp.config.recompute import read_choices
 from dhp.planner.costs import Arrangement, PartCosts, predicted_bytes
 from dhp.planner.planner import PATIENCE, Planner, as_text
@@ -84,7 +84,7 @@ def test_steps_that_were_on_their_way_when_the_plan_changed_decide_nothing() -> 
     step(planner)
     step(planner)
     asked = planner.asked
-    late: dict[str, PartUsage | None] = {part: usage(known, before[part]) for part, known in REAL.items()}
+    late: dict[str, StageUsage | None] = {part: usage(known, before[part]) for part, known in REAL.items()}
     assert not planner.learn(late)
     assert planner.asked == asked
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dhp.cluster.dispatch import PerRank, spread
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.step.schedule import TEXT, VISION, sequential
 from dhp.step.stages import Batch, TextPart, make_parts
 from dhp.step.step import StepRefs, train_step

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dhp.base.messages import Choices, LayerUsage, PartUsage
+from dhp.base.messages import Choices, LayerUsage, StageUsage
 from dhp.parallel.activation.saved_tensors import SavedTensors
 
 
@@ -150,14 +150,14 @@ class Meter:
             self._replays.setdefault(index, []).append((begin, self._watch.mark()))
             self._added[index] = max(self._added.get(index, 0), self._bytes.now() - before)
 
-    def take(self, choices: Choices, gradient_bytes: int = 0) -> PartUsage | None:
+    def take(self, choices: Choices, gradient_bytes: int = 0) -> StageUsage | None:
         """What the step took, under these choices; None when this part had no work in it. To be called before the
         optimizer takes its step: what that allocates is no activation. gradient_bytes: of the step's own gradients."""
         if not self._passes:
             return None
         most = max(self._passes, key=lambda one: sum(one.held.values()))
         held = most.before + sum(most.held.values()) + most.after  # no gradient may be there yet when it is
-        usage = PartUsage(
+        usage = StageUsage(
             peak_bytes=max(self._bytes.take_peak(gradient_bytes), held),
             before_bytes=most.before,
             after_bytes=most.after,
