@@ -49,7 +49,7 @@ class Rows:
             "mm_token_type_ids": _pad_rows([s.mm_token_type_ids for s in row], 0, lengths),
             **_grids(row),
         }
-        named["position_ids"] = self._family.position_ids(
+        named["position_ids"] = self._family.processor.position_ids(
             named["input_ids"],
             named["mm_token_type_ids"],
             named.get(GRIDS),

@@ -66,9 +66,9 @@ def make_feed(settings: FeedSettings) -> Feed:
     preprocess = Preprocessor(
         tokenizer,
         load_image_processor(settings.model_name),
-        family.image_token_id,
-        family.image_tokens,
-        family.patches,
+        family.processor.image_token_id,
+        family.processor.image_tokens,
+        family.processor.patches,
         settings.min_pixels,
         settings.max_pixels,
         _videos(family, settings.reading),
@@ -99,10 +99,10 @@ def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
 
 def _videos(family: Family, reading: Reading) -> Videos | None:
     """How the model sees videos; None: not at all."""
-    if family.video_token_id is None:
+    if family.processor.video_token_id is None:
         return None
-    taking = Taking(reading.video_fps, reading.video_max_frames, family.frames_per_patch)
-    return Videos(family.video_token_id, taking, family.video_patches, reading.video_max_pixels)
+    taking = Taking(reading.video_fps, reading.video_max_frames, family.processor.frames_per_patch)
+    return Videos(family.processor.video_token_id, taking, family.processor.video_patches, reading.video_max_pixels)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
@@ -208,7 +208,7 @@ class Feed:
         for m, rows in enumerate(self._source.step(step).samples):
             for d, row in enumerate(rows):
                 named = self._rows.padded(row) | pixels_by_argument(row)
-                plain = self._family.plain_inputs(named)
+                plain = self._family.processor.plain_inputs(named)
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
         return tensors
 

@@ -39,7 +39,7 @@ class Dealer:
         self._pixel_dtype = pixel_dtype
         self._family, self._rows = family, rows
         self._replicas, self._ranks = replicas, ranks
-        self._known_layout = lru_cache(maxsize=256)(family.image_layout)
+        self._known_layout = lru_cache(maxsize=256)(family.tower.image_layout)
 
     def deal(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
@@ -57,8 +57,8 @@ class Dealer:
     def _flops(self, samples: StepSamples, pictures: Sequence[Sequence[Picture]], targets: int) -> dict[str, int]:
         lengths = [len(s.input_ids) for rows in samples.samples for row in rows for s in row]
         return {
-            "vision": self._family.vision_work.flops(picture.layout for found in pictures for picture in found),
-            "text": self._family.text_work.flops(lengths, targets),
+            "vision": self._family.tower.work.flops(picture.layout for found in pictures for picture in found),
+            "text": self._family.decoder.work.flops(lengths, targets),
         }
 
     def _pictures(self, rows: Sequence[Row]) -> list[Picture]:
@@ -71,16 +71,17 @@ class Dealer:
 
     def _layout(self, grid: Grid) -> ImageLayout:
         """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
-        return self._known_layout(grid) if grid[0] == 1 else self._family.image_layout(grid)
+        return self._known_layout(grid) if grid[0] == 1 else self._family.tower.image_layout(grid)
 
     def _shard(self, pictures: Sequence[Picture]) -> list[Pieces]:
         """Pieces for each vision rank, sequence ranks innermost."""
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
-        sharded = shard_images(work, self._replicas, self._ranks, self._family.vision_knee)
+        sharded = shard_images(work, self._replicas, self._ranks, self._family.tower.attention_crossover_patches)
         return [pieces for replica in sharded for pieces in replica]
 
     def _vision(self, pictures: Sequence[Picture], shards: Sequence[Pieces], rank: int) -> VisionInput:
-        unit, dummy = self._family.merge_unit, self._family.dummy_patches
+        tower = self._family.tower
+        unit, dummy = tower.merge_unit, tower.dummy_patches
         first = rank - rank % self._ranks
         group = shards[first : first + self._ranks]
         cuts = [_cut(pictures[piece.image], piece.first, piece.last) for piece in shards[rank]]
@@ -88,7 +89,8 @@ class Dealer:
         for piece, cut in zip(shards[rank], cuts, strict=True):
             rows[pictures[piece.image].replica] += len(cut.pixels) // unit
         if not cuts:
-            cuts = [_Cut(torch.zeros(dummy, self._family.patch_dim), torch.zeros(dummy, 2, dtype=torch.long), (dummy,))]
+            positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
+            cuts = [_Cut(torch.zeros(dummy, tower.patch_dim), positions, (dummy,))]
         segment_lengths, shards = _lay_out(pictures, group, dummy)
         return VisionInput(
             pixels=torch.cat([cut.pixels for cut in cuts]).to(self._pixel_dtype),

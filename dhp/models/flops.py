@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dhp.models.family import ImageLayout
@@ -71,6 +71,19 @@ def decoder_work(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: 
     """A decoder with gated MLPs. heads, kv_heads: of `head_dim` each; mlp: its inner width; rows: of the head."""
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim  # query and output, key and value
     return TextWork(layers * (attention + 3 * hidden * mlp), layers * 2 * heads * head_dim, hidden * rows)
+
+
+def text_work(text: Any) -> TextWork:
+    """What the decoder of that configuration computes."""
+    return decoder_work(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        mlp=text.intermediate_size,
+        rows=text.vocab_size,
+    )
 
 
 def _squares(lengths: Iterable[int]) -> int:

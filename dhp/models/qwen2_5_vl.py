@@ -13,62 +13,28 @@ from transformers import PreTrainedModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-from dhp.models.decoder import last_hidden_states
-from dhp.models.family import DecoderInputs, Grid, ImageLayout, LayerParts, text_work
+from dhp.models.decoder import Decoder
+from dhp.models.family import Family, Grid, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
 from dhp.models.patches import project_as_product
+from dhp.models.processor import Processor
+from dhp.models.tower import EMBEDDINGS, Tower
 
 
-class Qwen25Vl:
-    """See `dhp.models.family.Family`."""
+def qwen2_5_vl(config: Any) -> Family:
+    """Qwen2.5-VL of that configuration."""
+    return Family(config, Qwen25VlProcessor(config), Qwen25VlTower(config), Decoder(config))
 
-    vision_modules = ("model.visual",)
-    text_modules = ("model.language_model", "lm_head")
-    vision_tensor_plan = {
-        "model.visual.blocks.*.attn.proj": "rowwise",
-        "model.visual.blocks.*.mlp.gate_proj": "colwise",
-        "model.visual.blocks.*.mlp.up_proj": "colwise",
-        "model.visual.blocks.*.mlp.down_proj": "rowwise",
-        "model.visual.merger.mlp.0": "colwise",
-        "model.visual.merger.mlp.2": "rowwise",
-    }
-    vision_fused = {"model.visual.blocks.*.attn.qkv": 3}
-    text_kv_projections = tuple(f"model.language_model.layers.*.self_attn.{p}_proj" for p in "kv")
+
+class Qwen25VlProcessor(Processor):
+    """Patches in the order of merged tokens; positions on three axes."""
 
     def __init__(self, config: Any):
-        self.config = config
-        vision, text = config.vision_config, config.get_text_config()
-        self.vision_heads = vision.num_heads
-        self.text_heads = text.num_attention_heads
-        self.text_kv_heads = text.num_key_value_heads
-        self.patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        self.image_token_id = config.image_token_id
+        super().__init__(config)
+        vision = config.vision_config
         self.video_token_id, self.frames_per_patch = config.video_token_id, vision.temporal_patch_size
-        work = self.vision_work = _vision_work(vision)
-        self.text_work = text_work(text)
-        self.vision_knee = work.token / work.segment_pair if work.segment_pair else float("inf")
-        mlp = ("mlp.gate_proj", "mlp.up_proj")
-        kinds = ("full" if layer in vision.fullatt_block_indexes else "window" for layer in range(vision.depth))
-        self.vision_layers = LayerParts("model.visual.blocks", ("attn.qkv", "attn.proj"), mlp, tuple(kinds))
-        self.text_layers = LayerParts(
-            "model.language_model.layers",
-            tuple(f"self_attn.{p}_proj" for p in "qkvo"),
-            mlp,
-            ("causal",) * text.num_hidden_layers,
-        )
-        self._merge = vision.spatial_merge_size
-        self.merge_unit = self.dummy_patches = self._merge**2
-
-    def split_vision_heads(self, model: PreTrainedModel, ranks: int) -> None:
-        for block in model.model.visual.blocks:
-            block.attn.num_heads = self.vision_heads // ranks
-
-    def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
-        for layer in model.model.language_model.layers:
-            layer.self_attn.num_key_value_groups = self.text_heads // ranks
-
-    def freeze_unused(self, model: PreTrainedModel) -> None:
-        """Nothing: every parameter of the tower is used."""
+        self.patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.merge_unit = vision.spatial_merge_size**2
 
     def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
         t, h, w = (int(n) for n in output["image_grid_thw"][0])
@@ -81,28 +47,6 @@ class Qwen25Vl:
         still = np.asarray(output["pixel_values"], dtype=np.float32).reshape(frames, h * w, channels, frames, -1)
         moving = np.stack([still[frame, :, :, frame] for frame in range(frames)], axis=2)
         return moving.reshape(h * w, self.patch_dim), (1, h, w)
-
-    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        return dict(named)
-
-    def image_tokens(self, grid: Grid) -> int:
-        t, h, w = grid
-        return t * h * w // self.merge_unit
-
-    def image_layout(self, grid: Grid) -> ImageLayout:
-        vision, thw = self.config.vision_config, torch.tensor([grid])
-        order, window_bounds = get_vision_window_index(thw, self._merge, vision.window_size, vision.patch_size)
-        unit = self.merge_unit
-        positions = get_vision_position_ids(thw, self._merge)  # [patches, 2]
-        positions = positions.view(-1, unit, 2)[order].view(-1, 2)
-        t, h, w = grid
-        return ImageLayout(
-            order=order,
-            unit=unit,
-            window_lengths=tuple(window_bounds.diff().tolist()),
-            frame_lengths=(h * w,) * t,
-            positions=positions,
-        )
 
     def position_ids(
         self,
@@ -127,13 +71,63 @@ class Qwen25Vl:
         )
         return positions
 
+
+class Qwen25VlTower(Tower):
+    """Most layers attend to windows, some to whole frames."""
+
+    modules = ("model.visual",)
+    projector = ("model.visual.merger",)
+    tensor_plan = {
+        "model.visual.blocks.*.attn.proj": "rowwise",
+        "model.visual.blocks.*.mlp.gate_proj": "colwise",
+        "model.visual.blocks.*.mlp.up_proj": "colwise",
+        "model.visual.blocks.*.mlp.down_proj": "rowwise",
+        "model.visual.merger.mlp.0": "colwise",
+        "model.visual.merger.mlp.2": "rowwise",
+    }
+    fused = {"model.visual.blocks.*.attn.qkv": 3}
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        vision = config.vision_config
+        self.heads = vision.num_heads
+        self.patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.merge_unit = self.dummy_patches = vision.spatial_merge_size**2
+        work = self.work = _count_work(vision)
+        self.attention_crossover_patches = work.token / work.segment_pair if work.segment_pair else float("inf")
+        kinds = ("full" if layer in vision.fullatt_block_indexes else "window" for layer in range(vision.depth))
+        self.layers = LayerParts(
+            "model.visual.blocks", ("attn.qkv", "attn.proj"), ("mlp.gate_proj", "mlp.up_proj"), tuple(kinds)
+        )
+
+    def split_heads(self, model: PreTrainedModel, ranks: int) -> None:
+        for block in model.model.visual.blocks:
+            block.attn.num_heads = self.heads // ranks
+
+    def image_layout(self, grid: Grid) -> ImageLayout:
+        vision, thw = self.config.vision_config, torch.tensor([grid])
+        unit, merge = self.merge_unit, vision.spatial_merge_size
+        order, window_bounds = get_vision_window_index(thw, merge, vision.window_size, vision.patch_size)
+        positions = get_vision_position_ids(thw, merge)  # [patches, 2]
+        positions = positions.view(-1, unit, 2)[order].view(-1, 2)
+        t, h, w = grid
+        return ImageLayout(
+            order=order,
+            unit=unit,
+            window_lengths=tuple(window_bounds.diff().tolist()),
+            frame_lengths=(h * w,) * t,
+            positions=positions,
+        )
+
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         # The attribute behind the property: its setter looks names with "flash" up on the hub, and without
         # "flash" in the name the tower would call us once per window instead of once per layer.
         model.model.visual.config._attn_implementation_internal = name
         project_as_product(model.model.visual.patch_embed.proj)
 
-    def encode(self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any) -> Tensor:
+    def encode(
+        self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any
+    ) -> dict[str, Tensor]:
         tower = model.model.visual
         rows = len(pixels) // self.merge_unit
         # Everything the tower would derive from the grid is given, so that a shard, which has no grid, runs too.
@@ -147,16 +141,10 @@ class Qwen25Vl:
             cu_window_seqlens=windows,
             max_window_seqlen=len(pixels),
         )
-        return output.pooler_output
-
-    def use_text_attention(self, model: PreTrainedModel, name: str) -> None:
-        model.model.language_model.config._attn_implementation_internal = name
-
-    def hidden_states(self, model: PreTrainedModel, inputs: DecoderInputs, **extra: Any) -> Tensor:
-        return last_hidden_states(model, inputs, **extra)
+        return {EMBEDDINGS: output.pooler_output}
 
 
-def _vision_work(vision: Any) -> VisionWork:
+def _count_work(vision: Any) -> VisionWork:
     width, full = vision.hidden_size, len(vision.fullatt_block_indexes)
     merged = width * vision.spatial_merge_size**2
     return VisionWork(

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def _qwen2_5_vl(config: Any) -> Family:
-    from dhp.models.qwen2_5_vl import Qwen25Vl
+    from dhp.models.qwen2_5_vl import qwen2_5_vl
 
-    return Qwen25Vl(config)
+    return qwen2_5_vl(config)
 
 
 def _llava(config: Any) -> Family:
-    from dhp.models.llava import Llava
+    from dhp.models.llava import llava
 
-    return Llava(config)
+    return llava(config)
 
 
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")

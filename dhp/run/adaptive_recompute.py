@@ -40,7 +40,7 @@ class Recomputing:
         """groups: the parts' ranks, by name. device: cpu | cuda."""
         self._groups, self._say = groups, say
         family = load_family(config.text.model_name)
-        kinds = {"vision": family.vision_layers.kinds, "text": family.text_layers.kinds}
+        kinds = {"vision": family.tower.layers.kinds, "text": family.decoder.layers.kinds}
         written = {"vision": config.vision.recompute, "text": config.text.recompute}
         fixed = {part: read_choices(text, len(kinds[part])) for part, text in written.items() if text != "auto"}
         self._auto = [part for part in kinds if part not in fixed]

@@ -40,11 +40,11 @@ def dry_run(config: Config) -> str:
 def part_shapes(config: Config, source: str) -> dict[str, PartShape]:
     """Parameters of both parts in the layout that `config` asks for; `source` as `config_source` gives it."""
     family, tensor = load_family(source), config.text.tensor
-    tower = with_fused(family.vision_tensor_plan, family.vision_fused)
-    shared = family.text_kv_projections if tensor > family.text_kv_heads else ()
+    tower = with_fused(family.tower.tensor_plan, family.tower.fused)
+    shared = family.decoder.kv_projections if tensor > family.decoder.kv_heads else ()
     return {
-        "vision": part_shape(source, family.text_modules, config.vision.tensor, added_plan=tower),
-        "text": part_shape(source, family.vision_modules, tensor, shared),
+        "vision": part_shape(source, family.decoder.modules, config.vision.tensor, added_plan=tower),
+        "text": part_shape(source, family.tower.modules, tensor, shared, family.decoder.tensor_plan),
     }
 
 
@@ -52,7 +52,7 @@ def footprints(config: Config, source: str, shapes: dict[str, PartShape]) -> dic
     """What a rank of each part takes, by part."""
     family = load_family(source)
     text = family.config.get_text_config()
-    layers = {"vision": len(family.vision_layers.kinds), "text": len(family.text_layers.kinds)}
+    layers = {"vision": len(family.tower.layers.kinds), "text": len(family.decoder.layers.kinds)}
     heads = {"vision": None, "text": HeadShape(text.vocab_size, text.hidden_size)}
     cuda = config.cluster.device != "cpu"
     return {

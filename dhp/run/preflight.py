@@ -86,13 +86,13 @@ def _check_heads(config: Config) -> None:
 
         source = config_source(source)
     family = load_family(source)
-    check_tower(family.vision_heads, config.vision.ulysses, config.vision.tensor)
-    check_tensor(family.text_heads, family.text_kv_heads, config.text.tensor)
+    check_tower(family.tower.heads, config.vision.ulysses, config.vision.tensor)
+    check_tensor(family.decoder.heads, family.decoder.kv_heads, config.text.tensor)
     if config.text.parallelism == "autotp":
-        check_autotp(family.text_kv_heads, config.text.tensor)
+        check_autotp(family.decoder.kv_heads, config.text.tensor)
     _check_plans(config, source, family)
-    check_layers("vision.recompute", config.vision.recompute, len(family.vision_layers.kinds))
-    check_layers("text.recompute", config.text.recompute, len(family.text_layers.kinds))
+    check_layers("vision.recompute", config.vision.recompute, len(family.tower.layers.kinds))
+    check_layers("text.recompute", config.text.recompute, len(family.decoder.layers.kinds))
 
 
 def _check_plans(config: Config, source: str, family: Family) -> None:
@@ -104,7 +104,7 @@ def _check_plans(config: Config, source: str, family: Family) -> None:
     from dhp.parallel.tensor.styles import with_fused
 
     if config.vision.tensor > 1:
-        tower = with_fused(family.vision_tensor_plan, family.vision_fused)
-        check_tensor_plan(source, family.text_modules, local_plan, tower)
+        tower = with_fused(family.tower.tensor_plan, family.tower.fused)
+        check_tensor_plan(source, family.decoder.modules, local_plan, tower)
     if config.text.tensor > 1 and config.text.parallelism != "autotp":
-        check_tensor_plan(source, family.vision_modules, local_plan)
+        check_tensor_plan(source, family.tower.modules, local_plan, family.decoder.tensor_plan)

@@ -49,8 +49,8 @@ def check(setting: Setting, part: str) -> dict[str, Any]:
 
 def _formula(setting: Setting, one: OnePart, part: str) -> Any:
     model, family = make_model(setting), one.trainer.family
-    dropped = family.text_modules if part == "vision" else family.vision_modules
-    shape = part_shape(model, dropped, added_plan=with_fused(family.vision_tensor_plan, family.vision_fused))
+    dropped = family.decoder.modules if part == "vision" else family.tower.modules
+    shape = part_shape(model, dropped, added_plan=with_fused(family.tower.tensor_plan, family.tower.fused))
     config = PartConfig(dtype=one.trainer.part.settings.dtype, data=1, ring=1, ulysses=1, tensor=1)
     text = family.config.get_text_config()
     head = HeadShape(text.vocab_size, text.hidden_size) if part == "text" else None

@@ -30,8 +30,8 @@ def check(setting: Setting, part: str, samples: int, recompute: str) -> dict[str
 def _forward_flops(one: OnePart, part: str) -> int:
     family, info = one.trainer.family, one.data.info
     if part == "text":
-        return family.text_work.flops(one.data.text[0][0].lengths, info.target_tokens, backward=False)
-    return family.vision_work.flops([family.image_layout(one.sizes.grid)] * info.images, backward=False)
+        return family.decoder.work.flops(one.data.text[0][0].lengths, info.target_tokens, backward=False)
+    return family.tower.work.flops([family.tower.image_layout(one.sizes.grid)] * info.images, backward=False)
 
 
 def _told(name: str, spent: Spent, flops: int, device: DeviceInfo) -> dict[str, Any]:

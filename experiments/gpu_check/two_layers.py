@@ -85,7 +85,7 @@ def sizes(setting: Setting, samples: int) -> Sizes:
 def deal(model: str, wanted: Sizes) -> StepData:
     """One micro-batch for one rank of each part."""
     family = load_family(model)
-    samples = tuple(_sample(wanted, seed, family.image_token_id) for seed in range(wanted.samples))
+    samples = tuple(_sample(wanted, seed, family.processor.image_token_id) for seed in range(wanted.samples))
     return Dealer(family, Rows(family, 0, packing=True), 1, 1).deal(StepSamples(0, 0, ((samples,),), ()))
 
 

@@ -146,7 +146,7 @@ class Run:
         self._parts = make_parts(groups["vision"], groups["text"], layout.vision, layout.text, layout.micro_batches)
         self._schedule = SCHEDULES[layout.schedule](layout.micro_batches)
         family = load_family(model)
-        self.kinds = {"vision": family.vision_layers.kinds, "text": family.text_layers.kinds}
+        self.kinds = {"vision": family.tower.layers.kinds, "text": family.decoder.layers.kinds}
         self.arrangement: Arrangement = arrange(self._schedule, layout.collocate, "cpu")
 
     def take(self, data: StepData) -> None:

@@ -39,10 +39,10 @@ def make_steps(model: str, ranks: int, local: bool, recompute: str) -> Callable[
     family = load_family(model)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",)) if ranks > 1 else None
     more = {"read_plan": local_plan} if local else {}
-    decoder: nn.Module = load_part(model, family.vision_modules, torch.float32, mesh, **more)
+    decoder: nn.Module = load_part(model, family.tower.modules, torch.float32, mesh, **more)
     if local:
         use_local_slices(decoder)
-    RecomputedLayers(decoder, family.text_layers, (recompute,) * len(family.text_layers.kinds))
+    RecomputedLayers(decoder, family.decoder.layers, (recompute,) * len(family.decoder.layers.kinds))
     tokens = torch.full((1, TOKENS), 5)
     positions = torch.zeros(3, 1, TOKENS, dtype=torch.long)
 

@@ -190,7 +190,7 @@ def test_inputs_for_a_plain_model_are_what_the_ranks_get(made_model: str) -> Non
         "1/0/pixel_values",
         "1/1/pixel_values",
     }
-    assert load_family(made_model).image_token_id == 505
+    assert load_family(made_model).processor.image_token_id == 505
 
 
 def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
 
 from dhp.data.media.video import Taking
 from dhp.data.preprocess import Preprocessor, Videos
-from dhp.models.qwen2_5_vl import Qwen25Vl
+from dhp.models.qwen2_5_vl import qwen2_5_vl
 from dhp.models.tiny import make_tokenizer, tiny_config
 
 CORPUS = ["What colour is the circle?", "Is it blue or red?", "You are a helpful assistant.", "user system"]
@@ -71,7 +71,7 @@ def preprocessor(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Preprocess
     """preprocessor(**bounds) with patches of 14 pixels and one token for 2 × 2 patches."""
     processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
     image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    family = Qwen25Vl(tiny_config(tokenizer))
+    family = qwen2_5_vl(tiny_config(tokenizer)).processor
     videos = Videos(family.video_token_id, Taking(fps=2.0, max_frames=768, group=2), family.video_patches)
 
     def make(**changes: Any) -> Preprocessor:

@@ -110,8 +110,8 @@ def make_work(family: Any, ulysses: int) -> tuple[Any, Any, Any]:
     from dhp.base.messages import StepInfo, TextInput, VisionInput
 
     grid = (1, 8, 12)
-    layout = family.image_layout(grid)
-    patches, merged = layout.patches, layout.patches // family.merge_unit
+    layout = family.tower.image_layout(grid)
+    patches, merged = layout.patches, layout.patches // family.tower.merge_unit
     windows = layout.window_lengths
     cut = len(windows) // ulysses or 1
     own = sum(windows[:cut])
@@ -120,13 +120,13 @@ def make_work(family: Any, ulysses: int) -> tuple[Any, Any, Any]:
         for r in range(ulysses)
     )
     vision = VisionInput(
-        True, False, torch.zeros(own, family.patch_dim), layout.positions[:own], windows[:cut], layout.frame_lengths,
-        shards, (own // family.merge_unit,),
+        True, False, torch.zeros(own, family.tower.patch_dim), layout.positions[:own], windows[:cut], layout.frame_lengths,
+        shards, (own // family.tower.merge_unit,),
     )  # fmt: skip
-    rows, tokens = own // family.merge_unit, merged + 24
+    rows, tokens = own // family.tower.merge_unit, merged + 24
     kinds = torch.zeros(1, tokens, dtype=torch.long)
     kinds[0, 2 : 2 + rows] = 1
-    ids = torch.where(kinds == 1, family.image_token_id, 5)
+    ids = torch.where(kinds == 1, family.processor.image_token_id, 5)
     labels = torch.full((1, tokens), -100)
     labels[0, -10:] = 7
     named = {

@@ -95,7 +95,7 @@ class Oracle:
         if sample.pixels:
             inputs |= _pictures(sample)
             inputs["mm_token_type_ids"] = torch.from_numpy(sample.mm_token_type_ids)[None]
-        inputs = {name: tensor.to(self.device) for name, tensor in self._family.plain_inputs(inputs).items()}
+        inputs = {name: tensor.to(self.device) for name, tensor in self._family.processor.plain_inputs(inputs).items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
         targets = torch.from_numpy(sample.labels)[1:].to(self.device)
         return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")

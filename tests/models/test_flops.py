@@ -31,7 +31,7 @@ LAYOUTS = [
 
 def qwen_step(family: Any) -> list[Sample]:
     """Images of several sizes, some with narrow windows at their edges, a video, text alone."""
-    make = lambda *given, **more: make_sample(*given, family.image_token_id, **more)
+    make = lambda *given, **more: make_sample(*given, family.processor.image_token_id, **more)
     return [
         make([(1, 16, 20)], 9, 4, 1),
         make([(1, 4, 6), (1, 10, 2)], 30, 12, 2),
@@ -42,9 +42,9 @@ def qwen_step(family: Any) -> list[Sample]:
 
 def llava_step(family: Any) -> list[Sample]:
     """No, one and two images, all of one size."""
-    values = dict(unit=1, values=family.patch_dim)
+    values = dict(unit=1, values=family.tower.patch_dim)
     grids = ([(1, 4, 4)], [(1, 4, 4)] * 2, [], [])
-    return [make_sample(g, 20 + 9 * n, 7, n, family.image_token_id, **values) for n, g in enumerate(grids)]
+    return [make_sample(g, 20 + 9 * n, 7, n, family.processor.image_token_id, **values) for n, g in enumerate(grids)]
 
 
 STEPS: dict[str, Callable[[Any], list[Sample]]] = {
@@ -84,7 +84,7 @@ def counted(request: pytest.FixtureRequest) -> Counted:
 
 def _encode(model: Any, family: Any, sample: Sample, number: int) -> Tensor:
     pixels, grid = torch.from_numpy(sample.pixels[number]), torch.tensor([sample.grids[number]])
-    named = family.plain_inputs({"pixel_values": pixels, "image_grid_thw": grid})
+    named = family.processor.plain_inputs({"pixel_values": pixels, "image_grid_thw": grid})
     return torch.cat(list(model.model.get_image_features(**named, return_dict=True).pooler_output))
 
 
@@ -122,11 +122,11 @@ def _add(total: dict[bool, float], more: dict[bool, float]) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_each_part_equals_the_counter_of_pytorch(counted: Counted, backward: bool) -> None:
     family, samples = load_family(counted.model), counted.samples
-    layouts = [family.image_layout(grid) for sample in samples for grid in sample.grids]
+    layouts = [family.tower.image_layout(grid) for sample in samples for grid in sample.grids]
     lengths = [len(sample.input_ids) for sample in samples]
     targets = sum(sample.target_tokens for sample in samples)
-    assert family.vision_work.flops(layouts, backward) == pytest.approx(counted.vision[backward], rel=WITHIN)
-    assert family.text_work.flops(lengths, targets, backward) == pytest.approx(counted.text[backward], rel=WITHIN)
+    assert family.tower.work.flops(layouts, backward) == pytest.approx(counted.vision[backward], rel=WITHIN)
+    assert family.decoder.work.flops(lengths, targets, backward) == pytest.approx(counted.text[backward], rel=WITHIN)
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
@@ -169,7 +169,7 @@ def test_backward_is_twice_the_forward_but_for_the_patches_that_enter() -> None:
 
 def test_a_large_model_in_figures() -> None:
     """6 operations a parameter and token, and attention: the rule of thumb for Qwen2.5-VL-7B at 4,096 tokens."""
-    from dhp.models.family import text_work
+    from dhp.models.flops import text_work
 
     shape = dict(num_hidden_layers=28, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4)
     text = type("Text", (), shape | dict(intermediate_size=18944, vocab_size=152064))

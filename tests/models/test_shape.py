@@ -24,7 +24,7 @@ def test_text_parameters_by_hand(made_model: str) -> None:
     layer = QUERY + keys + values + OUT + FEED_FORWARD + NORMS
     total = 2 * VOCABULARY + 2 * layer + 64
     whole = 2 * NORMS + 64
-    dropped = load_family(made_model).vision_modules
+    dropped = load_family(made_model).tower.modules
     assert part_shape(made_model, dropped) == PartShape(total, total, total)
     assert part_shape(made_model, dropped, tensor=2) == PartShape(total, (total - whole) // 2 + whole, whole)
 
@@ -34,7 +34,7 @@ def test_shared_keys_are_whole_on_every_rank_and_a_tied_head_counts_once(few_key
     total = VOCABULARY + 2 * (QUERY + keys + values + OUT + FEED_FORWARD + NORMS) + 64
     whole = 2 * (NORMS + keys + values) + 64
     family = load_family(few_keys_model)
-    counted = part_shape(few_keys_model, family.vision_modules, 4, family.text_kv_projections)
+    counted = part_shape(few_keys_model, family.tower.modules, 4, family.decoder.kv_projections)
     assert counted == PartShape(total, (total - whole) // 4 + whole, whole)
 
 
@@ -43,33 +43,33 @@ def test_vision_parameters_by_hand(made_model: str) -> None:
     block = (32 * 96 + 96) + (32 * 32 + 32) + 2 * (32 * 48 + 48) + (48 * 32 + 32) + 2 * 32
     merger = 32 + (128 * 128 + 128) + (128 * 64 + 64)
     total = patches + 4 * block + merger
-    assert part_shape(made_model, load_family(made_model).text_modules) == PartShape(total, total, total)
+    assert part_shape(made_model, load_family(made_model).decoder.modules) == PartShape(total, total, total)
 
 
 def _held(model: str) -> int:
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tensor",))
-    part = load_part(model, load_family(model).vision_modules, torch.float32, mesh)
+    part = load_part(model, load_family(model).tower.modules, torch.float32, mesh)
     return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in part.parameters())
 
 
 def test_the_count_is_what_ranks_load(made_model: str) -> None:
     """Three ranks, so that no matrix splits evenly."""
-    counted = part_shape(made_model, load_family(made_model).vision_modules, tensor=3)
+    counted = part_shape(made_model, load_family(made_model).tower.modules, tensor=3)
     held = run_on_ranks(_held, 3, made_model)
     assert counted.per_rank == max(held) == held[0]
 
 
 def _held_of_tower(model: str) -> int:
     mesh, family = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), load_family(model)
-    plan = with_fused(family.vision_tensor_plan, family.vision_fused)
-    part = load_part(model, family.text_modules, torch.float32, mesh, plan)
+    plan = with_fused(family.tower.tensor_plan, family.tower.fused)
+    part = load_part(model, family.decoder.modules, torch.float32, mesh, plan)
     return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in part.parameters())
 
 
 def test_the_count_of_the_tower_is_what_ranks_load(made_model: str) -> None:
     family = load_family(made_model)
-    plan = with_fused(family.vision_tensor_plan, family.vision_fused)
-    counted = part_shape(made_model, family.text_modules, 2, added_plan=plan)
+    plan = with_fused(family.tower.tensor_plan, family.tower.fused)
+    counted = part_shape(made_model, family.decoder.modules, 2, added_plan=plan)
     assert run_on_ranks(_held_of_tower, 2, made_model) == [counted.per_rank] * 2
     assert counted.per_rank == (counted.total - counted.replicated) // 2 + counted.replicated
 
@@ -80,9 +80,9 @@ def test_the_count_of_the_tower_is_what_ranks_load(made_model: str) -> None:
 def test_shipped_shapes_have_the_published_number_of_parameters(size: str, published: int) -> None:
     source = config_source(f"Qwen/Qwen2.5-VL-{size}-Instruct")
     family = load_family(source)
-    vision, text = part_shape(source, family.text_modules), part_shape(source, family.vision_modules)
+    vision, text = part_shape(source, family.decoder.modules), part_shape(source, family.tower.modules)
     assert vision.total + text.total == published
-    assert family.image_token_id == 151655
+    assert family.processor.image_token_id == 151655
 
 
 def test_a_directory_is_its_own_source_and_an_unknown_id_is_refused(made_model: str) -> None:

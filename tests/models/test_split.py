@@ -23,8 +23,8 @@ from tests.helpers.tiny import save_model
 def test_each_part_holds_its_own_weights_and_no_other(made_model: str) -> None:
     family = load_family(made_model)
     whole = dict(AutoModelForImageTextToText.from_pretrained(made_model).named_parameters())
-    vision = dict(load_part(made_model, family.text_modules, torch.float32).named_parameters())
-    text = dict(load_part(made_model, family.vision_modules, torch.float32).named_parameters())
+    vision = dict(load_part(made_model, family.decoder.modules, torch.float32).named_parameters())
+    text = dict(load_part(made_model, family.tower.modules, torch.float32).named_parameters())
     assert vision.keys() == {name for name in whole if name.startswith("model.visual.")}
     assert text.keys() == whole.keys() - vision.keys()
     for name, weight in (vision | text).items():
@@ -33,7 +33,7 @@ def test_each_part_holds_its_own_weights_and_no_other(made_model: str) -> None:
 
 def test_parts_train_and_the_original_class_is_untouched(made_model: str) -> None:
     family = load_family(made_model)
-    part = load_part(made_model, family.text_modules, torch.float32)
+    part = load_part(made_model, family.decoder.modules, torch.float32)
     assert part.training
     assert type(part) is not type(AutoModelForImageTextToText.from_pretrained(made_model))
     assert AutoModelForImageTextToText.from_pretrained(made_model).lm_head.weight is not None
@@ -41,7 +41,7 @@ def test_parts_train_and_the_original_class_is_untouched(made_model: str) -> Non
 
 def _sharded_names(model: str) -> dict[str, tuple[int, ...]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-    part = load_part(model, load_family(model).vision_modules, torch.float32, mesh)
+    part = load_part(model, load_family(model).tower.modules, torch.float32, mesh)
     whole = dict(AutoModelForImageTextToText.from_pretrained(model).named_parameters())
     for name, weight in part.named_parameters():
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -62,7 +62,7 @@ def test_tensor_ranks_read_their_own_slices(made_model: str) -> None:
 
 def _tied_gradient_error(model: str) -> float:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-    part = load_part(model, load_family(model).vision_modules, torch.float64, mesh)
+    part = load_part(model, load_family(model).tower.modules, torch.float64, mesh)
     whole = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float64)
     ids = torch.arange(3, 20)[None]
     for one in (part, whole):
@@ -91,7 +91,7 @@ def test_a_missing_weight_is_refused_by_name(made_model: str, tmp_path: Path, dr
     kept = {k: w for k, w in weights.items() if not k.startswith(drop)}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     family = load_family(str(folder))
-    dropped = family.text_modules if part == "vision" else family.vision_modules
+    dropped = family.decoder.modules if part == "vision" else family.tower.modules
     with pytest.raises(ModelError, match="missing keys: .*" + drop.rpartition(".")[2]):
         load_part(str(folder), dropped, torch.float32)
 
@@ -103,7 +103,7 @@ def test_weights_of_another_shape_are_refused(made_model: str, tmp_path: Path) -
     weights["model.norm.weight"] = torch.ones(3)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match="mismatched keys: .*norm.weight"):
-        load_part(str(folder), load_family(str(folder)).vision_modules, torch.float32)
+        load_part(str(folder), load_family(str(folder)).tower.modules, torch.float32)
 
 
 def test_unknown_family_is_refused_with_what_is_known(tmp_path: Path) -> None:

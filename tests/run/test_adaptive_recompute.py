@@ -87,7 +87,7 @@ def plan(assets: Path, folder: Path, budget_mib: float, late: int = 0) -> tuple[
     overrides = [*tiny(assets, folder / "run")[1:], *SETTINGS, budget, f"memory.cache_dir={folder}"]
     config = prepare(compose_config("tiny", overrides=overrides))
     family = load_family(config.text.model_name)
-    parts = {"vision": Told(family.vision_layers.kinds), "text": Told(family.text_layers.kinds)}
+    parts = {"vision": Told(family.tower.layers.kinds), "text": Told(family.decoder.layers.kinds)}
     said: list[str] = []
     recomputing = Recomputing(config, parts, "cpu", sequential(4), said.append)
     for step in range(late + 20):

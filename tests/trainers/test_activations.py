@@ -74,7 +74,7 @@ def test_a_plan_takes_what_the_planner_expects(made_model: str, schedule: str) -
     batch, turns = Batch(data.info, data.vision, data.text), SCHEDULES[schedule](2)
     own = {part: replace(settings(part, made_model, case), measure=True, recompute="auto") for part in PARTS}
     family = load_family(made_model)
-    kinds = {"vision": family.vision_layers.kinds, "text": family.text_layers.kinds}
+    kinds = {"vision": family.tower.layers.kinds, "text": family.decoder.layers.kinds}
     arrangement = arrange(turns, True, "cpu")
     with (
         LocalGroup(VisionTrainer, 2, own["vision"]) as vision,

@@ -27,8 +27,8 @@ from dhp.data.lengths.cache import LengthCache, Lengths, key_of, measure
 from dhp.data.media.video import Taking
 from dhp.data.preprocess import Preprocessor, Videos
 from dhp.data.tiny_dataset import ANNOTATIONS, make_dataset
-from dhp.models.llava import Llava
-from dhp.models.qwen2_5_vl import Qwen25Vl
+from dhp.models.llava import llava as llava_family
+from dhp.models.qwen2_5_vl import qwen2_5_vl
 from dhp.models.tiny import tiny_config
 from tests.data.test_bad_input import GOOD, LINES, shown, talk, write
 
@@ -39,7 +39,7 @@ DAMAGED_PIXELS = {"an image cut off", "data address with half an image"}
 
 
 def qwen(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Preprocessor:
-    family = Qwen25Vl(tiny_config(tokenizer))
+    family = qwen2_5_vl(tiny_config(tokenizer)).processor
     videos = Videos(family.video_token_id, Taking(2.0, 768, 2), family.video_patches, changes.pop("video_pixels", None))
     processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
     return Preprocessor(
@@ -50,7 +50,8 @@ def qwen(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Preprocessor:
 def llava(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Preprocessor:
     vision = CLIPVisionConfig(image_size=56, patch_size=14)
     token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    family = Llava(LlavaConfig(text_config=Qwen2Config(), vision_config=vision, image_token_index=token))
+    config = LlavaConfig(text_config=Qwen2Config(), vision_config=vision, image_token_index=token)
+    family = llava_family(config).processor
     processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
     return Preprocessor(tokenizer, processor, token, family.image_tokens, family.patches, **changes)
 

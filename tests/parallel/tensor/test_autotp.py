@@ -18,7 +18,7 @@ from tests.parallel.conftest import RunOnRanks
 
 
 def whole_model(directory: str) -> Any:
-    return load_part(directory, load_family(directory).vision_modules, torch.float32)
+    return load_part(directory, load_family(directory).tower.modules, torch.float32)
 
 
 def _slices(directory: str) -> dict[str, Any]:

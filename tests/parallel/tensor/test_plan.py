@@ -75,7 +75,7 @@ def test_a_norm_of_heads_that_the_plan_does_not_name_is_refused(head_norms_model
 def _sums_of_a_layer(directory: str) -> tuple[int, int, bool]:
     """How often the tensor ranks sum in forward and in backward, and whether every parameter is a plain tensor."""
     mesh = init_device_mesh("cpu", (2,))
-    model = load_part(directory, load_family(directory).vision_modules, torch.float64, mesh, read_plan=local_plan)
+    model = load_part(directory, load_family(directory).tower.modules, torch.float64, mesh, read_plan=local_plan)
     use_local_slices(model)
     counts: list[int] = []
     own = dist.all_reduce
@@ -121,7 +121,7 @@ def test_siblings_enter_an_input_once_and_keep_nothing() -> None:
 def _padding_row(directory: str) -> tuple[float, float]:
     """Gradients of the padding token's row and of its neighbour's, whose embedding all ranks look up."""
     mesh = init_device_mesh("cpu", (2,))
-    model = load_part(directory, load_family(directory).vision_modules, torch.float64, mesh, read_plan=local_plan)
+    model = load_part(directory, load_family(directory).tower.modules, torch.float64, mesh, read_plan=local_plan)
     use_local_slices(model)
     embedding = model.get_input_embeddings()
     embedding.padding_idx = 2
@@ -148,7 +148,7 @@ def test_a_whole_head_is_not_called(made_model: str) -> None:
 
 def _call_head(directory: str) -> str:
     mesh = init_device_mesh("cpu", (2,))
-    model = load_part(directory, load_family(directory).vision_modules, torch.float32, mesh, read_plan=local_plan)
+    model = load_part(directory, load_family(directory).tower.modules, torch.float32, mesh, read_plan=local_plan)
     try:
         model.get_output_embeddings()(torch.ones(1, 64))
     except RuntimeError as error:

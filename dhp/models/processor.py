@@ -1,0 +1,62 @@
+"""From pictures and tokens of a sample to what the model reads: patches, grids, placeholders, rotary positions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dhp.models.family import Grid
+
+
+class Processor(ABC):
+    """One family's; it has no weights."""
+
+    image_token_id: int
+    video_token_id: int | None = None  # None: the model sees no videos
+    frames_per_patch: int = 1  # frames of a video that are one step in time
+    patch_dim: int  # values in one patch
+    merge_unit: int = 1  # patches that become one token of the text part
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.image_token_id = config.image_token_id
+
+    @abstractmethod
+    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
+        """What the image processor gave for one image, as rows [patches, values], float32, and its grid."""
+
+    def video_patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
+        """What the image processor gave for `frames_per_patch` frames of a video, as rows [patches, values], float32,
+        and their grid, one step in time. A video is such steps one behind another.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: the model sees no videos")
+
+    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Padded rows and patches [patches, values] as the arguments of the plain model."""
+        return dict(named)
+
+    def image_tokens(self, grid: Grid) -> int:
+        """Placeholder tokens of an image or video."""
+        return prod(grid) // self.merge_unit
+
+    def position_ids(
+        self,
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor,
+        grids: Tensor | None,
+        lengths: Tensor,
+        video_grids: Tensor | None = None,
+        video_seconds: Tensor | None = None,
+    ) -> Tensor:
+        """Rotary positions of right-padded rows; int64 [rows, tokens], or [3, rows, tokens] with three axes, where
+        padding has zeros.
+
+        grids: of the images; video_grids: of the videos, and video_seconds: of a step in time of each.
+        """
+        return torch.arange(input_ids.shape[1]).expand_as(input_ids).contiguous()

@@ -1,0 +1,59 @@
+"""The vision part of a family: patches in, named tensors with a row for each placeholder token out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dhp.models.family import Grid, ImageLayout, LayerParts
+from dhp.models.flops import VisionWork
+
+EMBEDDINGS = "embeddings"  # the tensor whose rows stand in the places of placeholder tokens
+
+
+class Tower(ABC):
+    """One family's tower and projector."""
+
+    modules: tuple[str, ...]  # all that belongs to it: what the text part drops
+    projector: tuple[str, ...]  # those of them that bring its states to the decoder's width
+    tensors: tuple[str, ...] = (EMBEDDINGS,)  # names of what `encode` returns
+    heads: int
+    merge_unit: int = 1  # patches that become one token of the text part
+    patch_dim: int  # values in one patch
+    position_columns: int = 2  # of `ImageLayout.positions`
+    dummy_patches: int  # patches of the least that the tower takes, for ranks without work
+    attention_crossover_patches: float = float("inf")  # of a segment whose full attention costs as much as all the rest
+    work: VisionWork
+    layers: LayerParts
+    tensor_plan: dict[str, str]  # how transformers' styles split it, by module
+    fused: dict[str, int] = {}  # modules that hold several projections in one, and how many
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    @abstractmethod
+    def image_layout(self, grid: Grid) -> ImageLayout:
+        """How the tower walks through an image or video."""
+
+    @abstractmethod
+    def encode(
+        self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any
+    ) -> dict[str, Tensor]:
+        """What becomes of patches in tower order: [patches / unit, hidden] by name, in the order of `tensors`.
+
+        `windows` and `frames` reach the registered attention function as they are, in place of the cumulative
+        lengths of window layers and full-attention layers.
+        """
+
+    def use_attention(self, model: PreTrainedModel, name: str) -> None:
+        """Make the tower call the registered attention function `name` once a layer, on all segments."""
+
+    def split_heads(self, model: PreTrainedModel, ranks: int) -> None:
+        """Tell the tower's attention that it has 1 / ranks of the heads. For attention that takes as many as its
+        projections give there is nothing to tell."""
+
+    def freeze_unused(self, model: PreTrainedModel) -> None:
+        """Take the gradient off parameters that no output depends on: nothing may change them."""
