@@ -13,7 +13,7 @@ from statistics import median
 
 from dhp.base.messages import Choices, LayerUsage, StageUsage
 from dhp.config.recompute import CHOICES
-from dhp.planner.costs import LayerCost, PartCosts
+from dhp.planner.costs import LayerCost, StageCosts
 
 
 def fullest(usages: Sequence[StageUsage]) -> StageUsage:
@@ -45,7 +45,7 @@ def probes(kinds: Sequence[str], base: str = "all") -> list[Choices]:
 class Profile:
     """What has been seen of one part. Bytes and seconds are kept for each patch or token."""
 
-    def __init__(self, known: PartCosts | None = None):
+    def __init__(self, known: StageCosts | None = None):
         """known: what an earlier run saw."""
         self._known = known
         self._rows = self._all_rows = 0 if known is None else known.rows
@@ -70,7 +70,7 @@ class Profile:
             if timed:
                 self._seconds[key].append(layer.replay_s / usage.all_rows)
 
-    def costs(self) -> PartCosts | None:
+    def costs(self) -> StageCosts | None:
         """What layers cost with the largest micro-batch, and the largest step, seen; None before any step."""
         if not self._rows:
             return None
@@ -86,7 +86,7 @@ class Profile:
             else:
                 known_s = median(seconds) * self._all_rows if seconds else 0.0
             layers[kind][choice] = LayerCost(held * self._rows, replay * self._rows, known_s)
-        return PartCosts(self._rows, self._kinds, self._before * self._rows, self._after * self._rows, layers)
+        return StageCosts(self._rows, self._kinds, self._before * self._rows, self._after * self._rows, layers)
 
 
 def _shared_bytes(layers: Sequence[LayerUsage]) -> int:

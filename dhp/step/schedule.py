@@ -12,14 +12,7 @@ from dataclasses import dataclass
 
 from dhp.base.errors import ConfigError
 from dhp.base.stages import Chain, Node, StageSpec
-
-SEQUENTIAL, GPIPE, ONE_F_ONE_B, INTERLEAVED, VISION_AHEAD = SCHEDULES = (
-    "sequential",
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "vision_ahead",
-)
+from dhp.config.ranges import GPIPE, INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ Programs = Mapping[str, Sequence[Action]]  # of each stage, by name
 def make_schedule(kind: str, chain: Chain, micro_batches: int) -> Schedule:
     """The actions of all stages in an order in which each finds what it needs.
 
-    kind: one of SCHEDULES. vision_ahead is 1f1b by another name: a chain of vision and text alone has a warm-up of one
+    kind: of `training.schedule`. vision_ahead is 1f1b by another name: a chain of vision and text alone has a warm-up of one
     micro-batch, which vision encodes while text works on the one before.
 
     Raises ConfigError where an interleaved schedule has no whole groups of micro-batches.

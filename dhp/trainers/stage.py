@@ -124,9 +124,9 @@ class StageRank(ABC):
         """This rank's share of the step's objective; None where the stage has no head."""
         return None
 
-    def metered_forward(self, rows: int) -> AbstractContextManager[None]:
-        """Around the forward pass of a micro-batch of `rows` patches or tokens."""
-        return nullcontext() if self.meter is None else self.meter.forward(rows)
+    def metered_forward(self, rows: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Around a forward pass of a micro-batch of `rows` patches or tokens."""
+        return nullcontext() if self.meter is None else self.meter.forward(rows, micro_batch)
 
     def metered_backward(self) -> AbstractContextManager[None]:
         """Around the backward pass of a micro-batch."""
@@ -200,8 +200,8 @@ class StageRank(ABC):
 
     def _present_layers(self) -> list[torch.nn.Module]:
         """The layers that this stage holds, in the order of its chunks."""
-        layers = self.model.get_submodule(self.layer_parts().path)
-        return [layers[layer] for layer in self.spec.layers]
+        path = self.layer_parts().path
+        return [self.model.get_submodule(f"{path}.{layer}") for layer in self.spec.layers]
 
     def _write(self, folder: Path) -> tuple[str, ...]:
         number = self._part_rank()

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dhp.base.messages import Bundle, StepInfo, TextInput
 from dhp.base.stages import HIDDEN_STATES
 from dhp.models.family import DecoderInputs, LayerParts
-from dhp.models.slice import Chunk, decoder_slice
+from dhp.models.slice import Chunk
 from dhp.models.split import load_part
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.activation.checkpointing import kept
@@ -78,7 +78,7 @@ class TextTrainer(StageRank):
                 return states
             return share_of_objective(self.model.get_output_embeddings(), states, targets, work.target_tokens)
 
-        with self.metered_forward(inputs.input_ids.numel()):
+        with self.metered_forward(inputs.input_ids.numel(), micro_batch):
             output = self.optimizer.forward(compute)
         if part.last:
             self._losses.append(output.detach())
@@ -129,10 +129,8 @@ class TextTrainer(StageRank):
         return model
 
     def _load(self, plan: dict[str, str], mesh: torch.distributed.device_mesh.DeviceMesh | None) -> PreTrainedModel:
-        held = decoder_slice(self.family, self._chunks)
-        return load_part(
-            self.settings.model_name, held.dropped, self.master_dtype, mesh, plan or None, local_plan, held.absent
-        )
+        dropped = (*self.family.tower.modules, *self.family.decoder.absent(self._chunks))
+        return load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan or None, local_plan)
 
     def _leaves(
         self, chunk: int, received: Sequence[Bundle]

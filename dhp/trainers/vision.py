@@ -68,7 +68,7 @@ class VisionTrainer(StageRank):
         plans = [plan_segments(work.window_lengths, CPU, varlen=varlen), self._plan_frames(work, varlen)]
         pixels = to_device(work.pixels, self.device)
         (positions,), (windows, frames) = move_with_plans((work.positions,), plans, self.device)
-        with self.metered_forward(len(pixels)):
+        with self.metered_forward(len(pixels), micro_batch):
             output: dict[str, Tensor] = self.optimizer.forward(
                 lambda: self.family.tower.encode(self.model, pixels, positions, windows, frames)
             )

@@ -24,6 +24,11 @@ class Frozen:
         if dtype != exact_dtype(dtype):
             cast_parameters(module, dtype)
         self._module, self._passes = module, passes
+        self._others: str | None = None  # a parameter that another stage saves
+
+    def tie(self, name: str, owns: bool) -> None:
+        """The parameter `name` is another stage's too. The owner saves it."""
+        self._others = None if owns else name
 
     def forward(self, compute: Callable[[], Any]) -> Any:
         """What `compute` makes of the module."""
@@ -52,7 +57,8 @@ class Frozen:
     def save_weights(self, sink: StateSink) -> None:
         """Hand over the weights, so that a checkpoint is whole."""
         for name, weight in all_laid_out(self._module).items():
-            sink.add(name, weight)
+            if name != self._others:
+                sink.add(name, weight)
 
     def save_state(self, sink: StateSink) -> None:
         """Hand over that no step was taken."""
