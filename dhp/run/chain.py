@@ -62,7 +62,7 @@ def even_cuts(sizes: DecoderSizes, stages: int) -> list[int]:
 
 
 def _outside(sizes: DecoderSizes) -> tuple[int, int]:
-    return sizes.embedding, sizes.norm + (sizes.embedding if sizes.tied else sizes.head)
+    return sizes.embedding, sizes.norm + sizes.head
 
 
 def _vision(config: Config, family: Family) -> StageSpec:

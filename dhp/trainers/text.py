@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dhp.base.messages import Bundle, StepInfo, TextInput
 from dhp.base.stages import HIDDEN_STATES
 from dhp.models.family import DecoderInputs, LayerParts
-from dhp.models.slice import Chunk
+from dhp.models.slice import chunks_of
 from dhp.models.split import load_part
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.activation.checkpointing import kept
@@ -45,7 +45,7 @@ class TextTrainer(StageRank):
     """See `dhp.step.stages.StageTrainer`."""
 
     def load_slice(self) -> PreTrainedModel:
-        self._chunks = self._own_chunks()
+        self._chunks = chunks_of(self.spec.chunks, self.family.decoder.whole)
         model = self._split_by_deepspeed() if self.settings.autotp else self._split()
         name, attention = (
             (PACKED, packed_attention) if self.settings.packing else (PADDED, sdpa_attention_forward)
@@ -107,10 +107,6 @@ class TextTrainer(StageRank):
         loss = float(torch.stack(self._losses).sum())
         self._losses.clear()
         return loss
-
-    def _own_chunks(self) -> list[Chunk]:
-        count = len(self.family.decoder.layers.kinds)
-        return [Chunk(layers, layers.start == 0, layers.stop == count) for layers in self.spec.chunks]
 
     def _split(self) -> PreTrainedModel:
         decoder, ranks = self.family.decoder, self.spec.degrees.tensor

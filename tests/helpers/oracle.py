@@ -79,7 +79,8 @@ class Oracle:
         total = sum(sample.target_tokens for sample in samples)
         if total == 0:
             self.schedule.step()
-            return Step(0.0, 0.0, {n: torch.zeros_like(p) for n, p in self.model.named_parameters()})
+            named = self.model.named_parameters()
+            return Step(0.0, 0.0, {n: torch.zeros_like(p) if p.requires_grad else None for n, p in named})
         loss = 0.0
         for sample in samples:
             share = self._loss_sum(sample) / total
