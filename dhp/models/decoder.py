@@ -1,15 +1,18 @@
-"""The text part of a family: tokens and the tower's tensors in, hidden states out."""
+"""The text part of a family: tokens and the tower's tensors in, hidden states out, whole or in chunks of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.flops import TextWork, text_work
+from dhp.models.slice import Chunk, held_layers
 from dhp.models.tower import EMBEDDINGS
 
 PATH = "model.language_model"
@@ -19,12 +22,14 @@ class Decoder:
     """A decoder with gated MLPs and grouped keys, as those of Qwen and Llama, and its head."""
 
     modules: tuple[str, ...] = (PATH, "lm_head")  # all that belongs to it: what the vision part drops
+    embedding, norm, head = f"{PATH}.embed_tokens", f"{PATH}.norm", "lm_head"
     kv_projections: tuple[str, ...] = tuple(f"{PATH}.layers.*.self_attn.{p}_proj" for p in "kv")
     tensor_plan: Mapping[str, str] = {}  # styles by module, where transformers has none
     enters: Mapping[str, int] = {}  # the layer after which a tensor of the tower is added to the states
 
     def __init__(self, config: Any):
         text = config.get_text_config()
+        self.tied: bool = config.tie_word_embeddings  # the head's weight is the embedding's
         self.heads: int = text.num_attention_heads
         self.kv_heads: int = text.num_key_value_heads
         self.work: TextWork = text_work(text)
@@ -34,25 +39,95 @@ class Decoder:
             ("mlp.gate_proj", "mlp.up_proj"),
             ("causal",) * text.num_hidden_layers,
         )
+        self.whole = Chunk(range(text.num_hidden_layers), first=True, last=True)
+
+    def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
+        """Modules of the decoder that a group of ranks with these chunks alone does not hold.
+
+        A head that is the embedding needs it: a group with the last chunk then holds the embedding under its own name,
+        and so does the group with the first; the gradient of that weight is the sum of both groups'.
+        """
+        first, last = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
+        held = set(held_layers(chunks))
+        absent = [f"{self.layers.path}.{layer}" for layer in self.whole.layers if layer not in held]
+        if not (first or (last and self.tied)):
+            absent.append(self.embedding)
+        return (*absent, *(() if last else (self.norm, self.head)))
+
+    def entering(self, chunk: Chunk) -> tuple[str, ...]:
+        """Names of the tower's tensors that a chunk needs."""
+        added = tuple(name for name, layer in self.enters.items() if layer in chunk.layers)
+        return (EMBEDDINGS, *added) if chunk.first else added
 
     def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
         """Tell attention that a rank has one key/value head, where several ranks share one."""
-        for layer in model.model.language_model.layers:
+        for layer in model.get_submodule(self.layers.path):
             layer.self_attn.num_key_value_groups = self.heads // ranks
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make it call the registered attention function `name`, and build no mask."""
-        model.model.language_model.config._attn_implementation_internal = name
+        model.get_submodule(PATH).config._attn_implementation_internal = name
 
     def hidden_states(self, model: PreTrainedModel, inputs: DecoderInputs, **extra: Any) -> Tensor:
-        """Last hidden states, [rows, tokens, hidden]. `extra` reaches the attention function as it is.
+        """Last hidden states of the whole decoder, [rows, tokens, hidden]. `extra` reaches the attention function."""
+        return self.run(model, self.whole, inputs, **extra)
 
-        Pictures go in by their positions. The model's own way looks for placeholders among the tokens on the device,
-        and waits for the answer.
+    def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
+        """The states that a chunk, which `model` holds, makes of its inputs, [rows, tokens, hidden].
+
+        `extra` reaches the attention function as it is. The library's own forward runs, and so its rotary embeddings,
+        on the chunk's layers alone.
         """
-        states = model.get_input_embeddings()(inputs.input_ids)
-        if inputs.images:
-            images = inputs.images[EMBEDDINGS].to(states.dtype)
-            states = states.flatten(0, 1).index_copy(0, inputs.image_positions, images).view_as(states)
-        output = model.model(inputs_embeds=states, position_ids=inputs.position_ids, use_cache=False, **extra)
+        decoder = model.get_submodule(PATH)
+        states = self._embed(model, inputs) if chunk.first else inputs.hidden
+        layers = [self._layer(decoder, chunk, index, inputs) for index in self.whole.layers]
+        with _having(decoder, layers=layers, **({} if chunk.last else {"norm": _unchanged})):
+            output = decoder(inputs_embeds=states, position_ids=inputs.position_ids, use_cache=False, **extra)
         return output.last_hidden_state
+
+    def _embed(self, model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
+        """Pictures go in by their positions. The model's own way looks for placeholders among the tokens on the device,
+        and waits for the answer."""
+        states = model.get_input_embeddings()(inputs.input_ids)
+        if EMBEDDINGS not in inputs.images:
+            return states
+        images = inputs.images[EMBEDDINGS].to(states.dtype)
+        return states.flatten(0, 1).index_copy(0, inputs.image_positions, images).view_as(states)
+
+    def _layer(self, decoder: nn.Module, chunk: Chunk, index: int, inputs: DecoderInputs) -> Callable[..., Tensor]:
+        """What stands at a layer's place: layers of other chunks let the states pass."""
+        if index not in chunk.layers:
+            return _unchanged
+        layer = decoder.layers.get_submodule(str(index))
+        added = [inputs.images[name] for name, place in self.enters.items() if place == index and name in inputs.images]
+        return partial(_run_and_add, layer, added, inputs.image_positions) if added else layer
+
+
+def _run_and_add(
+    layer: Callable[..., Tensor], added: Sequence[Tensor], positions: Tensor, states: Tensor, **named: Any
+) -> Tensor:
+    """A layer, and then its states with `added` [n, hidden] at `positions`. Outside of the layer's own call, which may
+    run again in backward."""
+    output = layer(states, **named)
+    flat = output.flatten(0, 1)
+    for images in added:
+        flat = flat.index_add(0, positions, images.to(flat.dtype))
+    return flat.view_as(output)
+
+
+def _unchanged(states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return states
+
+
+@contextmanager
+def _having(module: nn.Module, **others: Any) -> Iterator[None]:
+    """`module` whose forward finds `others` in the place of its children of these names.
+
+    The children themselves stay where they are: their names, parameters and hooks are those of the model.
+    """
+    module.__dict__.update(others)  # found before `_modules`
+    try:
+        yield
+    finally:
+        for name in others:
+            del module.__dict__[name]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,17 +70,23 @@ class LayerParts:
     mlp: tuple[str, ...]
     kinds: tuple[str, ...]
 
+    def only(self, layers: Sequence[int]) -> LayerParts:
+        """Of a part that lists these layers alone, by their indices among all."""
+        return replace(self, kinds=tuple(self.kinds[layer] for layer in layers))
+
 
 @dataclass(frozen=True)
 class DecoderInputs:
     """What the decoder computes with, on its device.
 
-    input_ids: [rows, tokens]; position_ids: as the family makes them. images: what the tower made of images and videos,
-    [n, hidden] each, by the name of the tower's tensor; empty where there are none. image_positions: of each of the n
-    among the flattened rows × tokens; int64 [n].
+    input_ids: [rows, tokens], which a first chunk reads; position_ids: as the family makes them. images: what the tower
+    made of images and videos, [n, hidden] each, by the name of the tower's tensor: those that enter here, none where
+    there are no images. image_positions: of each of the n among the flattened rows × tokens; int64 [n], None without
+    images. hidden: states that the chunk before gave, [rows, tokens, hidden]; None for a first chunk.
     """
 
-    input_ids: Tensor
+    input_ids: Tensor | None
     position_ids: Tensor
-    images: Mapping[str, Tensor]
-    image_positions: Tensor
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    image_positions: Tensor | None = None
+    hidden: Tensor | None = None

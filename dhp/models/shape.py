@@ -21,7 +21,9 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from dhp.base.errors import ModelError
 from dhp.config.shipped import shipped_directory
-from dhp.models.split import ReadPlan, is_dropped, model_class
+from dhp.models.registry import load_family
+from dhp.models.slice import Chunk, held_layers
+from dhp.models.split import ReadPlan, drop_modules, model_class
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,43 @@ def part_shape(
     return PartShape(total, per_rank, replicated)
 
 
+@dataclass(frozen=True)
+class DecoderSizes:
+    """Parameters of a decoder's pieces.
+
+    layers: of each. head: of the head, which has them for itself unless `tied`. Then they are the embedding's, and
+    `head == embedding`: they exist once where the first chunk and the last lie in one group of ranks, else both groups
+    have them.
+    """
+
+    embedding: int
+    layers: tuple[int, ...]
+    norm: int
+    head: int
+    tied: bool
+
+    def held(self, chunks: Sequence[Chunk]) -> int:
+        """Parameters of a group that holds these chunks."""
+        first, last = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
+        ends = self.embedding * first + (self.norm + self.head) * last
+        twice = self.head if self.tied and first and last else 0
+        return ends - twice + sum(self.layers[layer] for layer in held_layers(chunks))
+
+
+def decoder_sizes(source: str) -> DecoderSizes:
+    """Count the decoder of `source`, piece by piece, on the meta device."""
+    decoder = load_family(source).decoder
+    model = _without_weights(source, ())
+    count = lambda name: sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
+    return DecoderSizes(
+        embedding=count(decoder.embedding),
+        layers=tuple(count(f"{decoder.layers.path}.{layer}") for layer in range(len(decoder.layers.kinds))),
+        norm=count(decoder.norm),
+        head=count(decoder.head),
+        tied=decoder.tied,
+    )
+
+
 def check_tensor_plan(
     source: str, dropped: Sequence[str], read_plan: ReadPlan, added_plan: Mapping[str, str] = MappingProxyType({})
 ) -> None:
@@ -110,11 +149,7 @@ def check_tensor_plan(
 def _without_weights(source: str, dropped: Sequence[str]) -> PreTrainedModel:
     with torch.device("meta"):
         model = model_class(source)(AutoConfig.from_pretrained(source))
-    for name in dropped:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, nn.Module())
-    model.init_parallel_plans()
-    model._tp_plan = {key: style for key, style in model._tp_plan.items() if not is_dropped(key, dropped)}
+    drop_modules(model, dropped)
     return model
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,18 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from dhp.base.errors import ModelError
 
 ReadPlan = Callable[[nn.Module, Mapping[str, str]], dict[str, str]]
+
+
+class Absent(nn.Module):
+    """In the place of a module that this part does not hold."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises RuntimeError: to run it is a mistake of the caller."""
+        raise RuntimeError(f"{self._name} is not in this part of the model")
 
 
 class _OneMesh:
@@ -54,7 +66,8 @@ def load_part(
     tensor_plan: dict[str, str] | None = None,
     read_plan: ReadPlan = lambda _, plan: dict(plan),
 ) -> PreTrainedModel:
-    """Load `model_name` without the modules named in `dropped`, on CPU, in training mode.
+    """Load `model_name` without the modules named in `dropped`, on CPU, in training mode. Single layers may be among
+    them (`Decoder.absent`).
 
     With a `tensor_mesh` of more than one rank, transformers' tensor-parallel plan is applied over it and
     each rank reads only its own slices, onto the mesh's device; its sharded parameters are DTensors on that mesh.
@@ -98,12 +111,7 @@ def _overrides(
 ) -> dict[str, Any]:
     def build(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
-        for name in dropped:
-            parent, _, child = name.rpartition(".")
-            setattr(self.get_submodule(parent), child, nn.Module())
-        self.init_parallel_plans()
-        # A child keeps the rules of its own children as they were when it was made.
-        self._tp_plan = {key: style for key, style in self._tp_plan.items() if not is_dropped(key, dropped)}
+        drop_modules(self, dropped)
 
     def prepare(cls: type, config: DistributedConfig | None, device_map: Any = None) -> tuple[Any, Any, Any]:
         if config is None:
@@ -134,6 +142,23 @@ def _ties_without(base: type[PreTrainedModel], dropped: Sequence[str]) -> dict[s
     ties = base._tied_weights_keys or {}
     kept = {target: source for target, source in ties.items() if not is_dropped(target, dropped)}
     return {target: source for target, source in kept.items() if not is_dropped(source, dropped)}
+
+
+def drop_modules(model: PreTrainedModel, dropped: Sequence[str]) -> None:
+    """Take the modules of these names out of `model`, and their rules out of its tensor-parallel plan.
+
+    The layers that remain of a list keep their names: the list skips the numbers of those that went.
+    """
+    for name in dropped:
+        parent, _, child = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(owner, nn.ModuleList):
+            delattr(owner, child)
+        else:
+            setattr(owner, child, Absent(name))
+    model.init_parallel_plans()
+    # A child keeps the rules of its own children as they were when it was made.
+    model._tp_plan = {key: style for key, style in model._tp_plan.items() if not is_dropped(key, dropped)}
 
 
 def is_dropped(key: str, dropped: Sequence[str]) -> bool:

@@ -92,18 +92,18 @@ def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = N
 def save_llava(folder: Path, decoder: type[PreTrainedConfig] = Qwen2Config, **more: Any) -> Path:
     """A LLaVA with random weights: images of 4 × 4 patches, 8 query and 4 key/value heads, 4 vision heads; the tower's
     last layer is not used, as in the released models. more: of the decoder's configuration."""
-    text = decoder(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        **more,
-    )
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    text = decoder(**sizes | more)
     vision = CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=48,

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from dhp.base.errors import ModelError
 from dhp.models.registry import load_family
-from dhp.models.shape import PartShape, config_source, part_shape
+from dhp.models.shape import DecoderSizes, PartShape, config_source, decoder_sizes, part_shape
+from dhp.models.slice import cut_layers
 from dhp.models.split import load_part
 from dhp.parallel.tensor.styles import with_fused
 from tests.helpers.ranks import run_on_ranks
@@ -72,6 +73,49 @@ def test_the_count_of_the_tower_is_what_ranks_load(made_model: str) -> None:
     counted = part_shape(made_model, family.decoder.modules, 2, added_plan=plan)
     assert run_on_ranks(_held_of_tower, 2, made_model) == [counted.per_rank] * 2
     assert counted.per_rank == (counted.total - counted.replicated) // 2 + counted.replicated
+
+
+def test_the_sizes_of_a_decoders_pieces_by_hand(made_model: str, few_keys_model: str) -> None:
+    layer = QUERY + 2 * (64 * 32 + 32) + OUT + FEED_FORWARD + NORMS
+    assert decoder_sizes(made_model) == DecoderSizes(VOCABULARY, (layer, layer), 64, VOCABULARY, False)
+    layer -= 2 * (64 * 16 + 16)  # half as many keys and values
+    assert decoder_sizes(few_keys_model) == DecoderSizes(VOCABULARY, (layer, layer), 64, VOCABULARY, True)
+
+
+CUTS = [((1, 1), (0, 1)), ((2,), (0,)), ((1, 1), (0, 0)), ((1, 1), (1, 0))]
+
+
+@pytest.mark.parametrize(("counts", "owners"), CUTS, ids=str)
+@pytest.mark.parametrize("model", ["made_model", "few_keys_model", "llava_model", "head_norms_model"])
+def test_the_stages_of_a_cut_add_up(
+    model: str, counts: tuple[int, ...], owners: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    """To the whole part, and a tied embedding once more where its two places are in two stages."""
+    source = request.getfixturevalue(model)
+    family, sizes = load_family(source), decoder_sizes(source)
+    totals = []
+    for group in sorted(set(owners)):
+        chunks = [chunk for chunk, owner in zip(cut_layers(counts), owners, strict=True) if owner == group]
+        totals.append(part_shape(source, (*family.tower.modules, *family.decoder.absent(chunks))).total)
+        assert totals[-1] == sizes.held(chunks)
+    twice = sizes.embedding if sizes.tied and owners[0] != owners[-1] else 0
+    assert sum(totals) == part_shape(source, family.tower.modules).total + twice
+
+
+def _held_of_stage(model: str, stage: int) -> int:
+    mesh, family = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), load_family(model)
+    dropped = (*family.tower.modules, *family.decoder.absent([cut_layers((1, 1))[stage]]))
+    part = load_part(model, dropped, torch.float32, mesh)
+    return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in part.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_count_of_a_stage_is_what_tensor_ranks_load(few_keys_model: str, stage: int) -> None:
+    family = load_family(few_keys_model)
+    dropped = (*family.tower.modules, *family.decoder.absent([cut_layers((1, 1))[stage]]))
+    counted = part_shape(few_keys_model, dropped, tensor=2)
+    assert run_on_ranks(_held_of_stage, 2, few_keys_model, stage) == [counted.per_rank] * 2
+    assert 0 < counted.replicated < counted.per_rank < counted.total
 
 
 @pytest.mark.parametrize(

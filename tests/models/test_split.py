@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2_5_VLConfig, core_model_loading
 
 from dhp.base.errors import ModelError
 from dhp.models.registry import load_family
+from dhp.models.slice import Chunk
 from dhp.models.split import load_part
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import save_model
@@ -81,6 +84,49 @@ def test_the_files_have_the_key_layout_of_the_hub(made_model: str) -> None:
     keys = load_file(Path(made_model) / "model.safetensors").keys()
     assert "visual.patch_embed.proj.weight" in keys
     assert "model.layers.0.self_attn.q_proj.weight" in keys
+
+
+SECOND = Chunk(range(1, 2), first=False, last=True)
+
+
+def _load_second_layer(folder: Path) -> PreTrainedModel:
+    family = load_family(str(folder))
+    return load_part(str(folder), (*family.tower.modules, *family.decoder.absent([SECOND])), torch.float32)
+
+
+def _rewrite(model: str, folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
+    shutil.copytree(model, folder)
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_slice_needs_no_weight_of_other_layers(made_model: str, tmp_path: Path) -> None:
+    others = ("model.layers.0.", "model.embed_tokens.", "visual.")
+    keep = lambda weights: {name: weight for name, weight in weights.items() if not name.startswith(others)}
+    part = _load_second_layer(_rewrite(made_model, tmp_path / "half", keep))
+    assert "model.language_model.layers.1.mlp.up_proj.weight" in dict(part.named_parameters())
+
+
+def test_a_slice_refuses_a_missing_weight_of_its_own(made_model: str, tmp_path: Path) -> None:
+    keep = lambda weights: {name: weight for name, weight in weights.items() if "layers.1.mlp.up" not in name}
+    with pytest.raises(ModelError, match="missing keys: model.language_model.layers.1.mlp.up_proj.weight. "):
+        _load_second_layer(_rewrite(made_model, tmp_path / "broken", keep))
+
+
+def test_a_slice_refuses_an_unknown_weight_among_its_own(made_model: str, tmp_path: Path) -> None:
+    add = lambda weights: weights | {f"model.layers.{n}.odd.weight": torch.ones(2) for n in (0, 1)}
+    with pytest.raises(ModelError, match=r"unexpected keys: model.language_model.layers.1.odd.weight. "):
+        _load_second_layer(_rewrite(made_model, tmp_path / "odd", add))
+
+
+def test_a_slice_reads_only_what_it_holds(made_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    own = core_model_loading._materialize_copy
+    monkeypatch.setattr(
+        core_model_loading, "_materialize_copy", lambda given, *more: read.append(given) or own(given, *more)
+    )
+    part = _load_second_layer(Path(made_model))
+    assert len(read) == len(list(part.named_parameters()))
 
 
 @pytest.mark.parametrize(("drop", "part"), [("visual.merger", "vision"), ("model.norm", "text")])

@@ -1,0 +1,39 @@
+"""Pieces of a decoder that is cut by layers: what runs in one go, and what the group of ranks that holds it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Decoder layers that run one behind another.
+
+    layers: their indices, at least one. first: it embeds tokens and puts pictures in their places. last: it applies the
+    final norm, so that the head can follow.
+    """
+
+    layers: range
+    first: bool
+    last: bool
+
+
+def cut_layers(counts: Sequence[int]) -> tuple[Chunk, ...]:
+    """Chunks of so many layers each, in the order in which they run; together they are the whole decoder.
+
+    Raises ValueError for a chunk without layers.
+    """
+    if not counts or min(counts) < 1:
+        raise ValueError(f"chunks of {tuple(counts)} layers: each needs at least one")
+    ends = list(accumulate(counts))
+    return tuple(
+        Chunk(range(end - count, end), first=end == count, last=end == ends[-1])
+        for end, count in zip(ends, counts, strict=True)
+    )
+
+
+def held_layers(chunks: Sequence[Chunk]) -> tuple[int, ...]:
+    """Indices of the layers that a group with these chunks holds, ascending."""
+    return tuple(sorted(layer for chunk in chunks for layer in chunk.layers))

@@ -1,0 +1,30 @@
+"""RMS norms without their detour through float32, whose rounding jumps by 1e-7 for a difference of 1e-16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
+
+KINDS = (Qwen2RMSNorm, Qwen2_5_VLRMSNorm, Qwen3RMSNorm, Qwen3VLTextRMSNorm)
+
+
+@contextmanager
+def exact_norms() -> Iterator[None]:
+    """All norms of the families compute in the format of their states."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in KINDS:
+            patch.setattr(kind, "forward", _norm)
+        yield
+
+
+def _norm(self: Any, states: Tensor) -> Tensor:
+    return self.weight * (states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.variance_epsilon))
