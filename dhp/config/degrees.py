@@ -59,8 +59,8 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
 
 
 def equation(degrees: dict[str, int]) -> str:
-    """`data(1) × ulysses(2) × ring(1) × tensor(1)`."""
-    return " × ".join(f"{degree}({value})" for degree, value in degrees.items())
+    """`data(1) × ulysses(2) × ring(1) × tensor(1)`, with the stages of a pipeline where there are several."""
+    return " × ".join(f"{degree}({value})" for degree, value in degrees.items() if (degree, value) != ("pipeline", 1))
 
 
 def _filled(name: str, part: PartConfig, degrees: dict[str, int | None]) -> dict[str, int]:
@@ -102,7 +102,7 @@ def _check_existing(name: str, degrees: dict[str, int]) -> None:
     for degree, value in degrees.items():
         if value != 1 and degree not in OFFERED[name]:
             raise ConfigError(
-                f"{name}.{degree}={value} does not exist yet: {name} has {' and '.join(OFFERED[name])}, so "
+                f"{name}.{degree}={value} does not exist yet: {name} has {', '.join(OFFERED[name])}, so "
                 f"{degree} = 1. Unset {name}.{degree}, and choose {name}.parallelism from "
                 f"{', '.join(PARALLELISMS[name])}."
             )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -262,35 +263,72 @@ class Trained:
     weights: list[list[dict[str, Tensor]]]
 
 
+class Running:
+    """All stages of a case on local ranks, from the moment that it is entered until it is left."""
+
+    def __init__(self, model: str, case: Case, fault: Fault | None = None, **changes: Any):
+        """changes: of every stage's settings; a function is given the stage."""
+        self.case, self.chain, self._fault = case, chain_of(model, case), fault or Fault()
+        self.schedule = make_schedule(case.schedule, self.chain, case.micro_batches)
+        self._settings = {spec.name: settings(spec, self.chain, model, case) for spec in self.chain.stages}
+        for spec in self.chain.stages:
+            own = {key: value(spec) if callable(value) else value for key, value in changes.items()}
+            self._settings[spec.name] = replace(self._settings[spec.name], **own)
+
+    def __enter__(self) -> Running:
+        with ExitStack() as stack:
+            self.groups = {}
+            for spec in self.chain.stages:
+                trainer = self._fault.vision if spec.part == "vision" else self._fault.text
+                group = LocalGroup(trainer, spec.degrees.world, self._settings[spec.name])
+                self.groups[spec.name] = stack.enter_context(group)
+            self._stack = stack.pop_all()
+        self.stages = make_stages(self.chain, self.groups)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def accumulate(self, data: StepData) -> Batch:
+        """Submit a step's actions, and leave the gradients where they are."""
+        batch = Batch(data.info, data.work, data.routes)
+        accumulate_gradients(self.stages, self.schedule, batch)
+        return batch
+
+    def update(self, batch: Batch) -> tuple[float, dict[str, list[Any]]]:
+        """Norms and optimizer steps: the step's loss, and by stage the report of every rank."""
+        reports = update_weights(self.stages, self.chain.ties, batch).reports
+        last = self.chain.stages[-1].name
+        return sum(r.loss for r in self.stages[last].leaders(reports[last])), reports
+
+    def step(self, data: StepData) -> tuple[float, dict[str, list[Any]]]:
+        """A whole step."""
+        return self.update(self.accumulate(data))
+
+    def weights(self) -> list[list[dict[str, Tensor]]]:
+        """Of every stage and rank."""
+        return [group.execute_all("weights") for group in self.groups.values()]
+
+    def save(self, folder: Path) -> None:
+        """As a run does, by part."""
+        for spec in self.chain.stages:
+            self.groups[spec.name].execute_all("save", str(folder / spec.part))
+
+
 def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Trained:
     """Train the steps in the case's layout."""
     fault = fault or Fault()
     dealer = make_dealer(model, case)
     losses, norms, gradients = [], [], []
-    chain = chain_of(model, case)
-    with ExitStack() as stack:
-        groups = {
-            spec.name: stack.enter_context(
-                LocalGroup(
-                    fault.vision if spec.part == "vision" else fault.text,
-                    spec.degrees.world,
-                    settings(spec, chain, model, case),
-                )
-            )
-            for spec in chain.stages
-        }
-        stages = make_stages(chain, groups)
-        schedule = make_schedule(case.schedule, chain, case.micro_batches)
+    with Running(model, case, fault) as running:
         for k in range(len(steps)):
             data = fault.edit(dealer.deal(_slotted(k, case, steps[k])))
-            batch = Batch(data.info, data.work, data.routes)
-            accumulate_gradients(stages, schedule, batch)
-            gradients.append(_found_gradients(groups, chain, data.info.images > 0))
-            reports = update_weights(stages, chain.ties, batch).reports
-            last = chain.stages[-1].name
-            losses.append(sum(r.loss for r in stages[last].leaders(reports[last])))
+            batch = running.accumulate(data)
+            gradients.append(_found_gradients(running.groups, running.chain, data.info.images > 0))
+            loss, reports = running.update(batch)
+            losses.append(loss)
             norms.append([r.grad_norm for of_stage in reports.values() for r in of_stage])
-        return Trained(losses, norms, gradients, [group.execute_all("weights") for group in groups.values()])
+        return Trained(losses, norms, gradients, running.weights())
 
 
 def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Errors:
