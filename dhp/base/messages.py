@@ -4,20 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+
+from dhp.base.routes import Route
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Named tensors that cross an edge together."""
+
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class StepInfo:
     """What everyone must know of a step: global counts over all replicas and micro-batches.
 
+    epoch: that it begins in. done: epochs after the step, with a fraction.
+
     images: and videos.
-    done: epochs after the step, with a fraction. tokens: of the decoder, without padding. target_tokens: N_global of
-    the objective. vision_tokens: patches. skipped: one line for each sample left out. places: tokens with padding.
-    dist_ratio: of vision's patches and text's places over their ranks. flops: useful operations of each part, forward
-    and backward. data_s: seconds spent reading and decoding; measure_s: on which samples the step has, lengths of
-    samples among it.
+
+    tokens: of the decoder, without padding; padded_tokens: with it. target_tokens: N_global of the objective.
+
+    vision_tokens: patches.
+
+    skipped: one line for each sample left out.
+
+    dist_ratio: DistRatio of vision's patches and of text's padded tokens over their ranks, by part.
+
+    flops: useful operations of each part, forward and backward.
+
+    data_s: seconds spent reading and decoding. measure_s: seconds spent on which samples the step has, on measuring
+    their lengths among it.
     """
 
     step: int
@@ -29,7 +49,7 @@ class StepInfo:
     target_tokens: int
     vision_tokens: int
     skipped: tuple[str, ...]
-    places: int
+    padded_tokens: int
     dist_ratio: Mapping[str, float]
     flops: Mapping[str, int]
     data_s: float
@@ -38,18 +58,21 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class VisionInput:
-    """One vision rank's work in a micro-batch; patches in tower order.
+    """One shard's work of the vision part in a micro-batch; patches in tower order.
 
-    pixels: [patches, values]; positions: [patches, columns]. window_lengths: patches of this rank's windows.
-    segment_lengths: patches of the full-attention segments of all ranks that share the sequence. shards: for each of
-    these ranks (Ulysses innermost), what it holds of them, in the order of its rows: (segment, first patch, patches).
-    rows: merged rows for each text replica, in order; rows beyond
-    their sum come from a dummy window and are dropped. active: some rank of the part has an image.
-    last: no later micro-batch of the step has one, so gradients are summed after this one's backward.
+    pixels: [patches, values]; positions: of each patch, as the tower takes them, [patches, …].
+
+    window_lengths: patches of this shard's windows.
+
+    segment_lengths: patches of the full-attention segments of all shards that share the sequence.
+
+    shards: for each of these (Ulysses innermost), what it holds of the segments, in the order of its rows: (segment,
+    first patch, patches).
+
+    rows: merged rows for each text replica that gets any, in order. Rows beyond their sum come from a dummy window and
+    are dropped.
     """
 
-    active: bool
-    last: bool
     pixels: Tensor
     positions: Tensor
     window_lengths: tuple[int, ...]
@@ -62,34 +85,45 @@ class VisionInput:
 class TextInput:
     """One text replica's rows in a micro-batch.
 
-    tensors: the model's own arguments (input_ids, labels, position_ids, …), rows right-padded or packed into one.
+    tensors: the model's own arguments (input_ids, position_ids, …), rows right-padded or packed into one; and targets:
+    for each token the one that it should predict, -100 where there is none.
+
     lengths: tokens of each sample of the packed row; None where rows are padded.
-    placement: for each image token of the rows, in order, its row among the embeddings received from the vision
-    ranks in rank order; None when the rows hold no image. received: rows from each vision rank.
+
+    placement: for each image token of the rows, in order, its row among those received from the vision shards, one
+    shard behind another; None where the rows hold no image.
+
+    target_tokens: N_global of the step, not of these rows.
     """
 
     tensors: dict[str, Tensor]
     lengths: tuple[int, ...] | None
     placement: Tensor | None
-    received: tuple[int, ...]
-    target_tokens: int  # N_global of the step, not of these rows
+    target_tokens: int
 
 
 @dataclass(frozen=True)
-class PartReport:
-    """What one rank of a part tells after its optimizer step. loss: its share of the objective, a sum over N_global.
+class StageReport:
+    """What one rank of a stage tells after its optimizer step.
 
-    memory_bytes: the most that the allocator had reserved in the step; None on a CPU. sent_bytes: by kind,
-    see `dhp.base.byte_counter`. usage: where activations are measured.
+    loss: its share of the objective, a sum over N_global; None where the stage has no head.
+
+    lr: the learning rate of the step; None where nothing is trained.
+
+    memory_bytes: the most that the allocator had reserved in the step; None on a CPU.
+
+    sent_bytes: by kind, see `dhp.base.byte_counter`.
+
+    usage: of activations, where they are measured.
     """
 
     rank: int
     loss: float | None
     grad_norm: float
-    lr: float
+    lr: float | None
     memory_bytes: int | None
     sent_bytes: Mapping[str, int]
-    usage: PartUsage | None = None
+    usage: StageUsage | None = None
 
 
 @dataclass(frozen=True)
@@ -106,14 +140,15 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class StepData:
-    """One step, dealt out: vision[micro-batch][vision rank], text[micro-batch][text replica]."""
+    """One step, dealt out. work: of each part, [micro-batch][shard]. routes: of each part whose rows go where the data
+    say, one for each micro-batch."""
 
     info: StepInfo
-    vision: tuple[tuple[VisionInput, ...], ...]
-    text: tuple[tuple[TextInput, ...], ...]
+    work: Mapping[str, tuple[tuple[Any, ...], ...]]
+    routes: Mapping[str, tuple[Route, ...]]
 
 
-Choices = tuple[str, ...]  # what each layer of a part recomputes, in order: see `dhp.config.recompute`
+Choices = tuple[str, ...]  # what each layer of a stage recomputes, in order: see `dhp.config.recompute`
 
 
 @dataclass(frozen=True)
@@ -132,8 +167,8 @@ class LayerUsage:
 
 
 @dataclass(frozen=True)
-class PartUsage:
-    """What activations took on one rank of a part in one step.
+class StageUsage:
+    """What activations took on one rank of a stage in one step.
 
     peak_bytes: the most at any moment. before_bytes, after_bytes: kept for backward outside the layers, by what comes
     before and after them. rows: patches or tokens of the largest micro-batch, and all_rows of the step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dhp.data.sample import IGNORED, Sample
@@ -24,12 +25,11 @@ class Rows:
         self._family, self._pad, self._packing = family, pad_token_id, packing
 
     def make(self, row: Row) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
-        """A replica's samples by model argument, and their lengths if they are packed."""
+        """A replica's samples by model argument, and their lengths if they are packed. In place of labels there are
+        `targets`: for each token the one that follows it in its sample, so that nobody behind has to shift anything."""
         if not self._packing or not row:
-            return self.padded(row), (1,) if self._packing else None
-        packed = [self.padded((sample,)) for sample in row]
-        for named in packed:
-            named["labels"][:, 0] = IGNORED  # or the sample before would have to predict it
+            return _with_targets(self.padded(row)), (1,) if self._packing else None
+        packed = [_with_targets(self.padded((sample,))) for sample in row]
         by_token = [name for name in packed[0] if name not in BY_PICTURE]
         joined = {name: torch.cat([named[name] for named in packed], dim=-1) for name in by_token}
         for name in BY_PICTURE:
@@ -68,6 +68,12 @@ def pixels_by_argument(row: Row) -> dict[str, Tensor]:
             name = "pixel_values" if seconds is None else "pixel_values_videos"
             found.setdefault(name, []).append(torch.from_numpy(pixels))
     return {name: torch.cat(patches) for name, patches in found.items()}
+
+
+def _with_targets(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows with targets in place of labels: what the last token of a row would predict is not known."""
+    labels = named.pop("labels")
+    return named | {"targets": F.pad(labels[:, 1:], (0, 1), value=IGNORED)}
 
 
 def _grids(row: Row) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
-"""Deal a step's samples out to the ranks of both parts."""
+"""Deal a step's samples out to the shards of vision and text: who computes what, and who sends rows to whom."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
+from dhp.base.routes import Route
 from dhp.batching.collate import Row, Rows
 from dhp.data.balance.metrics import dist_ratio
 from dhp.data.sample import Sample
@@ -43,16 +45,14 @@ class Dealer:
         """One step for all ranks."""
         pictures = [self._pictures(rows) for rows in samples.samples]
         targets = sum(s.target_tokens for rows in samples.samples for row in rows for s in row)
-        seen = [m for m, found in enumerate(pictures) if found]
-        vision, text = [], []
-        for m, rows in enumerate(samples.samples):
-            shards = self._shard(pictures[m])
-            last = bool(seen) and m == seen[-1]
-            ranks, replicas = range(len(shards)), enumerate(rows)
-            vision.append(tuple(self._vision(pictures[m], shards, rank, len(rows), last) for rank in ranks))
-            text.append(tuple(self._text(row, d, pictures[m], shards, targets) for d, row in replicas))
-        flops = self._flops(samples, pictures, targets)
-        return StepData(_count(samples, targets, vision, text, flops), tuple(vision), tuple(text))
+        vision, text, routes = [], [], []
+        for of_micro_batch, rows in zip(pictures, samples.samples, strict=True):
+            shards = self._shard(of_micro_batch)
+            vision.append(tuple(self._vision(of_micro_batch, shards, rank) for rank in range(len(shards))))
+            text.append(tuple(self._text(row, d, of_micro_batch, shards, targets) for d, row in enumerate(rows)))
+            routes.append(_route(of_micro_batch, shards))
+        info = _count(samples, targets, vision, text, self._flops(samples, pictures, targets))
+        return StepData(info, {"vision": tuple(vision), "text": tuple(text)}, {"vision": tuple(routes)})
 
     def _flops(self, samples: StepSamples, pictures: Sequence[Sequence[Picture]], targets: int) -> dict[str, int]:
         lengths = [len(s.input_ids) for rows in samples.samples for row in rows for s in row]
@@ -79,15 +79,13 @@ class Dealer:
         sharded = shard_images(work, self._replicas, self._ranks, self._family.tower.attention_crossover_patches)
         return [pieces for replica in sharded for pieces in replica]
 
-    def _vision(
-        self, pictures: Sequence[Picture], shards: Sequence[Pieces], rank: int, text_replicas: int, last: bool
-    ) -> VisionInput:
+    def _vision(self, pictures: Sequence[Picture], shards: Sequence[Pieces], rank: int) -> VisionInput:
         tower = self._family.tower
         unit, dummy = tower.merge_unit, tower.dummy_patches
         first = rank - rank % self._ranks
         group = shards[first : first + self._ranks]
         cuts = [_cut(pictures[piece.image], piece.first, piece.last) for piece in shards[rank]]
-        rows = [0] * text_replicas
+        rows = Counter[int]()  # by text replica
         for piece, cut in zip(shards[rank], cuts, strict=True):
             rows[pictures[piece.image].replica] += len(cut.pixels) // unit
         if not cuts:
@@ -95,14 +93,12 @@ class Dealer:
             cuts = [_Cut(torch.zeros(dummy, tower.patch_dim), positions, (dummy,))]
         segment_lengths, shards = _lay_out(pictures, group, dummy)
         return VisionInput(
-            active=bool(pictures),
-            last=last,
             pixels=torch.cat([cut.pixels for cut in cuts]).to(self._pixel_dtype),
             positions=torch.cat([cut.positions for cut in cuts]),
             window_lengths=tuple(length for cut in cuts for length in cut.window_lengths),
             segment_lengths=segment_lengths,
             shards=shards,
-            rows=tuple(rows),
+            rows=tuple(rows[replica] for replica in sorted(rows)),
         )
 
     def _text(
@@ -117,7 +113,13 @@ class Dealer:
         received = [torch.cat(rank) if rank else torch.empty(0, dtype=torch.long) for rank in units]
         placement = torch.argsort(torch.cat(received)) if total else None
         tensors, lengths = self._rows.make(row)
-        return TextInput(tensors, lengths, placement, tuple(map(len, received)), target_tokens)
+        return TextInput(tensors, lengths, placement, target_tokens)
+
+
+def _route(pictures: Sequence[Picture], shards: Sequence[Pieces]) -> Route:
+    """Which vision shard has rows for which text replica."""
+    pairs = {(rank, pictures[piece.image].replica) for rank, pieces in enumerate(shards) for piece in pieces}
+    return Route(tuple(sorted(pairs)))
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def _count(
     flops: dict[str, int],
 ) -> StepInfo:
     flat: list[Sample] = [s for rows in samples.samples for row in rows for s in row]
-    places = [[work.tensors["input_ids"].numel() for work in row] for row in text]
+    tokens = [[work.tensors["input_ids"].numel() for work in row] for row in text]
     patches = [[len(work.pixels) if any(work.rows) else 0 for work in row] for row in vision]
     return StepInfo(
         step=samples.step,
@@ -196,8 +198,8 @@ def _count(
         target_tokens=targets,
         vision_tokens=sum(len(p) for s in flat for p in s.pixels),
         skipped=samples.skipped,
-        places=sum(map(sum, places)),
-        dist_ratio={"vision": _mean_dist(patches), "text": _mean_dist(places)},
+        padded_tokens=sum(map(sum, tokens)),
+        dist_ratio={"vision": _mean_dist(patches), "text": _mean_dist(tokens)},
         flops=flops,
         data_s=0.0,
         measure_s=0.0,

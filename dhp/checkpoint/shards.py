@@ -33,18 +33,27 @@ class ShardWriter:
     each a `.json` with the place of each piece. No more than about `FILE_BYTES` is in host memory at a time, whatever
     the rank holds."""
 
-    def __init__(self, folder: Path, rank: int):
+    def __init__(self, folder: Path, rank: int, stage_rank: int | None = None):
+        """rank: among all ranks of the part, whose stages hold different layers; stage_rank: among those of its stage,
+        None: the part is one."""
         self._folder, self._rank = folder, rank
+        self._stage_rank = rank if stage_rank is None else stage_rank
         self._pending: list[dict[str, tuple[Tensor, Place]]] = []  # by file; a file has one piece of a tensor
         self._nbytes = 0
         self._files: list[str] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A tensor of which all ranks hold the same, written by rank 0 alone, or a DTensor, of which each its slice."""
-        if self._rank and not _is_sharded(tensor):
+        """A tensor of which all ranks of the stage hold the same, written by the first of them alone, or a DTensor, of
+        which each its slice."""
+        if self._stage_rank and not _is_sharded(tensor):
             return
         local, offset = _own_piece(tensor.detach())
         self._keep(name, local, {"shape": list(tensor.shape), "offset": list(offset)})
+
+    def add_once(self, name: str, tensor: Tensor) -> None:
+        """A tensor of which all ranks of the part hold the same, written by the first of them alone."""
+        if not self._rank:
+            self.add(name, tensor)
 
     def add_flat(self, name: str, elements: Tensor, start: int, shape: tuple[int, ...]) -> None:
         """Consecutive elements of a tensor of `shape`, from its `start`-th on in row-major order."""

@@ -1,4 +1,4 @@
-"""A group of actors that run one part: born whole or not at all, called together, ended together."""
+"""A group of actors that run one stage: born whole or not at all, called together, ended together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dhp.cluster.worker import GroupSettings, Worker
 
 
 class ActorGroup:
-    """`size` ranks of one part. Calls go to all ranks, each rank runs its calls in the order of submission."""
+    """`size` ranks of one stage. Calls go to all ranks, each rank runs its calls in the order of submission."""
 
     def __init__(self, settings: GroupSettings, slots: Sequence[Slot], reserved: PlacementGroup):
         self.settings, self.size = settings, settings.size
@@ -29,14 +29,18 @@ class ActorGroup:
         """Submit rendezvous and the making of each rank's trainer; `take_watched` tells when it is done."""
         address = self._actors[0].listen.options(num_returns=2).remote()
         self._submit("joining the group", [actor.join.remote(*address) for actor in self._actors])
-        self._submit("loading the part", [actor.build.remote(factory, arguments) for actor in self._actors])
+        self._submit("loading the stage", [actor.build.remote(factory, arguments) for actor in self._actors])
 
-    def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[Any]]:
-        """Submit `method` on every rank; for each rank, the refs of its `returns` results."""
+    def execute_all_async(
+        self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
+    ) -> list[list[Any]]:
+        """Submit a verb of the trainer, by name or as a method, on every rank; for each rank, the refs of its `returns`
+        results."""
+        method = method if isinstance(method, str) else method.__name__
         counts = spread((returns,), self.size)
         refs = []
         for actor, given, (count,) in zip(self._actors, spread(arguments, self.size), counts, strict=True):
-            call = actor.call.options(num_returns=1 + count, name=f"{self.settings.part}.{method}")
+            call = actor.call.options(num_returns=1 + count, name=f"{self.settings.stage}.{method}")
             answer = call.remote(method, *given)
             refs.append(list(answer) if count else [answer])
         self._submit(method, [of_rank[0] for of_rank in refs])
@@ -77,9 +81,9 @@ class ActorGroup:
         return actor.remote(self.settings, rank)
 
     def _submit(self, what: str, refs: Sequence[Any]) -> None:
-        part = self.settings.part
+        stage = self.settings.stage
         for rank, (actor, ref) in enumerate(zip(self._actors, refs, strict=True)):
-            self._watched.append(Watched(f"{part} rank {rank}", what, ref, actor._actor_id.hex()))
+            self._watched.append(Watched(f"{stage} rank {rank}", what, ref, actor._actor_id.hex()))
 
 
 def _read_clock(actor: Any, timeout_s: float) -> Reading:

@@ -1,4 +1,4 @@
-"""A run's share of Ray: session, reservation, both groups and the dataset actor, all ended together."""
+"""A run's share of Ray: session, reservation, the groups of all stages and the dataset actor, all ended together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ from ray.util.placement_group import remove_placement_group
 
 from dhp.base.errors import ConfigError
 from dhp.base.interrupts import ending_on_error
+from dhp.base.stages import Chain
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.environment import require_own_gpu
@@ -31,18 +32,35 @@ from dhp.cluster.worker import GroupSettings
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What to start: actors of each part, on which devices, under which limits.
+class RankDevice:
+    """Where a rank computes: the number of its logical device, and that of its node."""
 
-    degrees: of each part, ranks by axis of its mesh, outermost axis first. needs: of each part, and of "data", the
-    paths that must exist on its actors' nodes, by configuration key. start_timeout_s: for devices; build_timeout_s:
-    until the parts are loaded, None: as long. checkpoint_dir: exists, and must be the same directory on all nodes.
-    transport: of tensors between the parts, see `choose_transport`. trace: actors keep spans.
+    device: int
+    node: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What to start: the actors of each stage, on which devices, under which limits.
+
+    chain: the stages.
+
+    device: auto | cpu | cuda. address: of Ray, see `dhp.cluster.runtime`.
+
+    threads: of an actor on a CPU; None: by the node's.
+
+    start_timeout_s: for devices; build_timeout_s: until the stages are loaded, None: as long.
+
+    checkpoint_dir: exists, and must be the same directory on all nodes.
+
+    transport: of tensors between the stages, see `choose_transport`.
+
+    trace: actors keep spans.
+
+    needs: of each part, and of "data", the paths that must exist on its actors' nodes, by configuration key.
     """
 
-    actors: Mapping[str, int]
-    degrees: Mapping[str, Mapping[str, int]]
-    collocate: bool
+    chain: Chain
     device: str
     address: str
     threads: int | None
@@ -61,6 +79,7 @@ class Cluster:
 
     groups: dict[str, ActorGroup]
     device: str
+    devices: Mapping[str, Sequence[RankDevice]]  # of each stage, by rank
 
     def __init__(self, layout: Layout):
         self._layout = layout
@@ -68,34 +87,40 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         layout = self._layout
-        bundles = max(layout.actors.values()) if layout.collocate else sum(layout.actors.values())
+        bundles = layout.chain.device_count()
         if layout.address == LOCAL:
-            check_devices_here(layout.device, bundles, layout.collocate)
+            check_devices_here(layout.device, bundles, layout.chain.sharing() > 1)
         with ExitStack() as stack, ending_on_error():  # whatever fails in here takes down what stands already
             cpus = max(bundles, os.cpu_count() or 1)
             stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s))
             gpus = cluster_gpus()
             self.device = choose_device(layout.device, gpus)
-            plan = plan_placement(layout.actors, layout.collocate, gpus if self.device == "cuda" else 0.0)
+            devices = {stage.name: stage.devices for stage in layout.chain.stages}
+            plan = plan_placement(devices, gpus if self.device == "cuda" else 0.0)
             reserved = reserve(plan, layout.start_timeout_s)
             stack.callback(remove_placement_group, reserved)
             homes = find_homes(bundle_nodes(reserved), read_nodes())
-            slots = arrange(plan.slots, homes.of_bundle, layout.degrees)
-            tell_straddles(slots, homes, layout.degrees, self.device)
+            degrees = {stage.name: asdict(stage.degrees) for stage in layout.chain.stages}
+            slots = arrange(plan.slots, homes.of_bundle, degrees)
+            tell_straddles(slots, homes, degrees, self.device)
+            self.devices = {
+                name: tuple(RankDevice(slot.bundle, homes.of_bundle[slot.bundle]) for slot in of_stage)
+                for name, of_stage in slots.items()
+            }
             self._where = f", on nodes {homes.describe(slots)}" if len(homes.nodes) > 1 else ""
             common = self._common(choose_backend(self.device, plan.gpus_per_bundle), homes.threads(slots))
-            common["shares_gpu"] = any(slot.gpus < 1 for of_part in plan.slots.values() for slot in of_part)
+            common["shares_gpu"] = any(slot.gpus < 1 for of_stage in plan.slots.values() for slot in of_stage)
             common["transport"] = choose_transport(
                 layout.transport, homes.describe(slots), len(homes.nodes), gpus if self.device == "cuda" else 0.0
             )
             if not homes.only(own_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
             self.groups = {}
-            for part, of_part in slots.items():
-                settings = GroupSettings(part, len(of_part), needs=layout.needs.get(part, {}), **common)
-                group = ActorGroup(settings, of_part, reserved)
+            for stage in layout.chain.stages:
+                of_stage, needs = slots[stage.name], layout.needs.get(stage.part, {})
+                group = ActorGroup(GroupSettings(stage.name, len(of_stage), needs=needs, **common), of_stage, reserved)
                 stack.callback(group.stop)
-                self.groups[part] = group
+                self.groups[stage.name] = group
             self._stack = stack.pop_all()
         return self
 
@@ -108,14 +133,17 @@ class Cluster:
         self,
         factory: Callable[..., Any],
         *arguments: Any,
-        shape: tuple[int, int, int],
+        micro_batches: int,
         workers: int = 0,
         prefetch: int = 0,
     ) -> DatasetActor:
         """The actors that read the data, ended with the cluster; arguments as `DatasetActor` has them."""
         layout = self._layout
         own = {"log_dir": layout.log_dir, "needs": layout.needs.get("data", {}), "trace": layout.trace}
-        actor = DatasetActor(factory, *arguments, shape=shape, workers=workers, prefetch=prefetch, **own)
+        chain = layout.chain
+        shards = {part: chain.of_part(part)[0].degrees.shards for part in chain.parts()}
+        step = {"micro_batches": micro_batches, "shards": shards}
+        actor = DatasetActor(factory, *arguments, **step, workers=workers, prefetch=prefetch, **own)
         self._stack.callback(actor.stop)
         return actor
 
@@ -125,22 +153,23 @@ class Cluster:
 
     @property
     def build_timeout_s(self) -> float:
-        """The longest wait for the parts to be loaded, seconds."""
+        """The longest wait for the stages to be loaded, seconds."""
         layout = self._layout
         return layout.start_timeout_s if layout.build_timeout_s is None else layout.build_timeout_s
 
     def describe(self) -> str:
-        """One line: how many actors of each part, where."""
-        actors = " and ".join(f"{count} {part}" for part, count in self._layout.actors.items())
-        where = "sharing devices" if self._layout.collocate else "each on a device of its own"
+        """One line: how many actors of each stage, where."""
+        chain = self._layout.chain
+        actors = " and ".join(f"{stage.degrees.world} {stage.name}" for stage in chain.stages)
+        where = "sharing devices" if chain.sharing() > 1 else "each on a device of its own"
         return f"{actors} actors on {self.device}, {where}{self._where}"
 
     def _common(self, backend: str, threads: int) -> dict[str, Any]:
-        """What the settings of both groups have in common. threads: an actor's, as the nodes' CPUs suggest."""
+        """What the settings of all groups have in common. threads: an actor's, as the nodes' CPUs suggest."""
         layout = self._layout
         local = layout.address == LOCAL
         if local:  # a Ray of our own may have registered more CPUs than there are
-            threads = max(1, (os.cpu_count() or 1) // max(layout.actors.values()))
+            threads = max(1, (os.cpu_count() or 1) // max(map(layout.chain.ranks_of, layout.chain.parts())))
         return {
             "backend": backend,
             "threads": layout.threads or threads,
@@ -164,10 +193,10 @@ def tell_straddles(
     straddles = find_straddles(slots, homes.of_bundle, degrees)
     refused = [straddle for straddle in straddles if device == "cuda" and straddle.axis == TENSOR]
     if refused:
-        told = [refuse_straddle(s, degrees[s.part], homes.names(slots[s.part])) for s in refused]
+        told = [refuse_straddle(s, degrees[s.stage], homes.names(slots[s.stage])) for s in refused]
         raise ConfigError("\n".join([*told, f"The nodes: {homes.gpus()}"]))
     if straddles:
-        told = [describe_straddle(straddle, homes.names(slots[straddle.part])) for straddle in straddles]
+        told = [describe_straddle(straddle, homes.names(slots[straddle.stage])) for straddle in straddles]
         warnings.warn("\n".join(told), stacklevel=2)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dhp.base.routes import Route
 from dhp.base.spans import DATA, Span, keep_spans, span, take_spans
 from dhp.cluster.clock import Reading, offset_ns, read_clock
 from dhp.cluster.paths import require_paths
@@ -46,11 +47,11 @@ class _Reader:
             return found(*arguments) if callable(found) else found
 
     def read(self, batch: Any) -> tuple[Any, ...]:
-        """Info, then every vision input, then every text input, micro-batch by micro-batch: one object each."""
+        """Info and routes, then every shard's work, part by part and micro-batch by micro-batch: one object each."""
         with named_errors(self._who, _reading(batch.step)), span(_reading(batch.step), DATA):
             data = self._feed.read(batch)
-        pieces = [piece for side in (data.vision, data.text) for micro_batch in side for piece in micro_batch]
-        return data.info, *pieces
+        pieces = [piece for of_part in data.work.values() for micro_batch in of_part for piece in micro_batch]
+        return data.info, data.routes, *pieces
 
     def take_spans(self) -> list[Span]:
         """What was read when since the last time, if the run is traced."""
@@ -69,9 +70,19 @@ class _Step:
     watched: list[Watched]
 
 
+@dataclass(frozen=True)
+class StepRefs:
+    """A step that has been read: the ref of its info, its routes, and refs of the work of each part,
+    [micro-batch][shard]."""
+
+    info: Any
+    routes: Mapping[str, Sequence[Route]]
+    work: Mapping[str, list[list[Any]]]
+
+
 class DatasetActor:
-    """`next(step)` returns the refs of a step's data at once; the steps after it are being read then. Pixels never pass
-    through the driver.
+    """`request(step)` begins to read a step and those after it; `take(step)` gives the refs of one that was read. Pixels
+    never pass through the driver.
 
     One actor knows the order of the data and hands out which samples a step has; with `workers` of them others read
     and decode, each a whole step at a time, else it does so itself. All run on the driver's node, where the paths of
@@ -82,7 +93,8 @@ class DatasetActor:
         self,
         factory: Callable[..., Any],
         *arguments: Any,
-        shape: tuple[int, int, int],
+        micro_batches: int,
+        shards: Mapping[str, int],
         workers: int = 0,
         prefetch: int = 0,
         threads: int = 1,
@@ -90,11 +102,10 @@ class DatasetActor:
         needs: Mapping[str, str] | None = None,
         trace: bool = False,
     ):
-        """shape: micro-batches, vision ranks, text data replicas. prefetch: steps whose reading is submitted beyond the
-        one asked for. log_dir: None leaves what it prints to Ray. needs: paths that must exist on its node, by
+        """shards: of each part. prefetch: steps whose reading is submitted beyond the one asked for. log_dir: None leaves what it prints to Ray. needs: paths that must exist on its node, by
         configuration key. trace: keep spans.
         """
-        self._micro_batches, self._vision_ranks, self._replicas = shape
+        self._micro_batches, self._shards = micro_batches, dict(shards)
         self._prefetch = prefetch
         self._ahead: dict[int, _Step] = {}
         self._steps: int | None = None
@@ -140,17 +151,22 @@ class DatasetActor:
         """Nothing is read ahead beyond that many steps."""
         self._steps = steps
 
-    def next(self, step: int) -> tuple[Any, list[list[Any]], list[list[Any]]]:
-        """Refs of one step (0-based): info, vision[m][v], text[m][d]."""
+    def request(self, step: int) -> list[Watched]:
+        """Begin to read a step (0-based) and those ahead of it, as far as that was not asked for yet. Its calls, the
+        last of which ends when all is read."""
         last = step + self._prefetch
         for number in range(step, last + 1 if self._steps is None else max(min(last + 1, self._steps), step + 1)):
             if number not in self._ahead:
                 self._ahead[number] = self._submit(number)
-        found = self._ahead.pop(step)
-        self._watched += found.watched
-        info, *pieces = found.refs
-        cut = self._micro_batches * self._vision_ranks
-        return info, _rows(pieces[:cut], self._vision_ranks), _rows(pieces[cut:], self._replicas)
+        return self._ahead[step].watched
+
+    def take(self, step: int) -> StepRefs:
+        """A requested step, whose calls have ended."""
+        info, routes, *pieces = self._ahead.pop(step).refs
+        work, left = {}, iter(pieces)
+        for part, shards in self._shards.items():
+            work[part] = [[next(left) for _ in range(shards)] for _ in range(self._micro_batches)]
+        return StepRefs(info, ray.get(routes), work)
 
     def take_spans_async(self) -> list[Any]:
         """For each process the ref of what it read when, as `ActorGroup.take_spans_async` has one for each rank."""
@@ -178,7 +194,7 @@ class DatasetActor:
         # Names without the step: of each name that a process, the metrics agent or the dashboard ever saw, they keep
         # counters for good.
         batch = keeper.ask.options(name="data.batch").remote("batch", step)
-        count = 1 + self._micro_batches * (self._vision_ranks + self._replicas)
+        count = 2 + self._micro_batches * sum(self._shards.values())
         refs = reader.read.options(num_returns=count, name="data.read").remote(batch)
         return _Step(refs, [self._watch(keeper, _reading(step), batch), self._watch(reader, _reading(step), refs[0])])
 
@@ -189,6 +205,3 @@ class DatasetActor:
 def _reading(step: int) -> str:
     return f"reading step {step + 1}"
 
-
-def _rows(refs: list[Any], width: int) -> list[list[Any]]:
-    return [refs[start : start + width] for start in range(0, len(refs), width)]

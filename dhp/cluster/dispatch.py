@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +14,35 @@ class PerRank:
     values: tuple[Any, ...]
 
 
-def per_rank(values: Any) -> PerRank:
+@dataclass(frozen=True)
+class Several:
+    """For each rank, in rank order, any number of arguments, which follow one another in its call."""
+
+    values: tuple[tuple[Any, ...], ...]
+
+
+def per_rank(values: Iterable[Any]) -> PerRank:
     """`PerRank` of any iterable."""
     return PerRank(tuple(values))
+
+
+def several(values: Iterable[Iterable[Any]]) -> Several:
+    """`Several` of any iterable of iterables."""
+    return Several(tuple(tuple(of_rank) for of_rank in values))
 
 
 def spread(arguments: tuple[Any, ...], ranks: int) -> list[tuple[Any, ...]]:
     """The argument tuple of each rank.
 
-    Raises ValueError when a PerRank holds another number of values than there are ranks.
+    Raises ValueError when a PerRank or a Several is for another number of ranks.
     """
     for argument in arguments:
-        if isinstance(argument, PerRank) and len(argument.values) != ranks:
+        if isinstance(argument, (PerRank, Several)) and len(argument.values) != ranks:
             raise ValueError(f"{len(argument.values)} values for {ranks} ranks")
-    return [tuple(a.values[rank] if isinstance(a, PerRank) else a for a in arguments) for rank in range(ranks)]
+    return [tuple(value for a in arguments for value in _for_rank(a, rank)) for rank in range(ranks)]
+
+
+def _for_rank(argument: Any, rank: int) -> tuple[Any, ...]:
+    if isinstance(argument, Several):
+        return argument.values[rank]
+    return (argument.values[rank],) if isinstance(argument, PerRank) else (argument,)

@@ -29,21 +29,25 @@ class Watched:
     actor: str = ""
 
 
-def wait_all(watched: Sequence[Watched], timeout_s: float) -> None:
-    """Return when all calls have worked.
+def wait_all(watched: Sequence[Watched], timeout_s: float, until: Any = None) -> bool:
+    """Return when all calls have worked: True. Or when the ref `until` is ready before that: False.
 
     Raises as soon as one fails, without waiting for ranks that hang in a collective because of it: DhpErrors of a
     worker as they are, anything else as PartFailed. Raises PartFailed when nothing finishes for `timeout_s`.
     """
     names = {entry.actor: entry.who for entry in watched}
     waiting = {entry.ref: entry for entry in watched}
+    others = [] if until is None or until in waiting else [until]
     while waiting:
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
+        ready, _ = ray.wait([*others, *waiting], num_returns=1, timeout=timeout_s)
         if not ready:
             raise PartFailed(_stuck(list(waiting.values()), timeout_s))
+        if ready == others:
+            return False
         more, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
         for ref in more or ready:
             _check(waiting.pop(ref), list(waiting.values()), names)
+    return True
 
 
 def fetch(entry: Watched, timeout_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""One rank of a part in a process of its own: joins its group, then answers calls to its trainer."""
+"""One rank of a stage in a process of its own: joins its group, then answers calls to its trainer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dhp.base.byte_counter import HANDOFF, add_sent
+from dhp.base.messages import Bundle
 from dhp.base.spans import (
     BACKWARD,
     CHECKPOINT,
@@ -40,19 +41,35 @@ from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL, SHARED_MEMORY, I
 # What a trace calls a trainer's verbs.
 _KINDS = {"forward_step": FORWARD, "backward_step": BACKWARD, "save": CHECKPOINT}
 _ENDS_STEP = "optimizer_step"
-FLOAT_BYTES = 8  # the norm of a part
+FLOAT_BYTES = 8  # the norm of a stage
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What all ranks of a group share. log_dir: None leaves what ranks print to Ray. loopback: nothing listens beyond
-    this host. needs: paths that must exist on a rank's node, by configuration key. beacon: what each rank must see of
-    the directory of checkpoints (`dhp.cluster.paths`); None: nothing. transport: how large results travel, see
-    `choose_transport`. trace: keep spans of what each rank does. keep_memory: what a rank frees stays with its process,
-    see `keep_freed_memory`. pinned: memory between the parts is locked for GPUs. cuda: ranks use GPUs; shares_gpu:
-    other processes of the run use a rank's GPU too."""
+    """What all ranks of a group share.
 
-    part: str
+    stage: its name. size: ranks.
+
+    log_dir: None leaves what ranks print to Ray.
+
+    loopback: nothing listens beyond this host.
+
+    needs: paths that must exist on a rank's node, by configuration key.
+
+    beacon: what each rank must see of the directory of checkpoints (`dhp.cluster.paths`); None: nothing.
+
+    transport: how large results travel, see `choose_transport`.
+
+    trace: keep spans of what each rank does.
+
+    keep_memory: what a rank frees stays with its process, see `keep_freed_memory`.
+
+    pinned: memory between the stages is locked for GPUs.
+
+    cuda: ranks use GPUs. shares_gpu: other processes of the run use a rank's GPU too.
+    """
+
+    stage: str
     size: int
     backend: str
     threads: int
@@ -74,8 +91,8 @@ class Worker:
 
     def __init__(self, settings: GroupSettings, rank: int):
         self.settings, self.rank = settings, rank
-        self._who = f"{settings.part} rank {rank}"
-        redirect_output(settings.log_dir, f"{settings.part}-{rank}")
+        self._who = f"{settings.stage} rank {rank}"
+        redirect_output(settings.log_dir, f"{settings.stage}-{rank}")
         own_local_rank()
         if settings.cuda:
             expand_segments(settings.transport)
@@ -116,7 +133,7 @@ class Worker:
 
     def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Make the trainer; it finds the process group ready."""
-        with named_errors(self._who, "loading the part"):
+        with named_errors(self._who, "loading the stage"):
             self._trainer = factory(*arguments)
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -125,7 +142,7 @@ class Worker:
         add_span(f"for {name}", WAIT, self._idle_since, time.perf_counter_ns())
         with named_errors(self._who, method):
             with span("receive", TRANSFER):
-                given = [self._inbox.open(argument) for argument in arguments]
+                given = [self._open(argument) for argument in arguments]
             with span(name, _KINDS.get(method, OPTIMIZER)):
                 result = getattr(self._trainer, method)(*given)
             results = result if isinstance(result, tuple) else () if result is None else (result,)
@@ -146,8 +163,16 @@ class Worker:
         """The clock of this rank's spans."""
         return read_clock()
 
+    def _open(self, value: Any) -> Any:
+        """An argument as the trainer takes it."""
+        if isinstance(value, Bundle):
+            return Bundle({name: self._inbox.open(tensor) for name, tensor in value.tensors.items()})
+        return self._inbox.open(value)
+
     def _hand_over(self, value: Any) -> Any:
         """A result on its way out of this process. It counts once, however many read it: it is written once."""
+        if isinstance(value, Bundle):
+            return Bundle({name: self._hand_over(tensor) for name, tensor in value.tensors.items()})
         if isinstance(value, float):
             add_sent(HANDOFF, FLOAT_BYTES)
         if not isinstance(value, torch.Tensor):

@@ -2,7 +2,7 @@
 
 from dhp.base.errors import ConfigError
 from dhp.config.recompute import read_choices
-from dhp.config.schema import Config, LimitsConfig
+from dhp.config.schema import Config, LimitsConfig, PartConfig
 
 
 def check_schedule(config: Config) -> None:
@@ -20,6 +20,71 @@ def check_schedule(config: Config) -> None:
                 f"training.schedule=sequential, {name}.zero_engine=fsdp, or {name}.zero_stage=2, which keeps whole "
                 "weights on each actor."
             )
+
+
+def check_pipeline_schedule(config: Config) -> None:
+    """Interleaved schedules are for stages with several runs of layers, and these for interleaved schedules or
+    sequential ones. Raises ConfigError."""
+    schedule, virtual = config.training.schedule, config.text.virtual_stages
+    if schedule == "interleaved" and virtual == 1:
+        raise ConfigError(
+            "training.schedule=interleaved with text.virtual_stages=1: it takes a stage's runs of layers in turn, and "
+            "there is one. Set text.virtual_stages to 2 or more (and text.pipeline), or training.schedule=1f1b."
+        )
+    if virtual > 1 and schedule not in ("interleaved", "sequential"):
+        raise ConfigError(
+            f"text.virtual_stages={virtual} with training.schedule={schedule}, which knows one run of layers a stage. "
+            "Set training.schedule=interleaved, or text.virtual_stages=1."
+        )
+
+
+def check_trained(config: Config) -> None:
+    """Something must be trained. Raises ConfigError."""
+    if not (config.vision.trainable or config.text.trainable):
+        raise ConfigError(
+            "vision.trainable=false with text.trainable=false: nothing would be trained. Set one of them to true, or "
+            "vision.train=projector with vision.trainable=true to train the projector alone."
+        )
+
+
+def check_cuts(cuts: list[int], layers: int) -> None:
+    """Cuts of `layers` decoder layers: each run of layers has one at least. Raises ConfigError."""
+    bounds = [0, *cuts, layers]
+    if any(after <= before for before, after in zip(bounds, bounds[1:])):
+        raise ConfigError(
+            f"text.cuts={list(cuts)} cannot cut the text decoder's {layers} layers: 0 < "
+            f"{' < '.join(map(str, cuts))} < layers({layers}) does not hold. Give layers from 1 to {layers - 1}, each "
+            "larger than the one before."
+        )
+
+
+def check_stages(layers: int, pipeline: int, virtual: int) -> None:
+    """Every run of layers has one at least, and runs of virtual stages have as many each. Raises ConfigError."""
+    runs = pipeline * virtual
+    if runs > layers:
+        raise ConfigError(
+            f"text.pipeline={pipeline} with text.virtual_stages={virtual} needs a layer for each run of layers, but the "
+            f"text decoder has {layers}: pipeline({pipeline}) × virtual_stages({virtual}) = {runs} > layers({layers}). "
+            f"Set text.pipeline to {layers // virtual} at most."
+        )
+    if virtual > 1 and layers % runs:
+        possible = [n for n in _divisors(layers // pipeline)] if layers % pipeline == 0 else []
+        remedy = f"text.virtual_stages to one of {possible}, " if possible else ""
+        raise ConfigError(
+            f"text.virtual_stages={virtual} cannot interleave the text decoder's {layers} layers: layers({layers}) % "
+            f"(pipeline({pipeline}) × virtual_stages({virtual}) = {runs}) = {layers % runs} != 0. Set {remedy}"
+            f"text.pipeline to one of {_divisors(layers)}, or give text.cuts."
+        )
+
+
+def check_tied(text: PartConfig) -> None:
+    """A weight of two stages is cut alike on both by torch's FSDP2, and by DeepSpeed is not. Raises ConfigError."""
+    if text.zero_stage and text.zero_engine == "deepspeed":
+        raise ConfigError(
+            f"text.zero_stage={text.zero_stage} with text.zero_engine=deepspeed and text.pipeline={text.pipeline}: the "
+            "model's embedding is its head too, so the first and the last stage share a weight, which DeepSpeed cuts "
+            "differently in each. Set text.zero_engine=fsdp with text.zero_stage=2 or 3, or text.zero_stage=0."
+        )
 
 
 def check_budget(config: Config) -> None:

@@ -8,22 +8,30 @@ from dhp.config.ranges import require_choice, require_positive
 from dhp.config.recompute import resolve_recompute
 from dhp.config.schema import PartConfig
 
-DEGREES = ("data", "ulysses", "ring", "tensor")
+DEGREES = ("pipeline", "data", "ulysses", "ring", "tensor")
 PARALLELISMS = {
     "vision": ("none", "data", "sequence", "tensor", "deepspeed"),
-    "text": ("none", "data", "tensor", "deepspeed", "autotp"),
+    "text": ("none", "data", "tensor", "pipeline", "deepspeed", "autotp"),
 }
-OFFERED = {"vision": DEGREES, "text": ("data", "tensor")}  # what may be above 1
+OFFERED = {"vision": ("data", "ulysses", "ring", "tensor"), "text": ("pipeline", "data", "tensor")}  # what may be above 1
 # What others call a parallelism.
 _MEANT = {
     **dict.fromkeys(("ulysses", "ring", "context", "cp", "sp"), "sequence"),
     **dict.fromkeys(("tp", "megatron"), "tensor"),
+    **dict.fromkeys(("pp", "gpipe"), "pipeline"),
     **dict.fromkeys(("dp", "ddp"), "data"),
     **dict.fromkeys(("zero", "fsdp"), "deepspeed"),
 }
 
 # The degree that a parallelism names.
-_NAMED_DEGREE = {"data": "data", "sequence": "ulysses", "tensor": "tensor", "deepspeed": "data", "autotp": "tensor"}
+_NAMED_DEGREE = {
+    "data": "data",
+    "sequence": "ulysses",
+    "tensor": "tensor",
+    "pipeline": "pipeline",
+    "deepspeed": "data",
+    "autotp": "tensor",
+}
 _DTYPES = ("bfloat16", "float32", "float64")
 _BACKENDS = ("auto", "sdpa")
 ZERO_STAGES = ("0", "1", "2", "3")
@@ -44,13 +52,15 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     degrees = _filled(name, part, degrees)
     _check_product(name, part.num_actors, degrees)
     _check_existing(name, degrees)
+    _check_pipeline(name, part, degrees["pipeline"])
+    _check_training(name, part)
     engine = _resolve_engine(name, part, degrees["tensor"])
     return replace(part, recompute=resolve_recompute(name, part), zero_engine=engine, **degrees)
 
 
 def equation(degrees: dict[str, int]) -> str:
-    """`data(1) × ulysses(2) × ring(1) × tensor(1)`."""
-    return " × ".join(f"{degree}({value})" for degree, value in degrees.items())
+    """`data(1) × ulysses(2) × ring(1) × tensor(1)`, with the stages of a pipeline where there are several."""
+    return " × ".join(f"{degree}({value})" for degree, value in degrees.items() if (degree, value) != ("pipeline", 1))
 
 
 def _filled(name: str, part: PartConfig, degrees: dict[str, int | None]) -> dict[str, int]:
@@ -92,10 +102,48 @@ def _check_existing(name: str, degrees: dict[str, int]) -> None:
     for degree, value in degrees.items():
         if value != 1 and degree not in OFFERED[name]:
             raise ConfigError(
-                f"{name}.{degree}={value} does not exist yet: {name} has {' and '.join(OFFERED[name])}, so "
+                f"{name}.{degree}={value} does not exist yet: {name} has {', '.join(OFFERED[name])}, so "
                 f"{degree} = 1. Unset {name}.{degree}, and choose {name}.parallelism from "
                 f"{', '.join(PARALLELISMS[name])}."
             )
+
+
+def _check_pipeline(name: str, part: PartConfig, pipeline: int) -> None:
+    """Refuse runs of layers and cuts that no pipeline has. Their fit to the model's layers is checked where these are
+    known."""
+    require_positive(f"{name}.virtual_stages", part.virtual_stages)
+    if part.virtual_stages > 1 and pipeline == 1:
+        raise ConfigError(
+            f"{name}.virtual_stages={part.virtual_stages} with {name}.pipeline=1: virtual stages are runs of layers that "
+            f"the stages of a pipeline take in turn. Set {name}.pipeline to 2 or more, or {name}.virtual_stages=1."
+        )
+    wanted = pipeline * part.virtual_stages - 1
+    if part.cuts is not None and len(part.cuts) != wanted:
+        raise ConfigError(
+            f"{name}.cuts={list(part.cuts)} has {len(part.cuts)} layers, but pipeline({pipeline}) × "
+            f"virtual_stages({part.virtual_stages}) - 1 = {wanted} runs of layers begin after the first. Give as many "
+            f"cuts, or leave {name}.cuts unset for even ones."
+        )
+    if pipeline > 1 and part.parallelism == "autotp":
+        raise ConfigError(
+            f"{name}.pipeline={pipeline} with {name}.parallelism=autotp: DeepSpeed's layers are not cut into stages. Set "
+            f"{name}.parallelism=tensor or pipeline, or {name}.pipeline=1."
+        )
+
+
+def _check_training(name: str, part: PartConfig) -> None:
+    require_choice(f"{name}.train", part.train, ("all", "projector") if name == "vision" else ("all",))
+    if not part.trainable and part.train != "all":
+        raise ConfigError(
+            f"{name}.trainable=false with {name}.train={part.train}: the one says that nothing is trained. Set "
+            f"{name}.trainable=true, or {name}.train=all."
+        )
+    if not part.trainable and part.zero_stage:
+        raise ConfigError(
+            f"{name}.zero_stage={part.zero_stage} with {name}.trainable=false: ZeRO cuts what training keeps, and a part "
+            f"that is not trained keeps nothing but weights. Set {name}.zero_stage=0; weights that are too large for a "
+            f"device are cut by {name}.tensor" + (f" or {name}.pipeline." if name == "text" else ".")
+        )
 
 
 def _check_formats(name: str, part: PartConfig) -> None:

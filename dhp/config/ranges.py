@@ -12,6 +12,13 @@ from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingC
 DATA_FORMATS = ("auto", "llava", "sharegpt", "openai")
 BALANCE = ("random", "length_group", "device_group", "isf", "balanced")
 TRANSPORTS = ("auto", "shared_memory", "object_store", "nixl", "cuda_ipc")
+SEQUENTIAL, VISION_AHEAD, GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = (
+    "sequential",
+    "vision_ahead",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+)
 _SEEDS = 2**32  # numpy takes no larger seed
 
 
@@ -57,7 +64,7 @@ def check_training(training: TrainingConfig) -> None:
     fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     require(fits, "training.betas", betas, "two numbers with 0 <= beta < 1, as [0.9, 0.999]")
     require_choice("training.lr_scheduler_type", training.lr_scheduler_type, ("constant", "linear", "cosine"))
-    require_choice("training.schedule", training.schedule, ("sequential", "vision_ahead"))
+    require_choice("training.schedule", training.schedule, SCHEDULES, {"pipedream": "1f1b", "1f1b_interleaved": INTERLEAVED})
     _check_warmup(training)
 
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from dhp.base.errors import ConfigError
-from dhp.config.checks import check_balance, check_budget, check_schedule
+from dhp.config.checks import (
+    check_balance,
+    check_budget,
+    check_pipeline_schedule,
+    check_schedule,
+    check_trained,
+)
 from dhp.config.degrees import resolve_part
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
 from dhp.config.schema import Config
@@ -31,6 +37,8 @@ def resolve(config: Config) -> Config:
         text=replace(resolve_part("text", config.text), model_name=model_name),
     )
     check_schedule(resolved)
+    check_pipeline_schedule(resolved)
+    check_trained(resolved)
     check_budget(resolved)
     check_balance(resolved)
     _fill_paths(resolved)

@@ -18,11 +18,32 @@ class PartConfig:
 
     parallelism: str = "none"
     """How the actors share the work. vision: none | data | sequence | tensor | deepspeed; text: none | data | tensor |
-    deepspeed | autotp. deepspeed: replicas, as data, beside a zero_stage from 1 on by DeepSpeed; autotp: as tensor,
+    pipeline | deepspeed | autotp. deepspeed: replicas, as data, beside a zero_stage from 1 on by DeepSpeed; autotp: as tensor,
     with DeepSpeed's layers."""
 
     num_actors: int = 1
-    """Actors of this part (processes, one device each); num_actors = data × ulysses × ring × tensor."""
+    """Actors of this part (processes, one device each); num_actors = pipeline × data × ulysses × ring × tensor."""
+
+    pipeline: Optional[int] = None
+    """Stages that the layers are cut into, each with actors of its own that are split by the other degrees: the first
+    has the embedding, the last norm, head and loss. text only. Null: what the others leave with parallelism=pipeline,
+    else 1."""
+
+    cuts: Optional[list[int]] = None
+    """Layers at which the stages after the first begin, in order: [10, 19] cuts 28 layers into 0-9, 10-18, 19-27. With
+    virtual_stages, pipeline × virtual_stages - 1 of them, in the order in which a micro-batch comes by. Null: stages of
+    even parameters, embedding and head counted; with virtual_stages, of as many layers each."""
+
+    virtual_stages: int = 1
+    """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third
+    quarter with 2 of them."""
+
+    trainable: bool = True
+    """false: the part stays as it is: no gradients of its weights, no optimizer, and no backward where nothing before
+    it is trained either."""
+
+    train: str = "all"
+    """What of a trainable part is trained: all | projector (vision: the layers between tower and decoder alone)."""
 
     data: Optional[int] = None
     """Replicas that work on different samples. Null: what the other degrees leave with parallelism=data, else 1."""
@@ -77,10 +98,13 @@ class TrainingConfig:
 
     schedule: str = "sequential"
     """Order of a step's micro-batches: sequential (one after the other) | vision_ahead (vision encodes the next one
-    while text works on this one; the same gradients, and one more micro-batch of vision activations in memory)."""
+    while text works on this one; one more micro-batch of vision activations in memory) | gpipe (all forward, then all
+    back; all activations in memory) | 1f1b (a stage goes forward once for each stage after it, then in turn forward and
+    back; with one text stage the same as vision_ahead) | interleaved (1f1b over text.virtual_stages runs of layers a
+    stage, which wait less for one another; micro-batches a multiple of text.pipeline). All give the same gradients."""
 
     learning_rate: float = 1e-3
-    """Peak step size of AdamW, for both parts."""
+    """Peak step size of AdamW, for all that is trained."""
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's two decay rates, of the mean and of the mean square of the gradients; each in [0, 1)."""
@@ -107,7 +131,7 @@ class TrainingConfig:
     """Learning rate after the warm-up: constant | linear (down to 0 at the end) | cosine (half a wave down to 0)."""
 
     max_grad_norm: Optional[float] = None
-    """Largest global gradient norm, over both parts; larger gradients are scaled to it. Null or 0: no clipping."""
+    """Largest global gradient norm, over all stages; larger gradients are scaled to it. Null or 0: no clipping."""
 
     log_interval: int = 1
     """Steps between two printed lines; metrics.jsonl has every step all the same."""
@@ -257,10 +281,11 @@ class ClusterConfig:
     ray://host:port | host:port."""
 
     collocate: bool = True
-    """Vision and text actors share devices; false gives each actor one of its own."""
+    """Vision and text actors share devices, the stages of a pipeline one after another: with 4 vision actors and
+    text.pipeline=2 of 2 actors each, the first two share with text stage 0. false gives each actor one of its own."""
 
     transport: str = "auto"
-    """How tensors go between the parts: shared_memory (one copy; all actors on one host) | object_store (Ray's, also
+    """How tensors go between stages: shared_memory (one copy; all actors on one host) | object_store (Ray's, also
     between hosts) | nixl (straight from memory to memory, between hosts too, over RDMA where there is any; `pip install
     nixl` on every node; not yet run with GPUs) | cuda_ipc (no copy; all actors on one GPU; not yet run on one) | auto
     (shared_memory where all actors are on one host, else object_store)."""

@@ -37,3 +37,8 @@ def cut_layers(counts: Sequence[int]) -> tuple[Chunk, ...]:
 def held_layers(chunks: Sequence[Chunk]) -> tuple[int, ...]:
     """Indices of the layers that a group with these chunks holds, ascending."""
     return tuple(sorted(layer for chunk in chunks for layer in chunk.layers))
+
+
+def chunks_of(ranges: Sequence[range], whole: Chunk) -> tuple[Chunk, ...]:
+    """Chunks of these layers of a decoder whose one chunk would be `whole`."""
+    return tuple(Chunk(own, own.start == whole.layers.start, own.stop == whole.layers.stop) for own in ranges)

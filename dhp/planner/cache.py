@@ -9,21 +9,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dhp.planner.costs import PartCosts
+from dhp.planner.costs import StageCosts
 
 FILE = "recompute.json"
 
 
-def read_costs(folder: Path, shape: Mapping[str, Any]) -> dict[str, PartCosts] | None:
+def read_costs(folder: Path, shape: Mapping[str, Any]) -> dict[str, StageCosts] | None:
     """Costs by part that a run of this shape left in `folder`, or None. A file that is no such cache is passed over."""
     try:
         entry = json.loads((folder / FILE).read_text(encoding="utf-8"))[_key(shape)]
-        return {part: PartCosts.from_json(costs) for part, costs in entry["costs"].items()}
+        return {part: StageCosts.from_json(costs) for part, costs in entry["costs"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return None  # measuring again costs a few steps, an old file must not cost a run
 
 
-def write_costs(folder: Path, shape: Mapping[str, Any], costs: Mapping[str, PartCosts]) -> None:
+def write_costs(folder: Path, shape: Mapping[str, Any], costs: Mapping[str, StageCosts]) -> None:
     """Add or replace this shape's entry; others stay. The file appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE

@@ -1,4 +1,4 @@
-"""What each layer of a part costs under each choice, in bytes and seconds, and the peak that a plan will have."""
+"""What each layer of a stage costs under each choice, in bytes and seconds, and the peak that a plan will have."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class PartCosts:
-    """One part with micro-batches of `rows` patches or tokens. layers: by kind of layer and choice.
+class StageCosts:
+    """One stage with micro-batches of `rows` patches or tokens. layers: by kind of layer and choice.
 
     before_bytes, after_bytes: kept outside the layers, by what comes before them and after them.
     """
@@ -67,7 +67,7 @@ class PartCosts:
         return {"rows": self.rows, "kinds": list(self.kinds), **outside, "layers": layers}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> PartCosts:
+    def from_json(cls, values: Mapping[str, Any]) -> StageCosts:
         """The inverse of `to_json`."""
         layers = {
             kind: {choice: LayerCost(*cost) for choice, cost in costs.items()}
@@ -80,34 +80,40 @@ class PartCosts:
 class Arrangement:
     """Which activations are alive together.
 
-    shared: a device has a rank of both parts. outstanding: micro-batches that vision holds at a time. together: both
-    parts may be at their peaks at once, because they work at the same time or because memory that one has freed stays
-    with its process.
+    sharing: the stages of each device that has others than any before it; each stage is in one of them at least.
+
+    holding: for each stage, how many micro-batches each stage holds at most while that one works, itself included.
+
+    together: stages of a device may be at their peaks at once, because they work at the same time or because memory
+    that one has freed stays with its process.
     """
 
-    shared: bool
-    outstanding: int
+    sharing: tuple[frozenset[str], ...]
+    holding: Mapping[str, Mapping[str, float]]
     together: bool
 
-    def device_bytes(self, vision_held: float, vision_peak: float, text_peak: float) -> float:
-        """The fullest device's most bytes. vision_held: of one micro-batch; vision_peak: with all that it holds."""
-        if not self.shared:
-            return max(vision_peak, text_peak)
+    def device_bytes(self, held: Mapping[str, float], peaks: Mapping[str, float]) -> float:
+        """The fullest device's most bytes, by stage. held: of one micro-batch; peaks: with all that the stage holds.
+        Stages that are not in them take nothing."""
+        return max((self._device(stages & set(peaks), held, peaks) for stages in self.sharing), default=0.0)
+
+    def _device(self, stages: frozenset[str], held: Mapping[str, float], peaks: Mapping[str, float]) -> float:
         if self.together:
-            return vision_peak + text_peak
-        # When text works, vision keeps what it will need to go back; when vision does, text has nothing.
-        return max(vision_peak, text_peak + self.outstanding * vision_held)
+            return sum(peaks[stage] for stage in stages)
+        working = (
+            peaks[one] + sum(self.holding[one][other] * held[other] for other in stages - {one}) for one in stages
+        )
+        return max(working, default=0.0)
 
 
-Plan = Mapping[str, Choices]  # by part: "vision", "text"
+Plan = Mapping[str, Choices]  # by stage
 
 
-def predicted_bytes(costs: Mapping[str, PartCosts], plan: Plan, arrangement: Arrangement) -> float:
-    """The fullest device's peak under a plan; parts without costs count nothing."""
-    held = peak = text = 0.0
-    if "vision" in costs:
-        held = costs["vision"].held_bytes(plan["vision"])
-        peak = (arrangement.outstanding - 1) * held + costs["vision"].peak_bytes(plan["vision"])
-    if "text" in costs:
-        text = costs["text"].peak_bytes(plan["text"])
-    return arrangement.device_bytes(held, peak, text)
+def predicted_bytes(costs: Mapping[str, StageCosts], plan: Plan, arrangement: Arrangement) -> float:
+    """The fullest device's peak under a plan; stages without costs count nothing."""
+    held = {stage: of_stage.held_bytes(plan[stage]) for stage, of_stage in costs.items()}
+    peaks = {
+        stage: max(0.0, arrangement.holding[stage][stage] - 1) * held[stage] + of_stage.peak_bytes(plan[stage])
+        for stage, of_stage in costs.items()
+    }
+    return arrangement.device_bytes(held, peaks)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dhp.base.messages import Choices, PartUsage
-from dhp.planner.costs import Arrangement, PartCosts, Plan, predicted_bytes
+from dhp.base.messages import Choices, StageUsage
+from dhp.planner.costs import Arrangement, StageCosts, Plan, predicted_bytes
 from dhp.planner.profile import Profile, probes
 from dhp.planner.search import best_plan
 
-PATIENCE = 16  # steps without work for a part (no image), after which it is planned as if it had none
+PATIENCE = 16  # steps without work for a stage (no image), after which it is planned as if it had none
 
 
 class Planner:
@@ -30,16 +30,16 @@ class Planner:
         fixed: Plan,
         arrangement: Arrangement,
         budget_bytes: float,
-        known: Mapping[str, PartCosts] | None = None,
+        known: Mapping[str, StageCosts] | None = None,
     ):
-        """kinds: of the layers of each part. fixed: parts that recompute what the user said. known: costs that an
+        """kinds: of the layers of each stage. fixed: stages that recompute what the user said. known: costs that an
         earlier run has measured; a plan made of them is tried at once."""
         self._budget, self._arrangement = budget_bytes, arrangement
         self._auto, self._kinds = frozenset(kinds) - set(fixed), kinds
         if known is not None and not self._auto <= set(known):
-            known = None  # of a run in which a part never had work
-        self._everything: Plan = {part: fixed.get(part, ("all",) * len(of)) for part, of in kinds.items()}
-        self._profiles = {part: Profile((known or {}).get(part)) for part in kinds}
+            known = None  # of a run in which a stage never had work
+        self._everything: Plan = {stage: fixed.get(stage, ("all",) * len(of)) for stage, of in kinds.items()}
+        self._profiles = {stage: Profile((known or {}).get(stage)) for stage in kinds}
         self._correction = 1.0  # measured / predicted, at worst
         self._steps, self._idle = 0, 0
         self._probes = [] if known else self._plan_probes()
@@ -48,34 +48,34 @@ class Planner:
         self._planned = frozenset(known or ())
 
     def _plan_probes(self) -> list[Plan]:
-        by_part = {part: probes(self._kinds[part]) for part in self._auto}
+        by_part = {stage: probes(self._kinds[stage]) for stage in self._auto}
         count = max(len(found) for found in by_part.values())
         last = lambda found, at: found[min(at, len(found) - 1)]
-        return [self._everything | {part: last(by_part[part], at) for part in self._auto} for at in range(count)]
+        return [self._everything | {stage: last(by_part[stage], at) for stage in self._auto} for at in range(count)]
 
-    def learn(self, usages: Mapping[str, PartUsage | None]) -> bool:
-        """One step's usage of each part (None: it had no work). True when `asked` has become another plan."""
+    def learn(self, usages: Mapping[str, StageUsage | None]) -> bool:
+        """One step's usage of each stage (None: it had no work). True when `asked` has become another plan."""
         self._steps += 1
-        for part, usage in usages.items():
+        for stage, usage in usages.items():
             if usage is not None:
-                self._profiles[part].add(usage, timed=self._steps > 1)
+                self._profiles[stage].add(usage, timed=self._steps > 1)
         if not self._is_of_asked(usages):
             return False
-        if self.settled and any(usages[part] is not None for part in self._auto - self._planned if part in usages):
+        if self.settled and any(usages[stage] is not None for stage in self._auto - self._planned if stage in usages):
             return self._begin_anew()
         return self._correct(usages) if self.settled else self._go_on()
 
-    def costs(self) -> dict[str, PartCosts]:
-        """What has been measured, by part; a part counts once it was seen recomputing everything, or as it always
+    def costs(self) -> dict[str, StageCosts]:
+        """What has been measured, by stage; a stage counts once it was seen recomputing everything, or as it always
         does."""
-        found = {part: profile.costs() for part, profile in self._profiles.items()}
-        return {part: costs for part, costs in found.items() if costs is not None and self._is_measured(part, costs)}
+        found = {stage: profile.costs() for stage, profile in self._profiles.items()}
+        return {stage: costs for stage, costs in found.items() if costs is not None and self._is_measured(stage, costs)}
 
-    def _is_measured(self, part: str, costs: PartCosts) -> bool:
-        return all(choice in costs.layers[kind] for kind, choice in zip(costs.kinds, self._everything[part]))
+    def _is_measured(self, stage: str, costs: StageCosts) -> bool:
+        return all(choice in costs.layers[kind] for kind, choice in zip(costs.kinds, self._everything[stage]))
 
     def _begin_anew(self) -> bool:
-        """A part has its first work after the plan was made without it: its layers are measured now."""
+        """A stage has its first work after the plan was made without it: its layers are measured now."""
         self.settled, self._idle = False, 0
         self._probes = self._plan_probes()
         self.asked = self._everything
@@ -88,21 +88,21 @@ class Planner:
     def saved_s(self) -> float:
         """Seconds of a step that `asked` saves against recomputing everything."""
         costs = self.costs()
-        return sum(c.replay_s(self._everything[part]) - c.replay_s(self.asked[part]) for part, c in costs.items())
+        return sum(c.replay_s(self._everything[stage]) - c.replay_s(self.asked[stage]) for stage, c in costs.items())
 
-    def measured_bytes(self, usages: Mapping[str, PartUsage | None]) -> float:
-        """The fullest device's peak in a step, from what each part alone reports."""
-        vision, text = usages.get("vision"), usages.get("text")
-        held = peak = 0
-        if vision is not None:
-            held = vision.before_bytes + sum(layer.held_bytes for layer in vision.layers) + vision.after_bytes
-            peak = vision.peak_bytes
-        return self._arrangement.device_bytes(held, peak, 0 if text is None else text.peak_bytes)
+    def measured_bytes(self, usages: Mapping[str, StageUsage | None]) -> float:
+        """The fullest device's peak in a step, from what each stage alone reports."""
+        known = {stage: usage for stage, usage in usages.items() if usage is not None}
+        held = {
+            stage: usage.before_bytes + sum(layer.held_bytes for layer in usage.layers) + usage.after_bytes
+            for stage, usage in known.items()
+        }
+        return self._arrangement.device_bytes(held, {stage: usage.peak_bytes for stage, usage in known.items()})
 
-    def _is_of_asked(self, usages: Mapping[str, PartUsage | None]) -> bool:
+    def _is_of_asked(self, usages: Mapping[str, StageUsage | None]) -> bool:
         """Whether the step ran as asked: steps that were on their way when the plan changed did not."""
-        ran = {part: usage.choices for part, usage in usages.items() if usage is not None and part in self._auto}
-        if any(choices != self.asked[part] for part, choices in ran.items()):
+        ran = {stage: usage.choices for stage, usage in usages.items() if usage is not None and stage in self._auto}
+        if any(choices != self.asked[stage] for stage, choices in ran.items()):
             return False
         missing = self._auto - set(ran)
         self._idle += bool(missing)
@@ -120,7 +120,7 @@ class Planner:
         self.asked = self._best()
         return True
 
-    def _correct(self, usages: Mapping[str, PartUsage | None]) -> bool:
+    def _correct(self, usages: Mapping[str, StageUsage | None]) -> bool:
         measured = self.measured_bytes(usages)
         if measured <= self._budget or self.asked == self._everything:
             return False

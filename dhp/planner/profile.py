@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from dhp.base.messages import Choices, LayerUsage, PartUsage
+from dhp.base.messages import Choices, LayerUsage, StageUsage
 from dhp.config.recompute import CHOICES
-from dhp.planner.costs import LayerCost, PartCosts
+from dhp.planner.costs import LayerCost, StageCosts
 
 
-def fullest(usages: Sequence[PartUsage]) -> PartUsage:
+def fullest(usages: Sequence[StageUsage]) -> StageUsage:
     """Of a part's ranks, the one that decides."""
     return max(usages, key=lambda usage: usage.peak_bytes)
 
@@ -45,7 +45,7 @@ def probes(kinds: Sequence[str], base: str = "all") -> list[Choices]:
 class Profile:
     """What has been seen of one part. Bytes and seconds are kept for each patch or token."""
 
-    def __init__(self, known: PartCosts | None = None):
+    def __init__(self, known: StageCosts | None = None):
         """known: what an earlier run saw."""
         self._known = known
         self._rows = self._all_rows = 0 if known is None else known.rows
@@ -55,7 +55,7 @@ class Profile:
         self._bytes: dict[tuple[str, str], tuple[float, float]] = {}
         self._seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
 
-    def add(self, usage: PartUsage, timed: bool) -> None:
+    def add(self, usage: StageUsage, timed: bool) -> None:
         """A step that ran. timed: its seconds say something, which those of a first step do not."""
         self._rows, self._all_rows = max(self._rows, usage.rows), max(self._all_rows, usage.all_rows)
         self._kinds = tuple(layer.kind for layer in usage.layers)
@@ -70,7 +70,7 @@ class Profile:
             if timed:
                 self._seconds[key].append(layer.replay_s / usage.all_rows)
 
-    def costs(self) -> PartCosts | None:
+    def costs(self) -> StageCosts | None:
         """What layers cost with the largest micro-batch, and the largest step, seen; None before any step."""
         if not self._rows:
             return None
@@ -86,7 +86,7 @@ class Profile:
             else:
                 known_s = median(seconds) * self._all_rows if seconds else 0.0
             layers[kind][choice] = LayerCost(held * self._rows, replay * self._rows, known_s)
-        return PartCosts(self._rows, self._kinds, self._before * self._rows, self._after * self._rows, layers)
+        return StageCosts(self._rows, self._kinds, self._before * self._rows, self._after * self._rows, layers)
 
 
 def _shared_bytes(layers: Sequence[LayerUsage]) -> int:

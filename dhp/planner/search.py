@@ -5,57 +5,60 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from dhp.base.messages import Choices
-from dhp.planner.costs import Arrangement, PartCosts, Plan, predicted_bytes
+from dhp.planner.costs import Arrangement, StageCosts, Plan, predicted_bytes
 
 
 def best_plan(
-    costs: Mapping[str, PartCosts],
+    costs: Mapping[str, StageCosts],
     start: Plan,
     auto: frozenset[str],
     arrangement: Arrangement,
     budget_bytes: float,
 ) -> Plan:
-    """From `start`, in which every layer of the parts in `auto` recomputes everything, towards keeping more.
+    """From `start`, in which every layer of the stages in `auto` recomputes everything, towards keeping more.
 
-    Each time the one change that saves most seconds for each byte of the fullest device's peak. A part with a larger
-    share of what there is to save gets a larger share of the memory that way, whichever device it is on. Parts that are
-    not in `auto` stay as they are. When nothing fits, `start` comes back.
+    Each time the one change that saves most seconds for each byte of its devices' peak. A stage with a larger share of
+    what there is to save gets a larger share of the memory that way, whichever device it is on. A stage on devices that
+    are too full as it is stays as it is, and so do stages that are not in `auto`.
     """
     plan = dict(start)
-    used = predicted_bytes(costs, plan, arrangement)
-    while used <= budget_bytes:
-        best, best_rate, best_bytes = None, 0.0, 0.0
-        for part, choices, saved_s in _changes(costs, plan, auto):
-            # Devices of their own: what one part takes is nothing to the other, so only its own peak counts.
-            needed = predicted_bytes(costs, {**plan, part: choices}, arrangement)
-            added = max(1.0, _added(costs, plan, part, choices, arrangement))
+    while True:
+        best, best_rate = None, 0.0
+        for stage, choices, saved_s in _changes(costs, plan, auto):
+            near = _near(costs, stage, arrangement)
+            needed = predicted_bytes(near, {**plan, stage: choices}, arrangement)
+            added = max(1.0, _added(near, plan, stage, choices, arrangement))
             if needed <= budget_bytes and saved_s / added > best_rate:
-                best, best_rate, best_bytes = (part, choices), saved_s / added, needed
+                best, best_rate = (stage, choices), saved_s / added
         if best is None:
-            break
-        plan[best[0]], used = best[1], best_bytes
-    return plan
+            return plan
+        plan[best[0]] = best[1]
 
 
-def _changes(costs: Mapping[str, PartCosts], plan: Plan, auto: frozenset[str]) -> Iterator[tuple[str, Choices, float]]:
-    """Plans of a part in which one layer recomputes less, and the seconds that saves.
+def _changes(costs: Mapping[str, StageCosts], plan: Plan, auto: frozenset[str]) -> Iterator[tuple[str, Choices, float]]:
+    """Plans of a stage in which one layer recomputes less, and the seconds that saves.
 
     Of layers alike, the last that recomputes as much: what it keeps is freed first.
     """
-    for part in sorted(auto & set(costs)):
-        known, choices = costs[part], plan[part]
+    for stage in sorted(auto & set(costs)):
+        known, choices = costs[stage], plan[stage]
         last = {(known.kinds[index], choice): index for index, choice in enumerate(choices)}
         for (kind, choice), index in last.items():
             for other, cost in known.layers[kind].items():
                 saved_s = known.layers[kind][choice].replay_s - cost.replay_s
                 if saved_s > 0:
-                    yield part, (*choices[:index], other, *choices[index + 1 :]), saved_s
+                    yield stage, (*choices[:index], other, *choices[index + 1 :]), saved_s
 
 
-def _added(costs: Mapping[str, PartCosts], plan: Plan, part: str, choices: Choices, arrangement: Arrangement) -> float:
-    """Bytes that a change adds: to the fullest device's peak where parts share devices, else to the part's own."""
-    known = costs if arrangement.shared else {part: costs[part]}
-    added = predicted_bytes(known, {**plan, part: choices}, arrangement) - predicted_bytes(known, plan, arrangement)
+def _near(costs: Mapping[str, StageCosts], stage: str, arrangement: Arrangement) -> dict[str, StageCosts]:
+    """Of stages that share devices with this one, itself included: what it takes is nothing to all others."""
+    names = frozenset[str]().union(*(stages for stages in arrangement.sharing if stage in stages))
+    return {name: of_stage for name, of_stage in costs.items() if name in names}
+
+
+def _added(near: Mapping[str, StageCosts], plan: Plan, stage: str, choices: Choices, arrangement: Arrangement) -> float:
+    """Bytes that a change adds to the peak of the devices that the stage is on."""
+    added = predicted_bytes(near, {**plan, stage: choices}, arrangement) - predicted_bytes(near, plan, arrangement)
     # A change below the peak costs nothing now, but what it holds may be in a later one's way.
-    held = costs[part].held_bytes(choices) - costs[part].held_bytes(plan[part])
+    held = near[stage].held_bytes(choices) - near[stage].held_bytes(plan[stage])
     return max(added, 0.01 * held)

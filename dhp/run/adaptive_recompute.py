@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dhp.base.messages import PartReport, PartUsage
-from dhp.config.recompute import read_choices
+from dhp.base.messages import StageReport, StageUsage
+from dhp.base.stages import Chain
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
 from dhp.planner.cache import read_costs, write_costs
-from dhp.planner.costs import Arrangement
-from dhp.planner.planner import Planner
+from dhp.planner.costs import Arrangement, Plan
+from dhp.planner.planner import Planner, as_text
 from dhp.planner.profile import fullest
 from dhp.planner.table import mebibytes, plan_table
-from dhp.run.settings import world
-from dhp.step.schedule import VISION, Forward, Schedule
-from dhp.step.stages import Group
+from dhp.run.settings import stage_choices, trained, world
+from dhp.step.schedule import Schedule, outstanding
+from dhp.step.stages import Stages, StageTrainer
 
 GIB = 2**30
 _TOO_SMALL = (
@@ -26,40 +26,49 @@ _TOO_SMALL = (
 )
 
 
+def plans_any(config: Config, chain: Chain) -> bool:
+    """Whether there is a stage to plan for: recompute=auto, and gradients that go back through it."""
+    asked = {"vision": config.vision.recompute, "text": config.text.recompute}
+    return any(asked[s.part] == "auto" and any(map(chain.goes_back, s.nodes)) for s in chain.stages)
+
+
 class Recomputing:
-    """One run's plan, from the first step on."""
+    """One run's plan, from the first step on. It knows the stages through which gradients go back; others keep
+    nothing."""
 
     def __init__(
         self,
         config: Config,
-        groups: Mapping[str, Group],
+        chain: Chain,
+        stages: Stages,
         device: str,
         schedule: Schedule,
         say: Callable[[str], None],
     ):
-        """groups: the parts' ranks, by name. device: cpu | cuda."""
-        self._groups, self._say = groups, say
+        """device: cpu | cuda."""
+        self._stages, self._chain, self._say = stages, chain, say
         family = load_family(config.text.model_name)
-        kinds = {"vision": family.tower.layers.kinds, "text": family.decoder.layers.kinds}
+        of_part = {"vision": family.tower.layers.kinds, "text": family.decoder.layers.kinds}
         written = {"vision": config.vision.recompute, "text": config.text.recompute}
-        fixed = {part: read_choices(text, len(kinds[part])) for part, text in written.items() if text != "auto"}
-        self._auto = [part for part in kinds if part not in fixed]
+        kept = [stage for stage in chain.stages if any(chain.goes_back(node) for node in stage.nodes)]
+        kinds = {stage.name: tuple(of_part[stage.part][layer] for layer in stage.layers) for stage in kept}
+        fixed = {s.name: stage_choices(written[s.part], chain, s) for s in kept if written[s.part] != "auto"}
+        self._auto = [stage for stage in kinds if stage not in fixed]
         self._folder = Path(config.memory.cache_dir or config.run_dir)
         self._shape = run_shape(config, device, family.config.to_dict(), fixed)
         self._budget = config.memory.budget_gib * GIB
         known = read_costs(self._folder, self._shape)
-        arrangement = arrange(schedule, config.cluster.collocate, device)
-        self._planner = Planner(kinds, fixed, arrangement, self._budget, known)
+        self._planner = Planner(kinds, fixed, arrange(chain, schedule, device), self._budget, known)
         if known is None:
             self._say("recompute      everything at first, and measured; the plan follows after some steps")
         else:
             self._say(f"recompute      measured before, in {self._folder}")
             self._apply()
 
-    def learn(self, reports: Mapping[str, Sequence[PartReport]]) -> None:
-        """A step's reports of all ranks, by part. Ranks are told when there is another plan, from the step after the
+    def learn(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
+        """A step's reports of all ranks, by stage. Ranks are told when there is another plan, from the step after the
         last one submitted on."""
-        usages = {part: usage_of(of_ranks) for part, of_ranks in reports.items()}
+        usages = {stage: usage_of(of_ranks) for stage, of_ranks in reports.items() if stage in self._planner.asked}
         peak = self._planner.measured_bytes(usages)
         was_settled = self._planner.settled
         if not self._planner.learn(usages):
@@ -67,20 +76,20 @@ class Recomputing:
         if was_settled and self._planner.settled:
             self._say(f"recompute      {mebibytes(peak)} are more than the budget, so more is recomputed")
         elif was_settled:
-            self._say("recompute      a part has its first work: everything again, and measured; a new plan follows")
+            self._say("recompute      a stage has its first work: everything again, and measured; a new plan follows")
         if self._planner.settled:
             write_costs(self._folder, self._shape, self._planner.costs())
         self._apply()
 
     def _apply(self) -> None:
         plan = self._planner.asked
-        for part in self._auto:
-            self._groups[part].execute_all_async("set_recompute", plan[part], returns=0)
+        for stage in self._auto:
+            self._stages[stage].group.execute_all_async(StageTrainer.set_recompute, plan[stage], returns=0)
         if not self._planner.settled:
             return
         needed = self._planner.predicted_bytes()
         fits = "" if needed <= self._budget else _TOO_SMALL
-        lines = [*plan_table(self._planner.costs(), plan)]
+        lines = [*plan_table(self._planner.costs(), plan), *self._as_configured(plan)]
         lines.append(
             f"{mebibytes(needed)} of {mebibytes(self._budget)} expected on the fullest device, "
             f"{self._planner.saved_s() * 1e3:.0f} ms a step less than with everything recomputed{fits}"
@@ -88,28 +97,39 @@ class Recomputing:
         for line in lines:
             self._say(f"recompute      {line}")
 
+    def _as_configured(self, plan: Plan) -> list[str]:
+        """What each part's key would say: its stages' layers in the part's order."""
+        told = []
+        for part in self._chain.parts():
+            stages = [stage for stage in self._chain.of_part(part) if stage.name in self._planner.costs()]
+            by_layer = {layer: plan[s.name][at] for s in stages for at, layer in enumerate(s.layers)}
+            if by_layer:
+                told.append(f"{part}.recompute={as_text(tuple(by_layer[layer] for layer in sorted(by_layer)))}")
+        return told
 
-def usage_of(reports: Sequence[PartReport]) -> PartUsage | None:
-    """Of a part's ranks, what the fullest one took; None when none had work."""
+
+def usage_of(reports: Sequence[StageReport]) -> StageUsage | None:
+    """Of a stage's ranks, what the fullest one took; None when none had work."""
     usages = [report.usage for report in reports if report.usage is not None]
     return fullest(usages) if usages else None
 
 
-def activation_bytes(reports: Mapping[str, Sequence[PartReport]]) -> dict[str, int] | None:
-    """By part, the peak of the rank whose activations took most; None where they are not measured."""
-    usages = {part: usage_of(of_ranks) for part, of_ranks in reports.items()}
-    return {part: usage.peak_bytes for part, usage in usages.items() if usage is not None} or None
+def activation_bytes(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, int] | None:
+    """By stage, the peak of the rank whose activations took most; None where they are not measured."""
+    usages = {stage: usage_of(of_ranks) for stage, of_ranks in reports.items()}
+    return {stage: usage.peak_bytes for stage, usage in usages.items() if usage is not None} or None
 
 
-def arrange(schedule: Schedule, collocate: bool, device: str) -> Arrangement:
-    """What of both parts is alive together under a schedule."""
-    outstanding = most = 0
-    for action in schedule:
-        if action.part == VISION:
-            outstanding += 1 if isinstance(action, Forward) else -1
-            most = max(most, outstanding)
+def arrange(chain: Chain, schedule: Schedule, device: str) -> Arrangement:
+    """Which stages share devices, and what they hold at the same time under a schedule."""
+    devices = range(chain.device_count())
+    sharing = dict.fromkeys(frozenset(s.name for s in chain.stages if device in s.devices) for device in devices)
+    chunks = {stage.name: len(stage.chunks) for stage in chain.stages}
+    most = outstanding(schedule, chain)
+    holding = {one: {other: n / chunks[other] for other, n in of.items()} for one, of in most.items()}
+    several = any(most[stage][stage] > chunks[stage] for stage in most)
     # On GPUs, memory that one process has freed stays in its allocator's cache and is not the other's to use.
-    return Arrangement(shared=collocate, outstanding=most, together=most > 1 or device == "cuda")
+    return Arrangement(tuple(sharing), holding, together=several or device == "cuda")
 
 
 def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,6 +140,7 @@ def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapp
     return {
         "model": {key: _plain(model.get(key)) for key in ("model_type", "vision_config", "text_config")},
         "world": world(config),
+        "trained": {name: trained(part) for name, part in parts.items()},
         "parallelism": {name: part.parallelism for name, part in parts.items()},
         "dtype": {name: part.dtype for name, part in parts.items()},
         "fixed": {name: list(choices) for name, choices in fixed.items()},

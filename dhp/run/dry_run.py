@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dhp.base.stages import Chain, StageSpec
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config, PartConfig
+from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.models.shape import PartShape, config_source, part_shape
+from dhp.models.slice import chunks_of
 from dhp.parallel.tensor.styles import with_fused
-from dhp.run.footprint import Footprint, HeadShape, RankBytes, by_stage, footprint, rank_bytes
+from dhp.run.chain import make_chain
+from dhp.run.footprint import Footprint, HeadShape, RankBytes, by_zero_stage, footprint, rank_bytes
 from dhp.run.preflight import missing_data
-from dhp.run.settings import degrees
+from dhp.run.settings import trained
+from dhp.step.schedule import draw, make_schedule
+from dhp.trainers.settings import ALL
 
-_HEADINGS = ("part", "layout", "ranks", "parameters", "a rank", "of these whole", "weights", "gradients", "optimizer")
+CLOCK_MICRO_BATCHES = 8  # of a step that the clock table shows at most
+
+_HEADINGS = ("stage", "layout", "ranks", "parameters", "a rank", "of these whole", "weights", "gradients", "optimizer")
 
 
 def dry_run(config: Config) -> str:
     """The table and notes to print. `config` went through `dhp.run.preflight.prepare`. Starts and writes nothing."""
     source = config_source(config.text.model_name)
-    shapes = part_shapes(config, source)
-    memory = footprints(config, source, shapes)
-    rows = [_row(name, getattr(config, name), shapes[name], memory[name].states) for name in shapes]
+    chain = make_chain(config, load_family(source), source)
+    shapes = stage_shapes(chain, source)
+    memory = footprints(config, chain, source, shapes)
+    rows = [_row(config, stage, shapes[stage.name], memory[stage.name].states) for stage in chain.stages]
     lines = [f"dry run of {config.name}", f"model          {config.text.model_name}"]
     if source != config.text.model_name:
         lines.append(f"its shape      {source}")
-    lines += ["", *_aligned([_HEADINGS, *rows]), "", *_stages(config, shapes), "", *_devices(config, memory)]
+    lines += ["", *_aligned([_HEADINGS, *rows]), "", *_zero_stages(config, chain, shapes), "", *_devices(chain, memory)]
+    lines += _pipeline(config, chain)
     training = config.training
     lines.append(
         f"a step         {training.batch_size} samples = text.data {config.text.data} × micro_batch_size "
@@ -37,59 +47,83 @@ def dry_run(config: Config) -> str:
     return "\n".join([*lines, "", f"{passed}; nothing was started"])
 
 
-def part_shapes(config: Config, source: str) -> dict[str, PartShape]:
-    """Parameters of both parts in the layout that `config` asks for; `source` as `config_source` gives it."""
-    family, tensor = load_family(source), config.text.tensor
-    tower = with_fused(family.tower.tensor_plan, family.tower.fused)
-    shared = family.decoder.kv_projections if tensor > family.decoder.kv_heads else ()
-    return {
-        "vision": part_shape(source, family.decoder.modules, config.vision.tensor, added_plan=tower),
-        "text": part_shape(source, family.tower.modules, tensor, shared, family.decoder.tensor_plan),
-    }
+def stage_shapes(chain: Chain, source: str) -> dict[str, PartShape]:
+    """Parameters of each stage; `source` as `config_source` gives it."""
+    return {stage.name: _shape(stage, source, load_family(source)) for stage in chain.stages}
 
 
-def footprints(config: Config, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
-    """What a rank of each part takes, by part."""
-    family = load_family(source)
-    text = family.config.get_text_config()
-    layers = {"vision": len(family.tower.layers.kinds), "text": len(family.decoder.layers.kinds)}
-    heads = {"vision": None, "text": HeadShape(text.vocab_size, text.hidden_size)}
-    cuda = config.cluster.device != "cpu"
-    return {
-        name: footprint(getattr(config, name), shape, layers[name], heads[name], cuda) for name, shape in shapes.items()
-    }
+def _shape(stage: StageSpec, source: str, family: Family) -> PartShape:
+    tensor, tower, decoder = stage.degrees.tensor, family.tower, family.decoder
+    if stage.part == "vision":
+        plan = with_fused(tower.tensor_plan, tower.fused)
+        return part_shape(source, decoder.modules, tensor, added_plan=plan)
+    shared = decoder.kv_projections if tensor > decoder.kv_heads else ()
+    absent = decoder.absent(chunks_of(stage.chunks, decoder.whole))
+    return part_shape(source, (*tower.modules, *absent), tensor, shared, decoder.tensor_plan)
 
 
-def _stages(config: Config, shapes: dict[str, PartShape]) -> list[str]:
+def footprints(config: Config, chain: Chain, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
+    """What a rank of each stage takes, by stage."""
+    text = load_family(source).config.get_text_config()
+    first, last, cuda = chain.of_part("text")[0], chain.stages[-1], config.cluster.device != "cpu"
+    found = {}
+    for stage in chain.stages:
+        ends = (stage == first) + (stage == last)
+        head = HeadShape(text.vocab_size, text.hidden_size, ends, stage == last) if ends else None
+        found[stage.name] = footprint(getattr(config, stage.part), stage, shapes[stage.name], head, cuda)
+    return found
+
+
+def _zero_stages(config: Config, chain: Chain, shapes: dict[str, PartShape]) -> list[str]:
     """What weights, gradients and optimizer of a rank would take under each ZeRO stage; the chosen one in brackets."""
     rows = [("states of a rank", *(f"zero_stage {stage}" for stage in range(4)))]
-    for name, shape in shapes.items():
-        part = getattr(config, name)
-        found = {stage: "-" if held is None else gigabytes(held) for stage, held in by_stage(part, shape).items()}
-        found[part.zero_stage] = f"[{gigabytes(rank_bytes(part, shape).total)}]"
-        rows.append((name, *found.values()))
+    for stage in chain.stages:
+        part, shape = getattr(config, stage.part), shapes[stage.name]
+        sizes = by_zero_stage(part, stage, shape)
+        found = {zero: "-" if held is None else gigabytes(held) for zero, held in sizes.items()}
+        found[part.zero_stage] = f"[{gigabytes(rank_bytes(part, stage, shape).total)}]"
+        rows.append((stage.name, *found.values()))
     return _aligned(rows)
 
 
-def _row(name: str, part: PartConfig, shape: PartShape, memory: RankBytes) -> tuple[str, ...]:
-    layout = str(degrees(part)) + (f", zero_stage {part.zero_stage}" if part.zero_stage else "") + f", {part.dtype}"
+def _row(config: Config, stage: StageSpec, shape: PartShape, memory: RankBytes) -> tuple[str, ...]:
+    part: PartConfig = getattr(config, stage.part)
+    layout = str(stage.degrees) + (f", zero_stage {part.zero_stage}" if part.zero_stage else "") + f", {part.dtype}"
+    layout += "" if trained(part) == ALL else ", frozen" if not stage.trains else f", trains the {trained(part)}"
     counts = (shape.total, shape.per_rank, shape.replicated)
     held = (memory.weights, memory.gradients, memory.optimizer)
-    return (name, layout, str(part.num_actors), *(f"{n:,}" for n in counts), *map(gigabytes, held))
+    return (stage.name, layout, str(stage.degrees.world), *(f"{n:,}" for n in counts), *map(gigabytes, held))
 
 
-def _devices(config: Config, memory: dict[str, Footprint]) -> list[str]:
+def _devices(chain: Chain, memory: dict[str, Footprint]) -> list[str]:
     """How many devices, which ranks share one, and what the fullest holds."""
-    ranks = {"vision": config.vision.num_actors, "text": config.text.num_actors}
-    together = config.cluster.collocate
-    count = max(ranks.values()) if together else sum(ranks.values())
-    fullest = sum(m.total for m in memory.values()) if together else max(m.total for m in memory.values())
-    shared = min(ranks.values()) if together else 0
-    each = f"{shared} with a rank of both parts, {count - shared} with one rank" if together else "one rank each"
+    count = chain.device_count()
+    on = [[stage for stage in chain.stages if device in stage.devices] for device in range(count)]
+    shared = sum(len(stages) > 1 for stages in on)
+    several = "both parts" if len(chain.parts()) == 2 else "several parts"
+    each = f"{shared} with a rank of {several}, {count - shared} with one rank" if shared else "one rank each"
+    fullest = max(sum(memory[stage.name].total for stage in stages) for stages in on)
     return [
         f"devices        {count}: {each}",
         *(f"{name + ' rank':14} {_told(m)}" for name, m in memory.items()),
         f"fullest device {gigabytes(fullest)}; activations not included",
+    ]
+
+
+def _pipeline(config: Config, chain: Chain) -> list[str]:
+    """The stages of a pipeline and its clock table, where there are several."""
+    stages = chain.of_part("text")
+    if len(stages) == 1:
+        return []
+    told = [f"{s.name} {', '.join(f'{run.start}-{run.stop - 1}' for run in s.chunks)}" for s in stages]
+    count = micro_batches(config)
+    shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % len(stages) or len(stages))
+    table = draw(make_schedule(config.training.schedule, chain, shown), chain).splitlines()
+    note = "" if shown == count else f", of {shown} of its {count} micro-batches"
+    return [
+        f"text layers    {'; '.join(told)}",
+        f"schedule       {config.training.schedule}{note} (columns: time, ' is backward, b the second run of layers):",
+        *(f"  {line}" for line in table),
     ]
 
 

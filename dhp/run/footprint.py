@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dhp.base.errors import ConfigError
+from dhp.base.stages import StageSpec
 from dhp.config.degrees import DEEPSPEED, FSDP
 from dhp.config.schema import PartConfig
 from dhp.models.shape import PartShape
@@ -22,7 +23,7 @@ COMMUNICATOR_BYTES = 400 << 20  # NCCL's buffers for one group of ranks
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes that one rank of a part keeps between steps; gradients at the end of the backward pass."""
+    """Bytes that one rank of a stage keeps between steps; gradients at the end of the backward pass."""
 
     weights: int
     gradients: int
@@ -35,15 +36,18 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What the loss computes with: rows of the vocabulary, and width."""
+    """Matrices of the vocabulary that a stage has: rows and width, and how many, the embedding and the head; loss: it
+    has the head."""
 
     vocabulary: int
     hidden: int
+    matrices: int = 2
+    loss: bool = True
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One rank of a part. loss: the most that the loss's chunk takes; gathered: weights and gradients that are whole
+    """One rank of a stage. loss: the most that the loss's chunk takes; gathered: weights and gradients that are whole
     for a moment; runtime: the context and communicators."""
 
     states: RankBytes
@@ -57,18 +61,20 @@ class Footprint:
         return self.states.total + self.loss + self.gathered + self.runtime
 
 
-def footprint(part: PartConfig, shape: PartShape, layers: int, head: HeadShape | None, cuda: bool = True) -> Footprint:
-    """Of a resolved part with `layers` layers. head: None where the part has none. cuda: count what a GPU's libraries
-    take."""
+def footprint(
+    part: PartConfig, stage: StageSpec, shape: PartShape, head: HeadShape | None, cuda: bool = True
+) -> Footprint:
+    """Of a stage of a resolved part. head: None where the stage has neither embedding nor head. cuda: count what a
+    GPU's libraries take."""
     return Footprint(
-        states=rank_bytes(part, shape),
-        loss=0 if head is None else loss_bytes(part, head),
-        gathered=gathered_bytes(part, shape, layers, head),
-        runtime=runtime_bytes(part) if cuda else 0,
+        states=rank_bytes(part, stage, shape),
+        loss=loss_bytes(part, head) if head is not None and head.loss else 0,
+        gathered=gathered_bytes(part, shape, len(stage.layers), head),
+        runtime=runtime_bytes(stage) if cuda else 0,
     )
 
 
-def rank_bytes(part: PartConfig, shape: PartShape) -> RankBytes:
+def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankBytes:
     """Weights, gradients and AdamW's state of one rank.
 
     AdamW keeps two averages of each parameter, and its own copy of the weights where it may not update the module's: in
@@ -81,14 +87,18 @@ def rank_bytes(part: PartConfig, shape: PartShape) -> RankBytes:
         raise ConfigError(f"dtype={part.dtype}: a dry run knows {' and '.join(VALUE_BYTES)} only; choose one")
     size = VALUE_BYTES[part.dtype]
     exact = max(size, SUM_BYTES)
-    whole, stage = shape.per_rank, part.zero_stage
-    share = -(-whole // (part.num_actors // part.tensor)) if stage else whole
-    copies = int(size < exact or stage in (1, 2))
-    weights = size * (share if stage == 3 else whole)
-    if stage == 3 and part.zero_engine == FSDP:
+    whole, zero = shape.per_rank, part.zero_stage
+    if not stage.trains:
+        return RankBytes(size * whole, 0, 0)
+    share = -(-whole // stage.degrees.shards) if zero else whole
+    copies = int(size < exact or zero in (1, 2))
+    weights = size * (share if zero == 3 else whole)
+    if zero == 3 and part.zero_engine == FSDP:
         weights = 0  # gathered for a layer at a time from the optimizer's copy
         copies = 1
-    return RankBytes(weights, exact * (share if stage >= 2 else whole), exact * (2 + copies) * share)
+    trained = shape.trained / whole if whole else 0.0  # of the weights; the others have no state
+    held = exact * (share if zero >= 2 else whole)
+    return RankBytes(weights, int(held * trained), int(exact * (2 + copies) * share * trained))
 
 
 def loss_bytes(part: PartConfig, head: HeadShape) -> int:
@@ -107,24 +117,25 @@ def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadSh
         return 0
     size = VALUE_BYTES[part.dtype]
     layer = -(-shape.per_rank // layers)
-    ends = 0 if head is None else 2 * -(-head.vocabulary // part.tensor) * head.hidden
+    ends = 0 if head is None else head.matrices * -(-head.vocabulary // part.tensor) * head.hidden
     weights = (2 * layer + ends) * size if part.zero_stage == 3 else 0
     return weights + layer * size + layer * max(size, SUM_BYTES)
 
 
-def runtime_bytes(part: PartConfig) -> int:
+def runtime_bytes(stage: StageSpec) -> int:
     """The process's context, and a communicator for each group of ranks that talk."""
-    degrees = (part.data, part.ring, part.ulysses, part.tensor)
-    groups = sum(degree > 1 for degree in degrees) + (1 < part.tensor < part.num_actors) + (part.num_actors > 1)
+    own, world = stage.degrees, stage.degrees.world
+    split = sum(degree > 1 for degree in (own.data, own.ring, own.ulysses, own.tensor))
+    groups = split + (1 < own.tensor < world) + (world > 1)
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * min(groups, 3)
 
 
-def by_stage(part: PartConfig, shape: PartShape) -> dict[int, int | None]:
+def by_zero_stage(part: PartConfig, stage: StageSpec, shape: PartShape) -> dict[int, int | None]:
     """Bytes of states on one rank under each ZeRO stage; None: there is no engine for it in this layout."""
     found: dict[int, int | None] = {}
-    for stage in range(4):
+    for zero in range(4):
         engine = FSDP if part.tensor > 1 else DEEPSPEED
-        missing = stage == 1 and engine == FSDP
-        other = replace(part, zero_stage=stage, zero_engine=engine)
-        found[stage] = None if missing else rank_bytes(other, shape).total
+        missing = (zero == 1 and engine == FSDP) or (zero > 0 and not stage.trains)
+        other = replace(part, zero_stage=zero, zero_engine=engine)
+        found[zero] = None if missing else rank_bytes(other, stage, shape).total
     return found

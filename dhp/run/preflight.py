@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dhp.base.errors import ConfigError
-from dhp.config.checks import check_autotp, check_layers, check_tensor, check_tower
+from dhp.config.checks import check_autotp, check_layers, check_tensor, check_tied, check_tower
 from dhp.config.mixing import split_share
-from dhp.config.resolve import check_model_dir, resolve
+from dhp.config.resolve import check_model_dir, micro_batches, resolve
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
 
@@ -41,7 +41,7 @@ def prepare(config: Config, new_run: bool = True) -> Config:
         for missing in missing_data(config):
             raise ConfigError(missing)
     _fix_paths(config)
-    _check_heads(config)
+    _check_model(config)
     if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
         from dhp.data.probe import check_some_samples
 
@@ -77,7 +77,8 @@ def missing_data(config: Config) -> list[str]:
     return missing
 
 
-def _check_heads(config: Config) -> None:
+def _check_model(config: Config) -> None:
+    """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages."""
     from dhp.models.registry import load_family
 
     source = config.text.model_name
@@ -92,7 +93,19 @@ def _check_heads(config: Config) -> None:
         check_autotp(family.decoder.kv_heads, config.text.tensor)
     _check_plans(config, source, family)
     check_layers("vision.recompute", config.vision.recompute, len(family.tower.layers.kinds))
+    _check_stages(config, family, source)
     check_layers("text.recompute", config.text.recompute, len(family.decoder.layers.kinds))
+
+
+def _check_stages(config: Config, family: Family, source: str) -> None:
+    """Raises ConfigError where the text's layers cannot be cut as asked, or the schedule not be kept."""
+    from dhp.run.chain import make_chain
+    from dhp.step.schedule import make_schedule
+
+    chain = make_chain(config, family, source)
+    make_schedule(config.training.schedule, chain, micro_batches(config))
+    if chain.ties and config.text.trainable:
+        check_tied(config.text)
 
 
 def _check_plans(config: Config, source: str, family: Family) -> None:

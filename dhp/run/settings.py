@@ -9,17 +9,15 @@ from typing import Any
 
 from dhp.batching.loader import FeedSettings, Reading
 from dhp.config.mixing import split_share
+from dhp.config.recompute import read_choices
 from dhp.config.resolve import micro_batches, warmup_steps
 from dhp.config.schema import Config, PartConfig
 from dhp.data.order.balance_settings import Balancing
 from dhp.data.order.sampler import BatchLayout
-from dhp.parallel.comm.mesh import Degrees
-from dhp.trainers.settings import PartSettings, UpdateSettings
-
-
-def degrees(part: PartConfig) -> Degrees:
-    """How a resolved part is split."""
-    return Degrees(data=part.data, ring=part.ring, ulysses=part.ulysses, tensor=part.tensor)
+from dhp.base.messages import Choices
+from dhp.base.stages import Chain, StageSpec
+from dhp.run.chain import degrees
+from dhp.trainers.settings import NOTHING, StageSettings, UpdateSettings
 
 
 def feed_settings(config: Config) -> FeedSettings:
@@ -52,6 +50,11 @@ def feed_settings(config: Config) -> FeedSettings:
     )
 
 
+def trained(part: PartConfig) -> str:
+    """What of a part is trained: ALL, PROJECTOR or NOTHING."""
+    return part.train if part.trainable else NOTHING
+
+
 def measures(config: Config) -> bool:
     """Whether ranks report what activations take: where asked for, and where a plan is made of it."""
     return config.memory.accounting or "auto" in (config.vision.recompute, config.text.recompute)
@@ -64,11 +67,20 @@ def world(config: Config) -> dict[str, dict[str, Any]]:
         name: {
             "num_actors": part.num_actors,
             **asdict(degrees(part)),
+            **_pipeline(part),
             "zero_stage": part.zero_stage,
             **({"zero_engine": part.zero_engine} if part.zero_stage else {}),
         }
         for name, part in parts.items()
     }
+
+
+def _pipeline(part: PartConfig) -> dict[str, Any]:
+    """What says which stage holds which layers, where there are several."""
+    if part.pipeline == 1:
+        return {}
+    cuts = None if part.cuts is None else list(part.cuts)
+    return {"pipeline": part.pipeline, "cuts": cuts, "virtual_stages": part.virtual_stages}
 
 
 def kept_settings(config: Config) -> dict[str, Any]:
@@ -84,6 +96,8 @@ def kept_settings(config: Config) -> dict[str, Any]:
         **of_parts,
         "vision.dtype": config.vision.dtype,
         "text.dtype": config.text.dtype,
+        "vision.train": trained(config.vision),
+        "text.train": trained(config.text),
     }
 
 
@@ -93,14 +107,46 @@ def _weighted(config: Config, text: str) -> str:
     return text if weight == 1 else f"{text} (weight {weight})"
 
 
-def part_settings(config: Config, part: str, device: str, steps: int, checkpoint: Path | None = None) -> PartSettings:
-    """What each rank of `part` (vision or text) needs in a run of `steps` optimizer steps.
+def stage_settings(
+    config: Config, chain: Chain, stage: StageSpec, device: str, steps: int, checkpoint: Path | None = None
+) -> StageSettings:
+    """What each rank of a stage needs in a run of `steps` optimizer steps.
 
     checkpoint: the one that the run continues.
     """
-    own: PartConfig = getattr(config, part)
+    part: PartConfig = getattr(config, stage.part)
+    goes_back = any(chain.goes_back(node) for node in stage.nodes)
+    return StageSettings(
+        spec=stage,
+        chain=chain,
+        model_name=part.model_name,
+        dtype=part.dtype,
+        device=device,
+        recompute=stage_choices(part.recompute if goes_back else "none", chain, stage),
+        measure=measures(config) and goes_back,
+        train=trained(part),
+        zero_stage=part.zero_stage,
+        zero_engine=part.zero_engine,
+        autotp=part.parallelism == "autotp",
+        packing=config.data.packing,
+        update=_update_settings(config, steps),
+        seed=config.seed,
+        exclusive_sums=chain.sharing() > 1 and device == "cuda",
+        trace=config.training.trace,
+        resume_from=None if checkpoint is None else str(checkpoint / stage.part),
+    )
+
+
+def stage_choices(recompute: str, chain: Chain, stage: StageSpec) -> Choices:
+    """What each of the stage's layers recomputes, from what the part's key says of all its layers."""
+    of_part = chain.of_part(stage.part)
+    choices = read_choices(recompute, sum(len(one.layers) for one in of_part))
+    return tuple(choices[layer] for layer in stage.layers)
+
+
+def _update_settings(config: Config, steps: int) -> UpdateSettings:
     training = config.training
-    update = UpdateSettings(
+    return UpdateSettings(
         learning_rate=training.learning_rate,
         betas=(training.betas[0], training.betas[1]),
         eps=training.eps,
@@ -109,24 +155,6 @@ def part_settings(config: Config, part: str, device: str, steps: int, checkpoint
         warmup_steps=warmup_steps(config, steps),
         total_steps=steps,
         max_grad_norm=training.max_grad_norm,
-    )
-    return PartSettings(
-        part=part,
-        model_name=own.model_name,
-        degrees=degrees(own),
-        dtype=own.dtype,
-        device=device,
-        recompute=own.recompute,
-        measure=measures(config),
-        zero_stage=own.zero_stage,
-        zero_engine=own.zero_engine,
-        autotp=own.parallelism == "autotp",
-        packing=config.data.packing,
-        update=update,
-        seed=config.seed,
-        exclusive_sums=config.cluster.collocate and device == "cuda",
-        trace=training.trace,
-        resume_from=None if checkpoint is None else str(checkpoint / part),
     )
 
 

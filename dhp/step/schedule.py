@@ -1,58 +1,227 @@
-"""In which order a step visits parts and micro-batches: a list of values, printable and comparable."""
+"""In which order a step visits nodes and micro-batches: values that print, compare and draw themselves.
+
+A *program* is what one stage does, in its order. The programs of all stages, merged, are a schedule; its clock table
+(rows stages, columns time) is what the papers draw. Sources: GPipe (Huang et al. 2019, section 2.3), 1F1B
+(Narayanan et al. 2019, "PipeDream", section 3.2), interleaved 1F1B (Narayanan et al. 2021, section 2.2).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-VISION, TEXT = 0, 1
+from dhp.base.errors import ConfigError
+from dhp.base.stages import Chain, Node, StageSpec
+from dhp.config.ranges import GPIPE, INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Run micro-batch `micro_batch` forward through part `part`."""
+    """Run a micro-batch forward through a node."""
 
-    part: int
+    node: Node
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"F{self.part}.{self.micro_batch}"
+        return f"F {self.node} {self.micro_batch}"
 
 
 @dataclass(frozen=True)
 class Backward:
-    """Run micro-batch `micro_batch` backward through part `part`."""
+    """Run a micro-batch backward through a node."""
 
-    part: int
+    node: Node
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"B{self.part}.{self.micro_batch}"
+        return f"B {self.node} {self.micro_batch}"
 
 
-Schedule = tuple[Forward | Backward, ...]
+Action = Forward | Backward
+Schedule = tuple[Action, ...]
+Programs = Mapping[str, Sequence[Action]]  # of each stage, by name
 
 
-def sequential(micro_batches: int) -> Schedule:
-    """One micro-batch after the other, forward through both parts and back: F0.0 F1.0 B1.0 B0.0 F0.1 …"""
-    return tuple(
-        action
-        for m in range(micro_batches)
-        for action in (Forward(VISION, m), Forward(TEXT, m), Backward(TEXT, m), Backward(VISION, m))
-    )
+def make_schedule(kind: str, chain: Chain, micro_batches: int) -> Schedule:
+    """The actions of all stages in an order in which each finds what it needs.
 
+    kind: of `training.schedule`. vision_ahead is 1f1b by another name: a chain of vision and text alone has a warm-up of one
+    micro-batch, which vision encodes while text works on the one before.
 
-def vision_ahead(micro_batches: int) -> Schedule:
-    """Vision encodes micro-batch m+1 while text works on m, all within one step: F0.0 F0.1 F1.0 B1.0 B0.0 F0.2 …
-
-    Each part runs its own actions in order and waits only for what it needs, so the overlap needs no more than this
-    order. Two micro-batches of vision activations are alive at a time instead of one.
+    Raises ConfigError where an interleaved schedule has no whole groups of micro-batches.
     """
-    actions: list[Forward | Backward] = [Forward(VISION, 0)]
-    for m in range(micro_batches):
-        if m + 1 < micro_batches:
-            actions.append(Forward(VISION, m + 1))
-        actions += [Forward(TEXT, m), Backward(TEXT, m), Backward(VISION, m)]
-    return tuple(actions)
+    if kind == SEQUENTIAL:
+        return tuple(action for m in range(micro_batches) for action in _there_and_back(chain, m))
+    return tuple(action for tick in clock(make_programs(kind, chain, micro_batches), chain) for action in tick)
 
 
-SCHEDULES = {"sequential": sequential, "vision_ahead": vision_ahead}
+def make_programs(kind: str, chain: Chain, micro_batches: int) -> dict[str, list[Action]]:
+    """What each stage does: the last part as `kind` says, those before it as far ahead as it needs them and one more.
+
+    Frozen stages go forward in the same order, without the way back.
+    """
+    *encoders, last = chain.parts()
+    pipeline = chain.of_part(last)
+    order = _PROGRAMS[kind](pipeline, micro_batches)
+    limit = micro_batches if kind == GPIPE else _needed_ahead(order[pipeline[0].name]) + 1
+    ahead = {stage.name: _ahead(stage, micro_batches, limit) for part in encoders for stage in chain.of_part(part)}
+    programs = ahead | order
+    return {
+        stage.name: [a for a in programs[stage.name] if isinstance(a, Forward) or chain.goes_back(a.node)]
+        for stage in chain.stages
+    }
+
+
+def clock(programs: Programs, chain: Chain) -> list[list[Action]]:
+    """The programs by time: each stage takes its next action as soon as what it needs was done before; every action
+    takes one unit. Raises ValueError for programs that wait for one another."""
+    left = {name: list(program) for name, program in programs.items()}
+    done: set[Action] = set()
+    ticks: list[list[Action]] = []
+    while any(left.values()):
+        tick = [p[0] for p in left.values() if p and done.issuperset(_needs(p[0], chain))]
+        if not tick:
+            waiting = ", ".join(f"{name} before {program[0]}" for name, program in left.items() if program)
+            raise ValueError(f"the programs wait for one another: {waiting}")
+        for action in tick:
+            left[action.node.stage].pop(0)
+        done.update(tick)
+        ticks.append(tick)
+    return ticks
+
+
+def draw(schedule: Schedule, chain: Chain) -> str:
+    """The clock table: a row for each stage, a column for each unit of time. `0` is micro-batch 0 forward, `0'` its
+    way back, `0b` and `0b'` the same in the stage's second chunk."""
+    programs: dict[str, list[Action]] = {stage.name: [] for stage in chain.stages}
+    for action in schedule:
+        programs[action.node.stage].append(action)
+    ticks = clock(programs, chain)
+    cells = {name: [next((_cell(a) for a in tick if a.node.stage == name), ".") for tick in ticks] for name in programs}
+    widths = [max(len(cells[name][at]) for name in programs) for at in range(len(ticks))]
+    longest = max(map(len, programs))
+    rows = (f"{name:{longest}} " + " ".join(c.ljust(w) for c, w in zip(cells[name], widths)) for name in programs)
+    return "\n".join(row.rstrip() for row in rows)
+
+
+def outstanding(schedule: Schedule, chain: Chain) -> dict[str, dict[str, int]]:
+    """For each stage, how many micro-batches each stage holds at most while that one works, itself included.
+
+    A stage holds a micro-batch, of each of its chunks, from its forward to its backward; one without backward none.
+    """
+    held = dict.fromkeys((stage.name for stage in chain.stages), 0)
+    most = {name: dict.fromkeys(held, 0) for name in held}
+    for action in schedule:
+        stage = action.node.stage
+        keeps = chain.goes_back(action.node)
+        held[stage] += 1 if isinstance(action, Forward) and keeps else 0
+        most[stage] = {name: max(most[stage][name], count) for name, count in held.items()}
+        held[stage] -= 1 if isinstance(action, Backward) else 0
+    return most
+
+
+def without_idle(schedule: Schedule, idle: Callable[[Action], bool]) -> Schedule:
+    """The schedule without the actions that have no work in a step, as encoders have none without an image."""
+    return tuple(action for action in schedule if not idle(action))
+
+
+def last_backwards(schedule: Schedule) -> frozenset[int]:
+    """Places in the schedule of each stage's last backward in the step, where its gradients are complete."""
+    last: dict[str, int] = {}
+    for at, action in enumerate(schedule):
+        if isinstance(action, Backward):
+            last[action.node.stage] = at
+    return frozenset(last.values())
+
+
+def _there_and_back(chain: Chain, micro_batch: int) -> Iterable[Action]:
+    nodes = chain.nodes()
+    yield from (Forward(node, micro_batch) for node in nodes)
+    yield from (Backward(node, micro_batch) for node in reversed(nodes) if chain.goes_back(node))
+
+
+def _gpipe(stages: Sequence[StageSpec], micro_batches: int) -> dict[str, list[Action]]:
+    """All micro-batches forward, then all back."""
+    return {s.name: _one_f_one_b(s, micro_batches, warmup=micro_batches) for s in stages}
+
+
+def _pipedream(stages: Sequence[StageSpec], micro_batches: int) -> dict[str, list[Action]]:
+    """A stage goes forward once for each stage after it, then in turn forward and back."""
+    count = len(stages)
+    return {s.name: _one_f_one_b(s, micro_batches, warmup=count - 1 - at) for at, s in enumerate(stages)}
+
+
+def _one_f_one_b(stage: StageSpec, micro_batches: int, warmup: int) -> list[Action]:
+    node, warmup = stage.nodes[0], min(warmup, micro_batches)
+    forwards = [Forward(node, m) for m in range(micro_batches)]
+    backwards = [Backward(node, m) for m in range(micro_batches)]
+    return _in_turn(forwards, backwards, warmup)
+
+
+def _interleaved(stages: Sequence[StageSpec], micro_batches: int) -> dict[str, list[Action]]:
+    """As 1F1B, over chunks: a stage takes as many micro-batches as there are stages through its first chunk, then the
+    same through its second, and so on, so that each stage begins and ends earlier."""
+    count, chunks = len(stages), len(stages[0].chunks)
+    if micro_batches % count:
+        raise ConfigError(
+            f"training.schedule=interleaved takes micro-batches in groups of text.pipeline({count}), but a step has "
+            f"{micro_batches}: micro-batches({micro_batches}) % pipeline({count}) = {micro_batches % count} != 0. "
+            "Choose training.batch_size and training.micro_batch_size so that it is a multiple, or training."
+            "schedule=1f1b with text.virtual_stages=1"
+        )
+    visits = [
+        (chunk, group * count + m)
+        for group in range(micro_batches // count)
+        for chunk in range(chunks)
+        for m in range(count)
+    ]
+    programs = {}
+    for at, stage in enumerate(stages):
+        forwards = [Forward(Node(stage.name, chunk), m) for chunk, m in visits]
+        backwards = [Backward(Node(stage.name, chunks - 1 - chunk), m) for chunk, m in visits]
+        warmup = 2 * (count - 1 - at) + (chunks - 1) * count
+        programs[stage.name] = _in_turn(forwards, backwards, min(warmup, len(visits)))
+    return programs
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then one of each in turn, then the backwards that are left."""
+    pairs = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
+    return [*forwards[:warmup], *pairs, *backwards[len(forwards) - warmup :]]
+
+
+def _ahead(stage: StageSpec, micro_batches: int, limit: int) -> list[Action]:
+    """Forward until `limit` micro-batches are on their way, then in turn back and forward."""
+    return _one_f_one_b(stage, micro_batches, warmup=limit - 1)
+
+
+def _needed_ahead(program: Sequence[Action]) -> int:
+    """How many micro-batches the first stage of a pipeline takes in beyond those that it has sent back, at most."""
+    node, held, most = program[0].node, 0, 0
+    for action in program:
+        if action.node == node:
+            held += 1 if isinstance(action, Forward) else -1
+            most = max(most, held)
+    return most
+
+
+def _needs(action: Action, chain: Chain) -> list[Action]:
+    """What must be done before: forward comes along the edges, backward against them."""
+    m = action.micro_batch
+    if isinstance(action, Forward):
+        return [Forward(edge.source, m) for edge in chain.inputs(action.node)]
+    back = [Backward(edge.target, m) for edge in chain.outputs(action.node) if edge.gradients]
+    return [Forward(action.node, m), *back]
+
+
+def _cell(action: Action) -> str:
+    chunk = "abcdefgh"[action.node.chunk] if action.node.chunk else ""
+    return f"{action.micro_batch}{chunk}{chr(39) if isinstance(action, Backward) else ''}"
+
+
+_PROGRAMS: dict[str, Callable[[Sequence[StageSpec], int], dict[str, list[Action]]]] = {
+    GPIPE: _gpipe,
+    ONE_F_ONE_B: _pipedream,
+    VISION_AHEAD: _pipedream,
+    INTERLEAVED: _interleaved,
+}

@@ -1,122 +1,191 @@
-"""The two parts as the driver sees them: which ref goes to which rank. Refs pass through, nothing is opened here.
+"""The stages as the run loop sees them: which ref goes to which rank. Refs pass through, nothing is opened here.
 
-Letters: v vision rank, d text data replica, t tensor rank, m micro-batch.
+A shard is a mesh position but for tensor, whose ranks compute with the same tokens. Each of them receives what is for
+the shard; the first of them sends for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dhp.cluster.dispatch import PerRank, per_rank
-from dhp.parallel.comm.mesh import Degrees
-from dhp.step.schedule import TEXT, VISION, Backward, Forward
+from dhp.base.messages import Bundle, Choices, StageReport, StepInfo
+from dhp.base.routes import Route, straight
+from dhp.base.stages import Chain, Edge, Node, StageSpec
+from dhp.cluster.dispatch import PerRank, Several, per_rank, several
+from dhp.step.schedule import Action, Forward
 
 Ref = Any  # an ObjectRef, or the value itself where a group runs in the test process
 
 
+class StageTrainer(Protocol):
+    """One rank of a stage: plain torch, the same verbs for every stage. `dhp.trainers` has the two that there are."""
+
+    def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
+        """A chunk's forward. work: this shard's data of the micro-batch. received: by edge that ends here, a bundle
+        from each source. Returns, by edge that begins here, a bundle for each target."""
+
+    def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
+        """A chunk's backward. received: gradients of what forward returned, in its order; none of edges that carry no
+        gradients. Returns those of what forward received. last: the stage's last one in this step."""
+
+    def tied_gradient(self, info: StepInfo) -> Bundle:
+        """The summed gradient of the weight that another stage holds too, as this rank has it."""
+
+    def grad_norm_sq(self, info: StepInfo, *tied: Bundle) -> float:
+        """Squared norm of the stage's whole gradient, the same on every rank. tied: the other stage's share of the
+        gradient of a weight that both hold."""
+
+    def optimizer_step(self, info: StepInfo, *other_norms_sq: float) -> StageReport:
+        """Clip by the joint norm of this stage and the others, and update."""
+
+    def set_recompute(self, choices: Choices) -> None:
+        """What each layer recomputes from the next micro-batch on."""
+
+    def save(self, folder: str) -> tuple[str, ...]:
+        """Write this rank's share below the part's `folder`."""
+
+
 class Group(Protocol):
-    """What a part needs of its actors."""
+    """What a stage needs of its actors."""
 
     size: int
 
-    def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[Ref]]:
-        """Call `method` on every rank; for each rank the refs of its `returns` results."""
+    def execute_all_async(
+        self, method: Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
+    ) -> list[list[Ref]]:
+        """Call a verb of `StageTrainer` on every rank; for each rank the refs of its `returns` results."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Refs of one step's data: info, vision[m][v], text[m][d]."""
+    """Refs of one step's data. info: of its `StepInfo`. work: of each part, [micro-batch][shard]. routes: of each part
+    that sends rows by what the data say, a value for each micro-batch."""
 
     info: Ref
-    vision: Sequence[Sequence[Ref]]
-    text: Sequence[Sequence[Ref]]
+    work: Mapping[str, Sequence[Sequence[Ref]]]
+    routes: Mapping[str, Sequence[Route]]
+
+
+Sent = dict[tuple[Edge, int], dict[tuple[int, int], Ref]]  # by edge and micro-batch, by route's pair
 
 
 @dataclass
-class Refs:
-    """What the step has produced so far: embeddings[m][v][d] on the way there, gradients[m][d][v] on the way back."""
+class Inbox:
+    """What a step has sent so far and nobody has taken yet."""
 
     batch: Batch
-    embeddings: dict[int, list[list[Ref]]] = field(default_factory=dict)
-    gradients: dict[int, list[list[Ref]]] = field(default_factory=dict)
+    forward: Sent = field(default_factory=dict)
+    backward: Sent = field(default_factory=dict)
 
 
-class VisionPart:
-    """Tower and projector: each place of the mesh but for tensor gets its own windows and hands over its own rows.
+class Stage:
+    """One stage's group of actors, with typed calls of its trainer's verbs."""
 
-    Tensor ranks of one place get the same windows; the first of them answers for all.
-    """
+    def __init__(self, spec: StageSpec, chain: Chain, group: Group):
+        self.spec, self.group = spec, group
+        self._chain = chain
+        self._inputs = {node: chain.inputs(node) for node in spec.nodes}
+        self._outputs = {node: chain.outputs(node) for node in spec.nodes}
+        self._straight = straight(spec.degrees.shards)
+        self._tensor = spec.degrees.tensor
 
-    def __init__(self, group: Group, degrees: Degrees, text_replicas: int):
-        self.group = group
-        self._tensor = degrees.tensor
-        self._text_replicas = text_replicas
+    def is_idle(self, action: Action, batch: Batch) -> bool:
+        """Whether nobody gets anything from this stage in a micro-batch: an encoder without pictures stands still."""
+        outputs = self._outputs[action.node]
+        return bool(outputs) and not any(self._route(edge, action.micro_batch, batch).pairs for edge in outputs)
 
-    def run(self, action: Forward | Backward, refs: Refs) -> None:
-        """Submit one action on all ranks."""
-        m = action.micro_batch
-        works = _repeated(refs.batch.vision[m], self._tensor)
+    def run(self, action: Action, last: bool, inbox: Inbox) -> None:
+        """Submit one action on all ranks. last: the stage's last backward in the step."""
         if isinstance(action, Forward):
-            leads = _leads(self.group.size, self._tensor)
-            counts = per_rank(self._text_replicas if lead else 0 for lead in leads)
-            returned = self.group.execute_all_async("forward_step", m, works, per_rank(leads), returns=counts)
-            refs.embeddings[m] = returned[:: self._tensor]
+            self._run_forward(action.node, action.micro_batch, inbox)
         else:
-            gradients = [_repeated(of_replica, self._tensor) for of_replica in refs.gradients.pop(m)]
-            self.group.execute_all_async("backward_step", m, works, *gradients, returns=0)
+            self._run_backward(action.node, action.micro_batch, last, inbox)
 
+    def _run_forward(self, node: Node, m: int, inbox: Inbox) -> None:
+        incoming = self._given(self._inputs[node], m, inbox.batch, inbox.forward, receives=True)
+        sent = self._pairs(self._outputs[node], m, inbox.batch, sends=True)
+        work = per_rank(ref for ref in inbox.batch.work[self.spec.part][m] for _ in range(self._tensor))
+        answers = self.group.execute_all_async(
+            StageTrainer.forward_step, m, node.chunk, work, incoming, returns=self._counts(sent)
+        )
+        self._file(answers, sent, m, inbox.forward)
 
-class TextPart:
-    """Decoder and head: tensor ranks of a replica get the same rows; the first of them answers for all."""
+    def _run_backward(self, node: Node, m: int, last: bool, inbox: Inbox) -> None:
+        outputs = [edge for edge in self._outputs[node] if edge.gradients]
+        inputs = [edge for edge in self._inputs[node] if edge.gradients]
+        incoming = self._given(outputs, m, inbox.batch, inbox.backward, receives=False)
+        sent = self._pairs(inputs, m, inbox.batch, sends=False)
+        answers = self.group.execute_all_async(
+            StageTrainer.backward_step, m, node.chunk, last, incoming, returns=self._counts(sent)
+        )
+        self._file(answers, sent, m, inbox.backward)
 
-    def __init__(self, group: Group, degrees: Degrees, vision_ranks: int, micro_batches: int):
-        """vision_ranks: those that hand over embeddings, one for each place of the vision mesh but for tensor."""
-        self.group = group
-        self._tensor = degrees.tensor
-        self._vision_ranks = vision_ranks
-        self._micro_batches = micro_batches
+    def tied_gradient(self, info: Ref) -> list[Ref]:
+        """Each rank's share of the gradient of a weight that another stage holds too."""
+        return [ref for (ref,) in self.group.execute_all_async(StageTrainer.tied_gradient, info)]
 
-    def run(self, action: Forward | Backward, refs: Refs) -> None:
-        """Submit one action on all ranks."""
-        m = action.micro_batch
-        if isinstance(action, Forward):
-            embeddings = refs.embeddings.pop(m)
-            rows = _repeated(refs.batch.text[m], self._tensor)
-            by_vision_rank = [_repeated(of_rank, self._tensor) for of_rank in embeddings]
-            self.group.execute_all_async("forward_step", m, rows, *by_vision_rank, returns=0)
-        else:
-            leads = _leads(self.group.size, self._tensor)
-            returned = self.group.execute_all_async(
-                "backward_step",
-                m,
-                m == self._micro_batches - 1,
-                per_rank(leads),
-                returns=per_rank(self._vision_ranks if lead else 0 for lead in leads),
-            )
-            refs.gradients[m] = returned[:: self._tensor]
+    def grad_norm_sq(self, info: Ref, tied: Sequence[Ref] = ()) -> Ref:
+        """The squared norm of the stage's gradient: every rank knows it, the first one's answer is as good as any."""
+        given = (per_rank(tied),) if tied else ()
+        return self.group.execute_all_async(StageTrainer.grad_norm_sq, info, *given)[0][0]
+
+    def optimizer_step(self, info: Ref, *other_norms_sq: Ref) -> list[Ref]:
+        """The report of every rank."""
+        return [
+            ref for (ref,) in self.group.execute_all_async(StageTrainer.optimizer_step, info, *other_norms_sq)
+        ]
 
     def leaders(self, of_ranks: Sequence[Ref]) -> list[Ref]:
-        """The values of each replica's first tensor rank."""
+        """The values of each shard's first tensor rank."""
         return list(of_ranks[:: self._tensor])
 
+    def _route(self, edge: Edge, m: int, batch: Batch) -> Route:
+        """Stages of one part send straight on; another part's rows go where the data say."""
+        source = self._chain.stage(edge.source.stage)
+        if source.part == self._chain.stage(edge.target.stage).part:
+            return self._straight
+        return batch.routes[source.part][m]
 
-def _repeated(values: Sequence[Ref], tensor: int) -> PerRank:
-    """One value for each group of tensor ranks, given to each of them."""
-    return per_rank(value for value in values for _ in range(tensor))
+    def _pairs(self, edges: Sequence[Edge], m: int, batch: Batch, sends: bool) -> list[list[tuple[Edge, int, int]]]:
+        """For each shard of this stage, in the order of its arguments or results, (edge, source, target).
+
+        sends: the stage is the edge's source.
+        """
+        found: list[list[tuple[Edge, int, int]]] = [[] for _ in range(self.spec.degrees.shards)]
+        for edge in edges:
+            route = self._route(edge, m, batch)
+            for shard, others in (route.targets if sends else route.sources).items():
+                found[shard] += [(edge, shard, other) if sends else (edge, other, shard) for other in others]
+        return found
+
+    def _given(self, edges: Sequence[Edge], m: int, batch: Batch, sent: Sent, receives: bool) -> Several:
+        """For each rank, the refs that its shard gets along these edges."""
+        taken = {edge: sent.pop((edge, m), {}) for edge in edges}
+        shards = self._pairs(edges, m, batch, sends=not receives)
+        refs = [tuple(taken[edge][source, target] for edge, source, target in shard) for shard in shards]
+        return several(of_shard for of_shard in refs for _ in range(self._tensor))
+
+    def _counts(self, sent: Sequence[Sequence[Any]]) -> PerRank:
+        """How many results each rank has: those of its shard on the first tensor rank, none on the others."""
+        return per_rank(len(of_shard) if lead else 0 for of_shard in sent for lead in _leads(self._tensor))
+
+    def _file(
+        self, answers: list[list[Ref]], sent: Sequence[Sequence[tuple[Edge, int, int]]], m: int, into: Sent
+    ) -> None:
+        for of_shard, refs in zip(sent, self.leaders(answers), strict=True):
+            for (edge, source, target), ref in zip(of_shard, refs, strict=True):
+                into.setdefault((edge, m), {})[source, target] = ref
 
 
-def _leads(size: int, tensor: int) -> list[bool]:
-    return [rank % tensor == 0 for rank in range(size)]
+def _leads(tensor: int) -> list[bool]:
+    return [rank == 0 for rank in range(tensor)]
 
 
-Parts = dict[int, VisionPart | TextPart]
+Stages = dict[str, Stage]
 
 
-def make_parts(vision: Group, text: Group, vision_degrees: Degrees, text_degrees: Degrees, micro_batches: int) -> Parts:
-    """Both parts by their number in the schedule."""
-    return {
-        VISION: VisionPart(vision, vision_degrees, text_degrees.data),
-        TEXT: TextPart(text, text_degrees, vision.size // vision_degrees.tensor, micro_batches),
-    }
+def make_stages(chain: Chain, groups: Mapping[str, Group]) -> Stages:
+    """All stages by name, each with its group."""
+    return {spec.name: Stage(spec, chain, groups[spec.name]) for spec in chain.stages}

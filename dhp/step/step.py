@@ -5,45 +5,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dhp.step.schedule import Schedule
-from dhp.step.stages import Batch, Parts, Ref, Refs
+from dhp.base.stages import Tie
+from dhp.step.schedule import Schedule, last_backwards, without_idle
+from dhp.step.stages import Batch, Inbox, Ref, Stages
 
 
 @dataclass(frozen=True)
 class StepRefs:
-    """What a submitted step will answer: its counts, and a report from each rank of each part."""
+    """What a submitted step will answer: its counts, and by stage a report from each rank."""
 
     info: Ref
-    reports: dict[int, list[Any]]
+    reports: dict[str, list[Any]]
 
 
-def train_step(parts: Parts, schedule: Schedule, batch: Batch) -> StepRefs:
-    """Submit one step. Nothing is waited for: refs go from actor to actor, the driver opens none of them."""
-    accumulate_gradients(parts, schedule, batch)
-    return update_weights(parts, batch)
+def train_step(stages: Stages, schedule: Schedule, ties: tuple[Tie, ...], batch: Batch) -> StepRefs:
+    """Submit one step. Nothing is waited for: refs go from actor to actor, the run loop opens none of them."""
+    accumulate_gradients(stages, schedule, batch)
+    return update_weights(stages, ties, batch)
 
 
-def accumulate_gradients(parts: Parts, schedule: Schedule, batch: Batch) -> None:
-    """Submit the schedule's actions in order."""
-    refs = Refs(batch)
-    for action in schedule:
-        parts[action.part].run(action, refs)
+def accumulate_gradients(stages: Stages, schedule: Schedule, batch: Batch) -> None:
+    """Submit the schedule's actions in order, without those that have no work in this step."""
+    inbox = Inbox(batch)
+    actions = without_idle(schedule, lambda action: stages[action.node.stage].is_idle(action, batch))
+    last = last_backwards(actions)
+    for at, action in enumerate(actions):
+        stages[action.node.stage].run(action, at in last, inbox)
 
 
-def update_weights(parts: Parts, batch: Batch) -> StepRefs:
-    """Submit the norm of each part, and to each part an optimizer step clipped by the norm of all.
+def update_weights(stages: Stages, ties: tuple[Tie, ...], batch: Batch) -> StepRefs:
+    """Submit the norm of each stage, and to each an optimizer step clipped by the norm of all.
 
-    A part gets the norms of the others and keeps its own: the part that ends a step goes on at once.
+    A stage gets the norms of the others and keeps its own: the stage that ends a step goes on at once. Of a weight that
+    two stages hold, each gets the other's gradient first.
     """
-    norms = {k: _first(part.group.execute_all_async("grad_norm_sq", batch.info)) for k, part in parts.items()}
+    ties = tuple(tie for tie in ties if stages[tie.owner].spec.trains)
+    shares = {name: stages[name].tied_gradient(batch.info) for tie in ties for name in (tie.owner, tie.other)}
+    tied = {tie.owner: shares[tie.other] for tie in ties} | {tie.other: shares[tie.owner] for tie in ties}
+    norms = {name: stage.grad_norm_sq(batch.info, tied.get(name, ())) for name, stage in stages.items()}
     reports = {}
-    for number, part in parts.items():
-        others = [norm for other, norm in norms.items() if other != number]
-        answers = part.group.execute_all_async("optimizer_step", batch.info, *others)
-        reports[number] = [report for (report,) in answers]
+    for name, stage in stages.items():
+        others = [norm for other, norm in norms.items() if other != name]
+        reports[name] = stage.optimizer_step(batch.info, *others)
     return StepRefs(batch.info, reports)
-
-
-def _first(of_ranks: list[list[Ref]]) -> Ref:
-    """Every rank knows the norm of its whole part; the first one's answer is as good as any."""
-    return of_ranks[0][0]

@@ -1,7 +1,7 @@
 """The objective of a step: Σ token losses / N_global, and its only scaling.
 
 N_global is the number of target tokens of the global batch. Every other file sums: over micro-batches, data,
-sequence and tensor ranks, and over the parts.
+sequence and tensor ranks, and over stages. Labels were shifted when rows were made (`dhp.batching.collate`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Targets(NamedTuple):
     tokens: Tensor
 
 
-def find_targets(labels: Tensor) -> Targets:
-    """The targets of `labels` [rows, tokens], which are not shifted and -100 where there is none. On the host, where
-    looking for them holds nothing up."""
-    rows, places = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
-    return Targets(rows * labels.shape[1] + places, labels[rows, places + 1])
+def find_targets(targets: Tensor) -> Targets:
+    """Of `targets` [rows, tokens], what each token should predict, those that are not -100. On the host, where looking
+    for them holds nothing up."""
+    flat = targets.flatten()
+    positions = (flat != IGNORED).nonzero()[:, 0]
+    return Targets(positions, flat[positions])
 
 
 def share_of_objective(head: nn.Linear, hidden: Tensor, targets: Targets, target_tokens: int) -> Tensor:

@@ -1,10 +1,13 @@
-"""What a worker is told at birth: plain values, decided by the driver."""
+"""What a worker is told at birth: plain values, decided by the run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.messages import Choices
+from dhp.base.stages import Chain, StageSpec
+
+ALL, PROJECTOR, NOTHING = "all", "projector", "nothing"  # what of a stage is trained
 
 
 @dataclass(frozen=True)
@@ -22,25 +25,44 @@ class UpdateSettings:
 
 
 @dataclass(frozen=True)
-class PartSettings:
-    """One part: which weights, how they are split, how they are updated.
+class StageSettings:
+    """One stage: which weights, how they are split, how they are updated.
 
-    dtype: a torch dtype's name; device: cpu | cuda.
+    spec: the stage; chain: it and all others.
+
+    dtype: a torch dtype's name, in which the stage computes. device: cpu | cuda.
+
+    recompute: what each of its layers recomputes at first. measure: report what activations take.
+
+    train: ALL, PROJECTOR (of the part's modules, those between tower and decoder alone) or NOTHING.
+
+    zero_stage: what is cut over ranks that hold the same slices; zero_engine, deepspeed or fsdp: who cuts it.
+
+    autotp: DeepSpeed splits the matrices over tensor ranks, not transformers.
+
+    packing: rows of the text part are packed, so that its attention is ours.
+
+    exclusive_sums: no sum over ranks goes on under another stage's computation on the same devices.
+
+    trace: keep the collectives as spans.
+
+    resume_from: the part's directory in a checkpoint; None: begin with the model's weights.
     """
 
-    part: str
+    spec: StageSpec
+    chain: Chain
     model_name: str
-    degrees: Degrees
     dtype: str
     device: str
-    recompute: str  # as `dhp.config.recompute` reads it; auto begins with everything
-    measure: bool  # report what activations take
+    recompute: Choices
+    measure: bool
+    train: str
     zero_stage: int
-    autotp: bool  # DeepSpeed splits the matrices over degrees.tensor ranks, not transformers
-    packing: bool  # rows of the text part are packed, so that its attention is ours
+    zero_engine: str
+    autotp: bool
+    packing: bool
     update: UpdateSettings
     seed: int
-    zero_engine: str = "deepspeed"  # or fsdp: who cuts the states
-    exclusive_sums: bool = False  # no sum over ranks goes on under the other part's computation
-    trace: bool = False  # keep the collectives as spans
-    resume_from: str | None = None  # this part's directory in a checkpoint; None: begin with the model's weights
+    exclusive_sums: bool = False
+    trace: bool = False
+    resume_from: str | None = None

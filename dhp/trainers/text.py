@@ -1,17 +1,20 @@
-"""The text part on one rank: tokens and embeddings in, its share of the objective and their gradients out."""
+"""The text part on one rank: a range of decoder layers, with the embedding, the head and the loss where they belong."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dhp.base.messages import Choices, DeviceInfo, PartReport, StepInfo, TextInput
-from dhp.models.family import DecoderInputs
-from dhp.models.registry import load_family
+from dhp.base.messages import Bundle, StepInfo, TextInput
+from dhp.base.stages import HIDDEN_STATES
+from dhp.models.family import DecoderInputs, LayerParts
+from dhp.models.slice import chunks_of
 from dhp.models.split import load_part
-from dhp.models.tower import EMBEDDINGS
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.activation.checkpointing import kept
 from dhp.parallel.attention.kernels import has_varlen
@@ -22,104 +25,137 @@ from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import shared_heads_style
 from dhp.trainers.moving import joined, move_with_plans, to_device
 from dhp.trainers.objective import Targets, find_targets, share_of_objective
-from dhp.trainers.part import Part
-from dhp.trainers.settings import PartSettings
+from dhp.trainers.stage import StageRank, gradient_of
 
-# Names that transformers has no mask functions for: no mask is built.
 CPU = torch.device("cpu")
+# Names that transformers has no mask functions for: no mask is built.
 PACKED, PADDED = "dhp_packed", "dhp_padded"
 
 
-class TextTrainer:
-    """forward_step, backward_step, optimizer_step of the decoder."""
+@dataclass(frozen=True)
+class _Flight:
+    """A micro-batch between its forward and its backward. output: hidden states, or the loss at the last chunk; leaves:
+    of each bundle received whose gradients go back, by name."""
 
-    def __init__(self, settings: PartSettings):
-        self.part = Part(settings)
-        self.family = load_family(settings.model_name)
-        model = self._load()
-        self.part.adopt(model, self.family.decoder.layers)
-        self._flights: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self._losses: list[Tensor] = []
+    output: Tensor
+    leaves: tuple[dict[str, Tensor], ...]
 
-    def _load(self) -> PreTrainedModel:
-        model = self._split_by_deepspeed() if self.part.settings.autotp else self._split()
-        packing = self.part.settings.packing
-        name, attention = (PACKED, packed_attention) if packing else (PADDED, sdpa_attention_forward)
+
+class TextTrainer(StageRank):
+    """See `dhp.step.stages.StageTrainer`."""
+
+    def load_slice(self) -> PreTrainedModel:
+        self._chunks = chunks_of(self.spec.chunks, self.family.decoder.whole)
+        model = self._split_by_deepspeed() if self.settings.autotp else self._split()
+        name, attention = (
+            (PACKED, packed_attention) if self.settings.packing else (PADDED, sdpa_attention_forward)
+        )
         AttentionInterface.register(name, kept(KEPT_ATTENTION, attention))
         self.family.decoder.use_attention(model, name)
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._losses: list[Tensor] = []
         return model
 
+    def layer_parts(self) -> LayerParts:
+        return self.family.decoder.layers
+
+    def projector(self) -> Sequence[str]:
+        return ()  # it is the vision part's
+
+    def is_active(self, info: StepInfo) -> bool:
+        return info.target_tokens > 0
+
+    def forward_step(self, micro_batch: int, chunk: int, work: TextInput, *received: Bundle) -> tuple[Bundle, ...]:
+        """Run a chunk's layers. received: hidden states of the chunk before, and what the vision shards send."""
+        leaves, flying = self._leaves(chunk, received)
+        hidden = next((bundle[HIDDEN_STATES] for bundle in leaves if HIDDEN_STATES in bundle), None)
+        inputs, targets, extra = self._inputs(work, hidden, [b for b in leaves if HIDDEN_STATES not in b])
+        part = self._chunks[chunk]
+
+        def compute() -> Tensor:
+            states = self.family.decoder.run(self.model, part, inputs, **extra)
+            if not part.last:
+                return states
+            return share_of_objective(self.model.get_output_embeddings(), states, targets, work.target_tokens)
+
+        with self.metered_forward(inputs.input_ids.numel(), micro_batch):
+            output = self.optimizer.forward(compute)
+        if part.last:
+            self._losses.append(output.detach())
+        self._flights[micro_batch, chunk] = _Flight(output, flying)
+        if part.last or not self.sends:
+            return ()
+        return tuple(Bundle({HIDDEN_STATES: output.detach()}) for _ in self.edges_out(chunk))
+
+    def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
+        """Back through a chunk: gradients of what its forward received, for those that sent it."""
+        flight = self._flights.pop((micro_batch, chunk))
+        loss = flight.output
+        if received:  # gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes
+            (bundle,) = received
+            loss = (flight.output * to_device(bundle.tensors[HIDDEN_STATES], self.device)).sum()
+        with self.metered_backward():
+            self.optimizer.backward(loss, last)
+        if not self.sends:
+            return ()
+        return tuple(Bundle({name: gradient_of(leaf) for name, leaf in bundle.items()}) for bundle in flight.leaves)
+
+    def take_loss(self) -> float | None:
+        """This replica's share of the objective, at the stage that has the head."""
+        if not any(chunk.last for chunk in self._chunks):
+            return None
+        loss = float(torch.stack(self._losses).sum())
+        self._losses.clear()
+        return loss
+
     def _split(self) -> PreTrainedModel:
-        name, family, ranks = self.part.settings.model_name, self.family, self.part.settings.degrees.tensor
-        plan, shared = dict(family.decoder.tensor_plan), ranks > family.decoder.kv_heads
-        if shared:
-            plan |= dict.fromkeys(family.decoder.kv_projections, shared_heads_style(family.decoder.kv_heads))
-        mesh = self.part.mesh["tensor"]
-        model = load_part(name, family.tower.modules, self.part.master_dtype, mesh, plan, local_plan)
+        decoder, ranks = self.family.decoder, self.spec.degrees.tensor
+        plan = dict(decoder.tensor_plan)
+        if ranks > decoder.kv_heads:
+            plan |= dict.fromkeys(decoder.kv_projections, shared_heads_style(decoder.kv_heads))
+        model = self._load(plan, self.mesh["tensor"])
         use_local_slices(model)
-        if shared:
-            family.decoder.share_kv_heads(model, ranks)
+        if ranks > decoder.kv_heads:
+            decoder.share_kv_heads(model, ranks)
         return model
 
     def _split_by_deepspeed(self) -> PreTrainedModel:
-        model = load_part(self.part.settings.model_name, self.family.tower.modules, self.part.master_dtype)
-        split_by_autotp(model, self.part.mesh["tensor"])
+        model = self._load({}, None)
+        split_by_autotp(model, self.mesh["tensor"])
         return model
 
-    def forward_step(self, micro_batch: int, work: TextInput, *embeddings: Tensor) -> None:
-        """Run the decoder on one micro-batch; `embeddings` [rows, hidden] from each vision rank, in rank order."""
-        device, dtype = self.part.device, self.part.dtype
-        leaves = [to_device(rows, device).requires_grad_() for rows in embeddings]
+    def _load(self, plan: dict[str, str], mesh: torch.distributed.device_mesh.DeviceMesh | None) -> PreTrainedModel:
+        dropped = (*self.family.tower.modules, *self.family.decoder.absent(self._chunks))
+        return load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan or None, local_plan)
+
+    def _leaves(
+        self, chunk: int, received: Sequence[Bundle]
+    ) -> tuple[list[dict[str, Tensor]], tuple[dict[str, Tensor], ...]]:
+        """What was received, on the device; and those of it whose gradients will be asked for."""
+        back = {name for edge in self.edges_in(chunk) if edge.gradients for name in edge.tensors}
+        leaves, flying = [], []
+        for bundle in received:
+            moved = {name: to_device(tensor, self.device) for name, tensor in bundle.tensors.items()}
+            if back.issuperset(moved):
+                moved = {name: tensor.requires_grad_() for name, tensor in moved.items()}
+                flying.append(moved)
+            leaves.append(moved)
+        return leaves, tuple(flying)
+
+    def _inputs(
+        self, work: TextInput, hidden: Tensor | None, pictures: Sequence[dict[str, Tensor]]
+    ) -> tuple[DecoderInputs, Targets, dict[str, object]]:
+        """The decoder's inputs on the device, the targets, and what the attention function is told."""
         plans = []
         if work.lengths is not None:
-            plans.append(plan_segments(work.lengths, CPU, causal=True, varlen=has_varlen(device, dtype)))
+            plans.append(plan_segments(work.lengths, CPU, causal=True, varlen=has_varlen(self.device, self.dtype)))
         named = work.tensors
-        given = (named["input_ids"], named["position_ids"], *find_targets(named["labels"]), _image_rows(work))
-        (input_ids, position_ids, *targets, image_rows), moved = move_with_plans(given, plans, device)
-        images = {} if work.placement is None else {EMBEDDINGS: joined(leaves).to(dtype)}
-        inputs = DecoderInputs(input_ids, position_ids, images, image_rows)
-        extra = dict(zip(["segments"], moved))  # none where rows are padded
-
-        def objective() -> Tensor:
-            hidden = self.family.decoder.hidden_states(self.part.model, inputs, **extra)
-            head = self.part.model.get_output_embeddings()
-            return share_of_objective(head, hidden, Targets(*targets), work.target_tokens)
-
-        with self.part.metered_forward(input_ids.numel()):
-            self._flights[micro_batch] = (self.part.update.forward(objective), leaves)
-
-    def backward_step(self, micro_batch: int, last: bool, hand_over: bool) -> tuple[Tensor, ...]:
-        """Back through the decoder; gradient of each vision rank's embeddings, in rank order, with `hand_over`.
-
-        Tensor ranks hold the same rows and so the same gradients: one of them hands over, they are not summed.
-        """
-        loss, leaves = self._flights.pop(micro_batch)
-        with self.part.metered_backward():
-            self.part.update.backward(loss, last)
-        self._losses.append(loss.detach())
-        return tuple(_gradient(leaf) for leaf in leaves) if hand_over else ()
-
-    def grad_norm_sq(self, info: StepInfo) -> float:
-        """Squared norm of this part's whole gradient, over its tensor ranks too."""
-        return self.part.measure_norm(info.target_tokens > 0)
-
-    def optimizer_step(self, info: StepInfo, *other_norms_sq: float) -> PartReport:
-        """Clip by the joint norm of this part and the others, and update; reports this replica's share of the loss."""
-        loss = float(torch.stack(self._losses).sum())
-        self._losses.clear()
-        return self.part.finish_step(info, other_norms_sq, loss, active=info.target_tokens > 0)
-
-    def set_recompute(self, choices: Choices) -> None:
-        """What each layer recomputes from the next micro-batch on."""
-        self.part.set_recompute(choices)
-
-    def describe_device(self, measure: bool) -> DeviceInfo:
-        """What this rank computes on."""
-        return self.part.describe_device(measure)
-
-    def save(self, folder: str) -> tuple[str, ...]:
-        """Write this rank's share of the weights below `folder`."""
-        return self.part.save(folder)
+        given = (named["input_ids"], named["position_ids"], *find_targets(named["targets"]), _image_rows(work))
+        (input_ids, position_ids, *targets, image_rows), moved = move_with_plans(given, plans, self.device)
+        names = pictures[0] if pictures else ()
+        images = {name: joined([bundle[name] for bundle in pictures]).to(self.dtype) for name in names}
+        inputs = DecoderInputs(input_ids, position_ids, images, image_rows, hidden)
+        return inputs, Targets(*targets), dict(zip(["segments"], moved))  # no segments where rows are padded
 
 
 def _image_rows(work: TextInput) -> Tensor:
@@ -129,7 +165,3 @@ def _image_rows(work: TextInput) -> Tensor:
     rows = torch.empty_like(work.placement)
     rows[work.placement] = work.tensors["mm_token_type_ids"].flatten().nonzero()[:, 0]
     return rows
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

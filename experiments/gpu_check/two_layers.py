@@ -22,7 +22,7 @@ from dhp.config.shipped import shipped_directory
 from dhp.data.sample import IGNORED, Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.trainers.settings import PartSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from dhp.base.messages import PartReport, StepData
+from dhp.base.messages import StageReport, StepData
 from dhp.batching.loader import Feed
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import Watched, wait_all
@@ -21,7 +21,7 @@ from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.planner.costs import Arrangement
 from dhp.step.schedule import TEXT, VISION, sequential
 from dhp.step.stages import Batch, Parts, make_parts
@@ -124,7 +124,7 @@ def run_layout(
     return found
 
 
-def _train(parts: Parts, batch: Batch, steps: int) -> tuple[tuple[float, ...], dict[int, list[PartReport]]]:
+def _train(parts: Parts, batch: Batch, steps: int) -> tuple[tuple[float, ...], dict[int, list[StageReport]]]:
     """Seconds from the end of each step to the end of the next one, and what all ranks tell of the last. As in a run,
     the next step is submitted while one runs."""
     ends, following = [], _submit(parts, batch)
@@ -142,7 +142,7 @@ def _submit(parts: Parts, batch: Batch) -> tuple[list[Watched], dict[int, list[A
     return [w for part in parts.values() for w in part.group.take_watched()], submitted.reports
 
 
-def _bytes(reports: Mapping[int, Sequence[PartReport]]) -> tuple[int, int]:
+def _bytes(reports: Mapping[int, Sequence[StageReport]]) -> tuple[int, int]:
     """Peak of activations on the fuller device, and bytes sent by all: device k has rank k of both parts."""
     taking_turns = Arrangement(shared=True, outstanding=1, together=False)
     peaks = []

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dhp.base.messages import PartUsage, StepData
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.messages import StageUsage, StepData
+from dhp.base.degrees import Degrees
 from dhp.planner.costs import Arrangement
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
@@ -90,7 +90,7 @@ class Device:
         return combine(vision, text)
 
 
-def combine(vision: PartUsage, text: PartUsage) -> Peaks:
+def combine(vision: StageUsage, text: StageUsage) -> Peaks:
     """Of one rank that takes turns: vision keeps what its forward kept while text works."""
     held = vision.before_bytes + vision.after_bytes + sum(layer.held_bytes for layer in vision.layers)
     return Peaks(vision.peak_bytes, int(TAKING_TURNS.device_bytes(held, vision.peak_bytes, text.peak_bytes)))

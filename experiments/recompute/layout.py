@@ -13,13 +13,13 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
-from dhp.base.messages import PartUsage, StepData
+from dhp.base.messages import StageUsage, StepData
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.cluster import Layout as Actors
 from dhp.cluster.dispatch import PerRank, spread
 from dhp.cluster.watch import wait_all
 from dhp.models.registry import load_family
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.planner.costs import Arrangement, Plan
 from dhp.planner.planner import Planner
 from dhp.run.adaptive_recompute import arrange, usage_of
@@ -34,7 +34,7 @@ TIMEOUT_S = 900.0
 TRAINERS = {"vision": VisionTrainer, "text": TextTrainer}
 NUMBERS = {"vision": VISION, "text": TEXT}
 UPDATE = UpdateSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
-Usages = dict[str, PartUsage | None]
+Usages = dict[str, StageUsage | None]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import IGNORED, Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 
 IMAGE, START, END, VIDEO = 2040, 2041, 2042, 2043
 HEADS = 4

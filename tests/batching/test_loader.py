@@ -14,6 +14,7 @@ from transformers.vision_utils import get_vision_position_ids
 
 from dhp.base.errors import ModelError
 from dhp.base.messages import StepData
+from dhp.base.routes import Route
 from dhp.batching.loader import FeedSettings
 from dhp.batching.loader import make_feed as make_real_feed
 from dhp.config.schema import DatasetEntry
@@ -21,7 +22,7 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import Reading
 from dhp.models.registry import load_family
 from dhp.models.tiny import make_tiny_model
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, make_feed
 from tests.helpers.tiny import make_sample
@@ -42,7 +43,7 @@ def deal(model: str, case: Case, samples: list) -> StepData:
 def test_every_patch_reaches_exactly_one_rank(made_model: str, case: Case) -> None:
     samples = mixed_step()
     data = deal(made_model, case, samples)
-    sent = torch.cat([work.pixels[: 4 * sum(work.rows)] for row in data.vision for work in row])
+    sent = torch.cat([work.pixels[: 4 * sum(work.rows)] for row in data.work["vision"] for work in row])
     all_pixels = torch.cat([torch.from_numpy(p) for s in samples for p in s.pixels])
     assert len(sent) == len(all_pixels)
     key = lambda rows: sorted(map(float, rows[:, 0]))
@@ -54,7 +55,7 @@ def test_patches_travel_as_the_tower_rounds_them(made_model: str) -> None:
     case, samples = LAYOUTS[1], mixed_step()
     exact, rounded = make_feed(made_model, case, [samples]), make_feed(made_model, case, [samples])
     rounded._dealer._pixel_dtype = torch.bfloat16
-    for ours, theirs in zip(rounded.step(0).vision[0], exact.step(0).vision[0], strict=True):
+    for ours, theirs in zip(rounded.step(0).work["vision"][0], exact.step(0).work["vision"][0], strict=True):
         assert ours.pixels.dtype == torch.bfloat16 and ours.pixels.nbytes == theirs.pixels.nbytes // 2
         assert torch.equal(ours.pixels, theirs.pixels.to(torch.bfloat16))
 
@@ -65,13 +66,14 @@ def test_rows_come_back_in_the_order_of_the_placeholders(made_model: str, case: 
     samples = mixed_step()
     data = deal(made_model, case, samples)
     rows = iter(samples)
-    for vision, text in zip(data.vision, data.text, strict=True):
+    for vision, text, route in zip(data.work["vision"], data.work["text"], data.routes["vision"], strict=True):
         encoded = [work.pixels[::4, 0][: sum(work.rows)].split(work.rows) for work in vision]
+        sent = {(v, d): rows for v, ds in route.targets.items() for d, rows in zip(ds, encoded[v], strict=True)}
+        assert all(len(rows) for rows in sent.values()) and sum(map(len, encoded)) == len(sent)
         for d, work in enumerate(text):
             own = [next(rows) for _ in range(len(work.tensors["input_ids"]))]
             expected = [torch.from_numpy(p)[::4, 0] for s in own for p in s.pixels]
-            received = torch.cat([of_rank[d] for of_rank in encoded])
-            assert tuple(len(of_rank[d]) for of_rank in encoded) == work.received
+            received = torch.cat([sent[v, d] for v in route.sources.get(d, ())] or [torch.empty(0)])
             if expected:
                 assert torch.equal(received[work.placement], torch.cat(expected))
             else:
@@ -80,12 +82,12 @@ def test_rows_come_back_in_the_order_of_the_placeholders(made_model: str, case: 
 
 def test_a_rank_without_work_gets_one_window_of_its_own(made_model: str) -> None:
     data = deal(made_model, Case(Degrees(ulysses=4), Degrees(), micro_batches=1), step_with_one_window())
-    busy, *idle = data.vision[0]
-    assert busy.rows == (1,) and all(work.rows == (0,) for work in idle)
+    busy, *idle = data.work["vision"][0]
+    assert busy.rows == (1,) and all(work.rows == () for work in idle)
     for work in idle:
-        assert work.active and work.window_lengths == (4,) and work.pixels.shape == (4, 3 * 2 * 14 * 14)
+        assert work.window_lengths == (4,) and work.pixels.shape == (4, 3 * 2 * 14 * 14)
         assert work.positions.tolist() == [[0, 0]] * 4
-    for work in data.vision[0]:  # a dummy window is a segment that nobody else sees
+    for work in data.work["vision"][0]:  # a dummy window is a segment that nobody else sees
         assert work.segment_lengths == (4, 4, 4, 4)
         assert work.shards == (((0, 0, 4),), ((1, 0, 4),), ((2, 0, 4),), ((3, 0, 4),))
 
@@ -93,7 +95,7 @@ def test_a_rank_without_work_gets_one_window_of_its_own(made_model: str) -> None
 def test_small_images_stay_whole_and_a_large_one_is_divided(made_model: str) -> None:
     samples = [make_sample([(1, 16, 16), (1, 4, 4), (1, 4, 4)], 4, 2, 1, 505)]
     data = deal(made_model, Case(Degrees(ulysses=2), Degrees(), micro_batches=1), samples)
-    work = data.vision[0][0]
+    work = data.work["vision"][0][0]
     spans = [span for shard in work.shards for span in shard]
     assert sorted(work.segment_lengths) == [16, 16, 256]
     assert sum(count for _, _, count in spans) == sum(work.segment_lengths)
@@ -118,7 +120,7 @@ def test_ranks_hold_each_patch_of_each_frame_once(made_model: str, vision: Degre
     """Frames of one video are segments of their own: a rank's span of one must not lie in another."""
     (sample,) = videos()
     data = deal(made_model, Case(vision, Degrees(), micro_batches=1), [sample])
-    works = data.vision[0]
+    works = data.work["vision"][0]
     assert len({(work.segment_lengths, work.shards) for work in works}) == 1  # all know the same
     lengths, shards = works[0].segment_lengths, works[0].shards
     assert sorted(lengths) == sorted([256, 256, 16, 32, 32, 32])
@@ -137,7 +139,7 @@ def test_rows_and_positions_of_videos_come_back_in_order(made_model: str, vision
     """A patch is told by its first value: by it, its row among the placeholders and its place in the frame."""
     (sample,) = videos()
     data = deal(made_model, Case(vision, Degrees(), micro_batches=1), [sample])
-    works, (text,) = data.vision[0], data.text[0]
+    works, (text,) = data.work["vision"][0], data.work["text"][0]
     patches = torch.cat([torch.from_numpy(p) for p in sample.pixels])
     received = torch.cat([work.pixels[: 4 * sum(work.rows)].unflatten(0, (-1, 4)) for work in works])
     assert torch.equal(received[text.placement].flatten(0, 1), patches)
@@ -146,17 +148,22 @@ def test_rows_and_positions_of_videos_come_back_in_order(made_model: str, vision
     assert torch.equal(places[text.placement].flatten(0, 1), torch.cat(expected))
 
 
-def test_a_step_without_images_leaves_the_vision_part_idle(made_model: str) -> None:
+def test_a_step_without_images_sends_nothing(made_model: str) -> None:
     data = deal(made_model, Case(Degrees(ulysses=2), Degrees()), step_without_image())
-    assert not any(work.active or work.last for row in data.vision for work in row)
+    assert data.routes["vision"] == (Route(()),) * 2
     assert data.info.images == data.info.vision_tokens == 0
 
 
-def test_last_is_the_last_micro_batch_with_an_image(made_model: str) -> None:
+def test_the_route_says_who_has_rows_for_whom(made_model: str) -> None:
+    """Two samples a replica: two images of the first replica, one after the other, then one of each."""
     samples = [*mixed_step()[:2], *step_without_image()[:2]]
     data = deal(made_model, Case(Degrees(ulysses=2), Degrees(), micro_batches=4), samples)
-    assert [[work.last for work in row] for row in data.vision] == [[False] * 2, [True] * 2, [False] * 2, [False] * 2]
-    assert [row[0].active for row in data.vision] == [True, True, False, False]
+    assert [bool(route.pairs) for route in data.routes["vision"]] == [True, True, False, False]
+    data = deal(made_model, Case(Degrees(data=3), Degrees(data=4), micro_batches=1), mixed_step())
+    (route,) = data.routes["vision"]
+    rows = [sum(work.rows) for work in data.work["vision"][0]]
+    assert [len(route.targets.get(v, ())) for v in range(3)] == [len(w.rows) for w in data.work["vision"][0]]
+    assert {d for _, d in route.pairs} == {0, 1, 3} and sum(rows) == 15 + 6 + 4 + 35
 
 
 def test_counts_are_global_and_rows_padded_right(made_model: str) -> None:
@@ -167,13 +174,13 @@ def test_counts_are_global_and_rows_padded_right(made_model: str) -> None:
     assert data.info.target_tokens == 3 + 8 + 1 + 2
     assert data.info.vision_tokens == 60 + 24 + 16 + 140
     assert data.info.tokens == sum(len(s.input_ids) for s in samples)
-    assert {work.target_tokens for row in data.text for work in row} == {14}
+    assert {work.target_tokens for row in data.work["text"] for work in row} == {14}
 
 
 def test_an_empty_place_becomes_one_padding_token_without_target(made_model: str) -> None:
     data = deal(made_model, Case(Degrees(), Degrees(data=2), micro_batches=1), [make_sample([], 4, 2, 1, 505)])
-    empty = data.text[0][1].tensors
-    assert empty["input_ids"].tolist() == [[0]] and empty["labels"].tolist() == [[-100]]
+    empty = data.work["text"][0][1].tensors
+    assert empty["input_ids"].tolist() == [[0]] and empty["targets"].tolist() == [[-100]]
     assert data.info.samples == 1 and data.info.target_tokens == 2
 
 
@@ -181,8 +188,10 @@ def test_inputs_for_a_plain_model_are_what_the_ranks_get(made_model: str) -> Non
     case = Case(Degrees(ulysses=2), Degrees(data=2))
     feed = make_feed(made_model, case, [mixed_step()])
     named, data = feed.model_inputs(0), feed.step(0)
-    for m, row in enumerate(data.text):
+    for m, row in enumerate(data.work["text"]):
         for d, work in enumerate(row):
+            labels = named[f"{d}/{m}/labels"]
+            named[f"{d}/{m}/targets"] = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
             for name, tensor in work.tensors.items():
                 assert torch.equal(named[f"{d}/{m}/{name}"], tensor), name
     assert {key for key in named if key.endswith("pixel_values")} == {
@@ -225,7 +234,7 @@ def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Pa
     named = {key.rpartition("/")[2]: tensor for key, tensor in feed.model_inputs(0).items()}
     assert named["video_grid_thw"].tolist() == [[2, 6, 8]]  # four frames, in pairs
     assert named["second_per_grid_ts"].tolist() == [1.5]
-    ((work,),) = feed.step(0).vision
+    ((work,),) = feed.step(0).work["vision"]
     assert len(work.pixels) == len(named["pixel_values_videos"]) == 2 * 6 * 8
     model = AutoModelForImageTextToText.from_pretrained(model_name)
     positions = named.pop("position_ids")
@@ -240,12 +249,13 @@ def test_a_packed_row_has_no_padding_and_no_target_across_samples(made_model: st
     case = Case(Degrees(), Degrees(data=2), micro_batches=1, packing=True)
     feed = make_feed(made_model, case, [samples])
     data = feed.step(0)
-    first, second = data.text[0]
+    first, second = data.work["text"][0]
     assert first.lengths == tuple(len(s.input_ids) for s in samples[:2])
     assert first.tensors["input_ids"].tolist()[0] == [t for s in samples[:2] for t in s.input_ids]
-    assert data.info.places == data.info.tokens
+    assert data.info.padded_tokens == data.info.tokens
     starts = [0, first.lengths[0]]
-    assert first.tensors["labels"][0, starts].tolist() == [-100, -100]
+    ends = [length - 1 for length in (starts[1], sum(first.lengths))]
+    assert first.tensors["targets"][0, ends].tolist() == [-100, -100]
     assert first.tensors["position_ids"][:, 0, starts].tolist() == [[0, 0]] * 3
     named = feed.model_inputs(0)
     # For a plain model, which knows no packed rows: a row a sample.
@@ -258,9 +268,9 @@ def test_the_first_token_of_a_packed_sample_is_never_a_target(made_model: str) -
     samples = [make_sample([], tokens, tokens + 2, seed, 505) for tokens, seed in ((4, 1), (2, 2), (6, 3))]
     assert all((sample.labels == sample.input_ids).all() for sample in samples)
     data = deal(made_model, Case(Degrees(), Degrees(), micro_batches=1, packing=True), samples)
-    labels = data.text[0][0].tensors["labels"][0]
-    assert labels.tolist() == [n for sample in samples for n in (-100, *sample.labels[1:].tolist())]
-    assert data.info.target_tokens == int((labels[1:] != -100).sum()) == 5 + 3 + 7
+    targets = data.work["text"][0][0].tensors["targets"][0]
+    assert targets.tolist() == [n for sample in samples for n in (*sample.labels[1:].tolist(), -100)]
+    assert data.info.target_tokens == int((targets != -100).sum()) == 5 + 3 + 7
 
 
 def test_loads_are_told_with_padding_and_without(made_model: str) -> None:
@@ -268,7 +278,7 @@ def test_loads_are_told_with_padding_and_without(made_model: str) -> None:
     samples = [make_sample([(1, 4, 4)], 4, 2, 1, 505), make_sample([], 3, 2, 2, 505)]
     for packing, places in ((True, (11, 5)), (False, (11, 5))):
         info = deal(made_model, Case(Degrees(data=2), Degrees(data=2), 1, packing=packing), samples).info
-        assert (info.tokens, info.places) == (16, sum(places))
+        assert (info.tokens, info.padded_tokens) == (16, sum(places))
         assert info.dist_ratio == {"vision": 0.5, "text": pytest.approx(6 / 22)}
     images = [[(1, 4, 4)], [(1, 4, 6)], [], [(1, 4, 8)]]
     samples = [*samples, *(make_sample(grids, 3, 2, n, 505) for n, grids in enumerate(images))]
@@ -276,7 +286,7 @@ def test_loads_are_told_with_padding_and_without(made_model: str) -> None:
     # Patches of the ranks: 16, 16 and none, then 24, 32 and none; against the busiest one, in the mean.
     assert info.dist_ratio["vision"] == pytest.approx((1 - 32 / 48 + 1 - 56 / 96) / 2)
     info = deal(made_model, Case(Degrees(), Degrees(), 1), samples[:2]).info  # a row of 11 and a padded one
-    assert (info.tokens, info.places, info.dist_ratio) == (16, 22, {"vision": 0.0, "text": 0.0})
+    assert (info.tokens, info.padded_tokens, info.dist_ratio) == (16, 22, {"vision": 0.0, "text": 0.0})
 
 
 def test_layouts_of_images_are_kept_and_those_of_videos_are_not(made_model: str) -> None:
@@ -291,4 +301,4 @@ def test_layouts_of_images_are_kept_and_those_of_videos_are_not(made_model: str)
 def test_an_empty_packed_place_is_one_padding_token(made_model: str) -> None:
     case = Case(Degrees(), Degrees(data=2), micro_batches=1, packing=True)
     data = deal(made_model, case, [make_sample([], 4, 2, 1, 505)])
-    assert data.text[0][1].lengths == (1,) and data.text[0][1].tensors["labels"].tolist() == [[-100]]
+    assert data.work["text"][0][1].lengths == (1,) and data.work["text"][0][1].tensors["targets"].tolist() == [[-100]]

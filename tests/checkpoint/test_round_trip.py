@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,13 +11,10 @@ import torch
 
 from dhp.base.errors import CheckpointError
 from dhp.checkpoint.shards import read_shards
-from dhp.parallel.comm.mesh import Degrees
-from dhp.step.schedule import SCHEDULES, TEXT
-from dhp.step.stages import Batch, make_parts
-from dhp.step.step import train_step
+from dhp.base.degrees import Degrees
+from dhp.trainers.settings import NOTHING, PROJECTOR
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
-from tests.helpers.layouts import Case, InspectedText, InspectedVision, Trained, make_feed, settings
-from tests.helpers.ranks import LocalGroup
+from tests.helpers.layouts import Case, Running, Trained, make_feed
 
 # The second leaves the vision part as it is, so that its optimizer has taken fewer steps than the run.
 STEPS = [mixed_step(), step_without_image(), step_with_one_window(), mixed_step()]
@@ -31,6 +27,10 @@ CASES = [
     Case(Degrees(), Degrees(data=2, tensor=2), dtype="bfloat16", autotp=True),
     Case(Degrees(data=2, tensor=2), Degrees(data=2, tensor=2), 2, "bfloat16", 2, text_zero_stage=3, fsdp=True),
     Case(Degrees(data=3), Degrees(data=3, tensor=2), 2, "float32", 3, text_zero_stage=2, fsdp=True),
+    Case(Degrees(), Degrees(data=2, tensor=2), 2, "bfloat16", schedule="1f1b", stages=2),
+    Case(Degrees(data=2), Degrees(data=2), 2, "float32", 2, text_zero_stage=3, fsdp=True, schedule="1f1b", stages=2),
+    Case(Degrees(data=2), Degrees(), 2, "float32", vision_train=PROJECTOR),
+    Case(Degrees(), Degrees(data=2), 2, "float32", vision_train=NOTHING, schedule="1f1b", stages=2),
 ]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -38,23 +38,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def train(model: str, case: Case, steps: Iterable[int], save: Path, resume: Path | None = None) -> Trained:
     """Losses of the steps and the weights after them; everything saved to `save`, begun from `resume`."""
     feed, losses = make_feed(model, case, STEPS), []
-    own = [
-        replace(settings(part, model, case), resume_from=resume and str(resume / part)) for part in ("vision", "text")
-    ]
-    with (
-        LocalGroup(InspectedVision, case.vision.world, own[0]) as vision,
-        LocalGroup(InspectedText, case.text.world, own[1]) as text,
-    ):
-        parts = make_parts(vision, text, case.vision, case.text, case.micro_batches)
+    begin = lambda stage: resume and str(resume / stage.part)
+    with Running(model, case, resume_from=begin) as running:
         for k in steps:
-            data = feed.step(k)
-            refs = train_step(
-                parts, SCHEDULES[case.schedule](case.micro_batches), Batch(data.info, data.vision, data.text)
-            )
-            losses.append(sum(report.loss for report in parts[TEXT].leaders(refs.reports[TEXT])))
-        vision.execute_all("save", str(save / "vision"))
-        text.execute_all("save", str(save / "text"))
-        return Trained(losses, [], [], [vision.execute_all("weights"), text.execute_all("weights")])
+            loss, _ = running.step(feed.step(k))
+            losses.append(loss)
+        running.save(save)
+        return Trained(losses, [], [], running.weights())
 
 
 def assert_same_tensors(folder: Path, other: Path) -> None:

@@ -74,7 +74,7 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         ({"vision__data": 2}, ["data(2) × ulysses(1) × ring(1) × tensor(1) = 2 != num_actors(1)"]),
         (
             {"text__parallelism": "tensor", "text__num_actors": 2, "text__ring": 2},
-            ["text.ring=2 does not exist yet", "text has data and tensor", "ring = 1"],
+            ["text.ring=2 does not exist yet", "text has pipeline, data, tensor", "ring = 1"],
         ),
         (
             {"vision__parallelism": "tensor", "vision__num_actors": 2, "vision__zero_stage": 1},
@@ -82,10 +82,10 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         ),
         (
             {"text__parallelism": "tensor", "text__num_actors": 2, "text__ulysses": 2},
-            ["text.ulysses=2 does not exist yet", "text has data and tensor"],
+            ["text.ulysses=2 does not exist yet", "text has pipeline, data, tensor"],
         ),
         ({"vision__parallelism": "tensr"}, ["vision.parallelism=tensr", "did you mean tensor?"]),
-        ({"text__parallelism": "sequence"}, ["text.parallelism=sequence", "none, data, tensor, deepspeed, autotp"]),
+        ({"text__parallelism": "sequence"}, ["text.parallelism=sequence", "none, data, tensor, pipeline, deepspeed, autotp"]),
         ({"vision__parallelism": "sequnce"}, ["did you mean sequence?"]),
         ({"text__num_actors": 0}, ["text.num_actors=0", "text.num_actors >= 1"]),
         ({"text__tensor": -2}, ["text.tensor=-2", "text.tensor >= 1"]),
@@ -139,6 +139,47 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         (
             {"vision__zero_stage": 1, "vision__dtype": "float64"},
             ["vision.zero_stage=1 with vision.dtype=float64", "DeepSpeed", "vision.dtype=float32"],
+        ),
+        (
+            {"vision__num_actors": 2, "vision__pipeline": 2, "vision__parallelism": "data"},
+            ["vision.pipeline=2 does not exist yet", "vision has data, ulysses, ring, tensor"],
+        ),
+        (
+            {"text__parallelism": "tensor", "text__num_actors": 4, "text__pipeline": 3},
+            ["pipeline(3) × data(1) × ulysses(1) × ring(1) = 3 does not divide num_actors(4)"],
+        ),
+        ({"text__virtual_stages": 2}, ["text.virtual_stages=2 with text.pipeline=1", "Set text.pipeline to 2 or more"]),
+        (
+            {"text__parallelism": "pipeline", "text__num_actors": 2, "text__cuts": [1, 2]},
+            ["text.cuts=[1, 2] has 2 layers", "pipeline(2) × virtual_stages(1) - 1 = 1"],
+        ),
+        (
+            {
+                "text__parallelism": "pipeline",
+                "text__num_actors": 2,
+                "text__virtual_stages": 2,
+                "training__schedule": "gpipe",
+            },
+            ["text.virtual_stages=2 with training.schedule=gpipe", "Set training.schedule=interleaved"],
+        ),
+        (
+            {"text__parallelism": "pipeline", "text__num_actors": 2, "training__schedule": "interleaved"},
+            ["training.schedule=interleaved with text.virtual_stages=1", "training.schedule=1f1b"],
+        ),
+        ({"training__schedule": "pipedream"}, ["did you mean 1f1b?"]),
+        (
+            {"text__parallelism": "autotp", "text__num_actors": 4, "text__pipeline": 2},
+            ["text.pipeline=2 with text.parallelism=autotp", "Set text.parallelism=tensor or pipeline"],
+        ),
+        (
+            {"vision__trainable": False, "text__trainable": False},
+            ["nothing would be trained", "vision.train=projector"],
+        ),
+        ({"vision__trainable": False, "vision__train": "projector"}, ["vision.trainable=false with vision.train"]),
+        ({"text__train": "projector"}, ["text.train=projector does not exist; choose from all"]),
+        (
+            {"vision__trainable": False, "vision__zero_stage": 1},
+            ["vision.zero_stage=1 with vision.trainable=false", "Set vision.zero_stage=0"],
         ),
         ({"vision__parallelism": "ulysses"}, ["vision.parallelism=ulysses does not exist", "did you mean sequence?"]),
         ({"vision__parallelism": "TP"}, ["did you mean tensor?"]),

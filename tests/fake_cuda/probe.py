@@ -55,7 +55,7 @@ def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulys
     import torch
 
     from dhp.models.registry import load_family
-    from dhp.parallel.comm.mesh import Degrees
+    from dhp.base.degrees import Degrees
     from dhp.trainers.settings import PartSettings, UpdateSettings
     from dhp.trainers.text import TextTrainer
     from dhp.trainers.vision import VisionTrainer

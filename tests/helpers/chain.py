@@ -74,7 +74,7 @@ class Chain:
             inputs = DecoderInputs(named["input_ids"], named["position_ids"], images, places, hidden[-1])
             outputs.append(self.run(owner, chunk, inputs))
             hidden.append(outputs[-1].detach().requires_grad_())
-        loss = self.objective(hidden[-1], Targets(*find_targets(named["labels"])), total)
+        loss = self.objective(hidden[-1], Targets(*find_targets(named["targets"])), total)
         loss.backward()
         for number in reversed(range(len(self.chunks))):
             outputs[number].backward(self.hidden_gradient(number, hidden[number + 1].grad))

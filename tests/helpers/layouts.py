@@ -1,11 +1,13 @@
-"""Run both parts of a layout on local ranks beside the oracle, and compare everything there is."""
+"""Run all stages of a layout on local ranks beside the oracle, and compare everything there is."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,20 +17,24 @@ from torch.distributed.tensor import DTensor
 from dhp.base.messages import StepData
 from dhp.batching.collate import Rows
 from dhp.batching.scatter import Dealer
+from dhp.config.recompute import read_choices
 from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
+from dhp.base.stages import Chain, StageSpec
 from dhp.parallel.optimizer import zero
+from dhp.parallel.optimizer.frozen import Frozen
 from dhp.parallel.optimizer.fsdp import FullySharded
 from dhp.parallel.tensor.local_shards import all_laid_out
-from dhp.step.schedule import SCHEDULES, TEXT, VISION
-from dhp.step.stages import Batch, make_parts
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import Batch, make_stages
 from dhp.step.step import accumulate_gradients, update_weights
-from dhp.trainers.settings import PartSettings, UpdateSettings
+from dhp.trainers.settings import ALL, NOTHING, PROJECTOR, StageSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
+from tests.helpers.chains import make_chain
 from tests.helpers.oracle import MixedOracle, Oracle, Step
 from tests.helpers.ranks import LocalGroup
 
@@ -63,6 +69,10 @@ class Case:
     autotp: bool = False
     recompute: str = "none"
     fsdp: bool = False  # the states of both parts are cut by torch, not by DeepSpeed
+    stages: int = 1  # of the text part
+    chunks: int = 1  # of each of them
+    vision_train: str = ALL
+    text_trains: bool = True
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -74,6 +84,10 @@ class Case:
         again += f", {self.recompute}" if self.recompute != "none" else ""
         vision, text = (str(d).replace(" ", "") for d in (self.vision, self.text))
         packed = ", packed" if self.packing else ""
+        packed += f", {self.stages} stages" if self.stages > 1 else ""
+        packed += f" of {self.chunks}" if self.chunks > 1 else ""
+        packed += f", vision trains {self.vision_train}" if self.vision_train != ALL else ""
+        packed += "" if self.text_trains else ", text frozen"
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
 
@@ -93,7 +107,7 @@ class Errors:
 class Inspected:
     """Verbs that tests alone need: whole gradients and weights by name."""
 
-    def __init__(self, settings: PartSettings):
+    def __init__(self, settings: StageSettings):
         zero.PERSISTENT_ELEMENTS = 0  # so that stage 3 cuts weights this small too
         super().__init__(settings)
 
@@ -105,40 +119,42 @@ class Inspected:
         return _on_host(self._weights())
 
     def _gradients(self) -> dict[str, Tensor]:
-        part: Any = self.part
-        if isinstance(part.update, FullySharded):
-            part.update._take_sums()
-            return {shard.name: _gathered(shard, shard.weight.grad) for shard in part.update._trained}
-        if part.settings.zero_stage:
+        update: Any = self.optimizer
+        if isinstance(update, Frozen):
+            return {}
+        if isinstance(update, FullySharded):
+            update._take_sums()
+            return {shard.name: _gathered(shard, shard.weight.grad) for shard in update._trained}
+        if self.settings.zero_stage:
             from deepspeed.utils import safe_get_full_grad
 
-            trained = ((n, p) for n, p in part.model.named_parameters() if p.requires_grad)
+            trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
             return {n: safe_get_full_grad(p).clone() for n, p in trained}
-        update = part.update
         update._take_sums()
         masters = zip(update._names, update._layouts, update._masters, strict=True)
         return {name: _whole(master.grad, layout) for name, layout, master in masters}
 
     def _weights(self) -> dict[str, Tensor]:
-        part: Any = self.part
-        if isinstance(part.update, FullySharded):
-            return {shard.name: _gathered(shard, shard.weight.detach()) for shard in part.update._shards}
-        named = dict(part.model.named_parameters())
-        if part.settings.zero_stage:
+        update: Any = self.optimizer
+        if isinstance(update, FullySharded):
+            return {shard.name: _gathered(shard, shard.weight.detach()) for shard in update._shards}
+        named = dict(self.model.named_parameters())
+        if self.settings.zero_stage:
             from deepspeed.utils import safe_get_full_fp32_param
 
             trained = {n: safe_get_full_fp32_param(p) for n, p in named.items() if p.requires_grad}
-            return part.update._frozen | {n: weight.clone() for n, weight in trained.items()}
-        update = part.update
+            return update._frozen | {n: weight.clone() for n, weight in trained.items()}
+        layouts = all_laid_out(self.model)
+        if isinstance(update, Frozen):
+            return {n: _whole(layouts[n].detach(), layouts[n]) for n in named}
         masters = zip(update._names, update._layouts, update._masters, strict=True)
-        layouts = all_laid_out(part.model)
         frozen = {n: _whole(layouts[n].detach(), layouts[n]) for n, p in named.items() if not p.requires_grad}
         return frozen | {n: _whole(master.detach(), layout) for n, layout, master in masters}
 
     def rounded(self) -> bool:
         """Whether every weight that the module computes with is its master weight, rounded."""
         masters = self._weights()
-        named = all_laid_out(self.part.model).items()
+        named = all_laid_out(self.model).items()
         return all(torch.equal(_whole(p.detach(), p), masters[n].to(p.dtype)) for n, p in named)
 
 
@@ -167,17 +183,37 @@ def _whole(value: Tensor, like: Tensor) -> Tensor:
     return value.clone()
 
 
-def settings(part: str, model: str, case: Case) -> PartSettings:
-    """Settings of one part of a case."""
-    vision = part == "vision"
-    return PartSettings(
-        part=part,
+def chain_of(model: str, case: Case) -> Chain:
+    """The stages of a case for a model."""
+    family = load_family(model)
+    return make_chain(
+        case.vision,
+        case.text,
+        case.stages,
+        case.chunks,
+        len(family.decoder.layers.kinds),
+        len(family.tower.layers.kinds),
+        case.vision_train != NOTHING,
+        case.text_trains,
+        enters=dict(family.decoder.enters),
+        tied=family.decoder.tied,
+    )
+
+
+def settings(stage: StageSpec, chain: Chain, model: str, case: Case) -> StageSettings:
+    """Settings of one stage of a case."""
+    vision = stage.part == "vision"
+    layers = sum(len(one.layers) for one in chain.of_part(stage.part))
+    choices = read_choices("full" if case.checkpointing else case.recompute, layers)
+    return StageSettings(
+        spec=stage,
+        chain=chain,
         model_name=model,
-        degrees=case.vision if vision else case.text,
         dtype=case.dtype,
         device=case.device,
-        recompute="full" if case.checkpointing else case.recompute,
+        recompute=tuple(choices[layer] for layer in stage.layers),
         measure=False,
+        train=case.vision_train if vision else ALL if case.text_trains else NOTHING,
         zero_stage=case.zero_stage if vision else case.text_zero_stage,
         zero_engine="fsdp" if case.fsdp else "deepspeed",
         autotp=case.autotp and not vision,
@@ -227,25 +263,72 @@ class Trained:
     weights: list[list[dict[str, Tensor]]]
 
 
+class Running:
+    """All stages of a case on local ranks, from the moment that it is entered until it is left."""
+
+    def __init__(self, model: str, case: Case, fault: Fault | None = None, **changes: Any):
+        """changes: of every stage's settings; a function is given the stage."""
+        self.case, self.chain, self._fault = case, chain_of(model, case), fault or Fault()
+        self.schedule = make_schedule(case.schedule, self.chain, case.micro_batches)
+        self._settings = {spec.name: settings(spec, self.chain, model, case) for spec in self.chain.stages}
+        for spec in self.chain.stages:
+            own = {key: value(spec) if callable(value) else value for key, value in changes.items()}
+            self._settings[spec.name] = replace(self._settings[spec.name], **own)
+
+    def __enter__(self) -> Running:
+        with ExitStack() as stack:
+            self.groups = {}
+            for spec in self.chain.stages:
+                trainer = self._fault.vision if spec.part == "vision" else self._fault.text
+                group = LocalGroup(trainer, spec.degrees.world, self._settings[spec.name])
+                self.groups[spec.name] = stack.enter_context(group)
+            self._stack = stack.pop_all()
+        self.stages = make_stages(self.chain, self.groups)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def accumulate(self, data: StepData) -> Batch:
+        """Submit a step's actions, and leave the gradients where they are."""
+        batch = Batch(data.info, data.work, data.routes)
+        accumulate_gradients(self.stages, self.schedule, batch)
+        return batch
+
+    def update(self, batch: Batch) -> tuple[float, dict[str, list[Any]]]:
+        """Norms and optimizer steps: the step's loss, and by stage the report of every rank."""
+        reports = update_weights(self.stages, self.chain.ties, batch).reports
+        last = self.chain.stages[-1].name
+        return sum(r.loss for r in self.stages[last].leaders(reports[last])), reports
+
+    def step(self, data: StepData) -> tuple[float, dict[str, list[Any]]]:
+        """A whole step."""
+        return self.update(self.accumulate(data))
+
+    def weights(self) -> list[list[dict[str, Tensor]]]:
+        """Of every stage and rank."""
+        return [group.execute_all("weights") for group in self.groups.values()]
+
+    def save(self, folder: Path) -> None:
+        """As a run does, by part."""
+        for spec in self.chain.stages:
+            self.groups[spec.name].execute_all("save", str(folder / spec.part))
+
+
 def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Trained:
     """Train the steps in the case's layout."""
     fault = fault or Fault()
     dealer = make_dealer(model, case)
     losses, norms, gradients = [], [], []
-    with (
-        LocalGroup(fault.vision, case.vision.world, settings("vision", model, case)) as vision,
-        LocalGroup(fault.text, case.text.world, settings("text", model, case)) as text,
-    ):
-        parts = make_parts(vision, text, case.vision, case.text, case.micro_batches)
+    with Running(model, case, fault) as running:
         for k in range(len(steps)):
             data = fault.edit(dealer.deal(_slotted(k, case, steps[k])))
-            batch = Batch(data.info, data.vision, data.text)
-            accumulate_gradients(parts, SCHEDULES[case.schedule](case.micro_batches), batch)
-            gradients.append(_found_gradients(vision, text, data.info.images > 0))
-            reports = update_weights(parts, batch).reports
-            losses.append(sum(r.loss for r in parts[TEXT].leaders(reports[TEXT])))
-            norms.append([r.grad_norm for r in (*reports[VISION], *reports[TEXT])])
-        return Trained(losses, norms, gradients, [vision.execute_all("weights"), text.execute_all("weights")])
+            batch = running.accumulate(data)
+            gradients.append(_found_gradients(running.groups, running.chain, data.info.images > 0))
+            loss, reports = running.update(batch)
+            losses.append(loss)
+            norms.append([r.grad_norm for of_stage in reports.values() for r in of_stage])
+        return Trained(losses, norms, gradients, running.weights())
 
 
 def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Errors:
@@ -266,13 +349,23 @@ _KNOWN: dict[tuple, tuple[Sequence, Wanted]] = {}
 
 def _expected(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Wanted:
     """Weights before, every step, and weights after in the oracle; once for all layouts of the same samples."""
-    key = (model, case.dtype, case.device, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
+    trained = _trained_modules(model, case)
+    key = (model, case.dtype, case.device, trained, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
     if key not in _KNOWN:
-        oracle = Oracle(model, getattr(torch, case.dtype), UPDATE, case.device)
+        oracle = Oracle(model, getattr(torch, case.dtype), UPDATE, case.device, trained)
         start = _on_host(oracle.weights())
         wanted = (start, [_step_on_host(oracle, samples) for samples in steps], _on_host(oracle.weights()))
         _KNOWN[key] = (steps, wanted)  # the samples are kept, so that their ids stay theirs
     return _KNOWN[key][1]
+
+
+def _trained_modules(model: str, case: Case) -> tuple[str, ...] | None:
+    """Modules that the case trains; None: all."""
+    if case.vision_train == ALL and case.text_trains:
+        return None
+    family = load_family(model)
+    of_vision = {ALL: family.tower.modules, PROJECTOR: family.tower.projector, NOTHING: ()}[case.vision_train]
+    return (*of_vision, *(family.decoder.modules if case.text_trains else ()))
 
 
 def _step_on_host(oracle: Oracle, samples: Sequence[Sample]) -> Step:
@@ -341,9 +434,14 @@ def _deviation(found: float, wanted: float) -> float:
     return math.inf if math.isnan(error) else error  # max() would pass over it
 
 
-def _found_gradients(vision: LocalGroup, text: LocalGroup, images: bool) -> list[dict[str, Tensor]]:
-    """Of every rank: all must agree, not only the first."""
-    return [*(vision.execute_all("gradients") if images else ()), *text.execute_all("gradients")]
+def _found_gradients(groups: dict[str, LocalGroup], chain: Chain, images: bool) -> list[dict[str, Tensor]]:
+    """Of every rank: all must agree, not only the first. Of a weight that two stages hold, the sum of both."""
+    found = {name: group.execute_all("gradients") for name, group in groups.items() if images or name != "vision"}
+    for tie in chain.ties:
+        for ours, theirs in zip(found[tie.owner], found[tie.other], strict=True):
+            for name in ours.keys() & theirs.keys():
+                ours[name] = theirs[name] = ours[name] + theirs[name]
+    return [of_rank for of_stage in found.values() for of_rank in of_stage]
 
 
 def _worst_gradient(found: list[dict[str, Tensor]], expected: Step) -> tuple[float, str]:

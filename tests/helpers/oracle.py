@@ -29,9 +29,20 @@ class Step:
 class Oracle:
     """Plain model, plain AdamW, plain clipping, transformers' own schedule."""
 
-    def __init__(self, model_name: str, dtype: torch.dtype, update: UpdateSettings, device: str = "cpu"):
+    def __init__(
+        self,
+        model_name: str,
+        dtype: torch.dtype,
+        update: UpdateSettings,
+        device: str = "cpu",
+        trained: Sequence[str] | None = None,
+    ):
+        """trained: modules whose parameters are trained; None: all."""
         self.device = device
         self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train().to(device)
+        if trained is not None:
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(any(name.startswith(f"{module}.") for module in trained))
         self._family = load_family(model_name)
         self.prepare(model_name)
         self.update = update
@@ -68,11 +79,13 @@ class Oracle:
         total = sum(sample.target_tokens for sample in samples)
         if total == 0:
             self.schedule.step()
-            return Step(0.0, 0.0, {n: torch.zeros_like(p) for n, p in self.model.named_parameters()})
+            named = self.model.named_parameters()
+            return Step(0.0, 0.0, {n: torch.zeros_like(p) if p.requires_grad else None for n, p in named})
         loss = 0.0
         for sample in samples:
             share = self._loss_sum(sample) / total
-            share.backward()
+            if share.requires_grad:  # a frozen decoder without an image has nothing to learn
+                share.backward()
             self._collect()
             loss += float(share.detach())
         parameters = [p for _, p in self.named()]

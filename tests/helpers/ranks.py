@@ -46,8 +46,11 @@ class LocalGroup:
             self._processes.append(process)
         self._gather()
 
-    def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[Any]]:
+    def execute_all_async(
+        self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
+    ) -> list[list[Any]]:
         """As `dhp.step.stages.Group`, with values for refs."""
+        method = method if isinstance(method, str) else method.__name__
         for pipe, given in zip(self._pipes, spread(arguments, self.size), strict=True):
             _send(pipe, (method, given))
         counts = spread((returns,), self.size)

@@ -18,7 +18,7 @@ from dhp.data.sample import Sample
 from dhp.models.family import ImageLayout
 from dhp.models.flops import TextWork, VisionWork
 from dhp.models.registry import load_family
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from tests.helpers.layouts import Case, make_feed
 from tests.helpers.tiny import make_sample
 

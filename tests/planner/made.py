@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dhp.base.messages import Choices, LayerUsage, PartUsage
-from dhp.planner.costs import LayerCost, PartCosts
+from dhp.base.messages import Choices, LayerUsage, StageUsage
+from dhp.planner.costs import Arrangement, LayerCost, StageCosts
 
 MIB = 2**20
 # held, added while recomputing (MiB) and seconds, of a layer like those of transformers
@@ -19,7 +19,14 @@ LAYER = {
 ROWS = 1000
 
 
-def costs(layers: int, scale: float = 1.0, kinds: Sequence[str] | None = None) -> PartCosts:
+def arrangement(shared: bool, outstanding: int, together: bool) -> Arrangement:
+    """Vision and text, on the same devices or not; vision holds so many micro-batches."""
+    sharing = (frozenset({"vision", "text"}),) if shared else (frozenset({"vision"}), frozenset({"text"}))
+    holding = {"vision": {"vision": outstanding, "text": 0}, "text": {"vision": outstanding, "text": 1}}
+    return Arrangement(sharing, holding, together)
+
+
+def costs(layers: int, scale: float = 1.0, kinds: Sequence[str] | None = None) -> StageCosts:
     """A part of that many layers, `scale` times as wide; a layer of kind `slow` takes twice as long."""
     kinds = tuple(kinds or ("only",) * layers)
     of_kind = {
@@ -29,10 +36,10 @@ def costs(layers: int, scale: float = 1.0, kinds: Sequence[str] | None = None) -
         }
         for kind in kinds
     }
-    return PartCosts(ROWS, kinds, 3 * MIB, 2 * MIB, of_kind)
+    return StageCosts(ROWS, kinds, 3 * MIB, 2 * MIB, of_kind)
 
 
-def usage(known: PartCosts, choices: Choices, rows: int = ROWS, factor: float = 1.0) -> PartUsage:
+def usage(known: StageCosts, choices: Choices, rows: int = ROWS, factor: float = 1.0) -> StageUsage:
     """What a step under these choices would report, `factor` times what the costs say at the peak."""
     scale = rows / known.rows
     layers = []
@@ -42,4 +49,4 @@ def usage(known: PartCosts, choices: Choices, rows: int = ROWS, factor: float = 
         layers.append(LayerUsage(known.kinds[index], choice, held, added, cost.replay_s))
     peak = round(known.peak_bytes(choices) * scale * factor)
     before, after = round(known.before_bytes * scale), round(known.after_bytes * scale)
-    return PartUsage(peak, before, after, rows, 4 * rows, 1.0, 2.0, tuple(layers))
+    return StageUsage(peak, before, after, rows, 4 * rows, 1.0, 2.0, tuple(layers))

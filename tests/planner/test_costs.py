@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from dhp.planner.costs import Arrangement, PartCosts, predicted_bytes
-from tests.planner.made import MIB, costs
+from dhp.planner.costs import StageCosts, predicted_bytes
+from tests.planner.made import MIB, arrangement, costs
 
 
 def test_with_everything_kept_the_peak_is_at_the_end_of_forward() -> None:
@@ -32,10 +32,10 @@ def test_what_the_last_layer_keeps_has_gone_when_others_recompute() -> None:
     ("arrangement", "expected"),
     [
         # Vision holds 28 and peaks at 28 or, with two micro-batches, 56; text peaks at 51.
-        (Arrangement(shared=False, outstanding=1, together=False), 51),
-        (Arrangement(shared=False, outstanding=2, together=True), 56),
-        (Arrangement(shared=True, outstanding=1, together=False), 28 + 51),
-        (Arrangement(shared=True, outstanding=2, together=True), 56 + 51),
+        (arrangement(shared=False, outstanding=1, together=False), 51),
+        (arrangement(shared=False, outstanding=2, together=True), 56),
+        (arrangement(shared=True, outstanding=1, together=False), 28 + 51),
+        (arrangement(shared=True, outstanding=2, together=True), 56 + 51),
     ],
 )
 def test_the_fullest_device(arrangement: Arrangement, expected: int) -> None:
@@ -46,4 +46,4 @@ def test_the_fullest_device(arrangement: Arrangement, expected: int) -> None:
 
 def test_as_json_and_back() -> None:
     known = costs(3, kinds=("slow", "only", "slow"))
-    assert PartCosts.from_json(json.loads(json.dumps(known.to_json()))) == known
+    assert StageCosts.from_json(json.loads(json.dumps(known.to_json()))) == known

@@ -7,20 +7,20 @@ from itertools import product
 import pytest
 
 from dhp.config.recompute import CHOICES
-from dhp.planner.costs import Arrangement, LayerCost, PartCosts, predicted_bytes
+from dhp.planner.costs import LayerCost, StageCosts, predicted_bytes
 from dhp.planner.search import best_plan
-from tests.planner.made import MIB, costs
+from tests.planner.made import MIB, arrangement, costs
 
-ALONE = Arrangement(shared=False, outstanding=1, together=False)
-IN_TURNS = Arrangement(shared=True, outstanding=1, together=False)
+ALONE = arrangement(shared=False, outstanding=1, together=False)
+IN_TURNS = arrangement(shared=True, outstanding=1, together=False)
 
 
-def search(parts: dict[str, PartCosts], budget_mib: float, arrangement: Arrangement = ALONE) -> dict:
+def search(parts: dict[str, StageCosts], budget_mib: float, arrangement: Arrangement = ALONE) -> dict:
     start = {part: ("all",) * len(known.kinds) for part, known in parts.items()}
     return dict(best_plan(parts, start, frozenset(parts), arrangement, budget_mib * MIB))
 
 
-def seconds(parts: dict[str, PartCosts], plan: dict) -> float:
+def seconds(parts: dict[str, StageCosts], plan: dict) -> float:
     return sum(known.replay_s(plan[part]) for part, known in parts.items())
 
 
@@ -92,8 +92,8 @@ def test_what_lies_below_the_peak_is_spent_on_seconds_for_a_byte_too() -> None:
         for held, seconds in ((191, 1.0), (2, 0.9))
     )
     parts = {
-        "vision": PartCosts(1, ("only",), 0, 0, {"only": peak}),
-        "text": PartCosts(1, ("wide", *("thrifty",) * 8), 0, 0, {"wide": wide, "thrifty": thrifty}),
+        "vision": StageCosts(1, ("only",), 0, 0, {"only": peak}),
+        "text": StageCosts(1, ("wide", *("thrifty",) * 8), 0, 0, {"wide": wide, "thrifty": thrifty}),
     }
     assert search(parts, 210, IN_TURNS) == {"vision": ("all",), "text": ("all", *("none",) * 8)}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dhp.base.messages import PartReport
+from dhp.base.messages import StageReport
 from dhp.config.load import compose_config
 from dhp.models.registry import load_family
 from dhp.planner.planner import PATIENCE
@@ -77,8 +77,8 @@ class Told:
         self.choices = choices
         return [[]]
 
-    def report(self) -> list[PartReport]:
-        return [PartReport(0, 1.0, 1.0, 1e-3, None, {}, usage(self.known, self.choices))]
+    def report(self) -> list[StageReport]:
+        return [StageReport(0, 1.0, 1.0, 1e-3, None, {}, usage(self.known, self.choices))]
 
 
 def plan(assets: Path, folder: Path, budget_mib: float, late: int = 0) -> tuple[str, dict[str, Told]]:

@@ -16,7 +16,7 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import Reading
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.run.settings import feed_settings, kept_settings, part_settings, resume_line
 
 OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]

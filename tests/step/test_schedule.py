@@ -1,43 +1,203 @@
-"""Schedules as values: their order, and the drawing that names them."""
+"""Schedules as their clock tables draw them, and what every one of them must satisfy."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from itertools import product
+from textwrap import dedent
 
 import pytest
 
-from dhp.step.schedule import SCHEDULES, TEXT, VISION, Backward, Forward, Schedule, sequential, vision_ahead
+from dhp.base.errors import ConfigError
+from dhp.base.stages import Chain, Node
+from dhp.config.ranges import SCHEDULES
+from dhp.step.schedule import (
+    Backward,
+    Forward,
+    Schedule,
+    clock,
+    draw,
+    last_backwards,
+    make_programs,
+    make_schedule,
+    outstanding,
+    without_idle,
+)
+from tests.helpers.chains import make_chain
+
+PAIR = make_chain()
+TWO, FOUR = make_chain(stages=2), make_chain(stages=4)
+TWICE = make_chain(stages=2, chunks=2)
+FROZEN_TOWER = make_chain(stages=2, vision_trains=False)
+FROZEN_TEXT = make_chain(stages=2, text_trains=False)
+
+DRAWINGS = [
+    (
+        "sequential",
+        PAIR,
+        2,
+        """
+        vision 0 . .  0' 1 . .  1'
+        text   . 0 0' .  . 1 1' .
+        """,
+    ),
+    (
+        "vision_ahead",
+        PAIR,
+        3,
+        """
+        vision 0 1 .  0' 2  1' .  2'
+        text   . 0 0' 1  1' 2  2' .
+        """,
+    ),
+    (
+        "gpipe",
+        TWO,
+        3,
+        """
+        vision 0 1 2 . . .  .  0' 1' 2'
+        text.0 . 0 1 2 . .  0' 1' 2' .
+        text.1 . . 0 1 2 0' 1' 2' .  .
+        """,
+    ),
+    (
+        "1f1b",
+        TWO,
+        4,
+        """
+        vision 0 1 2 .  .  0' 3  1' .  2' .  3'
+        text.0 . 0 1 .  0' 2  1' 3  2' .  3' .
+        text.1 . . 0 0' 1  1' 2  2' 3  3' .  .
+        """,
+    ),
+    (
+        "1f1b",
+        FOUR,
+        5,
+        """
+        vision 0 1 2 3 4 .  .  .  .  0' .  1' .  2' .  3' .  4'
+        text.0 . 0 1 2 3 .  .  .  0' 4  1' .  2' .  3' .  4' .
+        text.1 . . 0 1 2 .  .  0' 3  1' 4  2' .  3' .  4' .  .
+        text.2 . . . 0 1 .  0' 2  1' 3  2' 4  3' .  4' .  .  .
+        text.3 . . . . 0 0' 1  1' 2  2' 3  3' 4  4' .  .  .  .
+        """,
+    ),
+    (
+        "interleaved",
+        TWICE,
+        4,
+        """
+        vision 0 1 2 3  .  .   .   .   .   .  .  0' .  1'  .   .   .   .  2' 3'
+        text.0 . 0 1 0b 1b 2   0b' 3   1b' 2b 0' 3b 1' .   2b' .   3b' 2' 3' .
+        text.1 . . 0 1  0b 0b' 1b  1b' 2   0' 3  1' 2b 2b' 3b  3b' 2'  3' .  .
+        """,
+    ),
+    (
+        "1f1b",
+        FROZEN_TOWER,
+        4,
+        """
+        vision 0 1 2 3  .  .  .  .  .  .  .
+        text.0 . 0 1 .  0' 2  1' 3  2' .  3'
+        text.1 . . 0 0' 1  1' 2  2' 3  3' .
+        """,
+    ),
+    (
+        "sequential",
+        FROZEN_TEXT,
+        1,
+        """
+        vision 0 . . .  .  0'
+        text.0 . 0 . .  0' .
+        text.1 . . 0 0' .  .
+        """,
+    ),
+]
 
 
-def drawn(micro_batches: int, schedule: Callable[[int], Schedule] = sequential) -> str:
-    return " ".join(map(str, schedule(micro_batches)))
+@pytest.mark.parametrize(
+    ("kind", "chain", "micro_batches", "drawing"), DRAWINGS, ids=[f"{d[0]}-{len(d[1].stages)}-{d[2]}" for d in DRAWINGS]
+)
+def test_the_clock_table(kind: str, chain: Chain, micro_batches: int, drawing: str) -> None:
+    assert draw(make_schedule(kind, chain, micro_batches), chain) == dedent(drawing).strip("\n").rstrip()
 
 
-def test_an_action_is_drawn_by_direction_part_and_micro_batch() -> None:
-    assert str(Forward(VISION, 3)) == "F0.3"
-    assert str(Backward(TEXT, 0)) == "B1.0"
+def _all() -> list[tuple[str, Chain, int]]:
+    chains = [
+        make_chain(stages=stages, chunks=chunks, layers=stages * chunks, vision_trains=vision, text_trains=text)
+        for stages, chunks in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 3)]
+        for vision, text in [(True, True), (False, True), (True, False)]
+    ]
+    found = []
+    for kind, chain, micro_batches in product(SCHEDULES, chains, (1, 2, 3, 4, 8, 12)):
+        (chunks,) = {len(stage.chunks) for stage in chain.of_part("text")}
+        if kind != "sequential" and (kind == "interleaved") != (chunks > 1):
+            continue
+        if kind != "interleaved" or micro_batches % len(chain.of_part("text")) == 0:
+            found.append((kind, chain, micro_batches))
+    return found
 
 
-def test_sequential_takes_each_micro_batch_there_and_back() -> None:
-    assert drawn(1) == "F0.0 F1.0 B1.0 B0.0"
-    assert drawn(3) == "F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1 F0.2 F1.2 B1.2 B0.2"
+def test_every_schedule_visits_every_node_once_each_way_and_never_too_early() -> None:
+    cases = _all()
+    assert len(cases) > 200
+    for kind, chain, micro_batches in cases:
+        schedule = make_schedule(kind, chain, micro_batches)
+        wanted = {Forward(node, m) for node in chain.nodes() for m in range(micro_batches)}
+        wanted |= {Backward(node, m) for node in chain.nodes() for m in range(micro_batches) if chain.goes_back(node)}
+        assert len(schedule) == len(wanted) and set(schedule) == wanted
+        _assert_in_order(schedule, chain)
 
 
-def test_actions_compare_by_value_and_never_across_directions() -> None:
-    assert sequential(2) == sequential(2)
-    assert sequential(1) == (Forward(0, 0), Forward(1, 0), Backward(1, 0), Backward(0, 0))
-    assert Forward(0, 0) != Backward(0, 0)
+def _assert_in_order(schedule: Schedule, chain: Chain) -> None:
+    at = {action: place for place, action in enumerate(schedule)}
+    for edge in chain.edges:
+        for m in {action.micro_batch for action in schedule}:
+            assert at[Forward(edge.source, m)] < at[Forward(edge.target, m)]
+            if edge.gradients:
+                assert at[Backward(edge.target, m)] < at[Backward(edge.source, m)]
+    for action in schedule:
+        if isinstance(action, Backward):
+            assert at[Forward(action.node, action.micro_batch)] < at[action]
 
 
-def test_vision_ahead_encodes_the_next_micro_batch_first() -> None:
-    assert drawn(1, vision_ahead) == "F0.0 F1.0 B1.0 B0.0"
-    assert drawn(3, vision_ahead) == "F0.0 F0.1 F1.0 B1.0 B0.0 F0.2 F1.1 B1.1 B0.1 F1.2 B1.2 B0.2"
+def test_programs_that_wait_for_one_another_are_named() -> None:
+    programs = make_programs("1f1b", TWO, 2)
+    programs["vision"] = [*programs["vision"]][::-1]
+    with pytest.raises(ValueError, match=r"vision before B vision 1, text.0 before F text.0 0"):
+        clock(programs, TWO)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("micro_batches", [1, 2, 5])
-def test_every_schedule_visits_all_once_and_in_a_possible_order(name: str, micro_batches: int) -> None:
-    actions = SCHEDULES[name](micro_batches)
-    assert len(set(actions)) == len(actions) == 4 * micro_batches
-    place = {action: number for number, action in enumerate(actions)}
-    for m in range(micro_batches):
-        way = [Forward(VISION, m), Forward(TEXT, m), Backward(TEXT, m), Backward(VISION, m)]
-        assert [place[action] for action in way] == sorted(place[action] for action in way)
+def test_1f1b_of_one_text_stage_is_vision_ahead() -> None:
+    assert make_schedule("1f1b", PAIR, 5) == make_schedule("vision_ahead", PAIR, 5)
+
+
+def test_a_stage_of_1f1b_holds_a_micro_batch_for_each_stage_from_it_on() -> None:
+    held = outstanding(make_schedule("1f1b", FOUR, 8), FOUR)
+    assert held["text.0"] == {"vision": 5, "text.0": 4, "text.1": 3, "text.2": 2, "text.3": 1}
+
+
+def test_gpipe_holds_all_and_sequential_one() -> None:
+    assert outstanding(make_schedule("gpipe", TWO, 6), TWO)["text.1"] == {"vision": 6, "text.0": 6, "text.1": 6}
+    sequential = outstanding(make_schedule("sequential", PAIR, 6), PAIR)
+    assert sequential == {"vision": {"vision": 1, "text": 0}, "text": {"vision": 1, "text": 1}}
+
+
+def test_a_stage_without_backward_holds_nothing() -> None:
+    assert outstanding(make_schedule("gpipe", FROZEN_TOWER, 3), FROZEN_TOWER)["text.0"]["vision"] == 0
+
+
+def test_interleaving_takes_whole_groups_of_micro_batches() -> None:
+    told = r"micro-batches\(5\) % pipeline\(2\) = 1 != 0"
+    with pytest.raises(ConfigError, match=told):
+        make_schedule("interleaved", TWICE, 5)
+
+
+def test_the_last_backward_of_each_stage_is_told_after_idle_ones_are_left_out() -> None:
+    schedule = make_schedule("sequential", PAIR, 3)
+    idle = without_idle(schedule, lambda action: action.node.stage == "vision" and action.micro_batch == 2)
+    last = [str(idle[at]) for at in sorted(last_backwards(idle))]
+    assert last == ["B vision 1", "B text 2"]
+
+
+def test_actions_print_as_they_are() -> None:
+    assert [str(Forward(Node("text.1", 1), 3)), str(Backward(Node("vision"), 0))] == ["F text.1/1 3", "B vision 0"]

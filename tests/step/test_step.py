@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
+from dhp.base.degrees import Degrees
+from dhp.base.routes import Route, dense
+from dhp.base.stages import Chain
 from dhp.cluster.dispatch import PerRank, spread
-from dhp.parallel.comm.mesh import Degrees
-from dhp.step.schedule import TEXT, VISION, sequential
-from dhp.step.stages import Batch, TextPart, make_parts
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import Batch, make_stages
 from dhp.step.step import StepRefs, train_step
+from tests.helpers.chains import make_chain
 
 
 @dataclass(frozen=True)
 class Call:
     """One call as one rank got it."""
 
-    part: str
+    stage: str
     rank: int
     method: str
     arguments: tuple[Any, ...]
@@ -28,16 +30,18 @@ class Call:
 class FakeGroup:
     """Stands in for an actor group: writes down what each rank gets, answers with names for refs."""
 
-    def __init__(self, part: str, size: int, log: list[Call]):
-        self.part, self.size, self.log = part, size, log
+    def __init__(self, stage: str, size: int, log: list[Call]):
+        self.stage, self.size, self.log = stage, size, log
 
-    def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[str]]:
+    def execute_all_async(
+        self, method: Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
+    ) -> list[list[str]]:
         counts = [count for (count,) in spread((returns,), self.size)]
-        given = spread(arguments, self.size)
-        self.log += [Call(self.part, rank, method, given[rank], counts[rank]) for rank in range(self.size)]
-        micro = f"{given[0][0]}" if method in ("forward_step", "backward_step") else ""
-        name = {"forward_step": "e", "backward_step": "g"}.get(method, method)
-        return [[f"{name}{micro}:{self.part}{rank}->{k}" for k in range(counts[rank])] for rank in range(self.size)]
+        given, name = spread(arguments, self.size), method.__name__
+        self.log += [Call(self.stage, rank, name, given[rank], counts[rank]) for rank in range(self.size)]
+        where = "".join(map(str, given[0][:2])) if name in ("forward_step", "backward_step") else ""
+        short = {"forward_step": "e", "backward_step": "g"}.get(name, name)
+        return [[f"{short}{where}:{self.stage}{rank}#{k}" for k in range(counts[rank])] for rank in range(self.size)]
 
 
 @dataclass(frozen=True)
@@ -45,90 +49,151 @@ class Recorded:
     calls: list[Call]
     refs: StepRefs
 
-    def of(self, part: str, method: str) -> list[tuple[Any, ...]]:
+    def of(self, stage: str, method: str) -> list[tuple[Any, ...]]:
         """Arguments of that method, rank after rank, call after call."""
-        return [call.arguments for call in self.calls if (call.part, call.method) == (part, method)]
+        return [call.arguments for call in self.calls if (call.stage, call.method) == (stage, method)]
+
+    def returns(self, stage: str, method: str) -> list[int]:
+        return [call.returns for call in self.calls if (call.stage, call.method) == (stage, method)]
 
 
-def step(vision: int, text: Degrees, micro_batches: int = 1, vision_tensor: int = 1) -> Recorded:
-    """vision: places that get windows of their own, each of `vision_tensor` ranks."""
+def step(chain: Chain, routes: Sequence[Route], kind: str = "sequential") -> Recorded:
+    """routes: for each micro-batch."""
     calls: list[Call] = []
-    tower = Degrees(ulysses=vision, tensor=vision_tensor)
-    groups = FakeGroup("v", tower.world, calls), FakeGroup("t", text.world, calls)
-    parts = make_parts(*groups, tower, text, micro_batches)
-    batch = Batch(
-        "info",
-        [[f"pixels{m}:{v}" for v in range(vision)] for m in range(micro_batches)],
-        [[f"rows{m}:{d}" for d in range(text.data)] for m in range(micro_batches)],
-    )
-    return Recorded(calls, train_step(parts, sequential(micro_batches), batch))
+    stages = make_stages(chain, {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in chain.stages})
+    micro_batches = len(routes)
+    shards = {part: chain.of_part(part)[0].degrees.shards for part in chain.parts()}
+    work = {
+        part: [[f"{part}{m}:{shard}" for shard in range(count)] for m in range(micro_batches)]
+        for part, count in shards.items()
+    }
+    schedule = make_schedule(kind, chain, micro_batches)
+    return Recorded(calls, train_step(stages, schedule, chain.ties, Batch("info", work, {"vision": routes})))
+
+
+def pair(vision: Degrees, text: Degrees, *routes: Route) -> Recorded:
+    """Every vision shard sends to every text replica, unless routes are given."""
+    return step(make_chain(vision, text), routes or (dense(vision.shards, text.shards),))
 
 
 def test_each_vision_rank_gets_its_own_pixels() -> None:
-    recorded = step(vision=2, text=Degrees(tensor=2), micro_batches=2)
-    assert recorded.of("v", "forward_step") == [(m, f"pixels{m}:{v}", True) for m in (0, 1) for v in (0, 1)]
+    recorded = pair(Degrees(ulysses=2), Degrees(tensor=2), dense(2, 1), dense(2, 1))
+    assert recorded.of("vision", "forward_step") == [(m, 0, f"vision{m}:{v}") for m in (0, 1) for v in (0, 1)]
 
 
-def test_tensor_ranks_of_vision_get_the_same_pixels_and_gradients_and_the_first_hands_over() -> None:
-    recorded = step(vision=2, text=Degrees(data=2), vision_tensor=2)
-    places = [(0, True), (0, False), (1, True), (1, False)]
-    assert recorded.of("v", "forward_step") == [(0, f"pixels0:{v}", lead) for v, lead in places]
-    assert recorded.of("t", "forward_step") == [(0, f"rows0:{d}", f"e0:v0->{d}", f"e0:v2->{d}") for d in (0, 1)]
-    assert recorded.of("v", "backward_step") == [(0, f"pixels0:{v}", f"g0:t0->{v}", f"g0:t1->{v}") for v, _ in places]
+def test_tensor_ranks_get_what_is_for_their_shard_and_the_first_hands_over() -> None:
+    recorded = pair(Degrees(ulysses=2, tensor=2), Degrees(data=2))
+    assert recorded.of("vision", "forward_step") == [(0, 0, f"vision0:{shard}") for shard in (0, 0, 1, 1)]
+    assert recorded.returns("vision", "forward_step") == [2, 0, 2, 0]
+    # Vision ranks 0 and 2 lead shards 0 and 1; result number d is replica d's.
+    assert recorded.of("text", "forward_step") == [
+        (0, 0, f"text0:{d}", f"e00:vision0#{d}", f"e00:vision2#{d}") for d in (0, 1)
+    ]
+    gradients = [(0, 0, True, f"g00:text0#{shard}", f"g00:text1#{shard}") for shard in (0, 0, 1, 1)]
+    assert recorded.of("vision", "backward_step") == gradients
 
 
-def test_a_replica_gets_its_rows_and_its_embeddings_from_every_vision_rank_on_all_its_tensor_ranks() -> None:
-    recorded = step(vision=3, text=Degrees(data=2, tensor=2))
-    of_replica = [(0, f"rows0:{d}", *(f"e0:v{v}->{d}" for v in range(3))) for d in (0, 1)]
-    assert recorded.of("t", "forward_step") == [of_replica[0], of_replica[0], of_replica[1], of_replica[1]]
+def test_a_replica_gets_its_rows_and_its_embeddings_on_all_its_tensor_ranks() -> None:
+    recorded = pair(Degrees(ulysses=3), Degrees(data=2, tensor=2))
+    of_replica = [(0, 0, f"text0:{d}", *(f"e00:vision{v}#{d}" for v in range(3))) for d in (0, 1)]
+    assert recorded.of("text", "forward_step") == [of_replica[0], of_replica[0], of_replica[1], of_replica[1]]
+    assert recorded.returns("text", "backward_step") == [3, 0, 3, 0]
 
 
-def test_only_the_first_tensor_rank_hands_over_and_gradients_return_to_who_sent_the_embeddings() -> None:
-    recorded = step(vision=2, text=Degrees(data=2, tensor=2))
-    assert recorded.of("t", "backward_step") == [(0, True, lead) for lead in (True, False, True, False)]
-    # Text ranks 0 and 2 lead replicas 0 and 1; result number v is vision rank v's.
-    expected = [(0, f"pixels0:{v}", f"g0:t0->{v}", f"g0:t2->{v}") for v in (0, 1)]
-    assert recorded.of("v", "backward_step") == expected
+def test_only_refs_that_carry_rows_are_passed() -> None:
+    recorded = pair(Degrees(data=3), Degrees(data=2), Route(((0, 0), (2, 0), (2, 1))))
+    assert recorded.returns("vision", "forward_step") == [1, 0, 2]
+    assert recorded.of("text", "forward_step") == [
+        (0, 0, "text0:0", "e00:vision0#0", "e00:vision2#0"),
+        (0, 0, "text0:1", "e00:vision2#1"),
+    ]
+    assert recorded.returns("text", "backward_step") == [2, 1]
+    assert recorded.of("vision", "backward_step") == [
+        (0, 0, True, "g00:text0#0"),
+        (0, 0, True),  # it has no rows, but its neighbours may wait for it in a collective
+        (0, 0, True, "g00:text0#1", "g00:text1#0"),
+    ]
 
 
-def test_each_rank_is_expected_to_return_what_it_hands_over() -> None:
-    """Ray fails a call that returns another number of values."""
-    recorded = step(vision=2, text=Degrees(data=3, tensor=2), vision_tensor=2)
-    found = {(c.part, c.method, c.rank): c.returns for c in recorded.calls}
-    assert [found["v", "forward_step", rank] for rank in range(4)] == [3, 0, 3, 0]
-    assert [found["t", "backward_step", rank] for rank in range(6)] == [2, 0] * 3
-    for part, method in (("t", "forward_step"), ("v", "backward_step")):
-        assert {n for (p, m, _), n in found.items() if (p, m) == (part, method)} == {0}
-    assert {n for (_, method, _), n in found.items() if method in ("grad_norm_sq", "optimizer_step")} == {1}
+def test_a_micro_batch_without_pictures_leaves_vision_alone_and_its_last_backward_is_the_one_before() -> None:
+    recorded = pair(Degrees(), Degrees(), dense(1, 1), dense(1, 1), Route(()))
+    assert [arguments[:3] for arguments in recorded.of("vision", "backward_step")] == [(0, 0, False), (1, 0, True)]
+    assert recorded.of("text", "forward_step")[2] == (2, 0, "text2:0")
+    assert [arguments[2] for arguments in recorded.of("text", "backward_step")] == [False, False, True]
 
 
-def test_text_sums_its_gradients_after_the_last_micro_batch_only() -> None:
-    recorded = step(vision=1, text=Degrees(), micro_batches=3)
-    assert [arguments[:2] for arguments in recorded.of("t", "backward_step")] == [(0, False), (1, False), (2, True)]
+def test_hidden_states_go_from_stage_to_stage_and_their_gradients_back() -> None:
+    recorded = step(make_chain(text=Degrees(data=2, tensor=2), stages=2), [dense(1, 2)])
+    own = [f"text0:{d}" for d in (0, 0, 1, 1)]
+    states = ["e00:text.00#0", "e00:text.00#0", "e00:text.02#0", "e00:text.02#0"]
+    assert recorded.of("text.1", "forward_step") == [(0, 0, o, s) for o, s in zip(own, states, strict=True)]
+    assert recorded.returns("text.0", "forward_step") == [1, 0, 1, 0]
+    assert recorded.returns("text.1", "forward_step") == [0] * 4
+    back = ["g00:text.10#0", "g00:text.10#0", "g00:text.12#0", "g00:text.12#0"]
+    assert recorded.of("text.0", "backward_step") == [(0, 0, True, gradient) for gradient in back]
+    assert recorded.of("text.1", "backward_step") == [(0, 0, True)] * 4
 
 
-def test_the_norm_of_a_part_goes_to_every_rank_of_the_other() -> None:
-    recorded = step(vision=2, text=Degrees(tensor=2))
-    assert recorded.of("v", "grad_norm_sq") == recorded.of("t", "grad_norm_sq") == [("info",)] * 2
-    assert recorded.of("v", "optimizer_step") == [("info", "grad_norm_sq:t0->0")] * 2
-    assert recorded.of("t", "optimizer_step") == [("info", "grad_norm_sq:v0->0")] * 2
+def test_a_tensor_that_enters_a_later_stage_goes_there_beside_the_hidden_states() -> None:
+    chain = make_chain(stages=2, enters={"deepstack.0": 0, "deepstack.1": 2})
+    recorded = step(chain, [dense(1, 1)])
+    assert recorded.returns("vision", "forward_step") == [2]
+    assert recorded.of("text.0", "forward_step") == [(0, 0, "text0:0", "e00:vision0#0")]
+    assert recorded.of("text.1", "forward_step") == [(0, 0, "text0:0", "e00:vision0#1", "e00:text.00#0")]
+    assert recorded.of("text.0", "backward_step") == [(0, 0, True, "g00:text.10#1")]
+    assert recorded.of("vision", "backward_step") == [(0, 0, True, "g00:text.00#0", "g00:text.10#0")]
+
+
+def test_chunks_of_an_interleaved_stage_are_told_apart() -> None:
+    recorded = step(make_chain(stages=2, chunks=2), [dense(1, 1)] * 2, "interleaved")
+    assert [arguments[:2] for arguments in recorded.of("text.0", "forward_step")] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert recorded.of("text.0", "forward_step")[2] == (0, 1, "text0:0", "e00:text.10#0")
+    last = [arguments[:3] for arguments in recorded.of("text.0", "backward_step")]
+    assert last == [(0, 1, False), (1, 1, False), (0, 0, False), (1, 0, True)]
+
+
+def test_a_frozen_tower_gets_no_gradients_and_nobody_makes_them() -> None:
+    recorded = step(make_chain(vision_trains=False), [dense(1, 1)])
+    assert recorded.of("vision", "backward_step") == []
+    assert recorded.returns("text", "backward_step") == [0]
+
+
+def test_a_frozen_decoder_lets_gradients_through() -> None:
+    recorded = step(make_chain(stages=2, text_trains=False), [dense(1, 1)])
+    assert recorded.returns("text.0", "backward_step") == [1]
+    assert recorded.of("vision", "backward_step") == [(0, 0, True, "g00:text.00#0")]
+
+
+def test_stages_that_share_a_weight_get_one_another_s_gradient_before_the_norm() -> None:
+    recorded = step(make_chain(text=Degrees(tensor=2), stages=3, tied=True), [dense(1, 1)])
+    assert recorded.of("text.0", "grad_norm_sq") == [("info", f"tied_gradient:text.2{rank}#0") for rank in (0, 1)]
+    assert recorded.of("text.2", "grad_norm_sq") == [("info", f"tied_gradient:text.0{rank}#0") for rank in (0, 1)]
+    assert recorded.of("text.1", "grad_norm_sq") == [("info",)] * 2
+    frozen = step(make_chain(stages=2, text_trains=False, tied=True), [dense(1, 1)])
+    assert frozen.of("text.0", "tied_gradient") == []
+
+
+def test_the_norm_of_a_stage_goes_to_every_rank_of_the_others() -> None:
+    recorded = pair(Degrees(ulysses=2), Degrees(tensor=2))
+    assert recorded.of("vision", "grad_norm_sq") == recorded.of("text", "grad_norm_sq") == [("info",)] * 2
+    assert recorded.of("vision", "optimizer_step") == [("info", "grad_norm_sq:text0#0")] * 2
+    assert recorded.of("text", "optimizer_step") == [("info", "grad_norm_sq:vision0#0")] * 2
 
 
 def test_a_step_answers_with_the_report_of_every_rank() -> None:
-    recorded = step(vision=1, text=Degrees(tensor=2))
-    assert recorded.refs == StepRefs(
-        "info", {VISION: ["optimizer_step:v0->0"], TEXT: ["optimizer_step:t0->0", "optimizer_step:t1->0"]}
-    )
+    recorded = pair(Degrees(), Degrees(tensor=2))
+    reports = {"vision": ["optimizer_step:vision0#0"], "text": ["optimizer_step:text0#0", "optimizer_step:text1#0"]}
+    assert recorded.refs == StepRefs("info", reports)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_calls_are_submitted_in_the_order_of_the_schedule(micro_batches: int) -> None:
-    recorded = step(vision=1, text=Degrees(), micro_batches=micro_batches)
-    there_and_back = [("v", "forward_step"), ("t", "forward_step"), ("t", "backward_step"), ("v", "backward_step")]
-    update = [("v", "grad_norm_sq"), ("t", "grad_norm_sq"), ("v", "optimizer_step"), ("t", "optimizer_step")]
-    assert [(c.part, c.method) for c in recorded.calls] == there_and_back * micro_batches + update
-
-
-def test_leaders_are_the_first_tensor_ranks() -> None:
-    part = TextPart(FakeGroup("t", 4, []), Degrees(data=2, tensor=2), vision_ranks=1, micro_batches=1)
-    assert part.leaders(["r0", "r1", "r2", "r3"]) == ["r0", "r2"]
+def test_calls_are_submitted_in_the_order_of_the_schedule() -> None:
+    recorded = pair(Degrees(), Degrees(), dense(1, 1), dense(1, 1))
+    order = [(c.stage, c.method) for c in recorded.calls]
+    there_and_back = [
+        ("vision", "forward_step"),
+        ("text", "forward_step"),
+        ("text", "backward_step"),
+        ("vision", "backward_step"),
+    ]
+    update = [(s, m) for m in ("grad_norm_sq", "optimizer_step") for s in ("vision", "text")]
+    assert order == there_and_back * 2 + update

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dhp.base.messages import PartUsage
+from dhp.base.messages import StageUsage
 from dhp.models.registry import load_family
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.planner.costs import predicted_bytes
 from dhp.planner.planner import Planner
 from dhp.run.adaptive_recompute import arrange, usage_of
@@ -82,7 +82,7 @@ def test_a_plan_takes_what_the_planner_expects(made_model: str, schedule: str) -
     ):
         parts = make_parts(vision, text, case.vision, case.text, 2)
 
-        def step(planner: Planner) -> dict[str, PartUsage | None]:
+        def step(planner: Planner) -> dict[str, StageUsage | None]:
             for part, group in (("vision", vision), ("text", text)):
                 group.execute_all_async("set_recompute", planner.asked[part], returns=0)
             reports = train_step(parts, turns, batch).reports

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dhp.cluster.transport import shared_memory
 from dhp.cluster.worker import GroupSettings, Worker
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.trainers.settings import PartSettings
 from tests.helpers.batches import mixed_step, step_with_one_window
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare

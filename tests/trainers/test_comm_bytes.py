@@ -16,7 +16,7 @@ import pytest
 from dhp.base.byte_counter import take_sent
 from dhp.data.sample import Sample
 from dhp.parallel.attention.sharded import GATHER_TOKENS
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.step.schedule import SCHEDULES, TEXT, VISION, Forward
 from dhp.step.stages import Batch, Refs, make_parts
 from dhp.step.step import update_weights

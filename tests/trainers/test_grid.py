@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, compare, compare_rounding
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision

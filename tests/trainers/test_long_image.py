@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from dhp.parallel.attention.sharded import GATHER_TOKENS
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from tests.helpers import ranks
 from tests.helpers.layouts import Case, compare
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample

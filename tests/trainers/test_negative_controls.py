@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp.base.messages import PartReport, StepData, StepInfo, TextInput, VisionInput
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.messages import StageReport, StepData, StepInfo, TextInput, VisionInput
+from dhp.base.degrees import Degrees
 from dhp.parallel.optimizer import fsdp
 from dhp.parallel.tensor import loss
 from tests.helpers.batches import mixed_step
@@ -162,7 +162,7 @@ class NormOfOwnRows(InspectedText):
 class RateOfTheNextStep(InspectedText):
     """The learning rate one step ahead."""
 
-    def optimizer_step(self, info: StepInfo, *norms_sq: float) -> PartReport:
+    def optimizer_step(self, info: StepInfo, *norms_sq: float) -> StageReport:
         return super().optimizer_step(replace(info, step=info.step + 1), *norms_sq)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from tests.helpers import layouts
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import Case, InspectedText, InspectedVision, compare_rounding, settings

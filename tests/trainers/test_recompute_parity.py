@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, compare, train
 from tests.trainers.test_parity import assert_exact

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations, product
 from math import gcd, prod
 
+from dhp.base.stages import part_of
 from dhp.cluster.placement.reservation import Slot
 
-Slots = Mapping[str, Sequence[Slot]]  # of each part, by rank
-Degrees = Mapping[str, int]  # ranks by axis of a part's mesh, outermost axis first: the last one's ranks are neighbours
+Slots = Mapping[str, Sequence[Slot]]  # of each stage, by rank
+Degrees = Mapping[str, int]  # ranks by axis of a stage's mesh, outermost axis first: the last one's ranks are neighbours
 
 TENSOR = "tensor"
 INNER = (TENSOR, "ulysses")  # axes whose groups talk several times in every layer
@@ -20,9 +21,9 @@ SHOWN = 3  # groups that a warning names
 @dataclass(frozen=True)
 class Straddle:
     """Groups of one axis that lie across nodes. block: ranks next to one another that hold a group; groups: how many
-    there are in all; across: the ranks of each that lies across; shares: devices of the part on each node."""
+    there are in all; across: the ranks of each that lies across; shares: devices of the stage on each node."""
 
-    part: str
+    stage: str
     axis: str
     degree: int
     block: int
@@ -33,7 +34,7 @@ class Straddle:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Consecutive places of parts that share their devices, and the sizes of the blocks to keep together."""
+    """Consecutive devices of stages that share some of them, and the sizes of the blocks to keep together."""
 
     first: int
     count: int
@@ -53,45 +54,45 @@ def arrange(slots: Slots, homes: Sequence[int], degrees: Mapping[str, Degrees]) 
         return (*_across(slots, nodes, degrees), sum(a != b for a, b in pairwise(nodes)))
 
     best = min(_orders(_stretches(slots, degrees), places), key=cost)
-    return {part: tuple(replace(s, bundle=best[s.bundle]) for s in of_part) for part, of_part in slots.items()}
+    return {stage: tuple(replace(s, bundle=best[s.bundle]) for s in of_stage) for stage, of_stage in slots.items()}
 
 
 def find_straddles(slots: Slots, homes: Sequence[int], degrees: Mapping[str, Degrees]) -> list[Straddle]:
-    """For each part and each axis of `INNER`, the groups that lie across nodes, if there are any."""
+    """For each stage and each axis of `INNER`, the groups that lie across nodes, if there are any."""
     found = []
-    for part, of_part in slots.items():
-        nodes = [homes[slot.bundle] for slot in of_part]
+    for stage, of_stage in slots.items():
+        nodes = [homes[slot.bundle] for slot in of_stage]
         shares = tuple(nodes.count(node) for node in sorted(set(nodes)))
         for axis in INNER:
-            groups = ranks_by_group(degrees[part], axis)
+            groups = ranks_by_group(degrees[stage], axis)
             across = tuple(group for group in groups if len({nodes[rank] for rank in group}) > 1)
             if across:
-                degree = degrees[part][axis]
-                block = degree * _stride(degrees[part], axis)
-                found.append(Straddle(part, axis, degree, block, len(groups), across, shares))
+                degree = degrees[stage][axis]
+                block = degree * _stride(degrees[stage], axis)
+                found.append(Straddle(stage, axis, degree, block, len(groups), across, shares))
     return found
 
 
 def describe_straddle(straddle: Straddle, names: Sequence[str]) -> str:
     """One paragraph: which groups lie across which nodes, and what would keep them inside. names: node by rank."""
-    key, inside = f"{straddle.part}.{straddle.axis}", _inside(straddle)
+    key, inside = _key(straddle), _inside(straddle)
     smaller = f"set {key}={inside}, or " if inside > 1 else ""
     return (
         f"{_which(straddle, names)}. Every layer of these ranks talks over the network, which is correct but slow. The "
-        f"nodes give {straddle.part} {_shares(straddle)} devices: {smaller}use a multiple of {straddle.block} devices "
+        f"nodes give {straddle.stage} {_shares(straddle)} devices: {smaller}use a multiple of {straddle.block} devices "
         "of each node"
     )
 
 
 def refuse_straddle(straddle: Straddle, degrees: Degrees, names: Sequence[str]) -> str:
     """One paragraph of an error about a tensor group on GPUs: which groups, how the part is split, what would do."""
-    key, part = f"{straddle.part}.{straddle.axis}", straddle.part
+    key, stage = _key(straddle), straddle.stage
     split = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items())
     return (
-        f"{_which(straddle, names)}. {part}, split by {split}, would all-reduce several times in every layer between "
+        f"{_which(straddle, names)}. {stage}, split by {split}, would all-reduce several times in every layer between "
         f"nodes, which takes GPUs longer than computing. The nodes have {_shares(straddle)} ranks of "
-        f"{part}: set {key}={_inside(straddle)}, or use a multiple of {straddle.block} GPUs of each node; weights that "
-        f"are then too large for a GPU are cut further by {part}.zero_stage"
+        f"{stage}: set {key}={_inside(straddle)}, or use a multiple of {straddle.block} GPUs of each node; weights that "
+        f"are then too large for a GPU are cut further by {part_of(stage)}.zero_stage"
     )
 
 
@@ -110,20 +111,25 @@ def _stride(degrees: Degrees, axis: str) -> int:
 
 def _places(slots: Slots, homes: Sequence[int]) -> list[list[int]]:
     """The bundles of each node, in their own order, which is that of the node's GPUs."""
-    bundles = sorted({slot.bundle for of_part in slots.values() for slot in of_part})
+    bundles = sorted({slot.bundle for of_stage in slots.values() for slot in of_stage})
     return [[bundle for bundle in bundles if homes[bundle] == node] for node in sorted(set(homes))]
 
 
 def _stretches(slots: Slots, degrees: Mapping[str, Degrees]) -> list[_Stretch]:
-    parts_from: dict[int, list[str]] = {}
-    for part, of_part in slots.items():
-        parts_from.setdefault(of_part[0].bundle, []).append(part)
-    found = []
-    for first, parts in parts_from.items():
-        blocks = {degrees[part][axis] * _stride(degrees[part], axis) for part in parts for axis in degrees[part]}
-        count = max(len(slots[part]) for part in parts)
-        found.append(_Stretch(first, count, tuple(sorted((b for b in blocks if 1 < b < count), reverse=True))))
-    return found
+    """Runs of bundles that no stage reaches across, with the blocks of the stages on each."""
+    found: list[tuple[int, int, set[int]]] = []
+    for stage, of_stage in sorted(slots.items(), key=lambda item: item[1][0].bundle):
+        first, end = of_stage[0].bundle, of_stage[-1].bundle + 1
+        blocks = {degrees[stage][axis] * _stride(degrees[stage], axis) for axis in degrees[stage]} | {end - first}
+        if found and first < found[-1][1]:
+            begun, ended, known = found[-1]
+            found[-1] = (begun, max(ended, end), known | blocks)
+        else:
+            found.append((first, end, blocks))
+    return [
+        _Stretch(first, end - first, tuple(sorted((b for b in blocks if 1 < b < end - first), reverse=True)))
+        for first, end, blocks in found
+    ]
 
 
 def _orders(stretches: Sequence[_Stretch], places: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
@@ -154,12 +160,21 @@ def _fill(count: int, sizes: Sequence[int], left: list[list[int]]) -> list[int]:
 def _across(slots: Slots, nodes: Sequence[int], degrees: Mapping[str, Degrees]) -> list[int]:
     """How many groups lie across nodes, for each axis but the outermost, innermost first."""
     counts: dict[str, int] = {}
-    for part, of_part in slots.items():
-        own = [nodes[slot.bundle] for slot in of_part]
-        for axis in list(degrees[part])[:0:-1]:
-            groups = ranks_by_group(degrees[part], axis)
+    for stage, of_stage in slots.items():
+        own = [nodes[slot.bundle] for slot in of_stage]
+        for axis in list(degrees[stage])[:0:-1]:
+            groups = ranks_by_group(degrees[stage], axis)
             counts[axis] = counts.get(axis, 0) + sum(len({own[rank] for rank in group}) > 1 for group in groups)
     return list(counts.values())
+
+
+def _key(straddle: Straddle) -> str:
+    """The configuration's key of the degree: all stages of a part have it in common."""
+    return f"{part_of(straddle.stage)}.{straddle.axis}"
+
+
+def _whose(straddle: Straddle) -> str:
+    return f" of {straddle.stage}" if "." in straddle.stage else ""
 
 
 def _inside(straddle: Straddle) -> int:
@@ -176,7 +191,7 @@ def _which(straddle: Straddle, names: Sequence[str]) -> str:
     groups = "; ".join(_group(ranks, names) for ranks in straddle.across[:SHOWN])
     more = len(straddle.across) - SHOWN
     return (
-        f"{len(straddle.across)} of {straddle.groups} groups of {straddle.part}.{straddle.axis}={straddle.degree} lie "
+        f"{len(straddle.across)} of {straddle.groups} groups of {_key(straddle)}={straddle.degree}{_whose(straddle)} lie "
         f"across nodes: {groups}{f'; and {more} more' if more > 0 else ''}"
     )
 

@@ -1,4 +1,4 @@
-"""Which device each actor gets: one bundle a device, shared by both parts when they are collocated."""
+"""Which device each actor gets: one bundle a logical device, shared by the stages that have it in common."""
 
 from __future__ import annotations
 
@@ -29,27 +29,24 @@ class Slot:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """The bundles to ask for, and the slots of each part by rank. Printable, comparable, made without Ray."""
+    """The bundles to ask for, and the slots of each stage by rank. Printable, comparable, made without Ray."""
 
     bundles: tuple[Resources, ...]
     slots: Mapping[str, tuple[Slot, ...]]
     gpus_per_bundle: float
 
 
-def plan_placement(actors: Mapping[str, int], collocate: bool, gpus: float) -> PlacementPlan:
-    """Lay out parts of the given numbers of actors over `gpus` GPUs (0: CPU only).
+def plan_placement(devices: Mapping[str, range], gpus: float) -> PlacementPlan:
+    """Lay out stages over `gpus` GPUs (0: CPU only). devices: of each stage, the logical devices of its ranks.
 
-    Collocated, rank r of every part shares bundle r; apart, each actor has a bundle of its own. With fewer GPUs
-    than bundles, bundles share GPUs evenly.
+    Each logical device is a bundle, and each rank gets as much of it as if all had as many ranks as the fullest. With
+    fewer GPUs than bundles, bundles share GPUs evenly.
     """
-    count = max(actors.values()) if collocate else sum(actors.values())
-    sharing = len(actors) if collocate else 1
+    used = [device for of_stage in devices.values() for device in of_stage]
+    count, sharing = max(used) + 1, max(used.count(device) for device in set(used))
     cpu, gpu = _fraction(1, sharing), _gpu_fraction(count, gpus, sharing)
     bundle: Resources = {"CPU": cpu * sharing} | ({"GPU": gpu * sharing} if gpu else {})
-    slots, first = {}, 0
-    for part, ranks in actors.items():
-        slots[part] = tuple(Slot(first + rank, cpu, gpu) for rank in range(ranks))
-        first += 0 if collocate else ranks
+    slots = {stage: tuple(Slot(device, cpu, gpu) for device in of_stage) for stage, of_stage in devices.items()}
     return PlacementPlan((bundle,) * count, slots, gpu * sharing)
 
 
@@ -93,5 +90,6 @@ def bundle_nodes(group: PlacementGroup) -> list[str]:
 
 
 def _shortage(plan: PlacementPlan) -> str:
-    apart = len({slots[0].bundle for slots in plan.slots.values()}) > 1
+    ranks = sum(map(len, plan.slots.values()))
+    apart = len(plan.slots) > 1 and len(plan.bundles) == ranks
     return describe_shortage(plan.bundles[0], len(plan.bundles), apart, read_nodes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dhp.base.stages import part_of
 from dhp.cluster.placement.nodes import Node
 from dhp.cluster.placement.reservation import Slot
 
@@ -30,16 +31,18 @@ class Homes:
         """CPU threads an actor that every node has for its ranks of the larger part: parts take turns."""
         shares = []
         for number, node in enumerate(self.nodes):
-            ranks = max(len(self._ranks(of_part, number)) for of_part in slots.values())
-            shares.append(int(node.total.get("CPU", 0.0)) // ranks)
+            ranks: dict[str, int] = {}
+            for stage, of_stage in slots.items():
+                ranks[part_of(stage)] = ranks.get(part_of(stage), 0) + len(self._ranks(of_stage, number))
+            shares.append(int(node.total.get("CPU", 0.0)) // max(ranks.values()))
         return max(1, min(shares))
 
     def describe(self, slots: Mapping[str, Sequence[Slot]]) -> str:
         """`10.0.0.5 (vision 0-3, text 0-3), 10.0.0.6 (…)`: the ranks on each node."""
         told = []
         for number, node in enumerate(self.nodes[:SHOWN]):
-            ranks = ((part, self._ranks(of_part, number)) for part, of_part in slots.items())
-            told.append(f"{node.name} ({', '.join(f'{part} {_ranges(own)}' for part, own in ranks if own)})")
+            ranks = ((stage, self._ranks(of_stage, number)) for stage, of_stage in slots.items())
+            told.append(f"{node.name} ({', '.join(f'{stage} {_ranges(own)}' for stage, own in ranks if own)})")
         more = [f"and {len(self.nodes) - SHOWN} more"] if len(self.nodes) > SHOWN else []
         return ", ".join([*told, *more])
 

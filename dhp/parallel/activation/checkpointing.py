@@ -49,18 +49,18 @@ class Watcher(Protocol):
 
 
 class LayerParts(Protocol):
-    """Where a part's layers are, and what is in each: see `dhp.models.family.LayerParts`."""
+    """What is in each layer of a part: see `dhp.models.family.LayerParts`."""
 
-    path: str
     projections: tuple[str, ...]
     mlp: tuple[str, ...]
 
 
 class RecomputedLayers:
-    """The layers of a model, each of which recomputes what its choice says. Choices may change between steps."""
+    """Layers of a model, each of which recomputes what its choice says. Choices may change between steps."""
 
-    def __init__(self, model: nn.Module, parts: LayerParts, choices: Choices, watcher: Watcher | None = None):
-        layers = list(model.get_submodule(parts.path))
+    def __init__(
+        self, layers: Sequence[nn.Module], parts: LayerParts, choices: Choices, watcher: Watcher | None = None
+    ):
         self._layers = [_Layer(layer, parts, index, watcher) for index, layer in enumerate(layers)]
         self.choose(choices)
 

@@ -1,4 +1,4 @@
-"""What a part's activations take on one rank, in bytes and seconds, layer by layer, while it trains.
+"""What a stage's activations take on one rank, in bytes and seconds, layer by layer, while it trains.
 
 Bytes are what the allocator says on GPUs, beyond what is there between steps; on CPU, what autograd keeps.
 """
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dhp.base.messages import Choices, LayerUsage, PartUsage
+from dhp.base.messages import Choices, LayerUsage, StageUsage
 from dhp.parallel.activation.saved_tensors import SavedTensors
 
 
@@ -89,11 +89,12 @@ class _Stopwatch:
 
 @dataclass
 class _MicroBatch:
-    """One forward pass. held[layer], bytes; before, after: bytes kept outside the layers."""
+    """One micro-batch's forward, in as many passes as the stage has chunks. held[layer], bytes; before, after: bytes
+    kept outside the layers. last: bytes when something was counted last."""
 
     rows: int
-    start: int
-    last: int
+    last: int = 0
+    begun: bool = False  # this pass has come to its layers
     held: dict[int, int] = field(default_factory=dict)
     before: int = 0
     after: int = 0
@@ -109,18 +110,18 @@ class Meter:
         self._forget()
 
     @contextmanager
-    def forward(self, rows: int) -> Iterator[None]:
-        """Around the forward pass of one micro-batch of `rows` patches or tokens."""
-        if not self._passes:
+    def forward(self, rows: int, micro_batch: int = 0) -> Iterator[None]:
+        """Around a forward pass of one micro-batch of `rows` patches or tokens, through a chunk of layers."""
+        if not self._micro_batches:
             self._bytes.begin()
-        now = self._bytes.now()
-        this = _MicroBatch(rows, now, now)
-        self._passes.append(this)
+        this = self._micro_batches.setdefault(micro_batch, _MicroBatch(rows))
+        this.last, this.begun = self._bytes.now(), False
+        self._current = this
         begin = self._watch.mark()
         with self._bytes.counting():
             yield
         self._forwards.append((begin, self._watch.mark()))
-        this.after = self._bytes.now() - this.last
+        this.after += self._bytes.now() - this.last
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -133,9 +134,9 @@ class Meter:
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
         """Around a layer's forward."""
-        this, before = self._passes[-1], self._bytes.now()
-        if not this.held:
-            this.before = before - this.start
+        this, before = self._current, self._bytes.now()
+        if not this.begun:
+            this.before, this.begun = this.before + before - this.last, True
         yield
         this.last = self._bytes.now()
         this.held[index] = this.last - before
@@ -150,19 +151,19 @@ class Meter:
             self._replays.setdefault(index, []).append((begin, self._watch.mark()))
             self._added[index] = max(self._added.get(index, 0), self._bytes.now() - before)
 
-    def take(self, choices: Choices, gradient_bytes: int = 0) -> PartUsage | None:
-        """What the step took, under these choices; None when this part had no work in it. To be called before the
+    def take(self, choices: Choices, gradient_bytes: int = 0) -> StageUsage | None:
+        """What the step took, under these choices; None when this stage had no work in it. To be called before the
         optimizer takes its step: what that allocates is no activation. gradient_bytes: of the step's own gradients."""
-        if not self._passes:
+        if not self._micro_batches:
             return None
-        most = max(self._passes, key=lambda one: sum(one.held.values()))
+        most = max(self._micro_batches.values(), key=lambda one: sum(one.held.values()))
         held = most.before + sum(most.held.values()) + most.after  # no gradient may be there yet when it is
-        usage = PartUsage(
+        usage = StageUsage(
             peak_bytes=max(self._bytes.take_peak(gradient_bytes), held),
             before_bytes=most.before,
             after_bytes=most.after,
             rows=most.rows,
-            all_rows=sum(one.rows for one in self._passes),
+            all_rows=sum(one.rows for one in self._micro_batches.values()),
             forward_s=self._sum(self._forwards),
             backward_s=self._sum(self._backwards),
             layers=tuple(self._layer(index, most, choice) for index, choice in enumerate(choices)),
@@ -178,7 +179,7 @@ class Meter:
         return sum(self._watch.seconds(begin, end) for begin, end in marks)
 
     def _forget(self) -> None:
-        self._passes: list[_MicroBatch] = []
+        self._micro_batches: dict[int, _MicroBatch] = {}
         self._forwards: list[tuple[Any, Any]] = []
         self._backwards: list[tuple[Any, Any]] = []
         self._replays: dict[int, list[tuple[Any, Any]]] = {}

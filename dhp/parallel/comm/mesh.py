@@ -1,38 +1,12 @@
-"""The device mesh of one part: data × ring × ulysses × tensor ranks, tensor innermost."""
+"""The device mesh of one stage: data × ring × ulysses × tensor ranks, tensor innermost."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-AXES = ("data", "ring", "ulysses", "tensor")
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """How many ways a part is split along each axis."""
-
-    data: int = 1
-    ring: int = 1
-    ulysses: int = 1
-    tensor: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.data * self.ring * self.ulysses * self.tensor
-
-    @property
-    def sequence(self) -> int:
-        """Ranks that share one sequence."""
-        return self.ring * self.ulysses
-
-    def __str__(self) -> str:
-        split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        return " × ".join(split) or "one rank"
-
+from dhp.base.degrees import AXES, Degrees
 
 def build_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
     """Mesh over all ranks of the default process group, with the axes of `AXES`.

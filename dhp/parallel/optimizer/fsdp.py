@@ -84,6 +84,7 @@ class FullySharded:
         self._trained = [shard for shard in self._shards if shard.trained]
         self.optimizer = make_optimizer([shard.weight for shard in self._trained])
         self._summed = False
+        self._tied: tuple[str, bool] | None = None
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
         """The tensor that `compute` makes of the module, run as the root's forward, around which weights are whole."""
@@ -96,11 +97,28 @@ class FullySharded:
     def norm_sq(self) -> float:
         """Squared L2 norm of the whole part's gradient, the same on every rank."""
         self._take_sums()
-        whole = sum_of_squares([s.weight.grad for s in self._trained if s.cut is None])
-        cut = [s for s in self._trained if s.cut is not None]
+        counted = [shard for shard in self._trained if not self._is_others(shard)]
+        whole = sum_of_squares([s.weight.grad for s in counted if s.cut is None])
+        cut = [s for s in counted if s.cut is not None]
         if cut:
             whole = whole + sum_in_place(sum_of_squares([s.weight.grad for s in cut]), cut[0].cut.mesh.get_group())
         return float(sum_in_place(whole, self._replicas))
+
+    def tie(self, name: str, owns: bool) -> None:
+        """The parameter `name` is another stage's too. The owner counts it in the norm and saves it."""
+        self._tied = (name, owns)
+
+    def tied_gradient(self) -> Tensor:
+        """This rank's rows of the summed gradient of the tied weight, before the other's are added."""
+        self._take_sums()
+        return self._tied_shard().weight.grad
+
+    def add_tied(self, gradient: Tensor) -> None:
+        """Add the other stage's rows of the tied weight's gradient: the same rows, since both are cut alike."""
+        self._take_sums()
+        weight = self._tied_shard().weight
+        # Not in place: the other stage may still be reading this rank's own share.
+        weight.grad = weight.grad + gradient.to(weight.grad)
 
     def gradient_bytes(self) -> int:
         """What the step's gradients take now, beyond what is there between steps."""
@@ -125,12 +143,16 @@ class FullySharded:
     def save_weights(self, sink: StateSink) -> None:
         """Hand over this rank's rows of the weights, in the format in which the module computes."""
         for shard in self._shards:
+            if self._is_others(shard):
+                continue
             self._hand_over(sink, shard, shard.name, shard.weight.detach().to(self._dtype))
 
     def save_state(self, sink: StateSink) -> None:
         """Hand over this rank's rows of the optimizer's state."""
-        sink.add(STEP, steps_taken(self.optimizer))
+        sink.add_once(STEP, steps_taken(self.optimizer))
         for shard in self._trained:
+            if self._is_others(shard):
+                continue
             state = self.optimizer.state.get(shard.weight, {})
             kinds = {MASTER: shard.weight.detach()} if self._cast else {}
             kinds |= {kind: state[kind] for kind in MOMENTS if state}
@@ -148,6 +170,13 @@ class FullySharded:
                 for kind, values in state.items():
                     _fill(shard, values, source, kind)
                 self.optimizer.state[shard.weight] = {STEP: step_of(self.optimizer, shard.weight, step), **state}
+
+    def _tied_shard(self) -> _Shard:
+        return next(shard for shard in self._trained if shard.name == self._tied[0])
+
+    def _is_others(self, shard: _Shard) -> bool:
+        """Whether another stage owns the parameter."""
+        return self._tied is not None and self._tied == (shard.name, False)
 
     def _hand_over(self, sink: StateSink, shard: _Shard, name: str, values: Tensor) -> None:
         if shard.cut is None and not self._writes_whole:

@@ -52,6 +52,8 @@ class Replicated:
         self._layouts = [layouts[name].detach() for name in self._names]
         self.optimizer = make_optimizer(self._masters)
         partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
+        self._tied: tuple[str, bool] | None = None
+        self._summed = False
         self._gradients = Gradients(self._parameters, exact_dtype(dtype), group, partial_over, overlap, exclusive)
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
@@ -66,13 +68,31 @@ class Replicated:
         """Squared L2 norm of the whole part's summed gradient, the same on every rank."""
         self._take_sums()
         replicated, sharded = [], []
-        for layout, master in zip(self._layouts, self._masters, strict=True):
+        for name, layout, master in zip(self._names, self._layouts, self._masters, strict=True):
+            if self._is_others(name):
+                continue
             (sharded if _mesh_of(layout) is not None else replicated).append(master.grad)
         total = sum_of_squares(replicated)
         if sharded:
             mesh = next(m for m in map(_mesh_of, self._layouts) if m is not None)
             total = total + sum_in_place(sum_of_squares(sharded), mesh.get_group())
         return float(total)
+
+    def tie(self, name: str, owns: bool) -> None:
+        """The parameter `name` is another stage's too. The owner counts it in the norm and saves it."""
+        self._tied = (name, owns)
+
+    def tied_gradient(self) -> Tensor:
+        """The summed gradient of the tied weight on this rank, before the other's is added."""
+        self._take_sums()
+        return self._masters[self._names.index(self._tied[0])].grad
+
+    def add_tied(self, gradient: Tensor) -> None:
+        """Add the other stage's share of the tied weight's gradient."""
+        self._take_sums()
+        master = self._masters[self._names.index(self._tied[0])]
+        # Not in place: the other stage may still be reading this rank's own share.
+        master.grad = master.grad + gradient.to(master.grad)
 
     def gradient_bytes(self) -> int:
         """What the step's gradients take now, beyond what is there between steps."""
@@ -90,21 +110,28 @@ class Replicated:
         for master in self._masters:
             master.grad = None
         self._gradients.drop()
+        self._summed = False
 
     def _take_sums(self) -> None:
         """The optimizer's gradients are the sums; there are none where no micro-batch went backward."""
+        if self._summed:
+            return
+        self._summed = True
         for master, gradient in zip(self._masters, self._gradients.local() or ()):
             master.grad = gradient
 
     def save_weights(self, sink: StateSink) -> None:
         """Hand over the weights as the module has them. Ranks that share parameters by slices call it together."""
         for name, weight in all_laid_out(self._module).items():
-            sink.add(name, weight)
+            if not self._is_others(name):
+                sink.add(name, weight)
 
     def save_state(self, sink: StateSink) -> None:
         """Hand over the optimizer's state. Ranks that share parameters by slices call it together."""
-        sink.add(STEP, steps_taken(self.optimizer))
+        sink.add_once(STEP, steps_taken(self.optimizer))
         for name, layout, master in zip(self._names, self._layouts, self._masters, strict=True):
+            if self._is_others(name):
+                continue
             state = self.optimizer.state.get(master, {})
             kinds = {MASTER: master.detach()} if self._cast else {}
             kinds |= {kind: state[kind] for kind in MOMENTS if state}
@@ -127,6 +154,10 @@ class Replicated:
             for index, (name, layout) in enumerate(named)
         }
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+
+    def _is_others(self, name: str) -> bool:
+        """Whether another stage owns the parameter."""
+        return self._tied is not None and self._tied == (name, False)
 
     @torch.no_grad()
     def _round(self) -> None:

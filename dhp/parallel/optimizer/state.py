@@ -21,7 +21,10 @@ class StateSink(Protocol):
     """Where state is handed over: `dhp.checkpoint.shards.ShardWriter`, without parallel knowing it."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A tensor that all ranks hold alike, or a DTensor, of which each holds its slice."""
+        """A tensor that all ranks of the stage hold alike, or a DTensor, of which each holds its slice."""
+
+    def add_once(self, name: str, tensor: Tensor) -> None:
+        """A tensor that all ranks of the part hold alike, in whichever stage."""
 
     def add_flat(self, name: str, elements: Tensor, start: int, shape: tuple[int, ...]) -> None:
         """A range of the elements of a tensor of `shape`."""

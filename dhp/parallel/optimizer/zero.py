@@ -115,7 +115,7 @@ class ZeroSharded:
     def save_state(self, sink: StateSink) -> None:
         """Hand over this rank's partition of the optimizer's state, cut at the borders of parameters."""
         inner = self._partitions.optimizer
-        sink.add(STEP, steps_taken(inner))
+        sink.add_once(STEP, steps_taken(inner))
         for weights, ranges in self._partitions.masters():
             state = inner.state.get(weights, {})
             parts = {MASTER: weights} | {kind: state[kind] for kind in MOMENTS if state}

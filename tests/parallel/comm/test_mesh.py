@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dhp.parallel.comm.mesh import AXES, Degrees, build_mesh, replicas_mesh
+from dhp.base.degrees import AXES, Degrees
+from dhp.parallel.comm.mesh import build_mesh, replicas_mesh
 from tests.helpers.ranks import run_on_ranks
 
 WAIT = timedelta(seconds=77)

@@ -1,0 +1,36 @@
+"""How many ways a stage is split along each axis of its mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AXES = ("data", "ring", "ulysses", "tensor")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis; tensor ranks are neighbours."""
+
+    data: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.shards * self.tensor
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def shards(self) -> int:
+        """How many ways the tokens are split: tensor ranks of one mesh position compute with the same ones."""
+        return self.data * self.ring * self.ulysses
+
+    def __str__(self) -> str:
+        split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return " × ".join(split) or "one rank"

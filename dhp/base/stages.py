@@ -1,0 +1,149 @@
+"""The model as a small graph: stages, and edges that lead from a stage to a later one. Values that print and compare.
+
+A *part* is what the user configures (vision, text). A *stage* is what one group of actors runs: all of a part, or some
+of its layers. A *chunk* is a run of neighbouring layers that a stage computes at a time; a stage of an interleaved
+pipeline (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2) has
+several. A *node* is a chunk of a stage: what a schedule visits and what edges connect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dhp.base.degrees import Degrees
+
+HIDDEN_STATES = "hidden_states"  # what one range of layers hands to the next
+
+
+@dataclass(frozen=True, order=True)
+class Node:
+    """A chunk of a stage."""
+
+    stage: str
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}/{self.chunk}" if self.chunk else self.stage
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What one group of actors runs.
+
+    name: "vision", "text", or "text.1" where the part has several stages. part: its section of the configuration.
+
+    chunks: the part's layers that it holds, a range for each chunk, in the order in which a micro-batch visits them.
+
+    degrees: its mesh.
+
+    trains: some of its parameters are trained. False: no gradients of weights, no optimizer.
+
+    devices: the logical devices of its ranks, rank after rank. Stages whose ranges overlap share these devices.
+    """
+
+    name: str
+    part: str
+    chunks: tuple[range, ...]
+    degrees: Degrees
+    trains: bool
+    devices: range
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """One for each chunk."""
+        return tuple(Node(self.name, chunk) for chunk in range(len(self.chunks)))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers that it holds, by their number in the part."""
+        return tuple(layer for chunk in self.chunks for layer in chunk)
+
+
+def part_of(stage: str) -> str:
+    """The part of a stage, by its name: `text` of `text.1`."""
+    return stage.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """From a node to a later one.
+
+    tensors: names in the bundle that it carries.
+
+    gradients: their gradients go back: something at the source, or before it, is trained.
+    """
+
+    source: Node
+    target: Node
+    tensors: tuple[str, ...]
+    gradients: bool
+
+    def __str__(self) -> str:
+        back = "" if self.gradients else ", no gradients back"
+        return f"{self.source} → {self.target}: {', '.join(self.tensors)}{back}"
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A weight that two stages hold, the embedding that is the head too: its gradients are summed, and both take the
+    same optimizer step. The owner counts it in the norm and writes it to checkpoints."""
+
+    owner: str
+    other: str
+
+
+@dataclass(frozen=True)
+class Chain:
+    """All stages, in the order in which a micro-batch visits them first, all edges between them, and their ties."""
+
+    stages: tuple[StageSpec, ...]
+    edges: tuple[Edge, ...]
+    ties: tuple[Tie, ...] = ()
+
+    def stage(self, name: str) -> StageSpec:
+        """The stage of that name."""
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def of_part(self, part: str) -> tuple[StageSpec, ...]:
+        """The stages of a part, in order."""
+        return tuple(stage for stage in self.stages if stage.part == part)
+
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts, in order."""
+        return tuple(dict.fromkeys(stage.part for stage in self.stages))
+
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes in the order in which a micro-batch visits them."""
+        return tuple(self._visits())
+
+    def inputs(self, node: Node) -> tuple[Edge, ...]:
+        """Edges that end at a node."""
+        return tuple(edge for edge in self.edges if edge.target == node)
+
+    def outputs(self, node: Node) -> tuple[Edge, ...]:
+        """Edges that begin at a node."""
+        return tuple(edge for edge in self.edges if edge.source == node)
+
+    def ranks_of(self, part: str) -> int:
+        """Ranks of all stages of a part."""
+        return sum(stage.degrees.world for stage in self.of_part(part))
+
+    def goes_back(self, node: Node) -> bool:
+        """Whether a micro-batch's backward visits a node: it trains, or something before it does."""
+        return self.stage(node.stage).trains or any(edge.gradients for edge in self.inputs(node))
+
+    def sharing(self) -> int:
+        """The most stages on one device."""
+        devices = [device for stage in self.stages for device in stage.devices]
+        return max(devices.count(device) for device in set(devices))
+
+    def device_count(self) -> int:
+        """Logical devices of all stages together."""
+        return max(stage.devices.stop for stage in self.stages)
+
+    def _visits(self) -> Iterator[Node]:
+        for part in self.parts():
+            stages = self.of_part(part)
+            for chunk in range(len(stages[0].chunks)):
+                yield from (Node(stage.name, chunk) for stage in stages)

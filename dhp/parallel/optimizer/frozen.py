@@ -1,0 +1,68 @@
+"""The optimizer of a stage that nothing trains: no gradient, no state. Gradients may pass through to what lies before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dhp.parallel.optimizer.precision import cast_parameters, exact_dtype
+from dhp.parallel.optimizer.state import STEP, StateSink, StateSource
+from dhp.parallel.tensor.local_shards import all_laid_out
+
+
+class Frozen:
+    """The verbs of `dhp.parallel.optimizer.protocol.StageOptimizer`, most of which do nothing.
+
+    passes: gradients go through the stage to earlier ones. Where none do, nothing is kept for a backward.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, passes: bool):
+        module.requires_grad_(False)
+        if dtype != exact_dtype(dtype):
+            cast_parameters(module, dtype)
+        self._module, self._passes = module, passes
+        self._others: str | None = None  # a parameter that another stage saves
+
+    def tie(self, name: str, owns: bool) -> None:
+        """The parameter `name` is another stage's too. The owner saves it."""
+        self._others = None if owns else name
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` makes of the module."""
+        with torch.set_grad_enabled(self._passes):
+            return compute()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Send gradients through; a micro-batch may have nothing that wants any."""
+        if loss.requires_grad:
+            loss.backward()
+
+    def norm_sq(self) -> float:
+        """None of it counts."""
+        return 0.0
+
+    def gradient_bytes(self) -> int:
+        """None."""
+        return 0
+
+    def step(self, lr: float, coefficient: float) -> None:
+        """Nothing is updated."""
+
+    def drop(self) -> None:
+        """There is nothing to drop."""
+
+    def save_weights(self, sink: StateSink) -> None:
+        """Hand over the weights, so that a checkpoint is whole."""
+        for name, weight in all_laid_out(self._module).items():
+            if name != self._others:
+                sink.add(name, weight)
+
+    def save_state(self, sink: StateSink) -> None:
+        """Hand over that no step was taken."""
+        sink.add_once(STEP, torch.tensor(0.0))
+
+    def load_state(self, source: StateSource) -> None:
+        """There is none."""

@@ -1,0 +1,148 @@
+"""What a run has running: the cluster, the actors that read its data, the groups of its stages. Started and ended here.
+
+A session trains nothing. `dhp.run.loop` submits steps to it; after a failure another session can be started in its
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dhp.base.messages import StepInfo
+from dhp.base.stages import Chain
+from dhp.batching.loader import make_feed
+from dhp.checkpoint.resume import Start
+from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.dataset_actor import DatasetActor
+from dhp.cluster.runtime import chosen_address
+from dhp.cluster.watch import Watched, wait_all
+from dhp.config.resolve import micro_batches
+from dhp.config.schema import Config
+from dhp.models.weights import start_limit_s, weight_bytes
+from dhp.run.settings import feed_settings, kept_settings, needed_paths, stage_settings
+from dhp.step.stages import Batch, Stages, make_stages
+from dhp.trainers.text import TextTrainer
+from dhp.trainers.vision import VisionTrainer
+
+TRAINERS = {"vision": VisionTrainer, "text": TextTrainer}
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """What the run learns from its data. steps: of the whole run; kept: settings that a checkpoint must agree with;
+    workers and ahead: processes that read, and steps that are read ahead."""
+
+    steps: int
+    kept: dict[str, Any]
+    workers: int
+    ahead: int
+
+
+class Session:
+    """A run's actors, from the moment it is entered until it is left."""
+
+    data: DatasetActor
+    stages: Stages
+
+    def __init__(self, config: Config, chain: Chain, run_dir: Path, start: Start):
+        self.config, self.chain, self.start = config, chain, start
+        self._cluster = Cluster(_layout(config, chain, run_dir, start))
+        self._timeout_s = config.cluster.step_timeout_s
+
+    def __enter__(self) -> Session:
+        self._cluster.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._cluster.__exit__(*error)
+
+    @property
+    def groups(self) -> dict[str, ActorGroup]:
+        """The actors of each stage."""
+        return self._cluster.groups
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda."""
+        return self._cluster.device
+
+    def describe(self) -> str:
+        """One line: how many actors of each stage, where."""
+        return self._cluster.describe()
+
+    def open_data(self, tell: Callable[[int, int], None]) -> DataPlan:
+        """Start the actors that read, and learn how long the run is and whether it continues the one before.
+
+        tell: parts of the datasets whose lengths are measured, done and all. Raises what reading raises, and
+        CheckpointError where the run does not continue its checkpoint.
+        """
+        config, start = self.config, self.start
+        workers, ahead = config.data.num_workers, config.data.prefetch
+        ahead = workers if ahead is None else ahead
+        reading = {"workers": workers, "prefetch": ahead}
+        self.data = self._cluster.dataset_actor(
+            make_feed, feed_settings(config), micro_batches=micro_batches(config), **reading
+        )
+        started_s = config.cluster.start_timeout_s
+        wait_all(self.data.take_watched(), started_s)
+        kept = kept_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
+        start.check(kept)
+        self.data.measure(start.step, self._timeout_s, tell)
+        if start.checkpoint is not None:  # before anything is planned
+            self.data.ask("load_state", start.data, timeout_s=self._timeout_s)
+        steps = config.training.max_steps
+        if steps is None:
+            steps = self.data.ask("steps", config.training.num_epochs, timeout_s=self._timeout_s)
+        self.data.end_at(steps)
+        return DataPlan(steps, kept, workers, ahead)
+
+    def start_stages(self, steps: int) -> None:
+        """Load every stage on its actors, for a run of that many steps."""
+        for spec in self.chain.stages:
+            settings = stage_settings(self.config, self.chain, spec, self.device, steps, self.start.checkpoint)
+            self.groups[spec.name].start(TRAINERS[spec.part], settings)
+        wait_all(self.take_watched(), self._cluster.build_timeout_s)
+        self.stages = make_stages(self.chain, self.groups)
+
+    def take_batch(self, step: int) -> Batch:
+        """The data of a step that was requested and has been read."""
+        found = self.data.take(step)
+        return Batch(found.info, found.work, found.routes)
+
+    def take_watched(self) -> list[Watched]:
+        """Calls of all stages that were submitted since the last time."""
+        return [entry for group in self.groups.values() for entry in group.take_watched()]
+
+    def data_state(self, step: int) -> Any:
+        """What a checkpoint after `step` steps keeps of the data's order."""
+        return self.data.ask("state", step, timeout_s=self._timeout_s)
+
+    def info(self, ref: Any) -> StepInfo:
+        """The counts of a step that is done."""
+        return self.values([ref])[0]
+
+    def values(self, refs: Sequence[Any]) -> list[Any]:
+        """The values behind refs of finished calls."""
+        return self._cluster.values(refs)
+
+
+def _layout(config: Config, chain: Chain, run_dir: Path, start: Start) -> Layout:
+    to_read = weight_bytes(config.text.model_name, start.checkpoint)
+    return Layout(
+        chain=chain,
+        device=config.cluster.device,
+        address=chosen_address(config.cluster.address),
+        threads=config.cluster.threads_per_actor,
+        start_timeout_s=config.cluster.start_timeout_s,
+        step_timeout_s=config.cluster.step_timeout_s,
+        log_dir=str(run_dir.absolute() / "logs"),
+        checkpoint_dir=str(Path(str(config.training.checkpoint_dir)).absolute()),
+        transport=config.cluster.transport,
+        trace=config.training.trace,
+        needs=needed_paths(config, start.checkpoint),
+        build_timeout_s=start_limit_s(config.cluster.start_timeout_s, to_read),
+    )

@@ -1,0 +1,234 @@
+"""One rank of a stage: the recipe that makes it, and all it does besides forward and backward."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from dhp.base.byte_counter import take_sent
+from dhp.base.errors import PartFailed
+from dhp.base.messages import Bundle, Choices, DeviceInfo, StageReport, StepInfo
+from dhp.base.stages import Edge, Node
+from dhp.checkpoint.folder import OPTIMIZER, RANDOM
+from dhp.checkpoint.random_state import load_random_state, save_random_state
+from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
+from dhp.models.family import LayerParts
+from dhp.models.registry import load_family
+from dhp.parallel.activation.checkpointing import RecomputedLayers
+from dhp.parallel.activation.meter import Meter
+from dhp.parallel.comm.mesh import build_mesh
+from dhp.parallel.comm.traffic import count_collectives, trace_collectives
+from dhp.parallel.fused import fuse_elementwise
+from dhp.parallel.optimizer.precision import exact_dtype
+from dhp.parallel.optimizer.protocol import StageOptimizer
+from dhp.parallel.speed import describe_device
+from dhp.parallel.tensor.local_shards import all_laid_out
+from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
+from dhp.trainers.recipe import freeze, make_optimizer, tie_weight
+from dhp.trainers.settings import StageSettings
+
+TIED = "gradient"  # the one tensor of a bundle between stages that share a weight
+
+
+class StageRank(ABC):
+    """What ranks of all stages have in common. A kind of stage adds its weights, its forward and its backward."""
+
+    def __init__(self, settings: StageSettings):
+        """Raises CheckpointError when the checkpoint to continue from is incomplete or of another model."""
+        self.settings, self.spec = settings, settings.spec
+        self._set_up_torch()
+        self.mesh: DeviceMesh = build_mesh(settings.device, settings.spec.degrees)
+        self.family = load_family(settings.model_name)
+        self.model: PreTrainedModel = self.load_slice()
+        freeze(self.model, settings.train, self.projector())
+        self.model.to(self.device)
+        self._resume_weights()
+        self._fuse()
+        self._watch_layers()
+        self.optimizer: StageOptimizer = make_optimizer(self.model, self._present_layers(), settings, self.mesh)
+        tie_weight(self.optimizer, self.model, settings)
+        self._resume_optimizer()
+        take_sent()  # what it took to get here belongs to no step
+
+    @abstractmethod
+    def load_slice(self) -> PreTrainedModel:
+        """This stage's weights in `master_dtype` on the host, cut for this tensor rank, calling our attention."""
+
+    @abstractmethod
+    def layer_parts(self) -> LayerParts:
+        """Where the part's layers are."""
+
+    @abstractmethod
+    def projector(self) -> Sequence[str]:
+        """Modules between tower and decoder, which may be trained alone."""
+
+    @abstractmethod
+    def is_active(self, info: StepInfo) -> bool:
+        """Whether the step has gradients for this stage. Where it has none, weights stay as they are, as plain torch
+        leaves parameters whose gradient is None."""
+
+    def tied_gradient(self, info: StepInfo) -> Bundle:
+        """The summed gradient of the weight that another stage holds too, as this rank has it."""
+        return Bundle({TIED: self.optimizer.tied_gradient()})
+
+    def grad_norm_sq(self, info: StepInfo, *tied: Bundle) -> float:
+        """Squared norm of the stage's whole gradient, the same on all its ranks; 0 in a step without any.
+
+        tied: the other stage's share of the gradient of a weight that both hold; added here.
+        """
+        active = self.is_active(info)
+        if active and tied:
+            self.optimizer.add_tied(tied[0].tensors[TIED].to(self.device))
+        self._norm_sq = self.optimizer.norm_sq() if active else 0.0
+        if not active and self.device.type == "cuda":
+            # Whoever handed over to this stage writes to that memory again once it has the answer.
+            torch.cuda.current_stream().synchronize()
+        return self._norm_sq
+
+    def optimizer_step(self, info: StepInfo, *other_norms_sq: float) -> StageReport:
+        """Clip by the joint norm of this stage, as last measured, and the others; take the optimizer step, report.
+
+        Raises PartFailed when the joint norm is not finite: such a step would destroy the weights.
+        """
+        update = self.settings.update
+        norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], update.max_grad_norm)
+        lr = learning_rate_at(
+            info.step, update.total_steps, update.learning_rate, update.warmup_steps, update.lr_scheduler_type
+        )
+        if not math.isfinite(norm):
+            raise PartFailed(
+                f"the gradient norm of step {info.step + 1} is {norm}; the step was not taken. "
+                "Lower training.learning_rate, set training.max_grad_norm, or look at the step's data with "
+                f"`python -m dhp inspect batch step={info.step + 1}`."
+            )
+        usage = None
+        if self.meter is not None:
+            usage = self.meter.take(self.layers.choices, self.optimizer.gradient_bytes())
+        if self.is_active(info):
+            self.optimizer.step(lr, coefficient)
+        else:
+            self.optimizer.drop()
+        lr_told = lr if self.spec.trains else None
+        return StageReport(self.rank, self.take_loss(), norm, lr_told, self._peak_memory(), take_sent(), usage)
+
+    def take_loss(self) -> float | None:
+        """This rank's share of the step's objective; None where the stage has no head."""
+        return None
+
+    def metered_forward(self, rows: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Around a forward pass of a micro-batch of `rows` patches or tokens."""
+        return nullcontext() if self.meter is None else self.meter.forward(rows, micro_batch)
+
+    def metered_backward(self) -> AbstractContextManager[None]:
+        """Around the backward pass of a micro-batch."""
+        return nullcontext() if self.meter is None else self.meter.backward()
+
+    def set_recompute(self, choices: Choices) -> None:
+        """What each layer recomputes from the next forward on. For stages that measure."""
+        self.layers.choose(choices)
+
+    def describe_device(self, measure: bool) -> DeviceInfo:
+        """What this rank computes on. measure: and how fast it is, where it is no GPU."""
+        return describe_device(self.device, self.dtype, measure)
+
+    def save(self, folder: str) -> tuple[str, ...]:
+        """Write this rank's share of the part below `folder`: weights, optimizer state, random state.
+
+        What several ranks hold alike, the first of them writes. Names of the files of weights.
+        """
+        names = self._write(Path(folder))
+        take_sent()  # saving belongs to no step
+        return names
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank hands over for its shard: the first of the tensor ranks, which all have the same."""
+        return self.mesh.get_local_rank("tensor") == 0
+
+    def edges_in(self, chunk: int) -> tuple[Edge, ...]:
+        """Edges that end at a chunk of this stage."""
+        return self.settings.chain.inputs(Node(self.spec.name, chunk))
+
+    def edges_out(self, chunk: int) -> tuple[Edge, ...]:
+        """Edges that begin at a chunk of this stage."""
+        return self.settings.chain.outputs(Node(self.spec.name, chunk))
+
+    def _set_up_torch(self) -> None:
+        torch.manual_seed(self.settings.seed)
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan, tens of milliseconds, for each new length
+        self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        self.master_dtype = exact_dtype(self.dtype)
+        self.device = torch.device(self.settings.device)
+        self.rank = dist.get_rank()
+        count_collectives()
+        if self.settings.trace:
+            trace_collectives()
+
+    def _resume_weights(self) -> None:
+        if self.settings.resume_from is not None:
+            load_shards(all_laid_out(self.model), Path(self.settings.resume_from))
+
+    def _resume_optimizer(self) -> None:
+        if self.settings.resume_from is not None:
+            folder = Path(self.settings.resume_from)
+            self.optimizer.load_state(ShardReader(folder / OPTIMIZER))
+            load_random_state(folder / RANDOM, self._part_rank())
+
+    def _fuse(self) -> None:
+        fused = fuse_elementwise(self.model, self.device, self.dtype, dist.group.WORLD)
+        if fused:
+            print(f"{self.spec.name}: fused kernels, proved on this device, for {fused}", flush=True)
+
+    def _watch_layers(self) -> None:
+        """Let layers recompute what they should, and measure what they take."""
+        parts = self.layer_parts()
+        kinds = tuple(parts.kinds[layer] for layer in self.spec.layers)
+        self.meter = Meter(self.model, self.device, kinds) if self.settings.measure else None
+        self.layers = None
+        if self.meter is not None or set(self.settings.recompute) != {"none"}:
+            self.layers = RecomputedLayers(self._present_layers(), parts, self.settings.recompute, self.meter)
+
+    def _present_layers(self) -> list[torch.nn.Module]:
+        """The layers that this stage holds, in the order of its chunks."""
+        path = self.layer_parts().path
+        return [self.model.get_submodule(f"{path}.{layer}") for layer in self.spec.layers]
+
+    def _write(self, folder: Path) -> tuple[str, ...]:
+        number = self._part_rank()
+        save_random_state(folder / RANDOM, number)
+        if not self.settings.zero_stage and self.rank >= self.spec.degrees.tensor:
+            return ()  # the first replica writes what all of them hold
+        state = ShardWriter(folder / OPTIMIZER, number, self.rank)
+        self.optimizer.save_state(state)
+        state.write()
+        weights = ShardWriter(folder, number, self.rank)
+        self.optimizer.save_weights(weights)
+        return weights.write()
+
+    def _part_rank(self) -> int:
+        """This rank's number among those of all stages of its part."""
+        stages = self.settings.chain.of_part(self.spec.part)
+        before = stages[: [stage.name for stage in stages].index(self.spec.name)]
+        return sum(stage.degrees.world for stage in before) + self.rank
+
+    def _peak_memory(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_reserved()  # what other processes on the device cannot have
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    """A leaf's gradient; zeros where nothing depends on it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

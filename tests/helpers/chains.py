@@ -1,0 +1,53 @@
+"""Chains of stages made by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from dhp.base.degrees import Degrees
+from dhp.base.stages import HIDDEN_STATES, Chain, Edge, Node, StageSpec, Tie
+
+ONE = Degrees()
+
+
+def make_chain(
+    vision: Degrees = ONE,
+    text: Degrees = ONE,
+    stages: int = 1,
+    chunks: int = 1,
+    layers: int = 4,
+    tower_layers: int = 4,
+    vision_trains: bool = True,
+    text_trains: bool = True,
+    cuts: tuple[int, ...] = (),
+    enters: dict[str, int] | None = None,
+    tied: bool = False,
+) -> Chain:
+    """Vision, and text in so many stages of so many chunks each, that share devices.
+
+    cuts: of the text's layers; none: even ones. enters: the layer after which a tensor of the tower is added.
+    """
+    runs = stages * chunks
+    bounds = [0, *(cuts or (layers * run // runs for run in range(1, runs))), layers]
+    ranges = [range(first, end) for first, end in pairwise(bounds)]
+    tower = StageSpec("vision", "vision", (range(tower_layers),), vision, vision_trains, range(vision.world))
+    parts = [
+        StageSpec(
+            f"text.{at}" if stages > 1 else "text",
+            "text",
+            tuple(ranges[at::stages]),
+            text,
+            text_trains,
+            range(at * text.world, (at + 1) * text.world),
+        )
+        for at in range(stages)
+    ]
+    nodes = [(Node(part.name, chunk), part.chunks[chunk]) for chunk in range(chunks) for part in parts]
+    edges = []
+    for node, own in nodes:
+        names = tuple(name for name, layer in {"embeddings": 0, **(enters or {})}.items() if layer in own)
+        edges += [Edge(Node("vision"), node, names, vision_trains)] if names else []
+    back = vision_trains or text_trains
+    edges += [Edge(a, b, (HIDDEN_STATES,), back) for (a, _), (b, _) in pairwise(nodes)]
+    ties = (Tie(parts[0].name, parts[-1].name),) if tied and stages > 1 else ()
+    return Chain((tower, *parts), tuple(edges), ties)
