@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dhp.base.degrees import Degrees
 from dhp.base.errors import CheckpointError
 from dhp.checkpoint.shards import read_shards
-from dhp.base.degrees import Degrees
 from dhp.trainers.settings import NOTHING, PROJECTOR
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, Running, Trained, make_feed

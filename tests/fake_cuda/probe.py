@@ -54,8 +54,8 @@ def probe(model: str, dtype: str, recompute: str, tensor: int = 1, ulysses: int 
 def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulysses: int) -> None:
     import torch
 
-    from dhp.models.registry import load_family
     from dhp.base.degrees import Degrees
+    from dhp.models.registry import load_family
     from dhp.trainers.settings import PartSettings, UpdateSettings
     from dhp.trainers.text import TextTrainer
     from dhp.trainers.vision import VisionTrainer

@@ -15,9 +15,10 @@ from dhp.base.errors import CheckpointError, ConfigError
 from dhp.checkpoint.folder import ABOUT
 from dhp.checkpoint.resume import find_start
 from dhp.config.load import compose_config
-from dhp.run.loop import Driver
 from dhp.run.preflight import prepare
+from dhp.run.session import Session
 from dhp.train_ray import main
+from tests.helpers.chains import make_chain
 from tests.helpers.runs import Outcome, tiny, train
 
 STEPS = 4
@@ -157,9 +158,8 @@ def test_an_earlier_checkpoint_beside_newer_ones(whole: Path, tiny_assets: Path)
 def test_other_data_under_the_same_name(stopped: Path, tmp_path: Path, tiny_assets: Path) -> None:
     """How many samples there are is known only when the dataset actor has read them: refused before any rank starts."""
     data = SimpleNamespace(take_watched=list, ask=lambda _, timeout_s: 7)
-    cluster = SimpleNamespace(describe=lambda: "nothing", dataset_actor=lambda *_, **__: data)
-    recorder = SimpleNamespace(say=lambda _: None)
     config = prepare(compose_config("tiny", overrides=tiny(tiny_assets, tmp_path / "next", *SETTINGS)[1:]))
-    start = find_start("auto", stopped / "checkpoints")
+    session = Session(config, make_chain(), tmp_path, find_start("auto", stopped / "checkpoints"))
+    session._cluster = SimpleNamespace(dataset_actor=lambda *_, **__: data)
     with pytest.raises(CheckpointError, match=r"data\.samples was \d+ and is 7\. Reason: .* the data's order"):
-        Driver(config, cluster, recorder, start).run()
+        session.open_data(lambda done, parts: None)
