@@ -120,7 +120,7 @@ def make_work(family: Any, ulysses: int) -> tuple[Any, Any, Any]:
         for r in range(ulysses)
     )
     vision = VisionInput(
-        True, False, torch.zeros(own, family.tower.patch_dim), layout.positions[:own], windows[:cut], layout.frame_lengths,
+        torch.zeros(own, family.tower.patch_dim), layout.positions[:own], windows[:cut], layout.frame_lengths,
         shards, (own // family.tower.merge_unit,),
     )  # fmt: skip
     rows, tokens = own // family.tower.merge_unit, merged + 24

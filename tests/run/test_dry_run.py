@@ -23,7 +23,7 @@ from tests.helpers.runs import tiny, train
 VISION, TEXT, TEXT_RANK = 98_528, 127_552, 63_936  # parameters; tests/models/test_shape.py adds them up
 
 
-def stage(**degrees: int) -> StageSpec:
+def spec(**degrees: int) -> StageSpec:
     split = Degrees(**degrees)
     return StageSpec("text", "text", (range(4),), split, True, range(split.world))
 
@@ -72,35 +72,37 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
 )
 def test_what_each_zero_stage_cuts(dtype: str, stage: int, expected: tuple[int, int, int]) -> None:
     part = PartConfig(num_actors=4, tensor=1, dtype=dtype, zero_stage=stage)
-    assert rank_bytes(part, stage(data=4), PartShape(100, 100, 100)) == RankBytes(*expected)
+    assert rank_bytes(part, spec(data=4), PartShape(100, 100, 100)) == RankBytes(*expected)
 
 
 def test_torch_keeps_a_share_of_the_weights_in_the_optimizers_format_alone() -> None:
     part = PartConfig(num_actors=8, tensor=2, data=4, dtype="bfloat16", zero_stage=3, zero_engine="fsdp")
-    assert rank_bytes(part, stage(data=4, tensor=2), PartShape(200, 100, 0)) == RankBytes(0, 100, 300)  # 16 bytes of each of 25 elements
+    assert rank_bytes(part, spec(data=4, tensor=2), PartShape(200, 100, 0)) == RankBytes(
+        0, 100, 300
+    )  # 16 bytes of each of 25 elements
     assert gathered_bytes(part, PartShape(200, 100, 0), 10, None) == 2 * 10 * 2 + 10 * 2 + 10 * 4
 
 
 def test_every_stage_is_told_and_stage_1_of_slices_has_no_engine() -> None:
     part = PartConfig(num_actors=8, tensor=2, data=4, ulysses=1, ring=1, dtype="bfloat16", zero_stage=3)
-    split = stage(data=4, tensor=2)
+    split = spec(data=4, tensor=2)
     assert by_zero_stage(part, split, PartShape(200, 100, 0)) == {0: 1800, 1: None, 2: 600, 3: 400}
-    assert runtime_bytes(split) > runtime_bytes(stage())
+    assert runtime_bytes(split) > runtime_bytes(spec())
 
 
 def test_what_is_not_trained_keeps_its_weights_alone() -> None:
     part = PartConfig(num_actors=1, tensor=1, dtype="bfloat16")
-    assert rank_bytes(part, stage(), PartShape(100, 100, 100, trained=10)) == RankBytes(200, 40, 120)
-    frozen = replace(stage(), trains=False)
+    assert rank_bytes(part, spec(), PartShape(100, 100, 100, trained=10)) == RankBytes(200, 40, 120)
+    frozen = replace(spec(), trains=False)
     assert rank_bytes(part, frozen, PartShape(100, 100, 100)) == RankBytes(200, 0, 0)
     assert by_zero_stage(part, frozen, PartShape(100, 100, 100)) == {0: 200, 1: None, 2: None, 3: None}
 
 
 def test_a_float64_value_takes_eight_bytes_and_an_unknown_format_is_refused() -> None:
     part = PartConfig(num_actors=1, tensor=1, dtype="float64")
-    assert rank_bytes(part, stage(), PartShape(10, 10, 10)) == RankBytes(80, 80, 160)
+    assert rank_bytes(part, spec(), PartShape(10, 10, 10)) == RankBytes(80, 80, 160)
     with pytest.raises(ConfigError, match="dtype=int3"):
-        rank_bytes(PartConfig(dtype="int3"), stage(), PartShape(10, 10, 10))
+        rank_bytes(PartConfig(dtype="int3"), spec(), PartShape(10, 10, 10))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,10 @@ def test_stages_of_a_pipeline_and_their_clock(tiny_assets: Path, made_model: str
     ("cut", "told"),
     [
         (["text.num_actors=3"], r"pipeline\(3\) × virtual_stages\(1\) = 3 > layers\(2\)"),
-        (["text.num_actors=2", "text.cuts=[2]"], r"text.cuts=\[2\] cannot cut the text decoder's 2 layers: 0 < 2 < layers"),
+        (
+            ["text.num_actors=2", "text.cuts=[2]"],
+            r"text.cuts=\[2\] cannot cut the text decoder's 2 layers: 0 < 2 < layers",
+        ),
         (
             ["text.num_actors=2", "text.virtual_stages=2", "training.schedule=interleaved"],
             r"pipeline\(2\) × virtual_stages\(2\) = 4 > layers\(2\)",

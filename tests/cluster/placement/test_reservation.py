@@ -61,7 +61,8 @@ def test_more_gpus_than_bundles_leave_the_rest_free() -> None:
 @pytest.mark.parametrize("ranks", range(1, 14))
 @pytest.mark.parametrize("collocate", [True, False])
 def test_shares_of_a_gpu_fit_in_the_units_that_ray_counts_in(ranks: int, gpus: int, collocate: bool) -> None:
-    plan = plan_placement({"vision": range(ranks), "text": range(0 if collocate else ranks, ranks if collocate else 2 * ranks)}, gpus)
+    first = 0 if collocate else ranks
+    plan = plan_placement({"vision": range(ranks), "text": range(first, first + ranks)}, gpus)
     counted = lambda amount: round(amount * 10_000)
     in_bundle = [0] * len(plan.bundles)
     for slot in (slot for slots in plan.slots.values() for slot in slots):
@@ -98,7 +99,7 @@ def test_three_bundles_of_two_actors_fit_on_one_gpu() -> None:
         def answer(self) -> bool:
             return True
 
-    plan = plan_placement({"vision": 3, "text": 3}, collocate=True, gpus=1)
+    plan = plan_placement({"vision": range(3), "text": range(3)}, gpus=1)
     reserved = reserve(plan, 60.0)
     try:
         slots = [slot for of_part in plan.slots.values() for slot in of_part]
@@ -114,7 +115,7 @@ def test_three_bundles_of_two_actors_fit_on_one_gpu() -> None:
 
 @pytest.mark.usefixtures("local_ray")
 def test_an_infeasible_reservation_says_what_there_is() -> None:
-    plan = plan_placement({"vision": 9}, collocate=True, gpus=0)
+    plan = plan_placement({"vision": range(9)}, gpus=0)
     with pytest.raises(ConfigError) as caught:
         reserve(plan, 0.5)
     told = str(caught.value)
@@ -130,6 +131,6 @@ def test_a_long_wait_for_a_reservation_is_announced(
 ) -> None:
     monkeypatch.setattr("dhp.cluster.placement.reservation.PATIENCE_S", 0.2)
     with pytest.raises(ConfigError):
-        reserve(plan_placement({"vision": 9}, collocate=True, gpus=0), 0.5)
+        reserve(plan_placement({"vision": range(9)}, gpus=0), 0.5)
     told = capsys.readouterr().err
     assert told.startswith("waiting up to 0.5 s for devices. 9 × 1 CPU asked for") and "5 CPU missing" in told
