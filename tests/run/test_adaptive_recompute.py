@@ -131,5 +131,5 @@ def test_a_budget_that_nothing_fits_is_said(tiny_assets: Path, tmp_path: Path) -
 
 def test_a_part_whose_first_work_comes_late_is_told_as_that(tiny_assets: Path, tmp_path: Path) -> None:
     said, parts = plan(tiny_assets, tmp_path, 100, late=PATIENCE + 10)
-    assert said.count("a part has its first work") == 1 and "more than the budget" not in said
+    assert said.count("a stage has its first work") == 1 and "more than the budget" not in said
     assert all(set(part.choices) != {"all"} for part in parts.values())
