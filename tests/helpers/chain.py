@@ -63,7 +63,7 @@ class Chain:
         return Result(loss, gradients)
 
     def _sample(self, sample: Sample, total: int) -> float:
-        named = Rows(self.family, 0, packing=False).padded((sample,))
+        named, _ = Rows(self.family, 0, packing=False).make((sample,))
         tensors = self.encode(sample) if sample.grids else {}
         leaves = {name: self.given(name, rows.detach()).requires_grad_() for name, rows in tensors.items()}
         places = named["mm_token_type_ids"].flatten().nonzero()[:, 0]
