@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +21,14 @@ KINDS = (Qwen2RMSNorm, Qwen2_5_VLRMSNorm, Qwen3RMSNorm, Qwen3VLTextRMSNorm)
 def exact_norms() -> Iterator[None]:
     """All norms of the families compute in the format of their states."""
     with pytest.MonkeyPatch.context() as patch:
-        for kind in KINDS:
-            patch.setattr(kind, "forward", _norm)
+        use_exact_norms(patch.setattr)
         yield
+
+
+def use_exact_norms(put: Callable[[Any, str, Any], None]) -> None:
+    """The same for good, by `put`, which sets an attribute."""
+    for kind in KINDS:
+        put(kind, "forward", _norm)
 
 
 def _norm(self: Any, states: Tensor) -> Tensor:

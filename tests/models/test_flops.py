@@ -31,7 +31,8 @@ LAYOUTS = [
 
 def qwen_step(family: Any) -> list[Sample]:
     """Images of several sizes, some with narrow windows at their edges, a video, text alone."""
-    make = lambda *given, **more: make_sample(*given, family.processor.image_token_id, **more)
+    stamped = family.config.model_type == "qwen3_vl"
+    make = lambda *given, **more: make_sample(*given, family.processor.image_token_id, stamped=stamped, **more)
     return [
         make([(1, 16, 20)], 9, 4, 1),
         make([(1, 4, 6), (1, 10, 2)], 30, 12, 2),
@@ -51,6 +52,7 @@ STEPS: dict[str, Callable[[Any], list[Sample]]] = {
     "made_model": qwen_step,
     "few_keys_model": qwen_step,
     "tiny_assets": qwen_step,
+    "qwen3_vl_model": qwen_step,
     "llava_model": llava_step,
 }
 
@@ -85,7 +87,9 @@ def counted(request: pytest.FixtureRequest) -> Counted:
 def _encode(model: Any, family: Any, sample: Sample, number: int) -> Tensor:
     pixels, grid = torch.from_numpy(sample.pixels[number]), torch.tensor([sample.grids[number]])
     named = family.processor.plain_inputs({"pixel_values": pixels, "image_grid_thw": grid})
-    return torch.cat(list(model.model.get_image_features(**named, return_dict=True).pooler_output))
+    output = model.model.get_image_features(**named, return_dict=True)
+    features = [rows for level in getattr(output, "deepstack_features", ()) for rows in level]
+    return torch.cat([*output.pooler_output, *features])
 
 
 def _logits(model: Any, sample: Sample) -> Tensor:

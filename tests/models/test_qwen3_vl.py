@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForImageTextToText
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AttentionInterface, AutoConfig, AutoModelForImageTextToText
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from dhp.data.sample import Sample
 from dhp.models.family import Family
 from dhp.models.qwen3_vl import interpolate
 from dhp.models.registry import load_family
+from dhp.models.shape import check_tensor_plan, part_shape
 from dhp.models.slice import cut_layers
+from dhp.models.split import load_part, model_class
 from dhp.parallel.attention.sharded import plan_segments, segment_attention
+from dhp.parallel.comm.mesh import Degrees
+from dhp.parallel.tensor.local_shards import use_local_slices
+from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.tensor.styles import with_fused
 from tests.helpers.chain import Chain, largest_difference
-from tests.helpers.layouts import UPDATE
-from tests.helpers.norms import exact_norms
+from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, compare
+from tests.helpers.norms import exact_norms, use_exact_norms
 from tests.helpers.oracle import Oracle, Step
+from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import IMAGE_TOKEN, VIDEO_TOKEN, make_sample
+from tests.trainers.test_parity import assert_exact
 
 CPU = torch.device("cpu")
 GRIDS = [(1, 2, 2), (1, 6, 10), (1, 4, 4), (1, 12, 14), (2, 6, 4)]  # the last one is a video's: two frames
@@ -156,6 +166,31 @@ def test_parts_equal_the_plain_model(split: str, qwen3_vl_model: str, samples: l
     assert largest_difference(Chain(qwen3_vl_model, cut_layers(counts), owners).step(samples), plain) < 1e-9
 
 
+class ExactText(InspectedText):
+    """On ranks, without the float32 of norms."""
+
+    def __init__(self, *given: Any):
+        use_exact_norms(setattr)
+        super().__init__(*given)
+
+
+LAYOUTS = [
+    Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=2),
+    Case(Degrees(ring=2, tensor=2), Degrees(tensor=8), micro_batches=1, packing=True, checkpointing=True),
+]
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_layouts_equal_the_plain_model(case: Case, qwen3_vl_model: str, samples: list[Sample]) -> None:
+    """Ranks that divide an image, ranks without one, ranks that share key heads; a step without any image."""
+    steps = [
+        [*samples, make_sample([(1, 16, 20)], 8, 5, 4, IMAGE_TOKEN)],
+        [make_sample([], 5 + seed, 3, seed, IMAGE_TOKEN) for seed in (31, 32, 33, 34)],
+    ]
+    with exact_norms():
+        assert_exact(compare(qwen3_vl_model, case, steps, Fault(text=ExactText)))
+
+
 class DroppedFeature(Chain):
     """What goes wrong: a feature does not arrive."""
 
@@ -182,6 +217,43 @@ class LostGradient(Chain):
 @pytest.mark.parametrize("fault", [DroppedFeature, ExchangedImages, LostGradient])
 def test_a_fault_shows(fault: type[Chain], qwen3_vl_model: str, samples: list[Sample], plain: Step) -> None:
     assert largest_difference(fault(qwen3_vl_model, cut_layers((4,)), (0,)).step(samples), plain) > 1e-3
+
+
+def _plans(family: Family) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]:
+    """What a part drops, and the plan that cuts it."""
+    tower, decoder = family.tower, family.decoder
+    return {
+        "vision": (decoder.modules, with_fused(tower.tensor_plan, tower.fused)),
+        "text": (tower.modules, dict(decoder.tensor_plan)),
+    }
+
+
+def _parameters_of_a_rank(model: str, part: str) -> int:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    dropped, plan = _plans(load_family(model))[part]
+    loaded = load_part(model, dropped, torch.float32, mesh, plan, local_plan)
+    use_local_slices(loaded)
+    return sum(parameter.numel() for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("part", ["vision", "text"])
+def test_tensor_ranks_hold_their_slices(part: str, family: Family, qwen3_vl_model: str) -> None:
+    dropped, plan = _plans(family)[part]
+    check_tensor_plan(qwen3_vl_model, dropped, local_plan, plan)
+    counted = part_shape(qwen3_vl_model, dropped, 2, added_plan=plan)
+    assert run_on_ranks(_parameters_of_a_rank, 2, qwen3_vl_model, part) == [counted.per_rank] * 2
+    assert counted.per_rank == (counted.total - counted.replicated) // 2 + counted.replicated
+    assert 0 < counted.replicated < counted.total
+
+
+def test_the_decoders_plan_is_that_of_qwen3(family: Family, qwen3_vl_model: str, head_norms_model: str) -> None:
+    """Canary: transformers has none for this decoder, and one for its twin without pictures."""
+    with torch.device("meta"):
+        own, twin = (
+            model_class(name)(AutoConfig.from_pretrained(name)).tp_plan for name in (qwen3_vl_model, head_norms_model)
+        )
+    assert own == {"lm_head": "colwise_gather_output"}
+    assert own | family.decoder.tensor_plan == twin
 
 
 def test_features_enter_where_their_layer_is(family: Family) -> None:

@@ -119,10 +119,19 @@ def test_the_count_of_a_stage_is_what_tensor_ranks_load(few_keys_model: str, sta
 
 
 @pytest.mark.parametrize(
-    ("size", "published"), [("3B", 3754622976), ("7B", 8292166656), ("32B", 33452718336), ("72B", 73410777344)]
+    ("name", "published"),
+    [
+        ("Qwen2.5-VL-3B", 3754622976),
+        ("Qwen2.5-VL-7B", 8292166656),
+        ("Qwen2.5-VL-32B", 33452718336),
+        ("Qwen2.5-VL-72B", 73410777344),
+        ("Qwen3-VL-4B", 4437815808),
+        ("Qwen3-VL-8B", 8767123696),
+        ("Qwen3-VL-32B", 33357390064),
+    ],
 )
-def test_shipped_shapes_have_the_published_number_of_parameters(size: str, published: int) -> None:
-    source = config_source(f"Qwen/Qwen2.5-VL-{size}-Instruct")
+def test_shipped_shapes_have_the_published_number_of_parameters(name: str, published: int) -> None:
+    source = config_source(f"Qwen/{name}-Instruct")
     family = load_family(source)
     vision, text = part_shape(source, family.decoder.modules), part_shape(source, family.tower.modules)
     assert vision.total + text.total == published

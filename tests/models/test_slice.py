@@ -106,10 +106,10 @@ class Sharded(Chain):
 
     def _wrap(self, part: PreTrainedModel, held: Sequence[Chunk]) -> FullySharded | None:
         parts = self.family.decoder.layers.only(held_layers(held))
-        RecomputedLayers(part, parts, ("linear", "all")[: len(parts.kinds)])
+        layers = list(part.get_submodule(parts.path))
+        RecomputedLayers(layers, parts, ("linear", "all")[: len(layers)])
         if self.tensor:
             return None
-        layers = list(part.get_submodule(parts.path))
         return FullySharded(part, layers, torch.optim.AdamW, self.mesh, tensor_rank=0, stage=3, dtype=torch.float64)
 
     def run(self, owner: int, chunk: Chunk, inputs: DecoderInputs) -> Tensor:
