@@ -28,12 +28,12 @@ TABLE: dict[str, set[str]] = {
     "trainers": {"models", "parallel", "checkpoint"},
     # Joiners at the top: each says what it joins.
     "step": {"cluster.dispatch", "parallel.comm.mesh"},
-    "batching": {"data", "models", "parallel.attention.image_sharding"},
+    "batching": {"data", "models", "parallel.attention.image_sharding", "parallel.attention.locality"},
     "run": {
         "batching", "checkpoint", "cluster", "data", "models", "observe", "parallel", "planner", "step", "trainers",
     },
     "train_ray": {"run"},
-    "cli": {"checkpoint", "models", "data", "planner", "observe", "batching", "run"},
+    "cli": {"batching", "checkpoint", "data", "models", "observe", "parallel.attention", "planner", "run"},
     "__main__": {"cli"},
 }  # fmt: skip
 SELF_CONTAINED = {"base", "version"}  # not even EVERYONE

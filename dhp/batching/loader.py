@@ -27,6 +27,7 @@ from dhp.data.read_settings import Reading
 from dhp.data.source import BatchSource, StepSamples, open_dataset
 from dhp.models.family import Family
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
+from dhp.parallel.attention.locality import Locality
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class FeedSettings:
     reading: Reading = Reading()
     balancing: Balancing = Balancing()
     pixel_dtype: str = "float32"  # in which patches travel to the tower
+    locality: Locality | None = None  # which vision replicas are near which text replica
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -84,7 +86,7 @@ def make_feed(settings: FeedSettings) -> Feed:
     source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     shape = (settings.replicas, settings.ranks, settings.packing)
-    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, settings.pixel_dtype))
+    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, settings.pixel_dtype), settings.locality)
 
 
 def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
@@ -129,15 +131,17 @@ class Feed:
         packing: bool = False,
         measured: MeasuredDataset | None = None,
         pixel_dtype: torch.dtype = torch.float32,
+        locality: Locality | None = None,
     ):
         """replicas × ranks: vision data replicas, and the ranks of each that share a sequence.
         packing: one row without padding for each text replica and micro-batch, in place of a row a sample.
-        measured: where rows are balanced. pixel_dtype: in which patches travel to the tower.
+        measured: where rows are balanced. pixel_dtype: in which patches travel to the tower. locality: which vision
+        replicas are near which text replica.
         """
         self._source = source
         self._family = family
         self._rows = Rows(family, pad_token_id, packing)
-        self._dealer = Dealer(family, self._rows, replicas, ranks, pixel_dtype)
+        self._dealer = Dealer(family, self._rows, replicas, ranks, pixel_dtype, locality)
         self.measured = measured
 
     @property

@@ -19,6 +19,7 @@ from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.family import Family, Grid, ImageLayout
 from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces, shard_images
+from dhp.parallel.attention.locality import Locality
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,19 @@ class Picture:
 class Dealer:
     """Samples as the ranks receive them, a pure function of them."""
 
-    def __init__(self, family: Family, rows: Rows, replicas: int, ranks: int, pixel_dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        family: Family,
+        rows: Rows,
+        replicas: int,
+        ranks: int,
+        pixel_dtype: torch.dtype = torch.float32,
+        locality: Locality | None = None,
+    ):
         """replicas × ranks: vision data replicas, and the ranks of each that share a sequence. pixel_dtype: in which
-        patches travel; where the tower rounds them to it first thing, it gets the same bits."""
+        patches travel; where the tower rounds them to it first thing, it gets the same bits. locality: which vision
+        replicas are near which text replica; None: all alike."""
+        self._locality = locality
         self._pixel_dtype = pixel_dtype
         self._family, self._rows = family, rows
         self._replicas, self._ranks = replicas, ranks
@@ -76,7 +87,8 @@ class Dealer:
     def _shard(self, pictures: Sequence[Picture]) -> list[Pieces]:
         """Pieces for each vision rank, sequence ranks innermost."""
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
-        sharded = shard_images(work, self._replicas, self._ranks, self._family.tower.attention_crossover_patches)
+        crossover = self._family.tower.attention_crossover_patches
+        sharded = shard_images(work, self._replicas, self._ranks, crossover, self._locality)
         return [pieces for replica in sharded for pieces in replica]
 
     def _vision(self, pictures: Sequence[Picture], shards: Sequence[Pieces], rank: int) -> VisionInput:

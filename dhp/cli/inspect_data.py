@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from dhp.base.errors import DataError, PartFailed
 from dhp.batching.loader import Feed, FeedSettings, make_feed
+from dhp.cli.inspect_locality import locality_table
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
@@ -25,7 +26,11 @@ from dhp.data.balance.packs import Limits, Loads
 from dhp.data.lengths.cache import Lengths
 from dhp.data.lengths.table import Chunk
 from dhp.data.order.balance_settings import Balancing
+from dhp.models.registry import load_family
 from dhp.observe.histogram import draw_histograms
+from dhp.parallel.attention.locality import Locality
+from dhp.run.chain import make_chain
+from dhp.run.locality import devices_as_planned, find_locality
 from dhp.run.settings import feed_settings
 
 SHOWN = 20  # defects that are printed; the file has all
@@ -58,7 +63,26 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     (out / "balance.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     _tell_lengths(loads, limits)
     _tell_balance(rows, config)
+    packs = METHODS[config.data.balance](loads, _limits(config, settings, loads), _rows(config), config.seed)
+    for line in locality_table(packs, loads, _locality(config)):
+        print(line)
     print(f"\nwritten to {out}: lengths.png, balance.jsonl, defects.txt")
+
+
+def _rows(config: Config) -> int:
+    """Packs of a step."""
+    return config.text.data * micro_batches(config)
+
+
+def _limits(config: Config, settings: FeedSettings, loads: Loads) -> Limits:
+    balancing = replace(settings.balancing, method=config.data.balance)
+    return balancing.limits(loads, config.training.micro_batch_size)
+
+
+def _locality(config: Config) -> Locality | None:
+    """As the ranks would lie on one node."""
+    chain = make_chain(config, load_family(config.text.model_name), config.text.model_name)
+    return find_locality(chain, devices_as_planned(chain), config.data.locality_slack)
 
 
 @dataclass(frozen=True)
@@ -147,7 +171,7 @@ def _tell_lengths(loads: Loads, limits: Limits) -> None:
 
 def _balance(loads: Loads, balancing: Balancing, config: Config) -> Iterator[dict[str, float | str]]:
     """Each method on this data, rows dealt to this configuration's replicas."""
-    rows, replicas = config.text.data * micro_batches(config), config.text.data
+    rows, replicas = _rows(config), config.text.data
     few = Loads(loads.vision[:100], loads.text[:100])
     for name in BALANCE:
         limits = replace(balancing, method=name).limits(loads, config.training.micro_batch_size)

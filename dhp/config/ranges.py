@@ -88,6 +88,7 @@ def check_data(data: DataConfig) -> None:
     """Raises ConfigError for values out of range and for datasets that the registry does not have."""
     require_choice("data.on_bad_sample", data.on_bad_sample, ("error", "skip"))
     require_choice("data.balance", data.balance, BALANCE)
+    _require_not_negative("data.locality_slack", data.locality_slack)
     require(data.num_workers >= 0, "data.num_workers", data.num_workers, "num_workers >= 0")
     if data.prefetch is not None:
         require(data.prefetch >= 0, "data.prefetch", data.prefetch, "prefetch >= 0")

@@ -236,6 +236,11 @@ class DataConfig:
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
+    locality_slack: float = 0.01
+    """Images are encoded on the device, or else the node, of the text replica that needs them, as far as the busiest
+    vision replica gets no more than this fraction of work beyond the most even way. 0: only where evenness costs
+    nothing."""
+
     balance_window: Optional[int] = None
     """Samples of a random order that are balanced together, each window measured while the one before it is trained on:
     for datasets too large to be measured before the first step; needs training.max_steps. Null: an epoch."""

@@ -23,6 +23,7 @@ from dhp.cluster.watch import Watched, wait_all
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.models.weights import start_limit_s, weight_bytes
+from dhp.run.locality import find_locality
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, stage_settings
 from dhp.step.stages import Batch, Stages, make_stages
 from dhp.trainers.text import TextTrainer
@@ -84,8 +85,9 @@ class Session:
         workers, ahead = config.data.num_workers, config.data.prefetch
         ahead = workers if ahead is None else ahead
         reading = {"workers": workers, "prefetch": ahead}
+        near = find_locality(self.chain, self._cluster.devices, config.data.locality_slack)
         self.data = self._cluster.dataset_actor(
-            make_feed, feed_settings(config), micro_batches=micro_batches(config), **reading
+            make_feed, feed_settings(config, near), micro_batches=micro_batches(config), **reading
         )
         started_s = config.cluster.start_timeout_s
         wait_all(self.data.take_watched(), started_s)

@@ -16,12 +16,13 @@ from dhp.config.resolve import micro_batches, warmup_steps
 from dhp.config.schema import Config, PartConfig
 from dhp.data.order.balance_settings import Balancing
 from dhp.data.order.sampler import BatchLayout
+from dhp.parallel.attention.locality import Locality
 from dhp.run.chain import degrees
 from dhp.trainers.settings import NOTHING, StageSettings, UpdateSettings
 
 
-def feed_settings(config: Config) -> FeedSettings:
-    """What the dataset actor needs."""
+def feed_settings(config: Config, locality: Locality | None = None) -> FeedSettings:
+    """What the dataset actor needs. locality: where the ranks lie, once that is known."""
     vision = degrees(config.vision)
     return FeedSettings(
         model_name=config.vision.model_name,
@@ -46,6 +47,7 @@ def feed_settings(config: Config) -> FeedSettings:
         ),
         # A tower in 16 bits rounds its patches first thing: rounded here, they take half the room on the way.
         pixel_dtype="bfloat16" if config.vision.dtype == "bfloat16" else "float32",
+        locality=locality,
         balancing=Balancing(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
     )
 

@@ -120,6 +120,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "reading": Reading(True, 900, 1.5, 12, 7000),
         "balancing": Balancing(),
         "pixel_dtype": "float32",
+        "locality": None,  # known once the ranks have their devices
     }
 
 

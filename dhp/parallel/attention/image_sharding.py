@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from dhp.parallel.attention.locality import Locality, assign_near
+
 TOLERANCE = 1.05  # a rank's load over the mean up to which no further segment is divided
 
 
@@ -46,10 +48,17 @@ def segment_cost(patches: int, knee: float) -> float:
     return patches * (1.0 + patches / knee)
 
 
-def shard_images(images: Sequence[ImageWork], replicas: int, ranks: int, knee: float = math.inf) -> list[list[Pieces]]:
-    """Pieces for each vision replica and each of its sequence ranks, those of one text replica together."""
+def shard_images(
+    images: Sequence[ImageWork], replicas: int, ranks: int, knee: float = math.inf, locality: Locality | None = None
+) -> list[list[Pieces]]:
+    """Pieces for each vision replica and each of its sequence ranks, those of one text replica together.
+
+    locality: which vision replicas are near which text replica; None: all alike.
+    """
     costs = [sum(segment_cost(n, knee) for n in image.segment_lengths) for image in images]
     by_replica = assign_longest_first(costs, replicas)
+    if locality is not None:
+        by_replica = assign_near(costs, [image.replica for image in images], by_replica, locality)
     return [_shard_replica(images, indices, ranks, knee) for indices in by_replica]
 
 
