@@ -81,8 +81,8 @@ class StepRefs:
 
 
 class DatasetActor:
-    """`request(step)` begins to read a step and those after it; `take(step)` gives the refs of one that was read. Pixels
-    never pass through the driver.
+    """`request(step)` begins to read a step and those after it; `take(step)` gives the refs of one that was read.
+    Pixels never pass through the driver.
 
     One actor knows the order of the data and hands out which samples a step has; with `workers` of them others read
     and decode, each a whole step at a time, else it does so itself. All run on the driver's node, where the paths of
@@ -102,8 +102,8 @@ class DatasetActor:
         needs: Mapping[str, str] | None = None,
         trace: bool = False,
     ):
-        """shards: of each part. prefetch: steps whose reading is submitted beyond the one asked for. log_dir: None leaves what it prints to Ray. needs: paths that must exist on its node, by
-        configuration key. trace: keep spans.
+        """shards: of each part. prefetch: steps whose reading is submitted beyond the one asked for. log_dir: None
+        leaves what it prints to Ray. needs: paths that must exist on its node, by configuration key. trace: keep spans.
         """
         self._micro_batches, self._shards = micro_batches, dict(shards)
         self._prefetch = prefetch
@@ -204,4 +204,3 @@ class DatasetActor:
 
 def _reading(step: int) -> str:
     return f"reading step {step + 1}"
-

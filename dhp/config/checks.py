@@ -63,9 +63,9 @@ def check_stages(layers: int, pipeline: int, virtual: int) -> None:
     runs = pipeline * virtual
     if runs > layers:
         raise ConfigError(
-            f"text.pipeline={pipeline} with text.virtual_stages={virtual} needs a layer for each run of layers, but the "
-            f"text decoder has {layers}: pipeline({pipeline}) × virtual_stages({virtual}) = {runs} > layers({layers}). "
-            f"Set text.pipeline to {layers // virtual} at most."
+            f"text.pipeline={pipeline} with text.virtual_stages={virtual} needs a layer for each run of layers, but "
+            f"the text decoder has {layers}: pipeline({pipeline}) × virtual_stages({virtual}) = {runs} > "
+            f"layers({layers}). Set text.pipeline to {layers // virtual} at most."
         )
     if virtual > 1 and layers % runs:
         possible = [n for n in _divisors(layers // pipeline)] if layers % pipeline == 0 else []

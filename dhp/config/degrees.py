@@ -13,7 +13,10 @@ PARALLELISMS = {
     "vision": ("none", "data", "sequence", "tensor", "deepspeed"),
     "text": ("none", "data", "tensor", "pipeline", "deepspeed", "autotp"),
 }
-OFFERED = {"vision": ("data", "ulysses", "ring", "tensor"), "text": ("pipeline", "data", "tensor")}  # what may be above 1
+OFFERED = {
+    "vision": ("data", "ulysses", "ring", "tensor"),
+    "text": ("pipeline", "data", "tensor"),
+}  # what may be above 1
 # What others call a parallelism.
 _MEANT = {
     **dict.fromkeys(("ulysses", "ring", "context", "cp", "sp"), "sequence"),
@@ -114,8 +117,8 @@ def _check_pipeline(name: str, part: PartConfig, pipeline: int) -> None:
     require_positive(f"{name}.virtual_stages", part.virtual_stages)
     if part.virtual_stages > 1 and pipeline == 1:
         raise ConfigError(
-            f"{name}.virtual_stages={part.virtual_stages} with {name}.pipeline=1: virtual stages are runs of layers that "
-            f"the stages of a pipeline take in turn. Set {name}.pipeline to 2 or more, or {name}.virtual_stages=1."
+            f"{name}.virtual_stages={part.virtual_stages} with {name}.pipeline=1: virtual stages are runs of layers "
+            f"that the stages of a pipeline take in turn. Set {name}.pipeline to 2 or more, or {name}.virtual_stages=1."
         )
     wanted = pipeline * part.virtual_stages - 1
     if part.cuts is not None and len(part.cuts) != wanted:
@@ -126,8 +129,8 @@ def _check_pipeline(name: str, part: PartConfig, pipeline: int) -> None:
         )
     if pipeline > 1 and part.parallelism == "autotp":
         raise ConfigError(
-            f"{name}.pipeline={pipeline} with {name}.parallelism=autotp: DeepSpeed's layers are not cut into stages. Set "
-            f"{name}.parallelism=tensor or pipeline, or {name}.pipeline=1."
+            f"{name}.pipeline={pipeline} with {name}.parallelism=autotp: DeepSpeed's layers are not cut into stages. "
+            f"Set {name}.parallelism=tensor or pipeline, or {name}.pipeline=1."
         )
 
 
@@ -140,9 +143,9 @@ def _check_training(name: str, part: PartConfig) -> None:
         )
     if not part.trainable and part.zero_stage:
         raise ConfigError(
-            f"{name}.zero_stage={part.zero_stage} with {name}.trainable=false: ZeRO cuts what training keeps, and a part "
-            f"that is not trained keeps nothing but weights. Set {name}.zero_stage=0; weights that are too large for a "
-            f"device are cut by {name}.tensor" + (f" or {name}.pipeline." if name == "text" else ".")
+            f"{name}.zero_stage={part.zero_stage} with {name}.trainable=false: ZeRO cuts what training keeps, and a "
+            f"part that is not trained keeps nothing but weights. Set {name}.zero_stage=0; weights that are too "
+            f"large for a device are cut by {name}.tensor" + (f" or {name}.pipeline." if name == "text" else ".")
         )
 
 

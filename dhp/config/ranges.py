@@ -64,7 +64,9 @@ def check_training(training: TrainingConfig) -> None:
     fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     require(fits, "training.betas", betas, "two numbers with 0 <= beta < 1, as [0.9, 0.999]")
     require_choice("training.lr_scheduler_type", training.lr_scheduler_type, ("constant", "linear", "cosine"))
-    require_choice("training.schedule", training.schedule, SCHEDULES, {"pipedream": "1f1b", "1f1b_interleaved": INTERLEAVED})
+    require_choice(
+        "training.schedule", training.schedule, SCHEDULES, {"pipedream": "1f1b", "1f1b_interleaved": INTERLEAVED}
+    )
     _check_warmup(training)
 
 

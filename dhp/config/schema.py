@@ -18,8 +18,8 @@ class PartConfig:
 
     parallelism: str = "none"
     """How the actors share the work. vision: none | data | sequence | tensor | deepspeed; text: none | data | tensor |
-    pipeline | deepspeed | autotp. deepspeed: replicas, as data, beside a zero_stage from 1 on by DeepSpeed; autotp: as tensor,
-    with DeepSpeed's layers."""
+    pipeline | deepspeed | autotp. deepspeed: replicas, as data, beside a zero_stage from 1 on by DeepSpeed; autotp: as
+    tensor, with DeepSpeed's layers."""
 
     num_actors: int = 1
     """Actors of this part (processes, one device each); num_actors = pipeline × data × ulysses × ring × tensor."""

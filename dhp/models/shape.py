@@ -23,19 +23,22 @@ from dhp.base.errors import ModelError
 from dhp.config.shipped import shipped_directory
 from dhp.models.registry import load_family
 from dhp.models.slice import Chunk, held_layers
-from dhp.models.split import ReadPlan, drop_modules, model_class
+from dhp.models.split import ReadPlan, drop_modules, is_dropped, model_class
 
 
 @dataclass(frozen=True)
 class PartShape:
-    """Parameters of one part.
+    """Parameters of a part or of one of its stages.
 
-    total: all of them; per_rank: what the fullest tensor rank holds; replicated: those that each rank holds whole.
+    total: all of them. per_rank: what the fullest tensor rank holds. replicated: those that each rank holds whole.
+
+    trained: of per_rank, those that are trained; None: all of them.
     """
 
     total: int
     per_rank: int
     replicated: int
+    trained: int | None = None
 
 
 def config_source(model_name: str) -> str:
@@ -81,23 +84,26 @@ def part_shape(
     tensor: int = 1,
     whole_modules: Sequence[str] = (),
     added_plan: Mapping[str, str] = MappingProxyType({}),
+    trained: Sequence[str] | None = None,
 ) -> PartShape:
     """Count the model of `source` without the modules `dropped`, split by its tensor-parallel plan over `tensor` ranks.
 
     whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says. added_plan:
-    transformers' style of further modules.
+    transformers' style of further modules. trained: modules whose parameters are trained; None: all.
     """
     model = _without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
     mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0) if tensor > 1 else None
-    total = per_rank = replicated = 0
+    total = per_rank = replicated = of_trained = 0
     for name, parameter in list(model.named_parameters()):  # a tied one comes once
         held = parameter if mesh is None else _sharded(model, name, plan, mesh)
         split = isinstance(held, DTensor) and not all(placement.is_replicate() for placement in held.placements)
         total += parameter.numel()
-        per_rank += held.to_local().numel() if isinstance(held, DTensor) else held.numel()
+        own = held.to_local().numel() if isinstance(held, DTensor) else held.numel()
+        per_rank += own
+        of_trained += own if trained is None or is_dropped(name, trained) else 0
         replicated += 0 if split else parameter.numel()
-    return PartShape(total, per_rank, replicated)
+    return PartShape(total, per_rank, replicated, None if trained is None else of_trained)
 
 
 @dataclass(frozen=True)

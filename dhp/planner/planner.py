@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dhp.base.messages import Choices, StageUsage
-from dhp.planner.costs import Arrangement, StageCosts, Plan, predicted_bytes
+from dhp.planner.costs import Arrangement, Plan, StageCosts, predicted_bytes
 from dhp.planner.profile import Profile, probes
 from dhp.planner.search import best_plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from dhp.base.messages import Choices
-from dhp.planner.costs import Arrangement, StageCosts, Plan, predicted_bytes
+from dhp.planner.costs import Arrangement, Plan, StageCosts, predicted_bytes
 
 
 def best_plan(

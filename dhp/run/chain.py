@@ -33,8 +33,9 @@ def degrees(part: PartConfig) -> Degrees:
 
 
 def even_cuts(sizes: DecoderSizes, stages: int) -> list[int]:
-    """Where to cut the layers so that the largest stage has as few parameters as possible. Of several such cuts, the one
-    whose first stages are smallest: they hold most micro-batches of 1F1B.
+    """Where to cut the layers so that the largest stage has as few parameters as possible.
+
+    Of several such cuts, the one whose first stages are smallest: they hold most micro-batches of 1F1B.
 
     What lies before the layers counts for the first stage, what lies behind them for the last; a tied weight for both.
     """
@@ -50,7 +51,9 @@ def even_cuts(sizes: DecoderSizes, stages: int) -> list[int]:
     for k in range(2, stages + 1):
         best.append(
             {
-                first: min((max(weight(first, end), best[k - 1][end][0]), end) for end in range(first + 1, count - k + 2))
+                first: min(
+                    (max(weight(first, end), best[k - 1][end][0]), end) for end in range(first + 1, count - k + 2)
+                )
                 for first in range(count - k + 1)
             }
         )

@@ -17,7 +17,7 @@ from dhp.run.footprint import Footprint, HeadShape, RankBytes, by_zero_stage, fo
 from dhp.run.preflight import missing_data
 from dhp.run.settings import trained
 from dhp.step.schedule import draw, make_schedule
-from dhp.trainers.settings import ALL
+from dhp.trainers.settings import ALL, PROJECTOR
 
 CLOCK_MICRO_BATCHES = 8  # of a step that the clock table shows at most
 
@@ -28,7 +28,7 @@ def dry_run(config: Config) -> str:
     """The table and notes to print. `config` went through `dhp.run.preflight.prepare`. Starts and writes nothing."""
     source = config_source(config.text.model_name)
     chain = make_chain(config, load_family(source), source)
-    shapes = stage_shapes(chain, source)
+    shapes = stage_shapes(config, chain, source)
     memory = footprints(config, chain, source, shapes)
     rows = [_row(config, stage, shapes[stage.name], memory[stage.name].states) for stage in chain.stages]
     lines = [f"dry run of {config.name}", f"model          {config.text.model_name}"]
@@ -47,16 +47,18 @@ def dry_run(config: Config) -> str:
     return "\n".join([*lines, "", f"{passed}; nothing was started"])
 
 
-def stage_shapes(chain: Chain, source: str) -> dict[str, PartShape]:
+def stage_shapes(config: Config, chain: Chain, source: str) -> dict[str, PartShape]:
     """Parameters of each stage; `source` as `config_source` gives it."""
-    return {stage.name: _shape(stage, source, load_family(source)) for stage in chain.stages}
+    family, only_projector = load_family(source), trained(config.vision) == PROJECTOR
+    return {stage.name: _shape(stage, source, family, only_projector) for stage in chain.stages}
 
 
-def _shape(stage: StageSpec, source: str, family: Family) -> PartShape:
+def _shape(stage: StageSpec, source: str, family: Family, only_projector: bool) -> PartShape:
     tensor, tower, decoder = stage.degrees.tensor, family.tower, family.decoder
     if stage.part == "vision":
         plan = with_fused(tower.tensor_plan, tower.fused)
-        return part_shape(source, decoder.modules, tensor, added_plan=plan)
+        only = tower.projector if only_projector else None
+        return part_shape(source, decoder.modules, tensor, added_plan=plan, trained=only)
     shared = decoder.kv_projections if tensor > decoder.kv_heads else ()
     absent = decoder.absent(chunks_of(stage.chunks, decoder.whole))
     return part_shape(source, (*tower.modules, *absent), tensor, shared, decoder.tensor_plan)

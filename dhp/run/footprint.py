@@ -96,7 +96,8 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
     if zero == 3 and part.zero_engine == FSDP:
         weights = 0  # gathered for a layer at a time from the optimizer's copy
         copies = 1
-    trained = shape.trained / whole if whole else 0.0  # of the weights; the others have no state
+    # Weights that are not trained have no gradient and no state.
+    trained = 1.0 if shape.trained is None else shape.trained / max(whole, 1)
     held = exact * (share if zero >= 2 else whole)
     return RankBytes(weights, int(held * trained), int(exact * (2 + copies) * share * trained))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from dhp.base.interrupts import ending, ending_on_error, interruptible
 from dhp.base.messages import StepInfo
 from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint
-from dhp.checkpoint.resume import Start, find_start
+from dhp.checkpoint.resume import find_start
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.load import to_yaml
 from dhp.config.resolve import micro_batches

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dhp.base.messages import Choices
+from dhp.base.stages import Chain, StageSpec
 from dhp.batching.loader import FeedSettings, Reading
 from dhp.config.mixing import split_share
 from dhp.config.recompute import read_choices
@@ -14,8 +16,6 @@ from dhp.config.resolve import micro_batches, warmup_steps
 from dhp.config.schema import Config, PartConfig
 from dhp.data.order.balance_settings import Balancing
 from dhp.data.order.sampler import BatchLayout
-from dhp.base.messages import Choices
-from dhp.base.stages import Chain, StageSpec
 from dhp.run.chain import degrees
 from dhp.trainers.settings import NOTHING, StageSettings, UpdateSettings
 

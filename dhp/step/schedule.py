@@ -45,8 +45,8 @@ Programs = Mapping[str, Sequence[Action]]  # of each stage, by name
 def make_schedule(kind: str, chain: Chain, micro_batches: int) -> Schedule:
     """The actions of all stages in an order in which each finds what it needs.
 
-    kind: of `training.schedule`. vision_ahead is 1f1b by another name: a chain of vision and text alone has a warm-up of one
-    micro-batch, which vision encodes while text works on the one before.
+    kind: of `training.schedule`. vision_ahead is 1f1b by another name: a chain of vision and text alone has a warm-up
+    of one micro-batch, which vision encodes while text works on the one before.
 
     Raises ConfigError where an interleaved schedule has no whole groups of micro-batches.
     """

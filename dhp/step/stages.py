@@ -133,9 +133,7 @@ class Stage:
 
     def optimizer_step(self, info: Ref, *other_norms_sq: Ref) -> list[Ref]:
         """The report of every rank."""
-        return [
-            ref for (ref,) in self.group.execute_all_async(StageTrainer.optimizer_step, info, *other_norms_sq)
-        ]
+        return [ref for (ref,) in self.group.execute_all_async(StageTrainer.optimizer_step, info, *other_norms_sq)]
 
     def leaders(self, of_ranks: Sequence[Ref]) -> list[Ref]:
         """The values of each shard's first tensor rank."""

@@ -47,9 +47,7 @@ class TextTrainer(StageRank):
     def load_slice(self) -> PreTrainedModel:
         self._chunks = chunks_of(self.spec.chunks, self.family.decoder.whole)
         model = self._split_by_deepspeed() if self.settings.autotp else self._split()
-        name, attention = (
-            (PACKED, packed_attention) if self.settings.packing else (PADDED, sdpa_attention_forward)
-        )
+        name, attention = (PACKED, packed_attention) if self.settings.packing else (PADDED, sdpa_attention_forward)
         AttentionInterface.register(name, kept(KEPT_ATTENTION, attention))
         self.family.decoder.use_attention(model, name)
         self._flights: dict[tuple[int, int], _Flight] = {}

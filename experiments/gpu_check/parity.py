@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dhp.cluster.transport.shared_memory import CUDA_IPC
 from dhp.base.degrees import Degrees
+from dhp.cluster.transport.shared_memory import CUDA_IPC
 from experiments.gpu_check.carried import TRAINERS
 from experiments.gpu_check.setting import Setting
 from tests.helpers.batches import mixed_step, step_with_one_window

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.batching.collate import Rows
 from dhp.batching.scatter import Dealer
@@ -22,7 +23,6 @@ from dhp.config.shipped import shipped_directory
 from dhp.data.sample import IGNORED, Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.base.degrees import Degrees
 from dhp.trainers.settings import PartSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer

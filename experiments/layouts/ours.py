@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from dhp.base.degrees import Degrees
 from dhp.base.messages import StageReport, StepData
 from dhp.batching.loader import Feed
 from dhp.cluster.cluster import Cluster, Layout
@@ -21,7 +22,6 @@ from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.base.degrees import Degrees
 from dhp.planner.costs import Arrangement
 from dhp.step.schedule import TEXT, VISION, sequential
 from dhp.step.stages import Batch, Parts, make_parts

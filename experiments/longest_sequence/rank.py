@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dhp.base.messages import StageUsage, StepData
 from dhp.base.degrees import Degrees
+from dhp.base.messages import StageUsage, StepData
 from dhp.planner.costs import Arrangement
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer

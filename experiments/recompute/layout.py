@@ -13,13 +13,13 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
+from dhp.base.degrees import Degrees
 from dhp.base.messages import StageUsage, StepData
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.cluster import Layout as Actors
 from dhp.cluster.dispatch import PerRank, spread
 from dhp.cluster.watch import wait_all
 from dhp.models.registry import load_family
-from dhp.base.degrees import Degrees
 from dhp.planner.costs import Arrangement, Plan
 from dhp.planner.planner import Planner
 from dhp.run.adaptive_recompute import arrange, usage_of

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from dhp.base.messages import VisionInput
 from dhp.base.degrees import Degrees
+from dhp.base.messages import VisionInput
 from dhp.trainers.vision import VisionTrainer
 from experiments.recompute.layout import Layout
 from experiments.recompute.work import deal, make_model, make_samples

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.batching.loader import Feed
 from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import IGNORED, Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.base.degrees import Degrees
 
 IMAGE, START, END, VIDEO = 2040, 2041, 2042, 2043
 HEADS = 4

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.vision_utils import get_vision_position_ids
 
+from dhp.base.degrees import Degrees
 from dhp.base.errors import ModelError
 from dhp.base.messages import StepData
 from dhp.base.routes import Route
@@ -22,7 +23,6 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import Reading
 from dhp.models.registry import load_family
 from dhp.models.tiny import make_tiny_model
-from dhp.base.degrees import Degrees
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, make_feed
 from tests.helpers.tiny import make_sample

@@ -13,6 +13,7 @@ from dhp.cluster import gpus
 from dhp.cluster.cluster import Cluster, Layout, check_devices_here
 from dhp.cluster.gpus import Build, Gpu, check_build, check_gpus, check_modes, parse_gpus, read_gpus, visible_gpus
 from dhp.cluster.runtime import LOCAL
+from tests.helpers.chains import make_chain
 
 TOLD = "0, 580.65.06, Default\n1, 580.65.06, Exclusive_Process\n"
 TWO = (Gpu(0, "580.65.06", "Default"), Gpu(1, "580.65.06", "Exclusive_Process"))
@@ -141,9 +142,8 @@ def test_through_the_multi_process_service_an_exclusive_gpu_is_shared(
 
 
 def test_a_run_of_its_own_ray_looks_before_it_starts_one(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    degrees = {part: {"data": 1} for part in ("vision", "text")}
     for device in ("auto", "cuda"):
-        layout = Layout({"vision": 1, "text": 1}, degrees, True, device, LOCAL, 1, 60.0, 60.0, "logs", "checkpoints")
+        layout = Layout(make_chain(), device, LOCAL, 1, 60.0, 60.0, "logs", "checkpoints")
         with pytest.raises(ConfigError, match="^this machine: there are GPUs, but torch .* built for CPUs alone"):
             Cluster(layout).__enter__()
     pretend(monkeypatch, CUDA_13)

@@ -67,7 +67,7 @@ def refuse(*_: Any) -> None:
 def make_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from ray.util.placement_group import remove_placement_group
 
-    plan = plan_placement({"vision": 2}, collocate=True, gpus=0)
+    plan = plan_placement({"vision": range(2)}, gpus=0)
     reserved = reserve(plan, WAIT_S)
     made: list[ActorGroup] = []
     logs = tmp_path_factory.mktemp("logs")
@@ -120,12 +120,13 @@ def test_calls_are_named_alike_in_every_step(group: ActorGroup, monkeypatch: pyt
         return submit(self, *args, name=name, **options)
 
     monkeypatch.setattr(ActorMethod, "_remote", noted)
-    data = DatasetActor(Feed, shape=(3, 2, 1), workers=2, prefetch=1)
+    data = DatasetActor(Feed, micro_batches=3, shards={"vision": 2, "text": 1}, workers=2, prefetch=1)
     try:
         wait_all(data.take_watched(), WAIT_S)
         for step in range(4):
             names.append([])
-            data.next(step)
+            wait_all(data.request(step), WAIT_S)
+            data.take(step)
             group.execute_all_async("several", step, 3, returns=3)
             data.take_spans_async()
             group.take_spans_async()
@@ -190,7 +191,8 @@ class Feed:
         if step == 9:
             raise DataError("dataset 'made', element 1: broken")
         two = lambda kind: tuple(tuple(f"{kind} {step} {m} {n}" for n in range(2)) for m in range(3))
-        return SimpleNamespace(info=f"info {step}", vision=two("v"), text=tuple(row[:1] for row in two("t")))
+        work = {"vision": two("v"), "text": tuple(row[:1] for row in two("t"))}
+        return SimpleNamespace(info=f"info {step}", routes={"vision": f"routes {step}"}, work=work)
 
     def missing(self, step: int) -> list[int]:
         return [step, step + 1, step + 2]
@@ -206,21 +208,26 @@ def no_feed() -> None:
     raise DataError("a.json: malformed JSON at line 3")
 
 
-def test_the_dataset_actor_hands_out_refs_in_the_shape_of_the_parts() -> None:
+SHAPE = {"micro_batches": 3, "shards": {"vision": 2, "text": 1}}
+
+
+def test_the_dataset_actor_hands_out_refs_by_part_micro_batch_and_shard() -> None:
     import ray
 
-    actor = DatasetActor(Feed, shape=(3, 2, 1))
+    actor = DatasetActor(Feed, **SHAPE)
     try:
         assert actor.ask("size", timeout_s=WAIT_S) == 7
-        info, vision, text = actor.next(4)
-        assert ray.get(info) == "info 4"
-        assert [ray.get(row) for row in vision] == [[f"v 4 {m} 0", f"v 4 {m} 1"] for m in range(3)]
-        assert [ray.get(row) for row in text] == [[f"t 4 {m} 0"] for m in range(3)]
-        assert [w.what for w in actor.take_watched()] == ["opening the datasets", *["reading step 5"] * 2]
+        assert [w.what for w in actor.take_watched()] == ["opening the datasets"]
+        reading = actor.request(4)
+        assert [w.what for w in reading] == ["reading step 5"] * 2
+        wait_all(reading, WAIT_S)
+        step = actor.take(4)
+        assert ray.get(step.info) == "info 4" and step.routes == {"vision": "routes 4"}
+        assert [ray.get(row) for row in step.work["vision"]] == [[f"v 4 {m} 0", f"v 4 {m} 1"] for m in range(3)]
+        assert [ray.get(row) for row in step.work["text"]] == [[f"t 4 {m} 0"] for m in range(3)]
         for step, reason in ((9, "element 1: broken"), (11, "element 2: too long")):
-            actor.next(step)
             with pytest.raises(DataError, match=f"^dataset 'made', {reason}$"):
-                wait_all(actor.take_watched(), WAIT_S)
+                wait_all(actor.request(step), WAIT_S)
     finally:
         actor.stop()
 
@@ -228,16 +235,26 @@ def test_the_dataset_actor_hands_out_refs_in_the_shape_of_the_parts() -> None:
 def test_workers_read_in_turn_and_ahead_but_not_beyond_the_end() -> None:
     import ray
 
-    actor = DatasetActor(Feed, shape=(3, 2, 1), workers=2, prefetch=2)
+    actor = DatasetActor(Feed, **SHAPE, workers=2, prefetch=2)
     try:
         assert actor.size == 3
         wait_all(actor.take_watched(), WAIT_S)
         actor.end_at(4)
-        infos = [ray.get(actor.next(step)[0]) for step in range(4)]
-        assert infos == [f"info {step}" for step in range(4)]
-        readers = [w.who for w in actor.take_watched()]
-        assert readers == [name for step in range(4) for name in ("the dataset actor", f"data worker {step % 2}")]
+        for step in range(4):
+            reading = actor.request(step)
+            assert [w.who for w in reading] == ["the dataset actor", f"data worker {step % 2}"]
+            wait_all(reading, WAIT_S)
+            assert set(actor._ahead) == set(range(step, min(step + 3, 4)))
+            assert ray.get(actor.take(step).info) == f"info {step}"
         assert not actor._ahead
+    finally:
+        actor.stop()
+
+
+def test_a_step_that_was_asked_for_twice_is_read_once() -> None:
+    actor = DatasetActor(Feed, **SHAPE)
+    try:
+        assert actor.request(2) == actor.request(2)
     finally:
         actor.stop()
 
@@ -245,14 +262,13 @@ def test_workers_read_in_turn_and_ahead_but_not_beyond_the_end() -> None:
 def test_a_worker_that_died_idle_is_named_when_spans_are_collected() -> None:
     import ray
 
-    actor = DatasetActor(Feed, shape=(3, 2, 1), workers=2, trace=True)
+    actor = DatasetActor(Feed, **SHAPE, workers=2, trace=True)
     try:
-        actor.next(0)
+        wait_all(actor.request(0), WAIT_S)
         actor.take_spans_async()
         wait_all(actor.take_watched(), WAIT_S)
         ray.kill(actor._actors[2])
-        actor.next(2)
-        wait_all(actor.take_watched(), WAIT_S)  # the other one's
+        wait_all(actor.request(2), WAIT_S)  # the other one's
         actor.take_spans_async()
         with pytest.raises(PartFailed, match="^data worker 1 died during telling what it did: "):
             wait_all(actor.take_watched(), WAIT_S)
@@ -261,21 +277,18 @@ def test_a_worker_that_died_idle_is_named_when_spans_are_collected() -> None:
 
 
 def test_a_bad_sample_read_ahead_is_told_when_its_step_comes() -> None:
-    actor = DatasetActor(Feed, shape=(3, 2, 1), workers=1, prefetch=3)
+    actor = DatasetActor(Feed, **SHAPE, workers=1, prefetch=3)
     try:
-        actor.next(8)  # 9 and 11 are read ahead
-        wait_all(actor.take_watched(), WAIT_S)
-        actor.next(9)
+        wait_all(actor.request(8), WAIT_S)  # 9 and 11 are read ahead
         with pytest.raises(DataError, match="element 1: broken"):
-            wait_all(actor.take_watched(), WAIT_S)
-        actor.next(10)
-        wait_all(actor.take_watched(), WAIT_S)
+            wait_all(actor.request(9), WAIT_S)
+        wait_all(actor.request(10), WAIT_S)
     finally:
         actor.stop()
 
 
 def test_workers_measure_what_is_missing_and_the_first_actor_keeps_it() -> None:
-    actor, told = DatasetActor(Feed, shape=(1, 1, 1), workers=2), []
+    actor, told = DatasetActor(Feed, micro_batches=1, shards={"vision": 1}, workers=2), []
     try:
         actor.measure(1, WAIT_S, lambda done, parts: told.append((done, parts)))
         learned = actor.ask("learned", timeout_s=WAIT_S)
@@ -287,7 +300,7 @@ def test_workers_measure_what_is_missing_and_the_first_actor_keeps_it() -> None:
 
 
 def test_datasets_that_cannot_be_opened_are_told_as_they_are() -> None:
-    actor = DatasetActor(no_feed, shape=(1, 1, 1))
+    actor = DatasetActor(no_feed, micro_batches=1, shards={"vision": 1})
     try:
         with pytest.raises(DataError, match="^a.json: malformed JSON at line 3$"):
             wait_all(actor.take_watched(), WAIT_S)

@@ -85,7 +85,10 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.ulysses=2 does not exist yet", "text has pipeline, data, tensor"],
         ),
         ({"vision__parallelism": "tensr"}, ["vision.parallelism=tensr", "did you mean tensor?"]),
-        ({"text__parallelism": "sequence"}, ["text.parallelism=sequence", "none, data, tensor, pipeline, deepspeed, autotp"]),
+        (
+            {"text__parallelism": "sequence"},
+            ["text.parallelism=sequence", "none, data, tensor, pipeline, deepspeed, autotp"],
+        ),
         ({"vision__parallelism": "sequnce"}, ["did you mean sequence?"]),
         ({"text__num_actors": 0}, ["text.num_actors=0", "text.num_actors >= 1"]),
         ({"text__tensor": -2}, ["text.tensor=-2", "text.tensor >= 1"]),

@@ -54,33 +54,48 @@ def probe(model: str, dtype: str, recompute: str, tensor: int = 1, ulysses: int 
 def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulysses: int) -> None:
     import torch
 
-    from dhp.models.registry import load_family
     from dhp.base.degrees import Degrees
-    from dhp.trainers.settings import PartSettings, UpdateSettings
+    from dhp.base.messages import Bundle
+    from dhp.config.recompute import read_choices
+    from dhp.models.registry import load_family
+    from dhp.trainers.settings import ALL, StageSettings, UpdateSettings
     from dhp.trainers.text import TextTrainer
     from dhp.trainers.vision import VisionTrainer
+    from tests.helpers.chains import make_chain
 
     update = UpdateSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10, 1.0)
-    common = (dtype, "cuda", recompute, False, 0, False, True, update, 0)
     family = load_family(model)
+    layers = {"vision": len(family.tower.layers.kinds), "text": len(family.decoder.layers.kinds)}
+    chain = make_chain(
+        Degrees(ulysses=ulysses, tensor=tensor),
+        Degrees(tensor=max(tensor, ulysses)),
+        layers=layers["text"],
+        tower_layers=layers["vision"],
+    )
+
+    def settings(stage: str) -> StageSettings:
+        choices = read_choices(recompute, layers[stage])
+        common = (model, dtype, "cuda", choices, False, ALL, 0, "deepspeed", False, True, update, 0)
+        return StageSettings(chain.stage(stage), chain, *common)
+
     vision_work, text_work, info = make_work(family, ulysses)
     watch.phase = "start"
-    vision = VisionTrainer(PartSettings("vision", model, Degrees(ulysses=ulysses, tensor=tensor), *common))
-    text = TextTrainer(PartSettings("text", model, Degrees(tensor=max(tensor, ulysses)), *common))
+    vision, text = VisionTrainer(settings("vision")), TextTrainer(settings("text"))
     hidden = family.config.get_text_config().hidden_size
     number = getattr(torch, dtype)
     for m in range(2):
         watch.phase = f"vision forward {m}"
-        embeddings = vision.forward_step(m, vision_work, True)
-        assert all(rows.device.type == "cuda" for rows in embeddings)
+        (embeddings,) = vision.forward_step(m, 0, vision_work)
+        assert all(rows.device.type == "cuda" for rows in embeddings.tensors.values())
         watch.phase = f"text forward {m}"
-        handed = [torch.empty(len(text_work.placement), hidden, dtype=number)]
-        text.forward_step(m, text_work, *handed)
+        handed = Bundle({"embeddings": torch.empty(len(text_work.placement), hidden, dtype=number)})
+        text.forward_step(m, 0, text_work, handed)
         watch.phase = f"text backward {m}"
-        gradients = text.backward_step(m, m == 1, True)
-        assert all(rows.device.type == "cuda" for rows in gradients)
+        (gradients,) = text.backward_step(m, 0, m == 1)
+        assert all(rows.device.type == "cuda" for rows in gradients.tensors.values())
         watch.phase = f"vision backward {m}"
-        vision.backward_step(m, replace(vision_work, last=m == 1), torch.empty_like(embeddings[0], device="cpu"))
+        back = Bundle({n: torch.empty_like(rows, device="cpu") for n, rows in embeddings.tensors.items()})
+        vision.backward_step(m, 0, m == 1, back)
     for name, part in (("vision", vision), ("text", text)):
         watch.phase = f"{name} norm"
         part.grad_norm_sq(info)
@@ -120,22 +135,22 @@ def make_work(family: Any, ulysses: int) -> tuple[Any, Any, Any]:
         for r in range(ulysses)
     )
     vision = VisionInput(
-        True, False, torch.zeros(own, family.tower.patch_dim), layout.positions[:own], windows[:cut], layout.frame_lengths,
+        torch.zeros(own, family.tower.patch_dim), layout.positions[:own], windows[:cut], layout.frame_lengths,
         shards, (own // family.tower.merge_unit,),
     )  # fmt: skip
     rows, tokens = own // family.tower.merge_unit, merged + 24
     kinds = torch.zeros(1, tokens, dtype=torch.long)
     kinds[0, 2 : 2 + rows] = 1
     ids = torch.where(kinds == 1, family.processor.image_token_id, 5)
-    labels = torch.full((1, tokens), -100)
-    labels[0, -10:] = 7
+    targets = torch.full((1, tokens), -100)
+    targets[0, -11:-1] = 7
     named = {
         "input_ids": ids,
-        "labels": labels,
+        "targets": targets,
         "mm_token_type_ids": kinds,
         "position_ids": torch.zeros(3, 1, tokens, dtype=torch.long),
     }
-    text = TextInput(named, (tokens - 9, 9), torch.arange(rows), (rows,), 10)
+    text = TextInput(named, (tokens - 9, 9), torch.arange(rows), 10)
     info = StepInfo(0, 0, 0.0, 1, 1, tokens, 10, patches, (), tokens, {}, {}, 0.0, 0.0)
     return vision, text, info
 

@@ -6,15 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
+from dhp.base.stages import Chain, StageSpec
 from dhp.batching.collate import Rows
 from dhp.batching.scatter import Dealer
 from dhp.config.recompute import read_choices
@@ -22,8 +24,6 @@ from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.base.degrees import Degrees
-from dhp.base.stages import Chain, StageSpec
 from dhp.parallel.optimizer import zero
 from dhp.parallel.optimizer.frozen import Frozen
 from dhp.parallel.optimizer.fsdp import FullySharded

@@ -1,6 +1,7 @@
 """Ranks of a part as plain gloo processes: what the cluster's actors run, without Ray.
 
-Processes come from one fork server that has the heavy imports done, so a rank costs a fork, not five seconds.
+Processes come from one fork server that has the imports done (tests/helpers/warm.py): a rank costs a fork, not five
+seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from dhp.cluster.dispatch import PerRank, spread
 
-HEAVY = ["torch", "transformers", "deepspeed", "dhp.trainers.vision", "dhp.trainers.text", "dhp.batching.loader"]
+WARM = "tests.helpers.warm"
 TIMEOUT_S = 240
 
 
@@ -24,7 +25,7 @@ def context() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     server = mp.get_context("forkserver")
-    server.set_forkserver_preload(HEAVY)
+    server.set_forkserver_preload([WARM])
     return server
 
 

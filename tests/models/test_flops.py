@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
+from dhp.base.degrees import Degrees
 from dhp.data.sample import Sample
 from dhp.models.family import ImageLayout
 from dhp.models.flops import TextWork, VisionWork
 from dhp.models.registry import load_family
-from dhp.base.degrees import Degrees
 from tests.helpers.layouts import Case, make_feed
 from tests.helpers.tiny import make_sample
 

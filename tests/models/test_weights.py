@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from dhp.checkpoint.resume import Start
-from dhp.cluster.cluster import Cluster
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.models.weights import start_limit_s, weight_bytes
-from dhp.run import loop
-from dhp.run.loop import _layout
+from dhp.run import session as session_module
+from dhp.run.session import Session
+from tests.helpers.chains import make_chain
 
 
 def write(file: Path, nbytes: int) -> None:
@@ -61,9 +61,10 @@ def test_a_run_waits_for_its_parts_by_the_size_of_its_model(
     config = resolve(compose_config("tiny", overrides=[f"run_dir={tmp_path / 'run'}"]))
     config.text.model_name = str(model)
     config.cluster.start_timeout_s, config.cluster.step_timeout_s = 40.0, 50.0
-    layout = _layout(config, tmp_path, Start())
-    assert (layout.start_timeout_s, layout.build_timeout_s) == (40.0, 110.0)
-    cluster = Cluster(layout)
+    chain = make_chain()
+    session = Session(config, chain, tmp_path, Start())
+    cluster = session._cluster
+    assert (cluster._layout.start_timeout_s, cluster._layout.build_timeout_s) == (40.0, 110.0)
     cluster.device = "cpu"
     assert cluster._common("gloo", 1)["timeout_s"] == 110.0
     cluster.groups = dict.fromkeys(("vision", "text"), SimpleNamespace(start=lambda *_: None, take_watched=list))
@@ -73,9 +74,7 @@ def test_a_run_waits_for_its_parts_by_the_size_of_its_model(
         waited.append(limit_s)
         raise InterruptedError
 
-    monkeypatch.setattr(loop, "wait_all", waits)
-    starting = loop.Driver(config, cluster, SimpleNamespace(), Start())
-    starting.steps = 1
+    monkeypatch.setattr(session_module, "wait_all", waits)
     with pytest.raises(InterruptedError):
-        starting._start_parts()
+        session.start_stages(1)
     assert waited == [110.0]

@@ -64,7 +64,7 @@ def reserved() -> Iterator[Any]:
     made = []
 
     def take(count: int, degrees: dict[str, int]) -> tuple[Any, tuple[Any, ...], Homes]:
-        plan = plan_placement({"text": count}, collocate=True, gpus=4)
+        plan = plan_placement({"text": range(count)}, gpus=4)
         group = reserve(plan, WAIT_S)
         made.append(group)
         homes = find_homes(bundle_nodes(group), read_nodes())
@@ -120,7 +120,7 @@ class Feed:
 
 
 def test_the_dataset_actor_runs_beside_the_driver() -> None:
-    actor = DatasetActor(Feed, shape=(1, 1, 1))
+    actor = DatasetActor(Feed, micro_batches=1, shards={"vision": 1})
     try:
         assert actor.ask("node", timeout_s=WAIT_S) == own_node()
     finally:

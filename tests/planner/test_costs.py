@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dhp.planner.costs import StageCosts, predicted_bytes
+from dhp.planner.costs import Arrangement, StageCosts, predicted_bytes
 from tests.planner.made import MIB, arrangement, costs
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from dhp.config.recompute import CHOICES
-from dhp.planner.costs import LayerCost, StageCosts, predicted_bytes
+from dhp.planner.costs import Arrangement, LayerCost, StageCosts, predicted_bytes
 from dhp.planner.search import best_plan
 from tests.planner.made import MIB, arrangement, costs
 

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from dhp.base.degrees import Degrees
 from dhp.base.messages import StageReport
 from dhp.config.load import compose_config
 from dhp.models.registry import load_family
 from dhp.planner.planner import PATIENCE
 from dhp.run.adaptive_recompute import Recomputing, arrange
+from dhp.run.chain import make_chain as chain_of
 from dhp.run.preflight import prepare
-from dhp.step.schedule import sequential, vision_ahead
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import make_stages
+from tests.helpers.chains import make_chain
 from tests.helpers.runs import tiny, train
 from tests.planner.made import MIB, costs, usage
 
@@ -57,23 +61,32 @@ def test_a_plan_is_measured_tried_and_kept_for_the_next_run(tiny_assets: Path, t
 
 
 def test_what_is_alive_together() -> None:
-    one, two = sequential(4), vision_ahead(4)
-    assert (arrange(one, True, "cpu").outstanding, arrange(two, True, "cpu").outstanding) == (1, 2)
-    assert not arrange(one, True, "cpu").together and arrange(two, True, "cpu").together
-    assert arrange(one, True, "cuda").together  # freed memory stays with the process that had it
-    assert not arrange(one, False, "cpu").shared
+    pair = make_chain()
+    one, two = make_schedule("sequential", pair, 4), make_schedule("vision_ahead", pair, 4)
+    assert arrange(pair, one, "cpu").holding["text"] == {"vision": 1, "text": 1}
+    assert arrange(pair, two, "cpu").holding["text"] == {"vision": 2, "text": 1}
+    assert not arrange(pair, one, "cpu").together and arrange(pair, two, "cpu").together
+    assert arrange(pair, one, "cuda").together  # freed memory stays with the process that had it
+    assert arrange(pair, one, "cpu").sharing == (frozenset({"vision", "text"}),)
+
+
+def test_stages_of_a_pipeline_share_devices_with_vision_and_not_with_one_another() -> None:
+    chain = make_chain(Degrees(data=2), stages=2, chunks=2)
+    found = arrange(chain, make_schedule("interleaved", chain, 4), "cpu")
+    assert found.sharing == (frozenset({"vision", "text.0"}), frozenset({"vision", "text.1"}))
+    assert found.holding["text.0"]["text.0"] == 2.5  # five chunks of two layers each at most
 
 
 class Told:
-    """A part whose ranks report what the plan they were told would take."""
+    """A stage whose ranks report what the plan they were told would take."""
 
     size = 1
 
     def __init__(self, kinds: tuple[str, ...]):
         self.known, self.choices = costs(len(kinds), kinds=kinds), ("all",) * len(kinds)
 
-    def execute_all_async(self, method: str, choices: Any, returns: int = 1) -> list:
-        assert (method, returns) == ("set_recompute", 0)
+    def execute_all_async(self, method: Any, choices: Any, returns: int = 1) -> list:
+        assert (method.__name__, returns) == ("set_recompute", 0)
         self.choices = choices
         return [[]]
 
@@ -89,7 +102,9 @@ def plan(assets: Path, folder: Path, budget_mib: float, late: int = 0) -> tuple[
     family = load_family(config.text.model_name)
     parts = {"vision": Told(family.tower.layers.kinds), "text": Told(family.decoder.layers.kinds)}
     said: list[str] = []
-    recomputing = Recomputing(config, parts, "cpu", sequential(4), said.append)
+    chain = chain_of(config, family, config.text.model_name)
+    stages = make_stages(chain, parts)
+    recomputing = Recomputing(config, chain, stages, "cpu", make_schedule("sequential", chain, 4), said.append)
     for step in range(late + 20):
         reports = {name: part.report() for name, part in parts.items()}
         if step < late:
@@ -116,5 +131,5 @@ def test_a_budget_that_nothing_fits_is_said(tiny_assets: Path, tmp_path: Path) -
 
 def test_a_part_whose_first_work_comes_late_is_told_as_that(tiny_assets: Path, tmp_path: Path) -> None:
     said, parts = plan(tiny_assets, tmp_path, 100, late=PATIENCE + 10)
-    assert said.count("a part has its first work") == 1 and "more than the budget" not in said
+    assert said.count("a stage has its first work") == 1 and "more than the budget" not in said
     assert all(set(part.choices) != {"all"} for part in parts.values())

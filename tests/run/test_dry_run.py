@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dhp.base.degrees import Degrees
 from dhp.base.errors import ConfigError
+from dhp.base.stages import StageSpec
 from dhp.config.load import compose_config
 from dhp.config.schema import Config, PartConfig
+from dhp.models.registry import load_family
 from dhp.models.shape import PartShape
-from dhp.run.dry_run import dry_run, part_shapes
-from dhp.run.footprint import RankBytes, by_stage, gathered_bytes, rank_bytes, runtime_bytes
+from dhp.run.chain import make_chain
+from dhp.run.dry_run import dry_run, stage_shapes
+from dhp.run.footprint import RankBytes, by_zero_stage, gathered_bytes, rank_bytes, runtime_bytes
 from dhp.run.preflight import prepare
 from tests.helpers.runs import tiny, train
 
 VISION, TEXT, TEXT_RANK = 98_528, 127_552, 63_936  # parameters; tests/models/test_shape.py adds them up
+
+
+def spec(**degrees: int) -> StageSpec:
+    split = Degrees(**degrees)
+    return StageSpec("text", "text", (range(4),), split, True, range(split.world))
 
 
 def prepared(name: str, *overrides: str) -> Config:
@@ -27,9 +37,10 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
     config = prepared(
         "tiny", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "cluster.device=cpu", *models
     )
-    shapes = part_shapes(config, made_model)
+    chain = make_chain(config, load_family(made_model), made_model)
+    shapes = stage_shapes(config, chain, made_model)
     assert shapes == {"vision": PartShape(VISION, VISION, VISION), "text": PartShape(TEXT, TEXT_RANK, 320)}
-    vision, text = (rank_bytes(getattr(config, part), shapes[part]) for part in ("vision", "text"))
+    vision, text = (rank_bytes(getattr(config, s.part), s, shapes[s.name]) for s in chain.stages)
     assert vision == RankBytes(4 * VISION, 4 * VISION, 4 * 3 * VISION // 2)  # ZeRO-1 over two ranks
     assert text == RankBytes(4 * TEXT_RANK, 4 * TEXT_RANK, 4 * 2 * TEXT_RANK)
     printed = dry_run(config)
@@ -61,26 +72,37 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
 )
 def test_what_each_zero_stage_cuts(dtype: str, stage: int, expected: tuple[int, int, int]) -> None:
     part = PartConfig(num_actors=4, tensor=1, dtype=dtype, zero_stage=stage)
-    assert rank_bytes(part, PartShape(100, 100, 100)) == RankBytes(*expected)
+    assert rank_bytes(part, spec(data=4), PartShape(100, 100, 100)) == RankBytes(*expected)
 
 
 def test_torch_keeps_a_share_of_the_weights_in_the_optimizers_format_alone() -> None:
     part = PartConfig(num_actors=8, tensor=2, data=4, dtype="bfloat16", zero_stage=3, zero_engine="fsdp")
-    assert rank_bytes(part, PartShape(200, 100, 0)) == RankBytes(0, 100, 300)  # 16 bytes of each of 25 elements
+    assert rank_bytes(part, spec(data=4, tensor=2), PartShape(200, 100, 0)) == RankBytes(
+        0, 100, 300
+    )  # 16 bytes of each of 25 elements
     assert gathered_bytes(part, PartShape(200, 100, 0), 10, None) == 2 * 10 * 2 + 10 * 2 + 10 * 4
 
 
 def test_every_stage_is_told_and_stage_1_of_slices_has_no_engine() -> None:
     part = PartConfig(num_actors=8, tensor=2, data=4, ulysses=1, ring=1, dtype="bfloat16", zero_stage=3)
-    assert by_stage(part, PartShape(200, 100, 0)) == {0: 1800, 1: None, 2: 600, 3: 400}
-    assert runtime_bytes(part) > runtime_bytes(PartConfig(data=1, ulysses=1, ring=1, tensor=1))
+    split = spec(data=4, tensor=2)
+    assert by_zero_stage(part, split, PartShape(200, 100, 0)) == {0: 1800, 1: None, 2: 600, 3: 400}
+    assert runtime_bytes(split) > runtime_bytes(spec())
+
+
+def test_what_is_not_trained_keeps_its_weights_alone() -> None:
+    part = PartConfig(num_actors=1, tensor=1, dtype="bfloat16")
+    assert rank_bytes(part, spec(), PartShape(100, 100, 100, trained=10)) == RankBytes(200, 40, 120)
+    frozen = replace(spec(), trains=False)
+    assert rank_bytes(part, frozen, PartShape(100, 100, 100)) == RankBytes(200, 0, 0)
+    assert by_zero_stage(part, frozen, PartShape(100, 100, 100)) == {0: 200, 1: None, 2: None, 3: None}
 
 
 def test_a_float64_value_takes_eight_bytes_and_an_unknown_format_is_refused() -> None:
     part = PartConfig(num_actors=1, tensor=1, dtype="float64")
-    assert rank_bytes(part, PartShape(10, 10, 10)) == RankBytes(80, 80, 160)
+    assert rank_bytes(part, spec(), PartShape(10, 10, 10)) == RankBytes(80, 80, 160)
     with pytest.raises(ConfigError, match="dtype=int3"):
-        rank_bytes(PartConfig(dtype="int3"), PartShape(10, 10, 10))
+        rank_bytes(PartConfig(dtype="int3"), spec(), PartShape(10, 10, 10))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +125,40 @@ def test_parts_on_devices_of_their_own(tiny_assets: Path, tmp_path: Path) -> Non
     overrides = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "cluster.collocate=false")
     printed = dry_run(prepared("tiny", *overrides))
     assert "devices        4: one rank each" in printed
+
+
+def test_stages_of_a_pipeline_and_their_clock(tiny_assets: Path, made_model: str, tmp_path: Path) -> None:
+    models = (f"vision.model_name={made_model}", f"text.model_name={made_model}")
+    assets = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}")
+    cut = ("text.parallelism=pipeline", "text.num_actors=2", "training.schedule=1f1b", "training.batch_size=16")
+    printed = dry_run(prepared("tiny", *assets, *models, *cut, "vision.trainable=false", "vision.zero_stage=0"))
+    assert "text layers    text.0 0-0; text.1 1-1" in printed
+    assert "devices        2: 2 with a rank of both parts, 0 with one rank" in printed
+    (tower,) = (line for line in printed.splitlines() if line.startswith("vision ") and "float" in line)
+    assert "frozen" in tower and tower.split()[-4:] == ["0.000", "MB", "0.000", "MB"]
+    assert "  text.0 . 0 1 .  0' 2  1' 3  2' .  3'" in printed
+
+
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        (["text.num_actors=3"], r"pipeline\(3\) × virtual_stages\(1\) = 3 > layers\(2\)"),
+        (
+            ["text.num_actors=2", "text.cuts=[2]"],
+            r"text.cuts=\[2\] cannot cut the text decoder's 2 layers: 0 < 2 < layers",
+        ),
+        (
+            ["text.num_actors=2", "text.virtual_stages=2", "training.schedule=interleaved"],
+            r"pipeline\(2\) × virtual_stages\(2\) = 4 > layers\(2\)",
+        ),
+    ],
+)
+def test_cuts_that_the_layers_do_not_admit(
+    cut: list[str], told: str, tiny_assets: Path, made_model: str, tmp_path: Path
+) -> None:
+    own = (f"text.model_name={made_model}", f"vision.model_name={made_model}", f"run_dir={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match=told):
+        prepared("tiny", f"tiny_assets={tiny_assets}", *own, "text.parallelism=pipeline", *cut)
 
 
 def test_the_entry_prints_it_and_leaves_nothing(tiny_assets: Path, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from dhp.base.errors import CheckpointError, ConfigError
 from dhp.checkpoint.folder import ABOUT
 from dhp.checkpoint.resume import find_start
 from dhp.config.load import compose_config
-from dhp.run.loop import Driver
 from dhp.run.preflight import prepare
+from dhp.run.session import Session
 from dhp.train_ray import main
+from tests.helpers.chains import make_chain
 from tests.helpers.runs import Outcome, tiny, train
 
 STEPS = 4
@@ -25,15 +26,35 @@ SETTINGS = [
     *("vision.num_actors=2", "vision.zero_stage=1", "text.num_actors=1", "text.parallelism=none"),
     *(f"training.max_steps={STEPS}", "training.save_steps=2", "training.warmup_steps=2"),
     *("training.lr_scheduler_type=linear", "training.batch_size=4", "training.micro_batch_size=2"),
+    "data.on_bad_sample=skip",
 ]
+BROKEN = "images/00000_0.png"
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_assets(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded default's, but of its samples those that four steps take, and one of their pictures cut off."""
+    folder = tmp_path_factory.mktemp("cut") / "assets"
+    shutil.copytree(tiny_assets, folder)
+    annotations = folder / "data" / "annotations.json"
+    annotations.write_text(json.dumps(json.loads(annotations.read_text())[: 4 * STEPS]))
+    picture = folder / "data" / BROKEN
+    picture.write_bytes(picture.read_bytes()[:60])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcome(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     """The run that was never interrupted."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    outcome = train(*tiny(tiny_assets, run_dir, *SETTINGS))
-    assert outcome.status == 0, outcome.stderr
+    return run_dir, train(*tiny(tiny_assets, run_dir, *SETTINGS))
+
+
+@pytest.fixture(scope="module")
+def whole(outcome: tuple[Path, Outcome]) -> Path:
+    """Its directory."""
+    run_dir, ended = outcome
+    assert ended.status == 0, ended.stderr
     return run_dir
 
 
@@ -78,12 +99,18 @@ def test_a_checkpoint_every_save_steps_and_nothing_pickled(whole: Path) -> None:
     assert summary(whole)["resumed_from"] is None
 
 
+def test_a_broken_image_is_skipped_and_counted(outcome: tuple[Path, Outcome], whole: Path) -> None:
+    _, ended = outcome
+    assert "skipped: " in ended.stdout + ended.stderr and BROKEN in ended.stdout + ended.stderr
+    assert [(line["samples"], line["skipped_samples"]) for line in lines_of(whole)] == [(4, 0), (3, 1), (4, 1), (4, 1)]
+
+
 def test_a_stopped_run_goes_on_bit_for_bit(whole: Path, stopped: Path, tiny_assets: Path) -> None:
     outcome = train(*tiny(tiny_assets, stopped, *SETTINGS, "training.resume=auto"))
     assert outcome.status == 0, outcome.stderr
     assert outcome.left == ()
     assert [line["step"] for line in lines_of(stopped)] == [1, 2, 3, 4]
-    for field in ("loss", "grad_norm", "lr", "tokens", "epoch"):
+    for field in ("loss", "grad_norm", "lr", "tokens", "epoch", "skipped_samples"):
         assert [line[field] for line in lines_of(stopped)] == [line[field] for line in lines_of(whole)]
     assert_same_checkpoint(stopped / "checkpoints" / "step_4", whole / "checkpoints" / "step_4")
     told = summary(stopped)
@@ -157,9 +184,8 @@ def test_an_earlier_checkpoint_beside_newer_ones(whole: Path, tiny_assets: Path)
 def test_other_data_under_the_same_name(stopped: Path, tmp_path: Path, tiny_assets: Path) -> None:
     """How many samples there are is known only when the dataset actor has read them: refused before any rank starts."""
     data = SimpleNamespace(take_watched=list, ask=lambda _, timeout_s: 7)
-    cluster = SimpleNamespace(describe=lambda: "nothing", dataset_actor=lambda *_, **__: data)
-    recorder = SimpleNamespace(say=lambda _: None)
     config = prepare(compose_config("tiny", overrides=tiny(tiny_assets, tmp_path / "next", *SETTINGS)[1:]))
-    start = find_start("auto", stopped / "checkpoints")
+    session = Session(config, make_chain(), tmp_path, find_start("auto", stopped / "checkpoints"))
+    session._cluster = SimpleNamespace(dataset_actor=lambda *_, **__: data)
     with pytest.raises(CheckpointError, match=r"data\.samples was \d+ and is 7\. Reason: .* the data's order"):
-        Driver(config, cluster, recorder, start).run()
+        session.open_data(lambda done, parts: None)

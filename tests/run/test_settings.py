@@ -1,4 +1,4 @@
-"""What parts of a run are told of its configuration."""
+"""What the actors of a run are told of its configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dhp.base.degrees import Degrees
 from dhp.config.load import compose_config, to_yaml
 from dhp.config.resolve import resolve
 from dhp.config.run_dir import check_run_dir
@@ -16,8 +17,8 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import Reading
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
-from dhp.base.degrees import Degrees
-from dhp.run.settings import feed_settings, kept_settings, part_settings, resume_line
+from dhp.run.settings import feed_settings, kept_settings, resume_line, stage_settings
+from tests.helpers.chains import make_chain
 
 OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]
 
@@ -33,6 +34,7 @@ NOTHING_AS_BY_DEFAULT = [
     *("vision.model_name=a/model", "text.model_name=a/model"),
     *("vision.parallelism=sequence", "vision.num_actors=24", "vision.data=2", "vision.ring=3", "vision.ulysses=2"),
     *("vision.tensor=2", "vision.dtype=float64", "vision.zero_stage=0", "vision.recompute=light"),
+    "vision.train=projector",
     *("text.parallelism=autotp", "text.num_actors=6", "text.data=3", "text.tensor=2", "text.dtype=bfloat16"),
     *("text.recompute=mlp:0", "training.batch_size=30", "training.micro_batch_size=5", "training.trace=true"),
     *("data.min_pixels=4000", "data.max_pixels=90000", "data.packing=false", "data.shuffle=false"),
@@ -41,35 +43,50 @@ NOTHING_AS_BY_DEFAULT = [
 ]
 
 
-def test_every_setting_of_a_part_comes_from_its_own_configuration() -> None:
+def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> None:
     config = resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT))
-    found = {part: part_settings(config, part, "cuda", 40, Path("step_7")) for part in ("vision", "text")}
+    tower = Degrees(data=2, ring=3, ulysses=2, tensor=2)
+    chain = make_chain(tower, Degrees(data=3, tensor=2), layers=2, tower_layers=2)
+    found = {s.name: stage_settings(config, chain, s, "cuda", 40, Path("step_7")) for s in chain.stages}
     shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
-    shared |= {"exclusive_sums": True}  # parts that share GPUs
+    shared |= {"exclusive_sums": True}  # stages that share GPUs
+    shared |= {"chain": chain, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
     own = {
         "vision": {
-            "degrees": Degrees(data=2, ring=3, ulysses=2, tensor=2),
             "dtype": "float64",
-            "recompute": "light",
-            "zero_stage": 0,
-            "zero_engine": "fsdp",  # since tensor cuts
+            "recompute": ("light", "light"),
+            "train": "projector",
             "autotp": False,
             "resume_from": "step_7/vision",
         },
         "text": {
-            "degrees": Degrees(data=3, tensor=2),
             "dtype": "bfloat16",
-            "recompute": "mlp:0",
-            "zero_stage": 0,
-            "zero_engine": "fsdp",
+            "recompute": ("mlp", "none"),
+            "train": "all",
             "autotp": True,
             "resume_from": "step_7/text",
         },
     }
-    for part, settings in found.items():
+    for name, settings in found.items():
         told = {field.name: getattr(settings, field.name) for field in fields(settings)}
         del told["update"]
-        assert told == shared | own[part] | {"part": part}
+        assert told == shared | own[name] | {"spec": chain.stage(name)}
+
+
+def test_a_stage_recomputes_what_its_own_layers_are_told() -> None:
+    cut = ["text.parallelism=pipeline", "text.num_actors=2", "text.recompute='mlp:0-1,all:3'"]
+    config = resolve(compose_config("tiny", overrides=cut))
+    chain = make_chain(stages=2, chunks=2, layers=4)
+    found = [stage_settings(config, chain, s, "cpu", 1).recompute for s in chain.of_part("text")]
+    assert found == [("mlp", "none"), ("mlp", "all")]
+
+
+def test_a_frozen_tower_keeps_nothing_to_recompute() -> None:
+    frozen = ["vision.trainable=false", "vision.zero_stage=0", "vision.recompute=auto", "memory.budget_gib=1"]
+    config = resolve(compose_config("tiny", overrides=frozen))
+    chain = make_chain(vision_trains=False)
+    settings = stage_settings(config, chain, chain.stage("vision"), "cpu", 1)
+    assert (settings.train, settings.measure, set(settings.recompute)) == ("nothing", False, {"none"})
 
 
 @pytest.mark.parametrize("stages", [(1, 2), (3, 1)])
@@ -78,8 +95,8 @@ def test_each_part_has_its_own_stage_of_zero(stages: tuple[int, int]) -> None:
         *("vision.parallelism=data", f"vision.zero_stage={stages[0]}"),
         *("text.parallelism=data", f"text.zero_stage={stages[1]}"),
     ])  # fmt: skip
-    config = resolve(config)
-    assert tuple(part_settings(config, part, "cpu", 1).zero_stage for part in ("vision", "text")) == stages
+    config, chain = resolve(config), make_chain()
+    assert tuple(stage_settings(config, chain, s, "cpu", 1).zero_stage for s in chain.stages) == stages
 
 
 def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:

@@ -8,24 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dhp.base.messages import StageUsage
-from dhp.models.registry import load_family
 from dhp.base.degrees import Degrees
+from dhp.base.messages import Bundle, StageUsage
+from dhp.models.registry import load_family
 from dhp.planner.costs import predicted_bytes
 from dhp.planner.planner import Planner
 from dhp.run.adaptive_recompute import arrange, usage_of
-from dhp.step.schedule import SCHEDULES, TEXT, VISION
-from dhp.step.stages import Batch, make_parts
-from dhp.step.step import train_step
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
-from tests.helpers.layouts import Case, make_feed, settings
+from tests.helpers.layouts import Case, Fault, Running, chain_of, make_feed, settings
 from tests.helpers.ranks import LocalGroup
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
 PATCHES = 32 * 32
-PARTS = {"vision": VISION, "text": TEXT}
 
 
 class Encoding(VisionTrainer):
@@ -33,11 +29,11 @@ class Encoding(VisionTrainer):
 
     def peak(self, *works: object) -> int:
         """Bytes, of one image."""
-        work = works[self.part.rank]
-        (embeddings,) = self.forward_step(0, work, True)
-        self.backward_step(0, work, torch.ones_like(embeddings))
-        usage = self.part.meter.take(self.part.layers.choices)
-        assert 0.9 * PATCHES < usage.rows * self.part.mesh.size() < 1.1 * PATCHES
+        work = works[self.rank]
+        (embeddings,) = self.forward_step(0, 0, work)
+        self.backward_step(0, 0, True, Bundle({n: torch.ones_like(t) for n, t in embeddings.tensors.items()}))
+        usage = self.meter.take(self.layers.choices)
+        assert 0.9 * PATCHES < usage.rows * self.mesh.size() < 1.1 * PATCHES
         return usage.peak_bytes
 
 
@@ -48,9 +44,10 @@ def encode(made_model: str) -> Callable[[Degrees, str], list[int]]:
     def peaks(degrees: Degrees, recompute: str) -> list[int]:
         case = Case(degrees, ONE, 1, "float32", packing=True, recompute=recompute)
         feed = make_feed(made_model, case, [[make_sample([(1, 32, 32)], 8, 4, 0, IMAGE_TOKEN)]])
-        own = replace(settings("vision", made_model, case), measure=True)
+        chain = chain_of(made_model, case)
+        own = replace(settings(chain.stage("vision"), chain, made_model, case), measure=True)
         with LocalGroup(Encoding, degrees.world, own) as group:
-            return group.execute_all("peak", *feed.step(0).vision[0])
+            return group.execute_all("peak", *feed.step(0).work["vision"][0])
 
     return peaks
 
@@ -71,22 +68,17 @@ def test_a_plan_takes_what_the_planner_expects(made_model: str, schedule: str) -
     case = Case(Degrees(ulysses=2), Degrees(tensor=2), 2, "float32", schedule=schedule, packing=True)
     samples = [make_sample([(1, 16, 16)], 40, 20, seed, IMAGE_TOKEN) for seed in range(2)]
     data = make_feed(made_model, case, [samples]).step(0)
-    batch, turns = Batch(data.info, data.vision, data.text), SCHEDULES[schedule](2)
-    own = {part: replace(settings(part, made_model, case), measure=True, recompute="auto") for part in PARTS}
+    chain, everything = chain_of(made_model, case), lambda stage: ("all",) * len(stage.layers)
     family = load_family(made_model)
     kinds = {"vision": family.tower.layers.kinds, "text": family.decoder.layers.kinds}
-    arrangement = arrange(turns, True, "cpu")
-    with (
-        LocalGroup(VisionTrainer, 2, own["vision"]) as vision,
-        LocalGroup(TextTrainer, 2, own["text"]) as text,
-    ):
-        parts = make_parts(vision, text, case.vision, case.text, 2)
+    with Running(made_model, case, Fault(VisionTrainer, TextTrainer), measure=True, recompute=everything) as running:
+        arrangement = arrange(chain, running.schedule, "cpu")
 
         def step(planner: Planner) -> dict[str, StageUsage | None]:
-            for part, group in (("vision", vision), ("text", text)):
-                group.execute_all_async("set_recompute", planner.asked[part], returns=0)
-            reports = train_step(parts, turns, batch).reports
-            return {part: usage_of(reports[n]) for part, n in PARTS.items()}
+            for stage, group in running.groups.items():
+                group.execute_all_async("set_recompute", planner.asked[stage], returns=0)
+            _, reports = running.step(data)
+            return {stage: usage_of(of_ranks) for stage, of_ranks in reports.items()}
 
         measuring = Planner(kinds, {}, arrangement, float("inf"))
         while not measuring.settled:

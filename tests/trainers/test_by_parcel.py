@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from dhp.base.degrees import Degrees
 from dhp.cluster.transport import shared_memory
 from dhp.cluster.worker import GroupSettings, Worker
-from dhp.base.degrees import Degrees
-from dhp.trainers.settings import PartSettings
+from dhp.trainers.settings import StageSettings
 from tests.helpers.batches import mixed_step, step_with_one_window
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare
 from tests.trainers.test_parity import assert_exact
@@ -23,9 +23,9 @@ class ByParcel:
 
     trainer: type
 
-    def __init__(self, settings: PartSettings):
+    def __init__(self, settings: StageSettings):
         shared_memory.SMALLEST = 1
-        self._worker = Worker(GroupSettings(settings.part, dist.get_world_size(), "gloo", 1, 60.0, None, True), 0)
+        self._worker = Worker(GroupSettings(settings.spec.name, dist.get_world_size(), "gloo", 1, 60.0, None, True), 0)
         self._worker.build(self.trainer, (settings,))
 
     def __getattr__(self, name: str) -> Any:
@@ -45,6 +45,7 @@ class Text(ByParcel):
 CASES = [
     Case(Degrees(), Degrees(data=2), micro_batches=4, schedule="vision_ahead"),
     Case(Degrees(data=2), Degrees(data=2), micro_batches=2, packing=True),
+    Case(Degrees(data=2), Degrees(), micro_batches=4, packing=True, stages=2, schedule="1f1b"),
 ]
 
 

@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 
 from dhp.base.byte_counter import take_sent
+from dhp.base.degrees import Degrees
 from dhp.data.sample import Sample
 from dhp.parallel.attention.sharded import GATHER_TOKENS
-from dhp.base.degrees import Degrees
-from dhp.step.schedule import SCHEDULES, TEXT, VISION, Forward
-from dhp.step.stages import Batch, Refs, make_parts
-from dhp.step.step import update_weights
+from dhp.step.schedule import Forward, last_backwards
+from dhp.step.stages import Batch, Inbox
 from experiments.two_hosts.formula import Shape
-from tests.helpers.layouts import Case, InspectedText, InspectedVision, make_feed, settings
-from tests.helpers.ranks import LocalGroup
+from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_feed
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
+VISION, TEXT = "vision", "text"
 ONE = Degrees()
 PATCHES, FULL_LAYERS, VISION_WIDTH, BLOCKS = 256, 2, 32, 4
 LAYERS, WIDTH, TARGETS = 2, 64, 10
@@ -40,7 +39,7 @@ class _Counted:
         return take_sent()
 
     def parameters(self) -> int:
-        return sum(math.prod(p.shape) for p in self.part.model.parameters())
+        return sum(math.prod(p.shape) for p in self.model.parameters())
 
 
 class _Vision(_Counted, InspectedVision):
@@ -53,12 +52,12 @@ class _Text(_Counted, InspectedText):
 
 @dataclass(frozen=True)
 class Traffic:
-    """By part, what each rank sent."""
+    """By stage, what each rank sent."""
 
-    forward: dict[int, list[Sent]]
-    backward: dict[int, list[Sent]]
-    update: dict[int, list[Sent]]
-    parameters: dict[int, int]
+    forward: dict[str, list[Sent]]
+    backward: dict[str, list[Sent]]
+    update: dict[str, list[Sent]]
+    parameters: dict[str, int]
 
 
 def large_image(patches: int = PATCHES) -> Sample:
@@ -67,23 +66,19 @@ def large_image(patches: int = PATCHES) -> Sample:
 
 def traffic(model: str, case: Case, samples: list[Sample]) -> Traffic:
     """What one step sends: forward and backward of the only micro-batch, and what follows."""
-    found: dict[str, dict[int, list[Sent]]] = {"forward": {}, "backward": {}}
-    with (
-        LocalGroup(_Vision, case.vision.world, settings("vision", model, case)) as vision,
-        LocalGroup(_Text, case.text.world, settings("text", model, case)) as text,
-    ):
-        groups = {VISION: vision, TEXT: text}
-        parts = make_parts(vision, text, case.vision, case.text, 1)
+    found: dict[str, dict[str, list[Sent]]] = {"forward": {}, "backward": {}}
+    with Running(model, case, Fault(_Vision, _Text)) as running:
         data = make_feed(model, case, [samples]).step(0)
-        batch = Batch(data.info, data.vision, data.text)
-        refs = Refs(batch)
-        for action in SCHEDULES["sequential"](1):
-            parts[action.part].run(action, refs)
+        batch = Batch(data.info, data.work, data.routes)
+        inbox, last = Inbox(batch), last_backwards(running.schedule)
+        for at, action in enumerate(running.schedule):
+            stage = action.node.stage
+            running.stages[stage].run(action, at in last, inbox)
             direction = "forward" if isinstance(action, Forward) else "backward"
-            found[direction][action.part] = groups[action.part].execute_all("sent")
-        reports = update_weights(parts, batch).reports
-        update: Any = {part: [report.sent_bytes for report in of_ranks] for part, of_ranks in reports.items()}
-        parameters = {part: group.execute_all("parameters")[0] for part, group in groups.items()}
+            found[direction][stage] = running.groups[stage].execute_all("sent")
+        _, reports = running.update(batch)
+        update: Any = {stage: [report.sent_bytes for report in of_ranks] for stage, of_ranks in reports.items()}
+        parameters = {stage: group.execute_all("parameters")[0] for stage, group in running.groups.items()}
     return Traffic(found["forward"], found["backward"], update, parameters)
 
 
@@ -173,3 +168,13 @@ def test_zero_3_gathers_weights_twice_and_scatters_gradients(made_model: str) ->
         assert [sent["all_gather"] for sent in found.forward[part]] == [half] * 2
         assert found.backward[part] == [{"all_gather": half, "reduce_scatter": half}] * 2
         assert all("all_gather" not in sent for sent in found.update[part])
+
+
+def test_stages_of_a_pipeline_sum_only_what_they_hold(made_model: str) -> None:
+    """Hidden states and their gradients go from hand to hand, not through the ranks' links."""
+    found = traffic(made_model, Case(ONE, Degrees(tensor=2), 1, stages=2), [large_image()])
+    states, rows = TOKENS * WIDTH * 8, TARGETS * 8
+    assert found.forward["text.0"] == [{"all_reduce": all_reduced(2, (LAYERS + 1) * states)}] * 2
+    assert found.forward["text.1"] == [{"all_reduce": all_reduced(2, LAYERS * states + 3 * rows)}] * 2
+    assert found.backward["text.0"] == [{"all_reduce": all_reduced(2, LAYERS * states)}] * 2
+    assert sum(found.parameters[stage] for stage in ("text.0", "text.1")) < TEXT_PARAMETERS

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from dhp.data.sample import Sample
 from dhp.base.degrees import Degrees
+from dhp.data.sample import Sample
 from tests.helpers.layouts import Case, Fault, InspectedText, compare, compare_rounding
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.parallel.attention.sharded import GATHER_TOKENS
 from dhp.base.degrees import Degrees
+from dhp.parallel.attention.sharded import GATHER_TOKENS
 from tests.helpers import ranks
 from tests.helpers.layouts import Case, compare
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample

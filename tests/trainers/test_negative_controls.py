@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp.base.messages import StageReport, StepData, StepInfo, TextInput, VisionInput
 from dhp.base.degrees import Degrees
+from dhp.base.messages import Bundle, StageReport, StepData, StepInfo, TextInput, VisionInput
 from dhp.parallel.optimizer import fsdp
 from dhp.parallel.tensor import loss
 from tests.helpers.batches import mixed_step
@@ -47,27 +47,28 @@ class HeadWithoutAllReduce(InspectedText):
 class GradientsOfAllTensorRanks(InspectedText):
     """Gradients of the same tokens summed over tensor replicas."""
 
-    def backward_step(self, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(g * self.part.settings.degrees.tensor for g in super().backward_step(*arguments))
+    def backward_step(self, *arguments: Any) -> tuple[Bundle, ...]:
+        tensor = self.spec.degrees.tensor
+        return tuple(Bundle({n: g * tensor for n, g in b.tensors.items()}) for b in super().backward_step(*arguments))
 
 
 class RowsAsTheyCome(InspectedText):
     """Embeddings put in the order in which ranks send them."""
 
-    def forward_step(self, micro_batch: int, work: TextInput, *embeddings: Tensor) -> None:
+    def forward_step(self, micro_batch: int, chunk: int, work: TextInput, *received: Bundle) -> tuple[Bundle, ...]:
         if work.placement is not None:
             work = replace(work, placement=torch.arange(len(work.placement)))
-        super().forward_step(micro_batch, work, *embeddings)
+        return super().forward_step(micro_batch, chunk, work, *received)
 
 
 class MeanOverReplicas(InspectedText):
     """Gradients averaged over data replicas."""
 
-    def backward_step(self, *arguments: Any) -> tuple[Tensor, ...]:
+    def backward_step(self, *arguments: Any) -> tuple[Bundle, ...]:
         result = super().backward_step(*arguments)
-        self.part.update._take_sums()
-        for local in self.part.update._masters:
-            local.grad /= self.part.settings.degrees.data
+        self.optimizer._take_sums()
+        for local in self.optimizer._masters:
+            local.grad /= self.spec.degrees.data
         return result
 
 
@@ -76,14 +77,14 @@ class NoReduction(InspectedVision):
 
     def __init__(self, settings: Any):
         super().__init__(settings)
-        self.part.update._gradients._group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self.optimizer._gradients._group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 class NoExchange(InspectedVision):
     """Full-attention layers see this rank's windows alone."""
 
-    def forward_step(self, micro_batch: int, work: VisionInput, hand_over: bool) -> tuple[Tensor, ...]:
-        return super().forward_step(micro_batch, replace(work, **_each_rank_alone(work)), hand_over)
+    def forward_step(self, micro_batch: int, chunk: int, work: VisionInput, *received: Bundle) -> tuple[Bundle, ...]:
+        return super().forward_step(micro_batch, chunk, replace(work, **_each_rank_alone(work)), *received)
 
 
 def _each_rank_alone(work: VisionInput) -> dict[str, Any]:
@@ -105,8 +106,8 @@ class NoNorm(InspectedVision):
 class OneSegment(InspectedText):
     """Samples of a packed row see the ones before them."""
 
-    def forward_step(self, micro_batch: int, work: TextInput, *embeddings: Tensor) -> None:
-        super().forward_step(micro_batch, replace(work, lengths=(sum(work.lengths),)), *embeddings)
+    def forward_step(self, micro_batch: int, chunk: int, work: TextInput, *received: Bundle) -> tuple[Bundle, ...]:
+        return super().forward_step(micro_batch, chunk, replace(work, lengths=(sum(work.lengths),)), *received)
 
 
 class _NoDecay:
@@ -129,7 +130,7 @@ class MeanOverZeroRanks(InspectedText):
 
     def __init__(self, settings: Any):
         super().__init__(settings)
-        engine = self.part.update._engine
+        engine = self.optimizer._engine
         engine.gradient_average = engine.optimizer.gradient_average = True
 
 
@@ -138,7 +139,7 @@ class BesideTheEngine(InspectedText):
 
     def __init__(self, settings: Any):
         super().__init__(settings)
-        self.part.update._engine.optimizer.clear_backward_seen_flag = lambda: None
+        self.optimizer._engine.optimizer.clear_backward_seen_flag = lambda: None
 
 
 class MeanOverShards(InspectedText):
@@ -146,8 +147,8 @@ class MeanOverShards(InspectedText):
 
     def __init__(self, settings: Any):
         super().__init__(settings)
-        for unit in fsdp._units(self.part.update._root):
-            unit.set_gradient_divide_factor(float(settings.degrees.data))
+        for unit in fsdp._units(self.optimizer._root):
+            unit.set_gradient_divide_factor(float(settings.spec.degrees.data))
 
 
 class NormOfOwnRows(InspectedText):
@@ -155,8 +156,8 @@ class NormOfOwnRows(InspectedText):
 
     def grad_norm_sq(self, info: StepInfo) -> float:
         super().grad_norm_sq(info)
-        self.part._norm_sq = float(fsdp.sum_of_squares([s.weight.grad for s in self.part.update._trained]))
-        return self.part._norm_sq
+        self._norm_sq = float(fsdp.sum_of_squares([s.weight.grad for s in self.optimizer._trained]))
+        return self._norm_sq
 
 
 class RateOfTheNextStep(InspectedText):
@@ -168,15 +169,15 @@ class RateOfTheNextStep(InspectedText):
 
 def own_token_count(data: StepData) -> StepData:
     """Each micro-batch divided by its own number of targets."""
-    count = lambda work: int((work.tensors["labels"][:, 1:] != -100).sum())
-    text = tuple(tuple(replace(work, target_tokens=count(work)) for work in row) for row in data.text)
-    return replace(data, text=text)
+    count = lambda work: int((work.tensors["targets"] != -100).sum())
+    text = tuple(tuple(replace(work, target_tokens=count(work)) for work in row) for row in data.work["text"])
+    return replace(data, work={**data.work, "text": text})
 
 
 def same_data_everywhere(data: StepData) -> StepData:
     """All replicas train on the first one's rows."""
-    text = tuple(tuple(replace(row[0], received=work.received) for work in row) for row in data.text)
-    return replace(data, text=text)
+    text = tuple((row[0],) * len(row) for row in data.work["text"])
+    return replace(data, work={**data.work, "text": text})
 
 
 FAULTS: list[tuple[str, Case, Fault, Callable[[Errors], bool]]] = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from dhp.base.degrees import Degrees
 from tests.helpers import layouts
 from tests.helpers.batches import awkward_steps, mixed_step
-from tests.helpers.layouts import Case, InspectedText, InspectedVision, compare_rounding, settings
+from tests.helpers.layouts import Case, InspectedText, InspectedVision, chain_of, compare_rounding, settings
 from tests.helpers.ranks import LocalGroup
 
 ONE = Degrees()
@@ -42,16 +42,15 @@ class Watched:
     """What a rank's module and optimizer hold."""
 
     def formats(self: Any) -> dict[str, set[torch.dtype]]:
-        part = self.part
         return {
-            "parameters": {p.dtype for p in part.model.parameters()},
-            "frequencies": {b.dtype for n, b in part.model.named_buffers() if "inv_freq" in n},
-            "masters": {m.dtype for m in part.update._masters},
-            "moments": {s["exp_avg"].dtype for s in part.update.optimizer.state.values()},
+            "parameters": {p.dtype for p in self.model.parameters()},
+            "frequencies": {b.dtype for n, b in self.model.named_buffers() if "inv_freq" in n},
+            "masters": {m.dtype for m in self.optimizer._masters},
+            "moments": {s["exp_avg"].dtype for s in self.optimizer.optimizer.state.values()},
         }
 
     def frequencies(self: Any) -> dict[str, Tensor]:
-        return {n: b.clone() for n, b in self.part.model.named_buffers() if "inv_freq" in n}
+        return {n: b.clone() for n, b in self.model.named_buffers() if "inv_freq" in n}
 
 
 class WatchedVision(Watched, InspectedVision):
@@ -67,7 +66,8 @@ def test_weights_are_rounded_and_rotary_frequencies_are_not(part: str, trainer: 
     found = {}
     for dtype in ("float32", "bfloat16"):
         case = Case(ONE, ONE, dtype=dtype)
-        with LocalGroup(trainer, 1, settings(part, made_model, case)) as group:
+        chain = chain_of(made_model, case)
+        with LocalGroup(trainer, 1, settings(chain.stage(part), chain, made_model, case)) as group:
             (formats,), (frequencies,) = group.execute_all("formats"), group.execute_all("frequencies")
             assert group.execute_all("rounded") == [True]
         assert formats["parameters"] == {getattr(torch, dtype)}

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
-from dhp.data.sample import Sample
 from dhp.base.degrees import Degrees
+from dhp.data.sample import Sample
 from tests.helpers.layouts import Case, Fault, compare, make_feed
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 from tests.trainers.test_parity import assert_exact

@@ -11,7 +11,9 @@ from dhp.base.stages import part_of
 from dhp.cluster.placement.reservation import Slot
 
 Slots = Mapping[str, Sequence[Slot]]  # of each stage, by rank
-Degrees = Mapping[str, int]  # ranks by axis of a stage's mesh, outermost axis first: the last one's ranks are neighbours
+Degrees = Mapping[
+    str, int
+]  # ranks by axis of a stage's mesh, outermost axis first: the last one's ranks are neighbours
 
 TENSOR = "tensor"
 INNER = (TENSOR, "ulysses")  # axes whose groups talk several times in every layer
@@ -91,8 +93,8 @@ def refuse_straddle(straddle: Straddle, degrees: Degrees, names: Sequence[str]) 
     return (
         f"{_which(straddle, names)}. {stage}, split by {split}, would all-reduce several times in every layer between "
         f"nodes, which takes GPUs longer than computing. The nodes have {_shares(straddle)} ranks of "
-        f"{stage}: set {key}={_inside(straddle)}, or use a multiple of {straddle.block} GPUs of each node; weights that "
-        f"are then too large for a GPU are cut further by {part_of(stage)}.zero_stage"
+        f"{stage}: set {key}={_inside(straddle)}, or use a multiple of {straddle.block} GPUs of each node; weights "
+        f"that are then too large for a GPU are cut further by {part_of(stage)}.zero_stage"
     )
 
 
@@ -191,8 +193,8 @@ def _which(straddle: Straddle, names: Sequence[str]) -> str:
     groups = "; ".join(_group(ranks, names) for ranks in straddle.across[:SHOWN])
     more = len(straddle.across) - SHOWN
     return (
-        f"{len(straddle.across)} of {straddle.groups} groups of {_key(straddle)}={straddle.degree}{_whose(straddle)} lie "
-        f"across nodes: {groups}{f'; and {more} more' if more > 0 else ''}"
+        f"{len(straddle.across)} of {straddle.groups} groups of {_key(straddle)}={straddle.degree}{_whose(straddle)} "
+        f"lie across nodes: {groups}{f'; and {more} more' if more > 0 else ''}"
     )
 
 

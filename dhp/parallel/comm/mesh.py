@@ -8,6 +8,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dhp.base.degrees import AXES, Degrees
 
+
 def build_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
     """Mesh over all ranks of the default process group, with the axes of `AXES`.
 

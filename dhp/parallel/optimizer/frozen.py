@@ -1,4 +1,4 @@
-"""The optimizer of a stage that nothing trains: no gradient, no state. Gradients may pass through to what lies before."""
+"""The optimizer of a stage that is not trained: no gradient, no state. Gradients may pass through to earlier stages."""
 
 from __future__ import annotations
 

@@ -159,8 +159,21 @@ def import_deepspeed() -> Any:
         # a minute and a C++ compiler for nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
+    _import_muon()
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # it calls these
     return deepspeed
+
+
+def _import_muon() -> None:
+    """An optimizer that every engine imports and nothing here uses. Its module hands functions to torch.compile as it is
+    imported, and that loads Inductor: seconds of each rank's start."""
+    from deepspeed.runtime import compiler
+
+    compiling, compiler.compile = compiler.compile, lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compiling
 
 
 def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, dtype: torch.dtype) -> Any:

@@ -25,12 +25,14 @@ def nodes_by_rank(
     degrees = {"vision": vision, "text": text}
     sizes = {part: d["data"] * d["ring"] * d["ulysses"] * d["tensor"] for part, d in degrees.items()}
     numbers = ["ABCDEF".index(letter) for letter in homes]
-    plan = plan_placement(sizes, collocate, gpus=len(homes))
+    first = 0 if collocate else sizes["vision"]
+    devices = {"vision": range(sizes["vision"]), "text": range(first, first + sizes["text"])}
+    plan = plan_placement(devices, gpus=len(homes))
     slots = arrange(plan.slots, numbers, degrees)
     used = sorted({slot.bundle for of_part in slots.values() for slot in of_part})
     assert used == list(range(len(homes)))
     found = {part: "".join(homes[slot.bundle] for slot in of_part) for part, of_part in slots.items()}
-    return found, [f"{s.part}.{s.axis}" for s in find_straddles(slots, numbers, degrees)]
+    return found, [f"{s.stage}.{s.axis}" for s in find_straddles(slots, numbers, degrees)]
 
 
 @pytest.mark.parametrize(
@@ -81,13 +83,13 @@ def test_parts_apart_leave_each_other_whole_nodes(
 
 
 def test_devices_of_a_node_keep_their_order() -> None:
-    plan = plan_placement({"text": 4}, collocate=True, gpus=4)
+    plan = plan_placement({"text": range(4)}, gpus=4)
     slots = arrange(plan.slots, [1, 0, 1, 0], {"text": mesh(data=4)})
     assert [slot.bundle for slot in slots["text"]] == [1, 3, 0, 2]
 
 
 def test_shares_of_a_device_go_along() -> None:
-    plan = plan_placement({"vision": 2, "text": 2}, collocate=True, gpus=2)
+    plan = plan_placement({"vision": range(2), "text": range(2)}, gpus=2)
     slots = arrange(plan.slots, [1, 0], {"vision": mesh(data=2), "text": mesh(tensor=2)})
     assert slots["vision"] == slots["text"]
     assert {(slot.cpus, slot.gpus) for slot in slots["text"]} == {(0.5, 0.5)}
@@ -108,7 +110,7 @@ def test_groups_follow_the_mesh_with_tensor_innermost() -> None:
 
 def warning(homes: list[int], tensor: int) -> str:
     degrees = {"text": mesh(tensor=tensor, data=len(homes) // tensor)}
-    plan = plan_placement({"text": len(homes)}, collocate=True, gpus=len(homes))
+    plan = plan_placement({"text": range(len(homes))}, gpus=len(homes))
     slots = arrange(plan.slots, homes, degrees)
     (straddle,) = find_straddles(slots, homes, degrees)
     return describe_straddle(straddle, [f"10.0.0.{5 + homes[slot.bundle]}" for slot in slots["text"]])
@@ -134,7 +136,7 @@ def test_a_warning_stays_short() -> None:
 def test_a_run_warns_once_of_all_that_lies_across(recwarn: pytest.WarningsRecorder) -> None:
     nodes = [Node(name, name, name, {"CPU": 1.0}, {}) for name in ("10.0.0.5", "10.0.0.6")]
     homes = find_homes(["10.0.0.5", "10.0.0.6"], nodes)
-    slots = plan_placement({"vision": 2, "text": 2}, collocate=True, gpus=0).slots
+    slots = plan_placement({"vision": range(2), "text": range(2)}, gpus=0).slots
     with pytest.warns(UserWarning) as caught:
         tell_straddles(slots, homes, {"vision": mesh(ulysses=2), "text": mesh(tensor=2)}, "cpu")
     (told,) = [str(warning.message) for warning in caught]
@@ -160,7 +162,7 @@ def test_a_tensor_group_of_gpus_across_nodes_is_refused_with_a_degree_that_would
     homes = find_homes([name for name, count in zip(names, ranks, strict=True) for _ in range(count)], nodes)
     total = sum(ranks)
     degrees = {"vision": mesh(ulysses=total), "text": mesh(data=total // tensor, tensor=tensor)}
-    slots = plan_placement({"vision": total, "text": total}, collocate=True, gpus=total).slots
+    slots = plan_placement({"vision": range(total), "text": range(total)}, gpus=total).slots
     with pytest.raises(ConfigError) as caught:
         tell_straddles(slots, homes, degrees, "cuda")
     told = str(caught.value)
@@ -172,3 +174,22 @@ def test_a_tensor_group_of_gpus_across_nodes_is_refused_with_a_degree_that_would
     fitting = degrees | {"text": mesh(data=total // smaller, tensor=smaller)}
     with pytest.warns(UserWarning, match="^1 of 1 groups of vision.ulysses="):
         tell_straddles(arrange(slots, homes.of_bundle, fitting), homes, fitting, "cuda")
+
+
+@pytest.mark.parametrize("homes", ["AABB", "ABAB"])
+def test_stages_of_a_pipeline_keep_their_own_groups_inside_a_node(homes: str) -> None:
+    numbers = ["AB".index(letter) for letter in homes]
+    degrees = {"vision": mesh(data=4), "text.0": mesh(tensor=2), "text.1": mesh(tensor=2)}
+    plan = plan_placement({"vision": range(4), "text.0": range(2), "text.1": range(2, 4)}, gpus=4)
+    slots = arrange(plan.slots, numbers, degrees)
+    found = {stage: "".join(homes[slot.bundle] for slot in of_stage) for stage, of_stage in slots.items()}
+    assert found == {"vision": "AABB", "text.0": "AA", "text.1": "BB"}
+    assert find_straddles(slots, numbers, degrees) == []
+
+
+def test_a_straddle_of_a_stage_is_told_by_the_key_of_its_part() -> None:
+    degrees = {"text.0": mesh(tensor=2), "text.1": mesh(tensor=2)}
+    slots = plan_placement({"text.0": range(2), "text.1": range(2, 4)}, gpus=4).slots
+    (straddle, _) = find_straddles(slots, [0, 1, 0, 1], degrees)
+    told = describe_straddle(straddle, ["a", "b"])
+    assert told.startswith("1 of 1 groups of text.tensor=2 of text.0 lie across nodes: ranks 0, 1 on a and b")

@@ -8,24 +8,25 @@ from dhp.base.errors import ConfigError
 from dhp.cluster.cluster import choose_backend, choose_device
 from dhp.cluster.placement.reservation import PlacementPlan, Slot, plan_placement, reserve
 
-BOTH = {"vision": 2, "text": 2}
+BOTH = {"vision": range(2), "text": range(2)}
+APART = {"vision": range(2), "text": range(2, 4)}
 
 
 def test_collocated_parts_share_the_bundle_of_their_rank() -> None:
-    plan = plan_placement(BOTH, collocate=True, gpus=2)
+    plan = plan_placement(BOTH, gpus=2)
     half = (Slot(0, 0.5, 0.5), Slot(1, 0.5, 0.5))
     assert plan == PlacementPlan(({"CPU": 1.0, "GPU": 1.0},) * 2, {"vision": half, "text": half}, 1.0)
 
 
 def test_a_smaller_part_takes_the_first_bundles() -> None:
-    plan = plan_placement({"vision": 1, "text": 4}, collocate=True, gpus=4)
+    plan = plan_placement({"vision": range(1), "text": range(4)}, gpus=4)
     assert len(plan.bundles) == 4
     assert [slot.bundle for slot in plan.slots["vision"]] == [0]
     assert [slot.bundle for slot in plan.slots["text"]] == [0, 1, 2, 3]
 
 
 def test_apart_each_actor_has_a_bundle_of_its_own() -> None:
-    plan = plan_placement(BOTH, collocate=False, gpus=4)
+    plan = plan_placement(APART, gpus=4)
     assert plan.bundles == ({"CPU": 1.0, "GPU": 1.0},) * 4
     assert plan.slots == {
         "vision": (Slot(0, 1.0, 1.0), Slot(1, 1.0, 1.0)),
@@ -33,22 +34,35 @@ def test_apart_each_actor_has_a_bundle_of_its_own() -> None:
     }
 
 
+def test_stages_of_a_pipeline_lie_one_after_another_beside_vision() -> None:
+    devices = {"vision": range(4), "text.0": range(2), "text.1": range(2, 4)}
+    plan = plan_placement(devices, gpus=4)
+    assert len(plan.bundles) == 4
+    assert {stage: [slot.bundle for slot in slots] for stage, slots in plan.slots.items()} == {
+        "vision": [0, 1, 2, 3],
+        "text.0": [0, 1],
+        "text.1": [2, 3],
+    }
+    assert {slot.gpus for slots in plan.slots.values() for slot in slots} == {0.5}
+
+
 def test_without_gpus_bundles_ask_for_none() -> None:
-    plan = plan_placement(BOTH, collocate=True, gpus=0)
+    plan = plan_placement(BOTH, gpus=0)
     assert plan.bundles == ({"CPU": 1.0},) * 2
     assert plan.gpus_per_bundle == 0.0
     assert all(slot.gpus == 0.0 for slots in plan.slots.values() for slot in slots)
 
 
 def test_more_gpus_than_bundles_leave_the_rest_free() -> None:
-    assert plan_placement(BOTH, collocate=True, gpus=8) == plan_placement(BOTH, collocate=True, gpus=2)
+    assert plan_placement(BOTH, gpus=8) == plan_placement(BOTH, gpus=2)
 
 
 @pytest.mark.parametrize("gpus", range(1, 5))
 @pytest.mark.parametrize("ranks", range(1, 14))
 @pytest.mark.parametrize("collocate", [True, False])
 def test_shares_of_a_gpu_fit_in_the_units_that_ray_counts_in(ranks: int, gpus: int, collocate: bool) -> None:
-    plan = plan_placement({"vision": ranks, "text": ranks}, collocate, gpus)
+    first = 0 if collocate else ranks
+    plan = plan_placement({"vision": range(ranks), "text": range(first, first + ranks)}, gpus)
     counted = lambda amount: round(amount * 10_000)
     in_bundle = [0] * len(plan.bundles)
     for slot in (slot for slots in plan.slots.values() for slot in slots):
@@ -85,7 +99,7 @@ def test_three_bundles_of_two_actors_fit_on_one_gpu() -> None:
         def answer(self) -> bool:
             return True
 
-    plan = plan_placement({"vision": 3, "text": 3}, collocate=True, gpus=1)
+    plan = plan_placement({"vision": range(3), "text": range(3)}, gpus=1)
     reserved = reserve(plan, 60.0)
     try:
         slots = [slot for of_part in plan.slots.values() for slot in of_part]
@@ -101,7 +115,7 @@ def test_three_bundles_of_two_actors_fit_on_one_gpu() -> None:
 
 @pytest.mark.usefixtures("local_ray")
 def test_an_infeasible_reservation_says_what_there_is() -> None:
-    plan = plan_placement({"vision": 9}, collocate=True, gpus=0)
+    plan = plan_placement({"vision": range(9)}, gpus=0)
     with pytest.raises(ConfigError) as caught:
         reserve(plan, 0.5)
     told = str(caught.value)
@@ -117,6 +131,6 @@ def test_a_long_wait_for_a_reservation_is_announced(
 ) -> None:
     monkeypatch.setattr("dhp.cluster.placement.reservation.PATIENCE_S", 0.2)
     with pytest.raises(ConfigError):
-        reserve(plan_placement({"vision": 9}, collocate=True, gpus=0), 0.5)
+        reserve(plan_placement({"vision": range(9)}, gpus=0), 0.5)
     told = capsys.readouterr().err
     assert told.startswith("waiting up to 0.5 s for devices. 9 × 1 CPU asked for") and "5 CPU missing" in told

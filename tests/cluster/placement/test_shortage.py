@@ -73,7 +73,7 @@ def test_addresses_are_sorted_as_numbers() -> None:
 
 def test_ranks_by_node_in_words() -> None:
     homes = find_homes(["id6", "id5", "id5", "id6"], [node(4, (9, 9)), node(5, (8, 2)), node(6, (6, 2))])
-    slots = plan_placement({"vision": 1, "text": 4}, collocate=True, gpus=4).slots
+    slots = plan_placement({"vision": range(1), "text": range(4)}, gpus=4).slots
     assert homes.describe(slots) == "10.0.0.5 (text 1-2), 10.0.0.6 (vision 0, text 0+3)"
     assert homes.names(slots["text"]) == ["10.0.0.6", "10.0.0.5", "10.0.0.5", "10.0.0.6"]
     assert homes.threads(slots) == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ from torch import Tensor
 from dhp.base.errors import ConfigError, PartFailed
 from dhp.cluster.cluster import choose_transport
 from dhp.cluster.transport.shared_memory import PAGE, SMALLEST, Inbox, Outbox, Parcel
+from tests.helpers.ranks import context
 
 LARGE = SMALLEST  # elements
 
@@ -28,8 +28,8 @@ def _receive(pipe: Connection) -> None:
 
 @pytest.fixture
 def receiver() -> Connection:
-    here, there = multiprocessing.get_context("forkserver").Pipe()
-    process = multiprocessing.get_context("forkserver").Process(target=_receive, args=(there,), daemon=True)
+    here, there = context().Pipe()
+    process = context().Process(target=_receive, args=(there,), daemon=True)
     process.start()
     yield here
     here.send(None)

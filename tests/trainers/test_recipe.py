@@ -6,9 +6,10 @@ import torch
 
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
-from dhp.run.settings import part_settings
-from dhp.trainers.part import optimizer_maker
+from dhp.run.settings import stage_settings
+from dhp.trainers.recipe import optimizer_maker
 from dhp.trainers.settings import UpdateSettings
+from tests.helpers.chains import make_chain
 
 UPDATE = UpdateSettings(
     learning_rate=0.02,
@@ -28,7 +29,7 @@ def test_adamw_has_every_configured_value() -> None:
     assert found == {"lr": 0.02, "betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.3}
 
 
-def test_what_is_configured_reaches_both_parts() -> None:
+def test_what_is_configured_reaches_every_stage() -> None:
     """None of the values is a default, and no two are alike."""
     values = {
         "learning_rate": 0.002,
@@ -41,6 +42,7 @@ def test_what_is_configured_reaches_both_parts() -> None:
     }
     config = resolve(compose_config("tiny", overrides=[f"training.{name}={value}" for name, value in values.items()]))
     expected = UpdateSettings(0.002, (0.7, 0.95), 1e-3, 0.3, "cosine", 3, 40, 0.25)
-    for part in ("vision", "text"):
-        settings = part_settings(config, part, "cpu", 40)
-        assert settings.part == part and settings.update == expected
+    chain = make_chain()
+    for stage in chain.stages:
+        settings = stage_settings(config, chain, stage, "cpu", 40)
+        assert settings.spec == stage and settings.update == expected

@@ -1,0 +1,15 @@
+"""Ranks begin with everything loaded, which a mistake in what the fork server imports would undo without a word."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.helpers.ranks import WARM, run_on_ranks
+
+
+def _loaded(name: str) -> bool:
+    return name in sys.modules
+
+
+def test_the_fork_server_has_imported_what_ranks_need() -> None:
+    assert run_on_ranks(_loaded, 1, WARM) == [True]

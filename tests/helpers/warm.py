@@ -1,0 +1,29 @@
+"""What every rank would load for itself, loaded once: the fork server imports this, and ranks are forks of it.
+
+No tensor is computed here, because threads that the server had would be missing in its forks.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch.utils.cpp_extension  # noqa: F401
+import transformers.generation.utils  # noqa: F401
+import transformers.models.auto.processing_auto  # noqa: F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import dhp.batching.loader
+import dhp.models.llava
+import dhp.models.qwen2_5_vl
+import dhp.trainers.text
+import dhp.trainers.vision  # noqa: F401
+from dhp.parallel.optimizer.zero import import_deepspeed
+
+import_deepspeed()
+import deepspeed.module_inject.auto_ep_layer  # noqa: E402
+import deepspeed.ops.op_builder.all_ops  # noqa: E402
+import deepspeed.runtime.superoffload  # noqa: E402, F401
+
+get_checkpoint_conversion_mapping("qwen2_5_vl")  # compiles a thousand patterns
+gc.collect()
+gc.freeze()  # a rank's own collections pass over all of this
