@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,20 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rende
         return _render_by_prefix(tokenizer, messages)
     except TemplateError as error:
         raise DataError(f"the chat template of {tokenizer.name_or_path!r} refuses it: {error}") from error
+
+
+def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rendered:
+    """The conversation with others[i] in the place of the i-th `token`, of which there are as many. Answers are where
+    they were."""
+    pieces = rendered.text.split(token)
+    joined = pieces[0] + "".join(other + piece for other, piece in zip(others, pieces[1:], strict=True))
+    starts, at = [], 0
+    for piece in pieces[:-1]:
+        starts.append(at + len(piece))
+        at = starts[-1] + len(token)
+    grown = [len(other) - len(token) for other in others]
+    moved = lambda place: place + sum(more for start, more in zip(starts, grown) if start < place)
+    return Rendered(joined, tuple((moved(start), moved(stop)) for start, stop in rendered.spans))
 
 
 def _content(part: Part) -> dict[str, str]:

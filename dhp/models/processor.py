@@ -20,6 +20,9 @@ class Processor(ABC):
     image_token_id: int
     video_token_id: int | None = None  # None: the model sees no videos
     frames_per_patch: int = 1  # frames of a video that are one step in time
+    takes_both_ends: bool = False  # frames are taken from the very first of a video to the very last
+    # Tokens around the placeholders of each step in time, where they stand apart in the prompt; None: one run a video.
+    step_tokens: tuple[int, int] | None = None
     patch_dim: int  # values in one patch
     merge_unit: int = 1  # patches that become one token of the text part
 
@@ -36,6 +39,10 @@ class Processor(ABC):
         and their grid, one step in time. A video is such steps one behind another.
         """
         raise NotImplementedError(f"{type(self).__name__}: the model sees no videos")
+
+    def step_time(self, seconds: float) -> str:
+        """What the prompt says before a step in time that stands apart: when it is, from the video's beginning."""
+        return ""
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Padded rows and patches [patches, values] as the arguments of the plain model."""

@@ -29,6 +29,14 @@ class Qwen3VlProcessor(QwenProcessor):
     """A step in time of a video has placeholders of its own, with text before them."""
 
     model = Qwen3VLModel
+    takes_both_ends = True
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.step_tokens = (config.vision_start_token_id, config.vision_end_token_id)
+
+    def step_time(self, seconds: float) -> str:
+        return f"<{seconds:.1f} seconds>"
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in named.items() if name != "second_per_grid_ts"}

@@ -27,18 +27,39 @@ class Taking:
     """Which frames are taken. fps: of each second; max_frames: at most; group: so many are one step in time.
 
     The number of frames is a multiple of `group`; a video that is shorter than one is filled up with its last frame.
+    both_ends: from the very first frame to the very last, as Qwen3-VL's processor has it, and as many as come out; then
+    the last group is what is filled up.
     """
 
     fps: float
     max_frames: int
     group: int
+    both_ends: bool = False
 
     def indices(self, total: int, rate: float) -> np.ndarray:
         """int64 [frames], ascending: which of `total` frames, `rate` a second, are taken."""
+        if self.both_ends:
+            count = min(max(int(total / rate * self.fps), MIN_FRAMES), self.max_frames, total)
+            return np.linspace(0, total - 1, count).round().astype(np.int64)
         most = min(self.max_frames, total) // self.group * self.group
         wanted = min(max(total / rate * self.fps, MIN_FRAMES), most, total)
         count = int(wanted // self.group) * self.group or total
         return np.arange(count, dtype=np.int64) * total // count
+
+    def pace(self, total: int, rate: float) -> Pace:
+        """When the groups are of what is taken of `total` frames, `rate` a second."""
+        seconds = (self.indices(total, rate) / rate).tolist()
+        groups = [seconds[first : first + self.group] for first in range(0, len(seconds), self.group)]
+        return Pace(self.group * total / (len(seconds) * rate), tuple((g[0] + g[-1]) / 2 for g in groups))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Groups of frames in time. seconds: from one to the next, on average. times: seconds from the beginning of the
+    video to the middle of each, which lies between its first frame and its last."""
+
+    seconds: float
+    times: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -49,10 +70,11 @@ class Extent:
     frames: int
     width: int
     height: int
+    pace: Pace
 
 
-def map_frames(file: File, taking: Taking, use: Callable[[list[Image.Image]], Result]) -> tuple[list[Result], float]:
-    """Decode a video: what `use` makes of each group of frames, in order, and the seconds from one group to the next.
+def map_frames(file: File, taking: Taking, use: Callable[[list[Image.Image]], Result]) -> tuple[list[Result], Pace]:
+    """Decode a video: what `use` makes of each group of frames, in order, and when the groups are.
 
     Frames are handed over as they are decoded, a group at a time, so that a long video need not fit into memory.
     DataError names the file and the reason: broken, no video stream, no frames, too large, cut off.
@@ -68,7 +90,7 @@ def map_frames(file: File, taking: Taking, use: Callable[[list[Image.Image]], Re
                 group = []
         if group:
             results.append(use(group + group[-1:] * (taking.group - len(group))))
-    return results, taking.group * total / (len(indices) * rate)
+    return results, taking.pace(total, rate)
 
 
 def read_extent(file: File, taking: Taking) -> Extent:
@@ -80,7 +102,7 @@ def read_extent(file: File, taking: Taking) -> Extent:
     with _opened(file) as (container, stream):
         total, rate = _length(stream, file)
         groups = -(-len(taking.indices(total, rate)) // taking.group)
-        return Extent(groups * taking.group, *_frame_size(container, stream, file))
+        return Extent(groups * taking.group, *_frame_size(container, stream, file), taking.pace(total, rate))
 
 
 @contextmanager

@@ -34,9 +34,10 @@ def test_frames_are_taken_evenly(fps, most, group, total, rate, expected):
 
 def test_groups_of_frames_in_order_and_the_seconds_between_them(tmp_path, write_video):
     path = write_video(tmp_path / "v.mp4", frames=12, rate=4)
-    shades, seconds = map_frames(path, Taking(2.0, 768, 2), lambda group: [int(np.asarray(i).mean()) for i in group])
+    shades, pace = map_frames(path, Taking(2.0, 768, 2), lambda group: [int(np.asarray(i).mean()) for i in group])
     assert np.allclose(shades, [[20, 40], [60, 80], [100, 120]], atol=4)
-    assert seconds == pytest.approx(1.0)  # two frames, two a second
+    assert pace.seconds == pytest.approx(1.0)  # two frames, two a second
+    assert pace.times == (0.25, 1.25, 2.25)  # frames 0 and 2, 4 and 6, 8 and 10, four a second
     in_memory, _ = map_frames(Blob("v", path.read_bytes()), Taking(2.0, 768, 2), len)
     assert in_memory == [2, 2, 2]
 
@@ -57,10 +58,11 @@ def test_a_single_frame_fills_its_group(tmp_path, write_video):
 @pytest.mark.parametrize("frames, expected", [(1, 2), (3, 2), (12, 6), (40, 20)])
 def test_what_is_taken_is_known_from_the_header(tmp_path, write_video, monkeypatch, ending, frames, expected):
     path, taking = write_video(tmp_path / f"v.{ending}", frames=frames, size=(112, 56)), Taking(2.0, 768, 2)
-    assert sum(map_frames(path, taking, len)[0]) == expected
+    counts, pace = map_frames(path, taking, len)
+    assert sum(counts) == expected
     if ending != "mkv":  # which does not say how many frames it holds
         monkeypatch.setattr(video, "_count", None)
-    assert read_extent(path, taking) == Extent(expected, 112, 56)
+    assert read_extent(path, taking) == Extent(expected, 112, 56, pace)
 
 
 def test_the_header_of_a_turned_video_has_its_sides_exchanged(tmp_path):
@@ -72,9 +74,9 @@ def test_the_header_of_a_turned_video_has_its_sides_exchanged(tmp_path):
         for _ in range(4):
             container.mux(stream.encode(av.VideoFrame(112, 56, "yuv420p")))
         container.mux(stream.encode())
-    sizes, _ = map_frames(path, Taking(2.0, 768, 2), lambda group: group[0].size)
+    sizes, pace = map_frames(path, Taking(2.0, 768, 2), lambda group: group[0].size)
     assert sizes == [(56, 112)] * 2
-    assert read_extent(path, Taking(2.0, 768, 2)) == Extent(4, 112, 56)
+    assert read_extent(path, Taking(2.0, 768, 2)) == Extent(4, 112, 56, pace)
 
 
 def test_a_size_that_the_header_lacks_is_the_first_frames():

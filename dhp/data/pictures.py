@@ -1,0 +1,160 @@
+"""Files of images and videos to patches, or, from their headers alone, to the grids of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers.image_processing_utils import BaseImageProcessor
+
+from dhp.base.errors import ConfigError, DataError
+from dhp.data.lengths.grids import Grid, Grids, Size
+from dhp.data.media.images import open_image, read_size
+from dhp.data.media.sources import File, Video, name_of
+from dhp.data.media.video import Pace, Taking, map_frames, read_extent
+
+Output = Mapping[str, np.ndarray]  # of the image processor
+
+
+@dataclass(frozen=True)
+class Videos:
+    """How the model sees videos. patches: what the image processor gave for one group of frames → (rows float32
+    [patches, dim], grid). max_pixels: width × height of a frame; None: as an image's.
+
+    step_tokens: None where a video is one run of placeholders in the prompt. Else each step in time is one, between
+    these two tokens, and before them stands `step_time` of its seconds.
+    """
+
+    token_id: int
+    taking: Taking
+    patches: Callable[[Output], tuple[np.ndarray, Grid]]
+    max_pixels: int | None = None
+    step_tokens: tuple[int, int] | None = None
+    step_time: Callable[[float], str] = str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image or a video as the model gets it. pixels: float32 [patches, dim]; pace: of a video's steps."""
+
+    pixels: np.ndarray
+    grid: Grid
+    pace: Pace | None = None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The same without pixels."""
+
+    grid: Grid
+    pace: Pace | None = None
+
+
+class Pictures:
+    """A model's way of seeing images and videos. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        image_processor: BaseImageProcessor,
+        image_tokens: Callable[[Grid], int],
+        patches: Callable[[Output], tuple[np.ndarray, Grid]],
+        min_pixels: int | None,
+        max_pixels: int | None,
+        videos: Videos | None,
+    ) -> None:
+        """The arguments of `dhp.data.preprocess.Preprocessor`. Raises ConfigError for impossible bounds."""
+        self._image_processor, self._image_tokens, self._as_patches = image_processor, image_tokens, patches
+        self._videos = videos
+        self._scaling = self._video_scaling = _scaling(image_processor, min_pixels, max_pixels)
+        if videos is not None and videos.max_pixels is not None:
+            self._video_scaling = _scaling(image_processor, min_pixels, videos.max_pixels, "data.video_max_pixels")
+        self._grids = Grids(image_processor, self._scaling, image_tokens)
+        self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
+
+    def decode(self, media: Sequence[File | Video]) -> list[Picture]:
+        """Pictures with their pixels. Raises DataError for a file that cannot be used."""
+        return [self._video(m.file) if isinstance(m, Video) else self._image(m) for m in media]
+
+    def outline(self, media: Sequence[File | Video]) -> list[Outline]:
+        """What `decode` would give, from headers. Raises DataError as it does, for what shows without pixels."""
+        return [self._video_outline(m.file) if isinstance(m, Video) else self._image_outline(m) for m in media]
+
+    def runs(self, seen: Sequence[Picture | Outline]) -> list[int]:
+        """Tokens of each run of placeholders: of a picture, or of each step of a video whose steps stand apart."""
+        runs = []
+        for one in seen:
+            t, h, w = one.grid
+            apart = one.pace is not None and self._videos.step_tokens is not None
+            runs += [self._image_tokens((1, h, w))] * t if apart else [self._image_tokens(one.grid)]
+        return runs
+
+    def about(self) -> list[Any]:
+        """All that the sizes of pictures, and of what the prompt says of them, depend on beside the files."""
+        videos = self._videos
+        told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_time(12.345)]
+        processor = self._image_processor.to_json_string()
+        return [processor, self._scaling, self._video_scaling, self._image_tokens((2, 12, 12)), told]
+
+    def _image(self, file: File) -> Picture:
+        return Picture(*self._as_patches(self._process([open_image(file)], file, self._scaling)))
+
+    def _image_outline(self, file: File) -> Outline:
+        def blank(size: Size) -> Grid:
+            return self._as_patches(self._process([Image.new("RGB", size)], file, self._scaling))[1]
+
+        return Outline(self._grids(read_size(file), blank))
+
+    def _video(self, file: File) -> Picture:
+        videos = self._seeing(file)
+        make = lambda frames: videos.patches(self._process(frames, file, self._video_scaling))
+        groups, pace = map_frames(file, videos.taking, make)
+        _, h, w = groups[0][1]
+        return Picture(np.concatenate([rows for rows, _ in groups]), (len(groups), h, w), pace)
+
+    def _video_outline(self, file: File) -> Outline:
+        videos = self._seeing(file)
+        group = videos.taking.group
+
+        def blank(size: Size) -> Grid:
+            return videos.patches(self._process([Image.new("RGB", size)] * group, file, self._video_scaling))[1]
+
+        extent = read_extent(file, videos.taking)
+        _, h, w = self._video_grids((extent.width, extent.height), blank)
+        return Outline((extent.frames // group, h, w), extent.pace)
+
+    def _seeing(self, file: File) -> Videos:
+        if self._videos is None:
+            raise DataError(f"video {name_of(file)}, but this model sees images only. Leave videos out of its data")
+        return self._videos
+
+    def _process(self, images: list[Image.Image], file: File, scaling: dict[str, Any]) -> Output:
+        try:
+            return self._image_processor(images=images, return_tensors="np", **scaling)
+        except ValueError as error:  # for example sides too unequal to scale
+            size = f"{images[0].width} × {images[0].height}"
+            raise DataError(f"image {name_of(file)} ({size}) cannot be scaled: {error}") from error
+
+
+def _scaling(
+    processor: BaseImageProcessor, min_pixels: int | None, max_pixels: int | None, upper: str = "data.max_pixels"
+) -> dict[str, Any]:
+    """Arguments of the image processor that bound a scaled image's area; none leaves it its own bounds."""
+    if min_pixels is None and max_pixels is None:
+        return {}
+    if "min_pixels" not in processor.valid_kwargs.__annotations__:
+        raise ConfigError(
+            f"data.min_pixels = {min_pixels}, {upper} = {max_pixels}, but {type(processor).__name__} does "
+            "not scale images by area. Leave both unset (null)"
+        )
+    # Processors that scale by area nevertheless call the two bounds "edges".
+    shortest = processor.size["shortest_edge"] if min_pixels is None else min_pixels
+    longest = processor.size["longest_edge"] if max_pixels is None else max_pixels
+    if not 0 < shortest <= longest:
+        raise ConfigError(
+            f"images need 0 < data.min_pixels <= {upper}, got {shortest} and {longest} "
+            "(the image processor's own value where unset)"
+        )
+    return {"size": {"shortest_edge": shortest, "longest_edge": longest}}
