@@ -77,7 +77,8 @@ def load_part(
     Raises ModelError when the directory lacks a weight of this part, holds one of another shape, or cannot be read.
     """
     base = model_class(model_name)
-    generic, exact = _by_kind(tensor_plan or {})
+    held = {name: style for name, style in (tensor_plan or {}).items() if not is_dropped(name, dropped)}
+    generic, exact = _by_kind(held)
     part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh, exact, read_plan))
     sharded = tensor_mesh is not None and tensor_mesh.size() > 1
     distributed = DistributedConfig(tp_size=tensor_mesh.size(), tp_plan=generic or None) if sharded else None

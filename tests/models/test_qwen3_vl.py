@@ -20,7 +20,7 @@ from dhp.models.shape import check_tensor_plan, part_shape
 from dhp.models.slice import cut_layers
 from dhp.models.split import load_part, model_class
 from dhp.parallel.attention.sharded import plan_segments, segment_attention
-from dhp.parallel.comm.mesh import Degrees
+from dhp.base.degrees import Degrees
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import with_fused

@@ -1,14 +1,17 @@
 """A module whose forward is whatever computation it is given: what sharded states wrap.
 
-ZeRO-3 and FSDP gather weights around a module's own forward. A part's computation takes weights from outside of it (the
-loss, the head's), so the computation runs as the forward of the module that holds them all.
+ZeRO-3 and FSDP gather weights around a module's own forward. A stage's computation takes weights from outside of it
+(the loss, the head's), so the computation runs as the forward of the module that holds them all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 
 class Computation(nn.Module):
@@ -18,6 +21,23 @@ class Computation(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
-        """The tensor that `compute` makes of the module."""
-        return compute()
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` makes of the module: tensors of its own, even where they are the output of a module inside.
+
+        Hooks on one tensor would run in the order in which they came, a layer's before the root's, and on two tensors
+        the other way round: ranks of which one alone adds something behind its last layer would gather weights in
+        different orders.
+        """
+        return tree_map_only(Tensor, _Boundary.apply, compute())
+
+
+class _Boundary(torch.autograd.Function):
+    """The same values on the same memory as another tensor, and no view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

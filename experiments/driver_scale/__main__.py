@@ -1,0 +1,135 @@
+"""`python -m experiments.driver_scale --ranks 8 16 32 64`: what a step costs the driver and Ray, by ranks and routes.
+
+Groups of empty actors, four micro-batches, text in replicas of eight tensor ranks; the product's own step, schedule and
+routes. JSON lines: {ranks, routes, calls, refs, submit_s, step_s}, medians of interleaved rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+
+from dhp.base.degrees import Degrees
+from dhp.base.routes import Route, dense
+from dhp.base.stages import Chain, Edge, StageSpec
+from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.dispatch import PerRank, per_rank, spread
+from dhp.cluster.watch import wait_all
+from dhp.parallel.attention.image_sharding import assign_longest_first
+from dhp.parallel.attention.locality import assign_near
+from dhp.run.locality import devices_as_planned, find_locality
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import Batch, make_stages
+from dhp.step.step import train_step
+from experiments.driver_scale.actor import Empty
+
+MICRO_BATCHES, TENSOR = 4, 8
+IMAGES = 4  # of a text rank and micro-batch, sizes log-normal as in conversations about photographs
+SLACK = 0.01  # the product's default
+TIMEOUT_S = 300.0
+
+
+class EmptyGroup(ActorGroup):
+    """A group of empty actors, which counts what passes the driver."""
+
+    calls = refs = 0
+
+    def _create(self, slot: Any, rank: int, reserved: Any) -> Any:
+        return ray.remote(Empty).options(num_cpus=0, max_restarts=0).remote()
+
+    def execute_all_async(
+        self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
+    ) -> list[list[Any]]:
+        counts = [count for (count,) in spread((returns,), self.size)]
+        given = sum(isinstance(value, ray.ObjectRef) for of_rank in spread(arguments, self.size) for value in of_rank)
+        self.calls, self.refs = self.calls + self.size, self.refs + given + sum(counts)
+        return super().execute_all_async(method, per_rank(counts), *arguments, returns=returns)
+
+
+def make_chain(ranks: int) -> Chain:
+    """So many ranks of vision, each with images of its own, and of text, on the same devices."""
+    tower, split = Degrees(data=ranks), Degrees(data=ranks // TENSOR, tensor=TENSOR)
+    vision = StageSpec("vision", "vision", (range(1),), tower, True, range(ranks))
+    text = StageSpec("text", "text", (range(1),), split, True, range(ranks))
+    return Chain((vision, text), (Edge(vision.nodes[0], text.nodes[0], ("embeddings",), True),))
+
+
+def sparse(chain: Chain, rng: np.random.Generator) -> Route:
+    """Where images of random sizes go."""
+    ranks, replicas = chain.stages[0].degrees.shards, chain.stages[1].degrees.shards
+    costs = rng.lognormal(6.5, 0.6, IMAGES * ranks).tolist()
+    owners = rng.integers(0, replicas, len(costs)).tolist()
+    locality = find_locality(chain, devices_as_planned(chain), SLACK)
+    found = assign_near(costs, owners, assign_longest_first(costs, ranks), locality)
+    return Route(tuple(sorted({(v, owners[i]) for v, own in enumerate(found) for i in own})))
+
+
+def measure(ranks: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """A line for each kind of route, in interleaved rounds after one that does not count."""
+    chain, rng = make_chain(ranks), np.random.default_rng(0)
+    settings = (SimpleNamespace(stage=stage.name, size=ranks) for stage in chain.stages)
+    groups = {s.stage: EmptyGroup(s, [None] * ranks, None) for s in settings}
+    stages, schedule = make_stages(chain, groups), make_schedule("sequential", chain, MICRO_BATCHES)
+    routes = {
+        "dense": lambda: dense(ranks, ranks // TENSOR),
+        "sparse": lambda: sparse(chain, rng),
+    }
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in routes}
+    for _ in range(rounds + 1):
+        for kind, make in routes.items():
+            batch = Batch(ray.put("info"), _work(chain), {"vision": [make() for _ in range(MICRO_BATCHES)]})
+            found[kind].append(_step(stages, groups, schedule, batch))
+    for group in groups.values():
+        group.stop()
+    for kind, of_kind in found.items():
+        kept = of_kind[1:]
+        yield {"ranks": ranks, "routes": kind} | {
+            key: round(median(one[key] for one in kept), 4) for key in ("calls", "refs", "submit_s", "step_s")
+        }
+
+
+def _work(chain: Chain) -> dict[str, list[list[Any]]]:
+    return {
+        stage.part: [[ray.put(shard) for shard in range(stage.degrees.shards)] for _ in range(MICRO_BATCHES)]
+        for stage in chain.stages
+    }
+
+
+def _step(stages: Any, groups: dict[str, EmptyGroup], schedule: Any, batch: Batch) -> dict[str, float]:
+    for group in groups.values():
+        group.calls = group.refs = 0
+    begin = time.perf_counter()
+    train_step(stages, schedule, (), batch)
+    submitted = time.perf_counter()
+    wait_all([entry for group in groups.values() for entry in group.take_watched()], TIMEOUT_S)
+    end = time.perf_counter()
+    return {
+        "calls": sum(group.calls for group in groups.values()),
+        "refs": sum(group.refs for group in groups.values()),
+        "submit_s": submitted - begin,
+        "step_s": end - begin,
+    }
+
+
+def main() -> None:
+    """Print the lines."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.driver_scale", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64], help="of each part; multiples of 8")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    for ranks in given.ranks:
+        for line in measure(ranks, given.rounds):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
