@@ -47,6 +47,24 @@ def qwen3_vl_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def four_layers_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same as `made_model` with four decoder layers, so that there is something to cut into stages."""
+    from tests.helpers.tiny import save_model
+
+    folder = Path(tmp_path_factory.mktemp("models")) / "four_layers"
+    return str(save_model(folder, text={"num_hidden_layers": 4}))
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four decoder layers, and a head that is the embedding."""
+    from tests.helpers.tiny import save_model
+
+    folder = Path(tmp_path_factory.mktemp("models")) / "tied"
+    return str(save_model(folder, tied=True, text={"num_hidden_layers": 4}))
+
+
+@pytest.fixture(scope="session")
 def llava_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A LLaVA with random weights: a tower of independent images."""
     from tests.helpers.tiny import save_llava

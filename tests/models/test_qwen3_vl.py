@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, AutoConfig, AutoModelForImageTextToText
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
+from dhp.base.degrees import Degrees
 from dhp.data.sample import Sample
 from dhp.models.family import Family
 from dhp.models.qwen3_vl import interpolate
@@ -20,7 +21,6 @@ from dhp.models.shape import check_tensor_plan, part_shape
 from dhp.models.slice import cut_layers
 from dhp.models.split import load_part, model_class
 from dhp.parallel.attention.sharded import plan_segments, segment_attention
-from dhp.base.degrees import Degrees
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import with_fused

@@ -40,14 +40,18 @@ def _make(grids: list[tuple[int, int, int]], seed: int, seconds: tuple = ()) -> 
 
 @cache
 def steps() -> list[list[Sample]]:
-    """An image; two, of unequal sizes; a video beside an image; text alone. Then a large image, and no image at all."""
+    """An image; two of unequal sizes; a video beside an image; text alone. Then a large image, then no image at all."""
     mixed = [
         _make([(1, 4, 6)], 1),
         _make([(1, 4, 6), (1, 8, 2)], 2),
         _make([(1, 4, 4), (2, 4, 6)], 3, (None, 1.0)),
         _make([], 4),
     ]
-    return [mixed, [_make([(1, 12, 10)], 5), *(_make([], seed) for seed in (6, 7, 8))], [_make([], n) for n in range(4)]]
+    return [
+        mixed,
+        [_make([(1, 12, 10)], 5), *(_make([], seed) for seed in (6, 7, 8))],
+        [_make([], n) for n in range(4)],
+    ]
 
 
 class ExactText(InspectedText):
