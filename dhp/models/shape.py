@@ -23,7 +23,7 @@ from dhp.base.errors import ModelError
 from dhp.config.shipped import shipped_directory
 from dhp.models.registry import load_family
 from dhp.models.slice import Chunk, held_layers
-from dhp.models.split import ReadPlan, drop_modules, is_dropped, model_class
+from dhp.models.split import ReadPlan, drop_modules, is_dropped, model_class, without_dropped
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def check_tensor_plan(
     """Let `read_plan` look at the tensor-parallel plan of the model of `source` without the modules `dropped`, as it
     will when the part is loaded. Raises what it raises."""
     model = _without_weights(source, dropped)
-    read_plan(model, model._expand_parallel_plan(model.tp_plan | dict(added_plan)))
+    read_plan(model, model._expand_parallel_plan(model.tp_plan | without_dropped(added_plan, dropped)))
 
 
 def _without_weights(source: str, dropped: Sequence[str]) -> PreTrainedModel:

@@ -71,14 +71,14 @@ def load_part(
 
     With a `tensor_mesh` of more than one rank, transformers' tensor-parallel plan is applied over it and
     each rank reads only its own slices, onto the mesh's device; its sharded parameters are DTensors on that mesh.
-    `tensor_plan` adds to that plan, or replaces rules of it (module name, with `*` for layer numbers → style);
-    `read_plan` has the last word: it is given the model and its plan by full names, and answers with the one to apply.
+    `tensor_plan` adds to that plan, or replaces rules of it (module name, with `*` for layer numbers → style), for the
+    modules that this part has; `read_plan` has the last word: it is given the model and its plan by full names, and
+    answers with the one to apply.
 
     Raises ModelError when the directory lacks a weight of this part, holds one of another shape, or cannot be read.
     """
     base = model_class(model_name)
-    held = {name: style for name, style in (tensor_plan or {}).items() if not is_dropped(name, dropped)}
-    generic, exact = _by_kind(held)
+    generic, exact = _by_kind(without_dropped(tensor_plan or {}, dropped))
     part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh, exact, read_plan))
     sharded = tensor_mesh is not None and tensor_mesh.size() > 1
     distributed = DistributedConfig(tp_size=tensor_mesh.size(), tp_plan=generic or None) if sharded else None
@@ -159,7 +159,12 @@ def drop_modules(model: PreTrainedModel, dropped: Sequence[str]) -> None:
             setattr(owner, child, Absent(name))
     model.init_parallel_plans()
     # A child keeps the rules of its own children as they were when it was made.
-    model._tp_plan = {key: style for key, style in model._tp_plan.items() if not is_dropped(key, dropped)}
+    model._tp_plan = without_dropped(model._tp_plan, dropped)
+
+
+def without_dropped(plan: Mapping[str, str], dropped: Sequence[str]) -> dict[str, str]:
+    """Of a tensor-parallel plan, the rules for modules that are there."""
+    return {name: style for name, style in plan.items() if not is_dropped(name, dropped)}
 
 
 def is_dropped(key: str, dropped: Sequence[str]) -> bool:

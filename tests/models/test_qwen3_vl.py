@@ -177,6 +177,8 @@ class ExactText(InspectedText):
 LAYOUTS = [
     Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=2),
     Case(Degrees(ring=2, tensor=2), Degrees(tensor=8), micro_batches=1, packing=True, checkpointing=True),
+    # Features enter both stages, and both chunks of the first.
+    Case(Degrees(data=2), Degrees(tensor=2), micro_batches=4, schedule="interleaved", stages=2, chunks=2),
 ]
 
 
@@ -225,6 +227,8 @@ def _plans(family: Family) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]:
     return {
         "vision": (decoder.modules, with_fused(tower.tensor_plan, tower.fused)),
         "text": (tower.modules, dict(decoder.tensor_plan)),
+        # Its plan names the embedding, which another stage has.
+        "last stage": ((*tower.modules, *decoder.absent(cut_layers((2, 2))[1:])), dict(decoder.tensor_plan)),
     }
 
 
@@ -236,7 +240,7 @@ def _parameters_of_a_rank(model: str, part: str) -> int:
     return sum(parameter.numel() for parameter in loaded.parameters())
 
 
-@pytest.mark.parametrize("part", ["vision", "text"])
+@pytest.mark.parametrize("part", ["vision", "text", "last stage"])
 def test_tensor_ranks_hold_their_slices(part: str, family: Family, qwen3_vl_model: str) -> None:
     dropped, plan = _plans(family)[part]
     check_tensor_plan(qwen3_vl_model, dropped, local_plan, plan)

@@ -1,4 +1,4 @@
-"""A decoder cut into pipeline stages equals the plain model under every schedule; so do tied weights and frozen parts."""
+"""A decoder cut into pipeline stages equals the plain model under every schedule, and with tied or frozen weights."""
 
 from __future__ import annotations
 
