@@ -225,65 +225,60 @@ def test_the_dataset_actor_hands_out_refs_in_the_shape_of_the_parts() -> None:
         actor.stop()
 
 
-def test_workers_read_in_turn_and_ahead_but_not_beyond_the_end() -> None:
+@pytest.fixture(scope="module")
+def data() -> Iterator[DatasetActor]:
+    """One that deals out and two that read, two steps ahead."""
+    actor = DatasetActor(Feed, shape=(3, 2, 1), workers=2, prefetch=2, trace=True)
+    wait_all(actor.take_watched(), WAIT_S)
+    yield actor
+    actor.stop()
+
+
+def test_workers_read_in_turn_and_ahead_but_not_beyond_the_end(data: DatasetActor) -> None:
     import ray
 
-    actor = DatasetActor(Feed, shape=(3, 2, 1), workers=2, prefetch=2)
-    try:
-        assert actor.size == 3
-        wait_all(actor.take_watched(), WAIT_S)
-        actor.end_at(4)
-        infos = [ray.get(actor.next(step)[0]) for step in range(4)]
-        assert infos == [f"info {step}" for step in range(4)]
-        readers = [w.who for w in actor.take_watched()]
-        assert readers == [name for step in range(4) for name in ("the dataset actor", f"data worker {step % 2}")]
-        assert not actor._ahead
-    finally:
-        actor.stop()
+    assert data.size == 3
+    data.end_at(4)
+    infos = [ray.get(data.next(step)[0]) for step in range(4)]
+    assert infos == [f"info {step}" for step in range(4)]
+    readers = [w.who for w in data.take_watched()]
+    assert readers == [name for step in range(4) for name in ("the dataset actor", f"data worker {step % 2}")]
+    assert not data._ahead
 
 
-def test_a_worker_that_died_idle_is_named_when_spans_are_collected() -> None:
-    import ray
-
-    actor = DatasetActor(Feed, shape=(3, 2, 1), workers=2, trace=True)
-    try:
-        actor.next(0)
-        actor.take_spans_async()
-        wait_all(actor.take_watched(), WAIT_S)
-        ray.kill(actor._actors[2])
-        actor.next(2)
-        wait_all(actor.take_watched(), WAIT_S)  # the other one's
-        actor.take_spans_async()
-        with pytest.raises(PartFailed, match="^data worker 1 died during telling what it did: "):
-            wait_all(actor.take_watched(), WAIT_S)
-    finally:
-        actor.stop()
+def test_a_bad_sample_read_ahead_is_told_when_its_step_comes(data: DatasetActor) -> None:
+    data.end_at(20)
+    for step, broken in ((8, False), (9, True), (10, False)):  # 11 is read ahead too, and bad
+        data.next(step)
+        if broken:
+            with pytest.raises(DataError, match="element 1: broken"):
+                wait_all(data.take_watched(), WAIT_S)
+        else:
+            wait_all(data.take_watched(), WAIT_S)
 
 
-def test_a_bad_sample_read_ahead_is_told_when_its_step_comes() -> None:
-    actor = DatasetActor(Feed, shape=(3, 2, 1), workers=1, prefetch=3)
-    try:
-        actor.next(8)  # 9 and 11 are read ahead
-        wait_all(actor.take_watched(), WAIT_S)
-        actor.next(9)
-        with pytest.raises(DataError, match="element 1: broken"):
-            wait_all(actor.take_watched(), WAIT_S)
-        actor.next(10)
-        wait_all(actor.take_watched(), WAIT_S)
-    finally:
-        actor.stop()
-
-
-def test_workers_measure_what_is_missing_and_the_first_actor_keeps_it() -> None:
-    actor, told = DatasetActor(Feed, shape=(1, 1, 1), workers=2), []
-    try:
-        actor.measure(1, WAIT_S, lambda done, parts: told.append((done, parts)))
-        learned = actor.ask("learned", timeout_s=WAIT_S)
-    finally:
-        actor.stop()
+def test_workers_measure_what_is_missing_and_the_first_actor_keeps_it(data: DatasetActor) -> None:
+    told: list[tuple[int, int]] = []
+    data.measure(1, WAIT_S, lambda done, parts: told.append((done, parts)))
+    learned = data.ask("learned", timeout_s=WAIT_S)
     assert told == [(0, 3), (1, 3), (2, 3)]
     by = {part: int(text.split()[-1]) for part, text in learned.items()}
     assert list(by) == [1, 2, 3] and by[1] == by[3] != by[2]
+
+
+def test_a_worker_that_died_idle_is_named_when_spans_are_collected(data: DatasetActor) -> None:
+    """The last test of `data`."""
+    import ray
+
+    data.take_spans_async()
+    wait_all(data.take_watched(), WAIT_S)
+    ray.kill(data._actors[2])
+    data.end_at(13)
+    data.next(12)
+    wait_all(data.take_watched(), WAIT_S)  # the other one's
+    data.take_spans_async()
+    with pytest.raises(PartFailed, match="^data worker 1 died during telling what it did: "):
+        wait_all(data.take_watched(), WAIT_S)
 
 
 def test_datasets_that_cannot_be_opened_are_told_as_they_are() -> None:
