@@ -232,71 +232,59 @@ def test_the_dataset_actor_hands_out_refs_by_part_micro_batch_and_shard() -> Non
         actor.stop()
 
 
-def test_workers_read_in_turn_and_ahead_but_not_beyond_the_end() -> None:
+@pytest.fixture(scope="module")
+def data() -> Iterator[DatasetActor]:
+    """One that deals out and two that read, two steps ahead."""
+    actor = DatasetActor(Feed, **SHAPE, workers=2, prefetch=2, trace=True)
+    wait_all(actor.take_watched(), WAIT_S)
+    yield actor
+    actor.stop()
+
+
+def test_workers_read_in_turn_and_ahead_but_not_beyond_the_end(data: DatasetActor) -> None:
     import ray
 
-    actor = DatasetActor(Feed, **SHAPE, workers=2, prefetch=2)
-    try:
-        assert actor.size == 3
-        wait_all(actor.take_watched(), WAIT_S)
-        actor.end_at(4)
-        for step in range(4):
-            reading = actor.request(step)
-            assert [w.who for w in reading] == ["the dataset actor", f"data worker {step % 2}"]
-            wait_all(reading, WAIT_S)
-            assert set(actor._ahead) == set(range(step, min(step + 3, 4)))
-            assert ray.get(actor.take(step).info) == f"info {step}"
-        assert not actor._ahead
-    finally:
-        actor.stop()
+    assert data.size == 3
+    data.end_at(4)
+    for step in range(4):
+        reading = data.request(step)
+        assert data.request(step) == reading  # what was asked for twice is read once
+        assert [w.who for w in reading] == ["the dataset actor", f"data worker {step % 2}"]
+        wait_all(reading, WAIT_S)
+        assert set(data._ahead) == set(range(step, min(step + 3, 4)))
+        assert ray.get(data.take(step).info) == f"info {step}"
+    assert not data._ahead
 
 
-def test_a_step_that_was_asked_for_twice_is_read_once() -> None:
-    actor = DatasetActor(Feed, **SHAPE)
-    try:
-        assert actor.request(2) == actor.request(2)
-    finally:
-        actor.stop()
+def test_a_bad_sample_read_ahead_is_told_when_its_step_comes(data: DatasetActor) -> None:
+    data.end_at(20)
+    wait_all(data.request(8), WAIT_S)  # 9 and 11 are read ahead, and bad
+    with pytest.raises(DataError, match="element 1: broken"):
+        wait_all(data.request(9), WAIT_S)
+    wait_all(data.request(10), WAIT_S)
 
 
-def test_a_worker_that_died_idle_is_named_when_spans_are_collected() -> None:
-    import ray
-
-    actor = DatasetActor(Feed, **SHAPE, workers=2, trace=True)
-    try:
-        wait_all(actor.request(0), WAIT_S)
-        actor.take_spans_async()
-        wait_all(actor.take_watched(), WAIT_S)
-        ray.kill(actor._actors[2])
-        wait_all(actor.request(2), WAIT_S)  # the other one's
-        actor.take_spans_async()
-        with pytest.raises(PartFailed, match="^data worker 1 died during telling what it did: "):
-            wait_all(actor.take_watched(), WAIT_S)
-    finally:
-        actor.stop()
-
-
-def test_a_bad_sample_read_ahead_is_told_when_its_step_comes() -> None:
-    actor = DatasetActor(Feed, **SHAPE, workers=1, prefetch=3)
-    try:
-        wait_all(actor.request(8), WAIT_S)  # 9 and 11 are read ahead
-        with pytest.raises(DataError, match="element 1: broken"):
-            wait_all(actor.request(9), WAIT_S)
-        wait_all(actor.request(10), WAIT_S)
-    finally:
-        actor.stop()
-
-
-def test_workers_measure_what_is_missing_and_the_first_actor_keeps_it() -> None:
-    actor, told = DatasetActor(Feed, micro_batches=1, shards={"vision": 1}, workers=2), []
-    try:
-        actor.measure(1, WAIT_S, lambda done, parts: told.append((done, parts)))
-        learned = actor.ask("learned", timeout_s=WAIT_S)
-    finally:
-        actor.stop()
+def test_workers_measure_what_is_missing_and_the_first_actor_keeps_it(data: DatasetActor) -> None:
+    told: list[tuple[int, int]] = []
+    data.measure(1, WAIT_S, lambda done, parts: told.append((done, parts)))
+    learned = data.ask("learned", timeout_s=WAIT_S)
     assert told == [(0, 3), (1, 3), (2, 3)]
     by = {part: int(text.split()[-1]) for part, text in learned.items()}
     assert list(by) == [1, 2, 3] and by[1] == by[3] != by[2]
+
+
+def test_a_worker_that_died_idle_is_named_when_spans_are_collected(data: DatasetActor) -> None:
+    """The last test of `data`."""
+    import ray
+
+    data.take_spans_async()
+    wait_all(data.take_watched(), WAIT_S)
+    ray.kill(data._actors[2])
+    data.end_at(13)
+    wait_all(data.request(12), WAIT_S)  # the other one's
+    data.take_spans_async()
+    with pytest.raises(PartFailed, match="^data worker 1 died during telling what it did: "):
+        wait_all(data.take_watched(), WAIT_S)
 
 
 def test_datasets_that_cannot_be_opened_are_told_as_they_are() -> None:

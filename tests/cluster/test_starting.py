@@ -73,6 +73,7 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], l
             outcome()
 
         monkeypatch.setattr(ray, "init", init)
+        monkeypatch.setattr(ray, "shutdown", lambda: None)  # of the Ray that other tests of this folder share
         monkeypatch.setattr("dhp.cluster.leftovers.GRACE_S", 0.3)
         return started
 
@@ -127,6 +128,7 @@ def test_a_cluster_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("version mismatch")
 
     monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr("dhp.cluster.runtime._probe", lambda _: None)
     with pytest.raises(ClusterError, match="cluster.address=auto: Ray could not be joined .*version mismatch"):
         with ray_session("auto", cpus=1):

@@ -45,18 +45,37 @@ class Rank:
             raise RuntimeError("Connection closed by peer")
 
 
-@pytest.fixture
-def ranks() -> Iterator[list[Any]]:
+@pytest.fixture(scope="module")
+def alive() -> Iterator[list[Any]]:
+    """Actors that have nothing to do, for whoever needs some."""
     import ray
 
-    made = [ray.remote(Rank).options(num_cpus=0, max_restarts=0).remote() for _ in range(2)]
-    yield made
-    for actor in made:
+    idle: list[Any] = []
+    yield idle
+    for actor in idle:
         ray.kill(actor)
+
+
+@pytest.fixture
+def ranks(alive: list[Any]) -> Iterator[list[Any]]:
+    """Two actors. The next test gets them too, but for those that sleep or died."""
+    import ray
+
+    while len(alive) < 2:
+        alive.append(ray.remote(Rank).options(num_cpus=0, max_restarts=0).remote())
+    yield list(alive)
+    for actor in [actor for actor in alive if actor._actor_id in spent]:
+        alive.remove(actor)
+        ray.kill(actor)
+
+
+spent: set[Any] = set()
 
 
 def watched(ranks: list[Any], rank: int, method: str, *arguments: Any) -> Watched:
     actor = ranks[rank]
+    if method in ("sleep", "die"):
+        spent.add(actor._actor_id)
     return Watched(f"vision rank {rank}", method, getattr(actor, method).remote(*arguments), actor._actor_id.hex())
 
 

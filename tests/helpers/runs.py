@@ -15,6 +15,10 @@ from uuid import uuid4
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240  # against hangs; nothing here should take a quarter of it
 MARK = "DHP_TEST_RUN"
+ONE_ACTOR_EACH = (  # for runs in which nothing depends on how many there are: each takes seconds to start
+    *("vision.parallelism=none", "vision.num_actors=1", "vision.zero_stage=0"),
+    *("text.parallelism=none", "text.num_actors=1"),
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.helpers.runs import mark_of, marked_processes, tiny, train, wait_for_steps
+from tests.helpers.runs import ONE_ACTOR_EACH, mark_of, marked_processes, tiny, train, wait_for_steps
 
 FOUR = ["training.batch_size=4", "training.micro_batch_size=2", "training.max_steps=2", "data.shuffle=false"]
 
@@ -39,6 +39,7 @@ def on(folder: Path) -> list[str]:
         f"{registry}.annotation_path={folder / 'set.json'}",
         f"{registry}.data_path={folder}",
         *FOUR,
+        *ONE_ACTOR_EACH,
     ]
 
 
@@ -55,15 +56,6 @@ def test_a_broken_image_ends_the_run_by_name(tiny_assets: Path, broken_set: Path
     assert "Traceback" not in outcome.stderr
     assert summary(run_dir)["status"] == "failed" and "broken.png" in summary(run_dir)["error"]
     assert outcome.left == ()
-
-
-def test_a_broken_image_is_skipped_and_counted(tiny_assets: Path, broken_set: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    outcome = train(*tiny(tiny_assets, run_dir, *on(broken_set), "data.on_bad_sample=skip"))
-    assert outcome.status == 0, outcome.stderr
-    assert "skipped: " in outcome.stdout + outcome.stderr and "broken.png" in outcome.stdout + outcome.stderr
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["samples"], line["skipped_samples"]) for line in lines] == [(4, 0), (3, 1)]
 
 
 def kill_a_rank(run_dir: Path, process: subprocess.Popen[str]) -> None:
@@ -83,15 +75,17 @@ def test_a_killed_rank_ends_the_run_by_name(tiny_assets: Path, tmp_path: Path) -
     assert outcome.left == ()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_says_so(tiny_assets: Path, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "layout"), [(signal.SIGINT, ()), (signal.SIGTERM, ONE_ACTOR_EACH)])
+def test_an_interrupted_run_says_so(
+    tiny_assets: Path, tmp_path: Path, number: signal.Signals, layout: tuple[str, ...]
+) -> None:
     run_dir = tmp_path / "run"
 
     def interrupt(process: subprocess.Popen[str]) -> None:
         wait_for_steps(run_dir, 1)
         process.send_signal(number)
 
-    outcome = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000"), meanwhile=interrupt)
+    outcome = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000", *layout), meanwhile=interrupt)
     assert outcome.status == 130, outcome.stderr
     assert "resume         there is no checkpoint of this run yet" in outcome.stdout
     for log in (run_dir / "logs").glob("*.log"):
