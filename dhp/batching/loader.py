@@ -101,10 +101,12 @@ def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
 
 def _videos(family: Family, reading: Reading) -> Videos | None:
     """How the model sees videos; None: not at all."""
-    if family.processor.video_token_id is None:
+    own = family.processor
+    if own.video_token_id is None:
         return None
-    taking = Taking(reading.video_fps, reading.video_max_frames, family.processor.frames_per_patch)
-    return Videos(family.processor.video_token_id, taking, family.processor.video_patches, reading.video_max_pixels)
+    taking = Taking(reading.video_fps, reading.video_max_frames, own.frames_per_patch, own.takes_both_ends)
+    most = reading.video_max_pixels
+    return Videos(own.video_token_id, taking, own.video_patches, most, own.step_tokens, own.step_time)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:

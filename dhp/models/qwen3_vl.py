@@ -48,11 +48,16 @@ class Qwen3VlTower(QwenTower):
 
     projector = ("model.visual.merger", "model.visual.deepstack_merger_list")
     position_columns = 4  # row, column, and rows and columns of the frame
-    # The mergers stay whole: each has its norm beside its matrices.
     tensor_plan = {
         "model.visual.blocks.*.attn.proj": "rowwise",
         "model.visual.blocks.*.mlp.linear_fc1": "colwise",
         "model.visual.blocks.*.mlp.linear_fc2": "rowwise",
+        **{
+            f"model.visual.{merger}.{module}": style
+            for merger in ("merger", "deepstack_merger_list.*")
+            # A merger's norm stands before its matrices and sees whole rows.
+            for module, style in (("norm", "dhp_whole"), ("linear_fc1", "colwise"), ("linear_fc2", "rowwise"))
+        },
     }
 
     def __init__(self, config: Any):

@@ -91,10 +91,20 @@ def _check_model(config: Config) -> None:
     check_tensor(family.decoder.heads, family.decoder.kv_heads, config.text.tensor)
     if config.text.parallelism == "autotp":
         check_autotp(family.decoder.kv_heads, config.text.tensor)
+        _check_autotp_plan(config.text.tensor, family)
     _check_plans(config, source, family)
     check_layers("vision.recompute", config.vision.recompute, len(family.tower.layers.kinds))
     _check_stages(config, family, source)
     check_layers("text.recompute", config.text.recompute, len(family.decoder.layers.kinds))
+
+
+def _check_autotp_plan(tensor: int, family: Family) -> None:
+    """DeepSpeed's layers follow transformers' plan of the model. Raises ConfigError where there is none but ours."""
+    if tensor > 1 and family.decoder.tensor_plan:
+        raise ConfigError(
+            f"text.parallelism=autotp with a {family.config.model_type} model: transformers has no tensor-parallel "
+            "plan of its decoder for DeepSpeed to follow. Set text.parallelism=tensor, where dhp has its own."
+        )
 
 
 def _check_stages(config: Config, family: Family, source: str) -> None:

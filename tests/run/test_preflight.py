@@ -108,3 +108,33 @@ def test_a_plan_with_unknown_gradients_is_refused_before_any_actor(
         prepare(compose_config("tiny", overrides=overrides), new_run=False)
     one = [*overrides[:-1], "text.tensor=1", "text.num_actors=1"]
     prepare(compose_config("tiny", overrides=one), new_run=False)
+
+
+def test_autotp_of_a_decoder_without_a_plan_of_the_library_is_refused(
+    tiny_assets: Path, qwen3_vl_model: str, tmp_path: Path
+) -> None:
+    own = [f"text.model_name={qwen3_vl_model}", f"vision.model_name={qwen3_vl_model}", f"run_dir={tmp_path / 'run'}"]
+    autotp = ["text.parallelism=autotp", "text.num_actors=2", f"tiny_assets={tiny_assets}"]
+    with pytest.raises(ConfigError, match="autotp with a qwen3_vl model: .* Set text.parallelism=tensor"):
+        prepare(compose_config("tiny", overrides=[*own, *autotp]))
+
+
+def test_a_step_that_has_no_whole_groups_of_micro_batches_cannot_be_interleaved(
+    tiny_assets: Path, four_layers_model: str, tmp_path: Path
+) -> None:
+    own = [f"{part}.model_name={four_layers_model}" for part in ("vision", "text")]
+    cut = ["text.parallelism=pipeline", "text.num_actors=2", "text.virtual_stages=2", "training.schedule=interleaved"]
+    few = ["training.batch_size=3", "training.micro_batch_size=1", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(ConfigError, match=r"micro-batches\(3\) % pipeline\(2\) = 1 != 0"):
+        prepare(compose_config("tiny", overrides=[*own, *cut, *few, f"tiny_assets={tiny_assets}"]))
+
+
+def test_a_tied_weight_that_deepspeed_would_cut_differently_is_refused(
+    tiny_assets: Path, tied_model: str, tmp_path: Path
+) -> None:
+    own = [f"{part}.model_name={tied_model}" for part in ("vision", "text")]
+    cut = ["text.pipeline=2", "text.parallelism=data", "text.num_actors=4", "text.zero_stage=1"]
+    with pytest.raises(ConfigError, match="share a weight, .* Set text.zero_engine=fsdp with text.zero_stage=2 or 3"):
+        prepare(
+            compose_config("tiny", overrides=[*own, *cut, f"run_dir={tmp_path / 'run'}", f"tiny_assets={tiny_assets}"])
+        )

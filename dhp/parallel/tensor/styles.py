@@ -163,6 +163,15 @@ class PartOfHeads(TensorParallelLayer):
         return module
 
 
+class Whole(TensorParallelLayer):
+    """A module that each rank holds whole and that sees what all ranks see, as a norm before projections that are cut:
+    each rank has the whole of its gradient."""
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """The forward is the module's own."""
+        return module
+
+
 class SharedHeads(TensorParallelLayer):
     """The whole projection on every rank, which computes one of its `heads` heads."""
 
@@ -202,12 +211,14 @@ class FusedProjections(Colwise):
 
 
 COLWISE, ROWWISE, EMBEDDING, HEAD, PART = "dhp_colwise", "dhp_rowwise", "dhp_embedding", "dhp_head", "dhp_part_of_heads"
+WHOLE = "dhp_whole"
 for _name, _style in (
     (COLWISE, Colwise()),
     (ROWWISE, Rowwise()),
     (EMBEDDING, VocabularyEmbedding(shard_dim=0)),
     (HEAD, Head()),
     (PART, PartOfHeads()),
+    (WHOLE, Whole()),
 ):
     ALL_PARALLEL_STYLES.register(_name, _style)
 
