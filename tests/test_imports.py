@@ -27,7 +27,7 @@ TABLE: dict[str, set[str]] = {
     **{sibling: set() for sibling in SIBLINGS},
     "trainers": {"models", "parallel", "checkpoint"},
     # Joiners at the top: each says what it joins.
-    "step": {"cluster.dispatch", "parallel.comm.mesh"},
+    "step": {"cluster.dispatch"},
     "batching": {"data", "models", "parallel.attention.image_sharding", "parallel.attention.locality"},
     "run": {
         "batching", "checkpoint", "cluster", "data", "models", "observe", "parallel", "planner", "step", "trainers",

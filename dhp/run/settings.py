@@ -81,8 +81,9 @@ def _pipeline(part: PartConfig) -> dict[str, Any]:
     """What says which stage holds which layers, where there are several."""
     if part.pipeline == 1:
         return {}
-    cuts = None if part.cuts is None else list(part.cuts)
-    return {"pipeline": part.pipeline, "cuts": cuts, "virtual_stages": part.virtual_stages}
+    cuts = {} if part.cuts is None else {"cuts": list(part.cuts)}
+    virtual = {"virtual_stages": part.virtual_stages} if part.virtual_stages > 1 else {}
+    return {"pipeline": part.pipeline, **cuts, **virtual}
 
 
 def kept_settings(config: Config) -> dict[str, Any]:
