@@ -89,8 +89,9 @@ class StageRank(ABC):
         if active and tied:
             self.optimizer.add_tied(tied[0].tensors[TIED].to(self.device))
         self._norm_sq = self.optimizer.norm_sq() if active else 0.0
-        if not active and self.device.type == "cuda":
-            # Whoever handed over to this stage writes to that memory again once it has the answer.
+        if self.device.type == "cuda" and not (active and self.spec.trains):
+            # Whoever handed over to this stage writes to that memory again once it has the answer; where there is no
+            # norm to wait for, kernels may still be reading.
             torch.cuda.current_stream().synchronize()
         return self._norm_sq
 
