@@ -16,6 +16,7 @@ from dhp.config.checks import (
 )
 from dhp.config.degrees import resolve_part
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
+from dhp.config.resolved import resolved
 from dhp.config.schema import Config
 
 
@@ -53,7 +54,7 @@ def micro_batches(config: Config) -> int:
 
     Takes a resolved configuration. Raises ConfigError when that is no whole number.
     """
-    batch, micro, replicas = config.training.batch_size, config.training.micro_batch_size, config.text.data
+    batch, micro, replicas = config.training.batch_size, config.training.micro_batch_size, resolved(config.text.data)
     together = replicas * micro
     if batch % together:
         raise ConfigError(

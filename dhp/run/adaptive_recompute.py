@@ -8,6 +8,7 @@ from typing import Any
 
 from dhp.base.messages import StageReport, StageUsage
 from dhp.base.stages import Chain
+from dhp.config.resolved import resolved
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
 from dhp.planner.cache import read_costs, write_costs
@@ -49,14 +50,14 @@ class Recomputing:
         self._stages, self._chain, self._say = stages, chain, say
         family = load_family(config.text.model_name)
         of_part = {"vision": family.tower.layers.kinds, "text": family.decoder.layers.kinds}
-        written = {"vision": config.vision.recompute, "text": config.text.recompute}
+        written = {part: resolved(getattr(config, part).recompute) for part in of_part}
         kept = [stage for stage in chain.stages if any(chain.goes_back(node) for node in stage.nodes)]
         kinds = {stage.name: tuple(of_part[stage.part][layer] for layer in stage.layers) for stage in kept}
         fixed = {s.name: stage_choices(written[s.part], chain, s) for s in kept if written[s.part] != "auto"}
         self._auto = [stage for stage in kinds if stage not in fixed]
         self._folder = Path(config.memory.cache_dir or config.run_dir)
         self._shape = run_shape(config, device, family.config.to_dict(), fixed)
-        self._budget = config.memory.budget_gib * GIB
+        self._budget = resolved(config.memory.budget_gib) * GIB
         known = read_costs(self._folder, self._shape)
         self._planner = Planner(kinds, fixed, arrange(chain, schedule, device), self._budget, known)
         if known is None:

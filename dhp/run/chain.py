@@ -9,6 +9,7 @@ from itertools import accumulate
 from dhp.base.degrees import Degrees
 from dhp.base.stages import HIDDEN_STATES, Chain, Edge, Node, StageSpec, Tie
 from dhp.config.checks import check_cuts, check_stages
+from dhp.config.resolved import resolved
 from dhp.config.schema import Config, PartConfig
 from dhp.models.family import Family
 from dhp.models.shape import DecoderSizes, decoder_sizes
@@ -20,7 +21,7 @@ def make_chain(config: Config, family: Family, source: str) -> Chain:
 
     Raises ConfigError for cuts that the model's layers do not admit.
     """
-    sizes = decoder_sizes(source) if config.text.pipeline > 1 else None
+    sizes = decoder_sizes(source) if resolved(config.text.pipeline) > 1 else None
     vision = _vision(config, family)
     text = tuple(_text(config, _chunks(config.text, len(family.decoder.layers.kinds), sizes), vision))
     ties = (Tie(text[0].name, text[-1].name),) if sizes is not None and sizes.tied else ()
@@ -29,7 +30,8 @@ def make_chain(config: Config, family: Family, source: str) -> Chain:
 
 def degrees(part: PartConfig) -> Degrees:
     """How each stage of a resolved part is split."""
-    return Degrees(data=part.data, ring=part.ring, ulysses=part.ulysses, tensor=part.tensor)
+    axes = (part.data, part.ring, part.ulysses, part.tensor)
+    return Degrees(*map(resolved, axes))
 
 
 def even_cuts(sizes: DecoderSizes, stages: int) -> list[int]:
@@ -75,7 +77,7 @@ def _vision(config: Config, family: Family) -> StageSpec:
 
 def _text(config: Config, chunks: Sequence[range], vision: StageSpec) -> Iterator[StageSpec]:
     """Stage i of n holds chunks i, i + n, i + 2n, …; devices one after another, from the first where parts share."""
-    split, count = degrees(config.text), config.text.pipeline
+    split, count = degrees(config.text), resolved(config.text.pipeline)
     first = 0 if config.cluster.collocate else vision.devices.stop
     for at in range(count):
         name = f"text.{at}" if count > 1 else "text"
@@ -85,12 +87,13 @@ def _text(config: Config, chunks: Sequence[range], vision: StageSpec) -> Iterato
 
 def _chunks(text: PartConfig, layers: int, sizes: DecoderSizes | None) -> list[range]:
     """The runs of layers in the order in which a micro-batch comes by. Raises ConfigError."""
-    runs = text.pipeline * text.virtual_stages
+    stages = resolved(text.pipeline)
+    runs = stages * text.virtual_stages
     if text.cuts is not None:
         check_cuts(text.cuts, layers)
         cuts = list(text.cuts)
     else:
-        check_stages(layers, text.pipeline, text.virtual_stages)
+        check_stages(layers, stages, text.virtual_stages)
         each = layers // runs
         cuts = [each * run for run in range(1, runs)]
         if text.virtual_stages == 1 and sizes is not None:

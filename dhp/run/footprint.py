@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from dhp.base.errors import ConfigError
 from dhp.base.stages import StageSpec
 from dhp.config.degrees import DEEPSPEED, FSDP
+from dhp.config.resolved import resolved
 from dhp.config.schema import PartConfig
 from dhp.models.shape import PartShape
 from dhp.parallel.tensor.loss import CHUNK_ROWS
@@ -106,7 +107,7 @@ def loss_bytes(part: PartConfig, head: HeadShape) -> int:
     """The most that the loss's chunk takes on one tensor rank: logits in the part's format and twice exactly, and the
     gradient of the head, exactly and rounded."""
     size = VALUE_BYTES[part.dtype]
-    exact, vocabulary = max(size, SUM_BYTES), -(-head.vocabulary // part.tensor)
+    exact, vocabulary = max(size, SUM_BYTES), -(-head.vocabulary // resolved(part.tensor))
     logits = CHUNK_ROWS * vocabulary * (2 * size + 2 * exact)
     return logits + vocabulary * head.hidden * (exact + size)
 
@@ -118,7 +119,7 @@ def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadSh
         return 0
     size = VALUE_BYTES[part.dtype]
     layer = -(-shape.per_rank // layers)
-    ends = 0 if head is None else head.matrices * -(-head.vocabulary // part.tensor) * head.hidden
+    ends = 0 if head is None else head.matrices * -(-head.vocabulary // resolved(part.tensor)) * head.hidden
     weights = (2 * layer + ends) * size if part.zero_stage == 3 else 0
     return weights + layer * size + layer * max(size, SUM_BYTES)
 
@@ -135,7 +136,7 @@ def by_zero_stage(part: PartConfig, stage: StageSpec, shape: PartShape) -> dict[
     """Bytes of states on one rank under each ZeRO stage; None: there is no engine for it in this layout."""
     found: dict[int, int | None] = {}
     for zero in range(4):
-        engine = FSDP if part.tensor > 1 else DEEPSPEED
+        engine = FSDP if resolved(part.tensor) > 1 else DEEPSPEED
         missing = (zero == 1 and engine == FSDP) or (zero > 0 and not stage.trains)
         other = replace(part, zero_stage=zero, zero_engine=engine)
         found[zero] = None if missing else rank_bytes(other, stage, shape).total

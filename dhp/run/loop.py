@@ -115,8 +115,7 @@ class TrainLoop:
                 self._finish(pending.popleft())
         while pending:
             self._finish(pending.popleft())
-        if self.tracing is not None:
-            self._write_spans(self._submit_spans())  # of the final checkpoint
+        self._write_spans(self._submit_spans())  # of the final checkpoint
 
     def _open_data(self) -> DataPlan:
         session, start = self.session, self.start
@@ -160,10 +159,12 @@ class TrainLoop:
         session = self.session
         refs = train_step(session.stages, self.schedule, self.chain.ties, session.take_batch(step))
         watched = session.take_watched()
-        spans = None if self.tracing is None else self._submit_spans()
+        spans = self._submit_spans()
         return Pending(step, refs, data_ready, watched, self._submit_saving(step + 1), spans)
 
-    def _submit_spans(self) -> Spans:
+    def _submit_spans(self) -> Spans | None:
+        if self.tracing is None:
+            return None
         refs = self.tracing.submit()
         return Spans(refs, [*self.session.take_watched(), *self.session.data.take_watched()])
 
@@ -208,7 +209,7 @@ class TrainLoop:
         self._skipped += len(info.skipped)
 
     def _write_spans(self, spans: Spans | None) -> None:
-        if spans is not None:
+        if spans is not None and self.tracing is not None:
             wait_all(spans.watched, self._timeout_s)  # a data worker may die that has no part in the step
             of_ranks = {name: self.session.values(refs) for name, refs in spans.refs.items()}
             with self.recorder.writing():

@@ -10,6 +10,7 @@ from dhp.base.errors import ConfigError
 from dhp.config.checks import check_autotp, check_layers, check_tensor, check_tied, check_tower
 from dhp.config.mixing import split_share
 from dhp.config.resolve import check_model_dir, micro_batches, resolve
+from dhp.config.resolved import resolved
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config
 
@@ -87,15 +88,15 @@ def _check_model(config: Config) -> None:
 
         source = config_source(source)
     family = load_family(source)
-    check_tower(family.tower.heads, config.vision.ulysses, config.vision.tensor)
-    check_tensor(family.decoder.heads, family.decoder.kv_heads, config.text.tensor)
+    check_tower(family.tower.heads, resolved(config.vision.ulysses), resolved(config.vision.tensor))
+    check_tensor(family.decoder.heads, family.decoder.kv_heads, resolved(config.text.tensor))
     if config.text.parallelism == "autotp":
-        check_autotp(family.decoder.kv_heads, config.text.tensor)
-        _check_autotp_plan(config.text.tensor, family)
+        check_autotp(family.decoder.kv_heads, resolved(config.text.tensor))
+        _check_autotp_plan(resolved(config.text.tensor), family)
     _check_plans(config, source, family)
-    check_layers("vision.recompute", config.vision.recompute, len(family.tower.layers.kinds))
+    check_layers("vision.recompute", resolved(config.vision.recompute), len(family.tower.layers.kinds))
     _check_stages(config, family, source)
-    check_layers("text.recompute", config.text.recompute, len(family.decoder.layers.kinds))
+    check_layers("text.recompute", resolved(config.text.recompute), len(family.decoder.layers.kinds))
 
 
 def _check_autotp_plan(tensor: int, family: Family) -> None:
@@ -120,14 +121,15 @@ def _check_stages(config: Config, family: Family, source: str) -> None:
 
 def _check_plans(config: Config, source: str, family: Family) -> None:
     """Raises ModelError where a part would be cut by styles whose gradients are not known to be exact."""
-    if config.vision.tensor == 1 and (config.text.tensor == 1 or config.text.parallelism == "autotp"):
+    vision, text = resolved(config.vision.tensor), resolved(config.text.tensor)
+    if vision == 1 and (text == 1 or config.text.parallelism == "autotp"):
         return  # and spare the time that making a large model takes, even without weights
     from dhp.models.shape import check_tensor_plan
     from dhp.parallel.tensor.plan import local_plan
     from dhp.parallel.tensor.styles import with_fused
 
-    if config.vision.tensor > 1:
+    if vision > 1:
         tower = with_fused(family.tower.tensor_plan, family.tower.fused)
         check_tensor_plan(source, family.decoder.modules, local_plan, tower)
-    if config.text.tensor > 1 and config.text.parallelism != "autotp":
+    if text > 1 and config.text.parallelism != "autotp":
         check_tensor_plan(source, family.tower.modules, local_plan, family.decoder.tensor_plan)

@@ -9,13 +9,15 @@ from typing import Any
 
 from dhp.base.messages import Choices
 from dhp.base.stages import Chain, StageSpec
-from dhp.batching.loader import FeedSettings, Reading
+from dhp.batching.loader import FeedSettings
 from dhp.config.mixing import split_share
 from dhp.config.recompute import read_choices
 from dhp.config.resolve import micro_batches, warmup_steps
+from dhp.config.resolved import resolved
 from dhp.config.schema import Config, PartConfig
 from dhp.data.order.balance_settings import Balancing
 from dhp.data.order.sampler import BatchLayout
+from dhp.data.read_settings import Reading
 from dhp.parallel.attention.locality import Locality
 from dhp.run.chain import degrees
 from dhp.trainers.settings import NOTHING, StageSettings, UpdateSettings
@@ -28,7 +30,7 @@ def feed_settings(config: Config, locality: Locality | None = None) -> FeedSetti
         model_name=config.vision.model_name,
         datasets=tuple(config.data.datasets),
         registry=dict(config.data.data_registry),
-        layout=BatchLayout(config.text.data, micro_batches(config), config.training.micro_batch_size),
+        layout=BatchLayout(resolved(config.text.data), micro_batches(config), config.training.micro_batch_size),
         replicas=vision.data,
         ranks=vision.sequence,
         min_pixels=config.data.min_pixels,
@@ -37,7 +39,7 @@ def feed_settings(config: Config, locality: Locality | None = None) -> FeedSetti
         shuffle=config.data.shuffle,
         on_bad_sample=config.data.on_bad_sample,
         packing=config.data.packing,
-        cache_dir=config.data.cache_dir,
+        cache_dir=resolved(config.data.cache_dir),
         reading=Reading(
             allow_http=config.data.allow_http,
             max_tokens=config.data.max_tokens,
@@ -125,7 +127,7 @@ def stage_settings(
         model_name=part.model_name,
         dtype=part.dtype,
         device=device,
-        recompute=stage_choices(part.recompute if goes_back else "none", chain, stage),
+        recompute=stage_choices(resolved(part.recompute) if goes_back else "none", chain, stage),
         measure=measures(config) and goes_back,
         train=trained(part),
         zero_stage=part.zero_stage,
