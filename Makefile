@@ -5,7 +5,7 @@ ARGS ?=
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test clean
+.PHONY: help install train test lint clean
 
 help:  ## this list
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12] [PIP_ARGS='...']"
@@ -19,9 +19,18 @@ train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=run
 test: install  ## run the tests; ARGS='tests/config -x' chooses some
 	@$(VENV)/bin/python -m pytest -q $(ARGS)
 
+lint: $(VENV)/.lint-installed  ## check format, style and types: ruff, and mypy in strict mode over the rooms that plan
+	@$(VENV)/bin/ruff check $(ARGS)
+	@$(VENV)/bin/ruff format --check --quiet
+	@$(VENV)/bin/mypy
+
 clean:  ## remove .venv, caches and the generated tiny model and data; runs/ stays
 	rm -rf $(VENV) assets/tiny build *.egg-info .pytest_cache
 	find dhp tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.lint-installed: requirements-dev.txt $(VENV)/.installed
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements-dev.txt
+	@touch $@
 
 $(VENV)/.installed: requirements.txt
 	@command -v $(PYTHON) >/dev/null || { \

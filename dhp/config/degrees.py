@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from dhp.base.errors import ConfigError
 from dhp.config.ranges import require_choice, require_positive
@@ -58,7 +59,8 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     _check_pipeline(name, part, degrees["pipeline"])
     _check_training(name, part)
     engine = _resolve_engine(name, part, degrees["tensor"])
-    return replace(part, recompute=resolve_recompute(name, part), zero_engine=engine, **degrees)
+    filled: dict[str, Any] = dict(degrees)
+    return replace(part, recompute=resolve_recompute(name, part), zero_engine=engine, **filled)
 
 
 def equation(degrees: dict[str, int]) -> str:

@@ -64,7 +64,7 @@ def _walk(section: type, prefix: str) -> Iterator[Key]:
     docs, hints = field_docs(section), get_type_hints(section)
     for field in fields(section):
         path, hint = f"{prefix}{field.name}", hints[field.name]
-        inner = hint if is_dataclass(hint) else _entry_type(hint)
+        inner = hint if isinstance(hint, type) and is_dataclass(hint) else _entry_type(hint)
         if inner is None:
             yield Key(path, hint, _default(field), docs.get(field.name, ""), is_section=False)
             continue
@@ -83,21 +83,21 @@ def _entry_type(hint: Any) -> type | None:
     return None
 
 
-def _default(field: Field) -> Any:
+def _default(field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 @cache
 def field_docs(section: type) -> dict[str, str]:
     """The string below each field of a dataclass, on one line, by the field's name."""
-    body = ast.parse(inspect.cleandoc(inspect.getsource(section))).body[0].body
-    return {
-        statement.target.id: " ".join(following.value.value.split())
-        for statement, following in zip(body, body[1:])
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(following, ast.Expr)
-        and isinstance(following.value, ast.Constant)
-    }
+    (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(section))).body
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
+    found = {}
+    for statement, following in zip(body, body[1:]):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
 
 
 def _named_sections() -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from hydra import compose, initialize
 from omegaconf import DictConfig, OmegaConf
 
+from dhp.base.errors import ConfigError
 from dhp.config.overrides import checked_overrides
 from dhp.config.schema import Config
 from dhp.config.source import ENTRY, Source
@@ -27,7 +28,10 @@ def compose_config(config_name: str | None, config_path: str | None = None, over
 def to_config(composed: DictConfig) -> Config:
     """Hydra's composed configuration as plain dataclasses, interpolations replaced. Raises ConfigError."""
     with translated_errors():
-        return OmegaConf.to_object(composed)
+        config = OmegaConf.to_object(composed)
+    if not isinstance(config, Config):
+        raise ConfigError(f"the composed configuration is a {type(config).__name__}, not one of dhp's schema")
+    return config
 
 
 def to_yaml(config: Config) -> str:

@@ -79,8 +79,9 @@ def _checked(argument: str, override: Override, source: Source) -> str:
         )
     if key is None:
         raise unknown_key(name)
-    if key.is_section and isinstance(override.value(), dict):
-        raise_all(unknown_keys(override.value(), name))
+    value = override.value()
+    if key.is_section and isinstance(value, dict):
+        raise_all(unknown_keys(value, name))
     in_entry = ANY_NAME in key.path
     if override.is_delete():
         return argument if in_entry or key.is_section else f"++{name}={_hydra_literal(key.default)}"

@@ -97,7 +97,7 @@ class Source:
                 f"  --config-path={given.parent} --config-name={given.stem}"
             )
         raise ConfigError(
-            f"--config-name={self.name} does not exist{did_you_mean([nearest(self.name, found)])}\n"
+            f"--config-name={self.name} does not exist{did_you_mean([nearest(str(self.name), found)])}\n"
             f"  searched: {', '.join(str(directory) for directory in self.directories)}\n"
             f"  found: {', '.join(found) or 'none'}"
         )

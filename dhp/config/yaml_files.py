@@ -80,9 +80,9 @@ def _in_our_words(config: DictConfig, file: str) -> tuple[DictConfig, list[str]]
     return OmegaConf.create(_nested(values)), [f"in {file}: {notice}" for notice in notices]
 
 
-def _flat(config: dict[Any, Any]) -> dict[str, Any]:
+def _flat(config: Any) -> dict[str, Any]:
     """Keys of sections as `section.key`, one level deep: what lies below is a value."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in config.items():
         section = value if isinstance(value, dict) and value else None
         flat |= {f"{name}.{key}": below for key, below in section.items()} if section else {str(name): value}

@@ -48,10 +48,13 @@ class Planner:
         self._planned = frozenset(known or ())
 
     def _plan_probes(self) -> list[Plan]:
-        by_part = {stage: probes(self._kinds[stage]) for stage in self._auto}
-        count = max(len(found) for found in by_part.values())
-        last = lambda found, at: found[min(at, len(found) - 1)]
-        return [self._everything | {stage: last(by_part[stage], at) for stage in self._auto} for at in range(count)]
+        by_stage = {stage: probes(self._kinds[stage]) for stage in self._auto}
+        count = max(len(found) for found in by_stage.values())
+        plans: list[Plan] = []
+        for at in range(count):
+            tried = {stage: found[min(at, len(found) - 1)] for stage, found in by_stage.items()}
+            plans.append({**self._everything, **tried})
+        return plans
 
     def learn(self, usages: Mapping[str, StageUsage | None]) -> bool:
         """One step's usage of each stage (None: it had no work). True when `asked` has become another plan."""

@@ -165,8 +165,8 @@ def import_deepspeed() -> Any:
 
 
 def _import_muon() -> None:
-    """An optimizer that every engine imports and nothing here uses. Its module hands functions to torch.compile as it is
-    imported, and that loads Inductor: seconds of each rank's start."""
+    """An optimizer that every engine imports and nothing here uses. Its module hands functions to torch.compile as it
+    is imported, and that loads Inductor: seconds of each rank's start."""
     from deepspeed.runtime import compiler
 
     compiling, compiler.compile = compiler.compile, lambda: lambda function: function
