@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.runs import FIRST, Outcome, tiny, train
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -88,3 +90,10 @@ def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assets")
     make_tiny_assets(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def first_run(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """The embedded default through the real entry: the directory of the run and how it ended."""
+    run_dir = tmp_path_factory.mktemp("run") / "first"
+    return run_dir, train(*tiny(tiny_assets, run_dir, *FIRST))

@@ -14,12 +14,11 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from dhp.__main__ import main as dhp
-from tests.helpers.runs import Outcome, tiny, train
+from tests.helpers.runs import FIRST, Outcome, tiny, train
 
 STEPS = 3
 UMASK = os.umask(0o022)
 os.umask(UMASK)
-SETTINGS = [f"training.max_steps={STEPS}", "training.warmup_ratio=0", "training.log_interval=1"]
 FIELDS = (
     "step epoch loss grad_norm lr tokens target_tokens vision_tokens samples images step_s data_s tokens_per_s flops "
     "mfu memory_bytes activation_bytes comm_bytes dist_ratio pad_ratio skipped_samples"
@@ -27,13 +26,13 @@ FIELDS = (
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("run") / "first"
+def run_dir(first_run: tuple[Path, Outcome]) -> Path:
+    return first_run[0]
 
 
 @pytest.fixture(scope="module")
-def outcome(tiny_assets: Path, run_dir: Path) -> Outcome:
-    return train(*tiny(tiny_assets, run_dir, *SETTINGS))
+def outcome(first_run: tuple[Path, Outcome]) -> Outcome:
+    return first_run[1]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def batches(outcome: Outcome, tiny_assets: Path, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("batches")
     for step in range(1, STEPS + 1):
         own = ["inspect", "batch", "--config-name=tiny", f"step={step}", f"out={folder / f'{step}.safetensors'}"]
-        assert dhp([*own, f"tiny_assets={tiny_assets}", *SETTINGS]) == 0
+        assert dhp([*own, f"tiny_assets={tiny_assets}", *FIRST]) == 0
     return [load_file(folder / f"{step}.safetensors") for step in range(1, STEPS + 1)]
 
 
@@ -140,7 +139,7 @@ def test_an_export_is_an_ordinary_model_directory(exported: Path, run_dir: Path,
 
 def test_the_same_configuration_gives_the_same_bits(outcome: Outcome, tiny_assets: Path, run_dir: Path) -> None:
     again = run_dir.with_name("again")
-    assert train(*tiny(tiny_assets, again, *SETTINGS)).status == 0
+    assert train(*tiny(tiny_assets, again, *FIRST)).status == 0
     for field in ("loss", "grad_norm"):
         assert [line[field] for line in metrics(again)] == [line[field] for line in metrics(run_dir)]
     for part in ("vision", "text"):

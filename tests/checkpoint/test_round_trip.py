@@ -1,4 +1,4 @@
-"""Both parts saved after two steps and continued in new processes: the same bits as without a stop."""
+"""Both parts saved after two steps and continued, in the same processes and in new ones: the same bits."""
 
 from __future__ import annotations
 
@@ -33,15 +33,21 @@ CASES = [
     Case(Degrees(data=2), Degrees(), 2, "float32", vision_train=PROJECTOR),
     Case(Degrees(), Degrees(data=2), 2, "float32", vision_train=NOTHING, schedule="1f1b", stages=2),
 ]
+UNDISTURBED = [CASES[1], CASES[3], CASES[6]]  # of each engine one in which saving is held against never having saved
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def train(model: str, case: Case, steps: Iterable[int], save: Path, resume: Path | None = None) -> Trained:
-    """Losses of the steps and the weights after them; everything saved to `save`, begun from `resume`."""
+def train(
+    model: str, case: Case, steps: Iterable[int], save: Path, resume: Path | None = None, early: Path | None = None
+) -> Trained:
+    """Losses of the steps and the weights after them; everything saved to `save`, begun from `resume`. early: where to
+    save before the third step, in passing."""
     feed, losses = make_feed(model, case, STEPS), []
     begin = lambda stage: resume and str(resume / stage.part)
     with Running(model, case, resume_from=begin) as running:
         for k in steps:
+            if early is not None and k == 2:
+                running.save(early)
             loss, _ = running.step(feed.step(k))
             losses.append(loss)
         running.save(save)
@@ -54,18 +60,24 @@ def assert_same_tensors(folder: Path, other: Path) -> None:
     assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
 
+def assert_same_end(folder: Path, mine: tuple[str, Trained], theirs: tuple[str, Trained]) -> None:
+    for of_rank, wanted in zip(sum(mine[1].weights, []), sum(theirs[1].weights, []), strict=True):
+        assert of_rank.keys() == wanted.keys()
+        assert not [name for name in of_rank if not torch.equal(of_rank[name], wanted[name])]
+    for part, kind in product(("vision", "text"), (".", "optimizer")):
+        assert_same_tensors(folder / mine[0] / part / kind, folder / theirs[0] / part / kind)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_steps_and_two_more_are_four(case: Case, made_model: str, tmp_path: Path) -> None:
-    whole = train(made_model, case, range(4), tmp_path / "whole")
-    first = train(made_model, case, range(2), tmp_path / "first")
+    whole = train(made_model, case, range(4), tmp_path / "whole", early=tmp_path / "first")
     rest = train(made_model, case, range(2, 4), tmp_path / "rest", resume=tmp_path / "first")
-    assert first.losses + rest.losses == whole.losses
-    for mine, theirs in zip(sum(rest.weights, []), sum(whole.weights, []), strict=True):
-        assert mine.keys() == theirs.keys()
-        assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
-    for part in ("vision", "text"):
-        assert_same_tensors(tmp_path / "rest" / part, tmp_path / "whole" / part)
-        assert_same_tensors(tmp_path / "rest" / part / "optimizer", tmp_path / "whole" / part / "optimizer")
+    assert rest.losses == whole.losses[2:]
+    assert_same_end(tmp_path, ("rest", rest), ("whole", whole))
+    if case in UNDISTURBED:
+        plain = train(made_model, case, range(4), tmp_path / "plain")
+        assert plain.losses == whole.losses
+        assert_same_end(tmp_path, ("plain", plain), ("whole", whole))
     steps = [read_shards(tmp_path / "rest" / part / "optimizer")["step"] for part in ("vision", "text")]
     assert steps == [0.0 if case.vision_train == NOTHING else 3.0, 4.0]
 

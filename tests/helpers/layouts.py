@@ -347,12 +347,12 @@ Wanted = tuple[dict[str, Tensor], list[Step], dict[str, Tensor]]
 _KNOWN: dict[tuple, tuple[Sequence, Wanted]] = {}
 
 
-def _expected(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Wanted:
+def _expected(model: str, case: Case, steps: Sequence[Sequence[Sample]], kind: type[Oracle] = Oracle) -> Wanted:
     """Weights before, every step, and weights after in the oracle; once for all layouts of the same samples."""
     trained = _trained_modules(model, case)
-    key = (model, case.dtype, case.device, trained, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
+    key = (kind, model, case.dtype, case.device, trained, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
     if key not in _KNOWN:
-        oracle = Oracle(model, getattr(torch, case.dtype), UPDATE, case.device, trained)
+        oracle = kind(model, getattr(torch, case.dtype), UPDATE, case.device, trained)
         start = _on_host(oracle.weights())
         wanted = (start, [_step_on_host(oracle, samples) for samples in steps], _on_host(oracle.weights()))
         _KNOWN[key] = (steps, wanted)  # the samples are kept, so that their ids stay theirs
@@ -391,9 +391,8 @@ class Ratios:
 def compare_rounding(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Ratios:
     """Train the steps in the case's layout, in one plain process of the same precision, and exactly."""
     trained = train(model, case, steps, fault)
-    exact = Oracle(model, torch.float64, UPDATE, case.device)
-    plain = MixedOracle(model, getattr(torch, case.dtype), UPDATE, case.device)
-    wanted, rough = ([_step_on_host(oracle, s) for s in steps] for oracle in (exact, plain))
+    _, wanted, exact = _expected(model, replace(case, dtype="float64"), steps)
+    _, rough, plain = _expected(model, case, steps, MixedOracle)
     ours = max(_deviation(found, e.loss) for found, e in zip(trained.losses, wanted, strict=True))
     theirs = max(_deviation(r.loss, e.loss) for r, e in zip(rough, wanted, strict=True))
     gradients = [
@@ -401,8 +400,8 @@ def compare_rounding(model: str, case: Case, steps: Sequence[Sequence[Sample]], 
         for found, r, e in zip(trained.gradients, rough, wanted, strict=True)
         for of_rank in found
     ]
-    ends = (_on_host(plain.weights()), _on_host(exact.weights()))
-    return Ratios(ours / theirs, *max(gradients), max(_ratio(rank, *ends) for part in trained.weights for rank in part))
+    ends = [_ratio(of_rank, plain, exact) for of_part in trained.weights for of_rank in of_part]
+    return Ratios(ours / theirs, *max(gradients), max(ends))
 
 
 def _ratio(ours: dict, theirs: dict, exact: dict) -> float:

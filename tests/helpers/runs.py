@@ -19,6 +19,10 @@ ONE_ACTOR_EACH = (  # for runs in which nothing depends on how many there are: e
     *("vision.parallelism=none", "vision.num_actors=1", "vision.zero_stage=0"),
     *("text.parallelism=none", "text.num_actors=1"),
 )
+FIRST = (  # of the run that tests of several folders look at; one thread, so that it is the same on any machine
+    *("training.max_steps=3", "training.warmup_ratio=0", "training.log_interval=1"),
+    *("cluster.device=cpu", "cluster.threads_per_actor=1"),
+)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.runs import tiny, train
+from tests.helpers.runs import FIRST, Outcome, tiny, train
 from tests.nodes.conftest import ADDRESSES
 
-STEPS = ["training.max_steps=2", "training.log_interval=1", "cluster.device=cpu", "cluster.threads_per_actor=1"]
 FIELDS = ("loss", "grad_norm", "tokens", "lr")
 
 
@@ -25,10 +24,12 @@ needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="the optional 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", pytest.param("nixl", marks=needs_nixl)])
-def test_two_nodes_train_what_one_does(two_nodes: str, tiny_assets: Path, tmp_path: Path, transport: str) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+def test_two_nodes_train_what_one_does(
+    first_run: tuple[Path, Outcome], two_nodes: str, tiny_assets: Path, tmp_path: Path, transport: str
+) -> None:
+    one, two = first_run[0], tmp_path / "two"
     apart = ["cluster.collocate=false", f"cluster.address={two_nodes}", f"cluster.transport={transport}"]
-    outcome = train(*tiny(tiny_assets, two, *STEPS, *apart))
+    outcome = train(*tiny(tiny_assets, two, *FIRST, *apart))
     assert outcome.status == 0, outcome.stderr
     first, second = ADDRESSES
     assert f"on nodes {first} (vision 0-1), {second} (text 0-1)" in outcome.stdout
@@ -36,8 +37,8 @@ def test_two_nodes_train_what_one_does(two_nodes: str, tiny_assets: Path, tmp_pa
     for rank in (0, 1):
         assert (two / "logs" / f"vision-{rank}.log").read_text().startswith(f"vision rank {rank} on {first}; ")
         assert (two / "logs" / f"text-{rank}.log").read_text().startswith(f"text rank {rank} on {second}; ")
-    assert [path.name for path in (two / "checkpoints").iterdir()] == ["step_2"]
-    assert train(*tiny(tiny_assets, one, *STEPS)).status == 0
+    assert [path.name for path in (two / "checkpoints").iterdir()] == ["step_3"]
+    assert first_run[1].status == 0, first_run[1].stderr
     assert lines(two) == lines(one)
     summary = json.loads((two / "summary.json").read_text())
     assert summary["status"] == "completed"

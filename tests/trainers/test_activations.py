@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ class Encoding(VisionTrainer):
 def encode(made_model: str) -> Callable[[Degrees, str], list[int]]:
     """Peak bytes of every rank with one image of 1,024 patches."""
 
+    @cache
     def peaks(degrees: Degrees, recompute: str) -> list[int]:
         case = Case(degrees, ONE, 1, "float32", packing=True, recompute=recompute)
         feed = make_feed(made_model, case, [[make_sample([(1, 32, 32)], 8, 4, 0, IMAGE_TOKEN)]])

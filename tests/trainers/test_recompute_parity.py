@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dhp.base.degrees import Degrees
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import Case, compare, train
+from tests.helpers.layouts import Case, Trained, compare, train
 from tests.trainers.test_parity import assert_exact
 
 ONE = Degrees()
@@ -38,10 +40,17 @@ def test_key_value_heads_that_ranks_share(few_keys_model: str) -> None:
     assert_exact(compare(few_keys_model, Case(ONE, Degrees(tensor=4), recompute="light"), awkward_steps()))
 
 
+KEPT = Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="float32", packing=True)
+
+
+@pytest.fixture(scope="module")
+def plain(made_model: str) -> Trained:
+    return train(made_model, KEPT, awkward_steps())
+
+
 @pytest.mark.parametrize("recompute", ["light", "mlp", "linear", "full", "light:0,all:1"])
-def test_the_same_to_the_bit_as_without(recompute: str, made_model: str) -> None:
-    layout = {"vision": Degrees(ulysses=2), "text": Degrees(tensor=2), "dtype": "float32", "packing": True}
-    plain, again = (train(made_model, Case(**layout, recompute=r), awkward_steps()) for r in ("none", recompute))
+def test_the_same_to_the_bit_as_without(recompute: str, plain: Trained, made_model: str) -> None:
+    again = train(made_model, replace(KEPT, recompute=recompute), awkward_steps())
     assert plain.losses == again.losses
     assert plain.norms == again.norms
     for ours, theirs in zip(plain.weights, again.weights, strict=True):
