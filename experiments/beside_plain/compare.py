@@ -13,10 +13,12 @@ from dhp.batching.loader import make_feed
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.checkpoint.shards import read_shards
 from dhp.config.schema import Config
+from dhp.models.registry import load_family
 from dhp.observe.metrics import read_metrics
+from dhp.run.chain import make_chain
 from dhp.run.loop import run
 from dhp.run.preflight import prepare
-from dhp.run.settings import feed_settings, part_settings
+from dhp.run.settings import feed_settings, stage_settings
 from tests.helpers.oracle import Oracle, Step
 
 
@@ -45,7 +47,8 @@ def compare(config: Config, device: str) -> dict[str, Any]:
 
 
 def _plain(config: Config, device: str, steps: int) -> tuple[dict, list[Step], list[float], dict]:
-    update = part_settings(config, "text", device, steps).update
+    chain = make_chain(config, load_family(config.text.model_name), config.text.model_name)
+    update = stage_settings(config, chain, chain.stages[-1], device, steps).update
     oracle = Oracle(config.text.model_name, getattr(torch, config.text.dtype), update, device)
     torch.backends.cudnn.allow_tf32 = False
     start, feed, taken, seconds = oracle.weights(), make_feed(feed_settings(config)), [], []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 import experiments.gpu_check.older_torch  # noqa: F401, I001  before dhp
+from dhp.base.messages import Bundle
 from dhp.cluster.transport import shared_memory
-from dhp.trainers.settings import PartSettings
+from dhp.trainers.settings import StageSettings
 from tests.helpers.layouts import Fault, InspectedText, InspectedVision
 
 
@@ -18,7 +18,7 @@ class _Carried:
     trainer: type
     on_device: bool
 
-    def __init__(self, settings: PartSettings):
+    def __init__(self, settings: StageSettings):
         shared_memory.SMALLEST = 1  # bytes: whatever is handed over goes that way
         pinned = settings.device == "cuda"
         self._inbox, self._outbox = shared_memory.Inbox(pinned), shared_memory.Outbox(self.on_device, pinned)
@@ -39,11 +39,15 @@ class _Carried:
         return report
 
     def _carry(self, verb: Any, given: tuple[Any, ...]) -> Any:
-        result = verb(*(self._inbox.open(value) for value in given))
-        if isinstance(result, tuple):
-            result = tuple(self._outbox.send(value) if isinstance(value, Tensor) else value for value in result)
+        result = verb(*(carried(value, self._inbox.open) for value in given))
+        result = tuple(carried(value, self._outbox.send) for value in result)
         self._outbox.flush()
         return result
+
+
+def carried(value: Any, by: Callable[[Any], Any]) -> Any:
+    """A bundle, each of whose tensors went through `by`; anything else as it is."""
+    return Bundle({name: by(tensor) for name, tensor in value.tensors.items()}) if isinstance(value, Bundle) else value
 
 
 class SharedVision(_Carried):

@@ -14,7 +14,7 @@ from dhp.models.shape import part_shape
 from dhp.parallel.tensor.styles import with_fused
 from dhp.run.footprint import HeadShape, footprint
 from experiments.gpu_check.setting import Setting
-from experiments.gpu_check.two_layers import LAYERS, OnePart, make_model, sizes
+from experiments.gpu_check.two_layers import OnePart, make_model, sizes
 
 NEAR = 0.05  # relative: small tensors take whole blocks of the allocator, and plans and buffers are not counted
 
@@ -51,16 +51,16 @@ def _formula(setting: Setting, one: OnePart, part: str) -> Any:
     model, family = make_model(setting), one.trainer.family
     dropped = family.decoder.modules if part == "vision" else family.tower.modules
     shape = part_shape(model, dropped, added_plan=with_fused(family.tower.tensor_plan, family.tower.fused))
-    config = PartConfig(dtype=one.trainer.part.settings.dtype, data=1, ring=1, ulysses=1, tensor=1)
+    config = PartConfig(dtype=one.trainer.settings.dtype, data=1, ring=1, ulysses=1, tensor=1)
     text = family.config.get_text_config()
     head = HeadShape(text.vocab_size, text.hidden_size) if part == "text" else None
-    return footprint(config, shape, LAYERS, head, setting.cuda)
+    return footprint(config, one.trainer.spec, shape, head, setting.cuda)
 
 
 def _tensors(one: OnePart) -> Iterable[Tensor]:
     """What there is without an allocator to ask: parameters, and the optimizer's state but its counters."""
-    yield from one.trainer.part.model.parameters()
-    for state in one.trainer.part.update.optimizer.state.values():
+    yield from one.trainer.model.parameters()
+    for state in one.trainer.optimizer.optimizer.state.values():
         yield from (value for value in state.values() if value.dim())
 
 

@@ -8,6 +8,7 @@ from dhp.base.messages import DeviceInfo
 from dhp.observe.mfu import known_peaks
 from experiments.gpu_check.setting import Setting, Spent, spend
 from experiments.gpu_check.two_layers import OnePart, sizes
+from experiments.pair import TEXT, VISION
 
 
 def check(setting: Setting, part: str, samples: int, recompute: str) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def check(setting: Setting, part: str, samples: int, recompute: str) -> dict[str
     whole, ahead = info.flops[part], _forward_flops(one, part)
     return {
         "ok": True,
-        "rows": info.vision_tokens if part == "vision" else info.tokens,
+        "rows": info.vision_tokens if part == VISION else info.tokens,
         "tflop": round(whole / 1e12, 4),
         **_told("forward", forward, ahead, device),
         **_told("backward", backward, whole - ahead, device),
@@ -29,8 +30,8 @@ def check(setting: Setting, part: str, samples: int, recompute: str) -> dict[str
 
 def _forward_flops(one: OnePart, part: str) -> int:
     family, info = one.trainer.family, one.data.info
-    if part == "text":
-        return family.decoder.work.flops(one.data.text[0][0].lengths, info.target_tokens, backward=False)
+    if part == TEXT:
+        return family.decoder.work.flops(one.data.work[TEXT][0][0].lengths, info.target_tokens, backward=False)
     return family.tower.work.flops([family.tower.image_layout(one.sizes.grid)] * info.images, backward=False)
 
 

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from dhp.base.messages import Bundle
 from dhp.cluster.transport.shared_memory import Inbox, Outbox
+from experiments.gpu_check.carried import carried
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.two_layers import deal, make_model, sizes, start
+from experiments.pair import TEXT, VISION
 
 SAYS = "called a synchronizing"  # CUDA operation
 
@@ -19,18 +22,18 @@ SAYS = "called a synchronizing"  # CUDA operation
 def check(setting: Setting) -> dict[str, Any]:
     """Deviates where any operation waits. The hand-over, which has to, waits by the stream and is not seen."""
     data = deal(make_model(setting), sizes(setting, 2))
-    vision, text = (start(setting, part, "light") for part in ("vision", "text"))
+    vision, text = (start(setting, part, "light") for part in (VISION, TEXT))
     inbox, outbox = Inbox(setting.cuda), Outbox(pinned=setting.cuda)
 
-    def hand_over(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        sent = [outbox.send(tensor) for tensor in tensors]
+    def hand_over(bundles: tuple[Bundle, ...]) -> list[Bundle]:
+        sent = [carried(bundle, outbox.send) for bundle in bundles]
         outbox.flush()
-        return [inbox.open(value) for value in sent]
+        return [carried(bundle, inbox.open) for bundle in sent]
 
     def micro_batch() -> None:
-        embeddings = hand_over(vision.forward_step(0, data.vision[0][0], True))
-        text.forward_step(0, data.text[0][0], *embeddings)
-        vision.backward_step(0, data.vision[0][0], *hand_over(text.backward_step(0, True, True)))
+        embeddings = hand_over(vision.forward_step(0, 0, data.work[VISION][0][0]))
+        text.forward_step(0, 0, data.work[TEXT][0][0], *embeddings)
+        vision.backward_step(0, 0, True, *hand_over(text.backward_step(0, 0, True)))
 
     def end_step() -> None:
         of_vision, of_text = vision.grad_norm_sq(data.info), text.grad_norm_sq(data.info)

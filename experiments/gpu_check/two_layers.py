@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from dhp.base.degrees import Degrees
-from dhp.base.messages import StepData
+from dhp.base.messages import Bundle, StepData
 from dhp.batching.collate import Rows
 from dhp.batching.scatter import Dealer
 from dhp.config.shipped import shipped_directory
 from dhp.data.sample import IGNORED, Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.trainers.settings import PartSettings, UpdateSettings
+from dhp.trainers.settings import StageSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from experiments.gpu_check.setting import Setting
+from experiments.pair import TEXT, VISION, pair_of, settings_of
 
 SHAPE = "model/shapes/Qwen/Qwen2.5-VL-3B-Instruct.json"
 LAYERS = 2  # of the tower, the first attends to windows and the second to whole images
@@ -99,23 +99,11 @@ def _sample(wanted: Sizes, seed: int, image_token: int) -> Sample:
     return Sample("made", seed, ids, labels, (ids == image_token).astype(np.int64), (pixels,), (wanted.grid,))
 
 
-def settings(setting: Setting, part: str, recompute: str) -> PartSettings:
+def settings(setting: Setting, part: str, recompute: str) -> StageSettings:
     """One rank of the part."""
-    return PartSettings(
-        part=part,
-        model_name=make_model(setting),
-        degrees=Degrees(),
-        dtype="bfloat16" if setting.cuda else "float32",
-        device=setting.device,
-        recompute=recompute,
-        measure=False,
-        zero_stage=0,
-        zero_engine="deepspeed",
-        autotp=False,
-        packing=True,
-        update=UPDATE,
-        seed=0,
-    )
+    model, dtype = make_model(setting), "bfloat16" if setting.cuda else "float32"
+    chain = pair_of(load_family(model))
+    return settings_of(chain, part, model, UPDATE, recompute, dtype=dtype, device=setting.device)
 
 
 @cache
@@ -128,7 +116,7 @@ def _join() -> None:
 def start(setting: Setting, part: str, recompute: str) -> Any:
     """A trainer of that part."""
     _join()
-    trainer = VisionTrainer if part == "vision" else TextTrainer
+    trainer = VisionTrainer if part == VISION else TextTrainer
     return trainer(settings(setting, part, recompute))
 
 
@@ -138,31 +126,31 @@ class OnePart:
     def __init__(self, setting: Setting, part: str, recompute: str, wanted: Sizes):
         self.sizes, self.data = wanted, deal(make_model(setting), wanted)
         self.trainer = start(setting, part, recompute)
-        self._of_text, dtype = part == "text", self.trainer.part.dtype
-        rows = self.data.text[0][0].received[0]
+        self._of_text, dtype = part == TEXT, self.trainer.dtype
+        rows = sum(self.data.work[VISION][0][0].rows)
         hidden = self.trainer.family.config.get_text_config().hidden_size
         # What the other part hands over: embeddings, or their gradient.
         self._given = torch.randn(rows, hidden).to(dtype).to(setting.device)
-        work = (self.data.text if self._of_text else self.data.vision)[0][0]
+        work = self.data.work[part][0][0]
         self._work = work if self._of_text else replace(work, pixels=_pinned(work.pixels, setting))
 
     def forward(self) -> None:
         """One micro-batch."""
         if self._of_text:
-            self.trainer.forward_step(0, self._work, self._given.detach())
+            self.trainer.forward_step(0, 0, self._work, Bundle({"embeddings": self._given.detach()}))
         else:
-            self.trainer.forward_step(0, self._work, True)
+            self.trainer.forward_step(0, 0, self._work)
 
     def backward(self) -> None:
         """Back through it. It is the last of its step."""
         if self._of_text:
-            self.trainer.backward_step(0, True, True)
+            self.trainer.backward_step(0, 0, True)
         else:
-            self.trainer.backward_step(0, self._work, self._given)
+            self.trainer.backward_step(0, 0, True, Bundle({"embeddings": self._given}))
 
     def forget(self) -> None:
         """Drop the gradients."""
-        self.trainer.part.update.drop()
+        self.trainer.optimizer.drop()
         if self._of_text:
             self.trainer._losses.clear()
 

@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,8 @@ from dhp.cluster.cluster import Cluster
 from dhp.cluster.transport.shared_memory import NIXL, OBJECT_STORE, SHARED_MEMORY
 from dhp.cluster.watch import wait_all
 from dhp.run.settings import feed_settings
-from experiments.overhead.__main__ import configure, dhp_step, one_actor_each, put, start
+from experiments.overhead.__main__ import chain_of, configure, dhp_step, one_actor_each, start
+from experiments.pair import as_batch, make_pair
 
 MEGABYTES = 64
 TIMEOUT_S = 600.0
@@ -72,7 +74,8 @@ def last_of(found: list[Span], kind: str) -> Span:
 def handoffs(transport: str, rounds: int) -> dict[str, Any]:
     """From the moment when the tensor is ready in one actor until the other one's method begins with it."""
     passed, copied = [], []
-    with tempfile.TemporaryDirectory() as folder, Cluster(one_actor_each(folder, transport, trace=True)) as cluster:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(one_actor_each(make_pair(), folder, transport, trace=True)))
         vision, text = cluster.groups["vision"], cluster.groups["text"]
         vision.start(Giver)
         text.start(Taker)
@@ -104,14 +107,15 @@ def share_of_step(transport: str, rounds: int) -> dict[str, Any]:
         config = configure(Path(name), 1, [f"data.min_pixels={PIXELS}", f"data.max_pixels={int(PIXELS * 1.1)}"])
         feed = make_feed(feed_settings(config))
         shares, steps, patches = [], [], []
-        with Cluster(one_actor_each(name, transport, trace=True)) as cluster:
-            parts = start(cluster, config, 1)
+        chain = chain_of(config)
+        with Cluster(one_actor_each(chain, name, transport, trace=True)) as cluster:
+            stages = start(cluster, chain, config)
             for number in range(rounds + 1):
                 data = feed.step(number)
-                batch = put(data)
+                batch = as_batch(data, ray.put)
                 spans(cluster)
                 begin = time.perf_counter()
-                dhp_step(parts, batch, 1)
+                dhp_step(chain, stages, batch, 1)
                 steps.append(time.perf_counter() - begin)
                 shares.append(sum(_gaps(spans(cluster))) / steps[-1])
                 patches.append(data.info.vision_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import ray
 
 from dhp.base.degrees import Degrees
-from dhp.base.messages import StageReport, StepData
+from dhp.base.messages import StageReport, StageUsage, StepData
+from dhp.base.stages import Chain
 from dhp.batching.loader import Feed
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import Watched, wait_all
@@ -22,15 +23,16 @@ from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.planner.costs import Arrangement
-from dhp.step.schedule import TEXT, VISION, sequential
-from dhp.step.stages import Batch, Parts, make_parts
+from dhp.run.adaptive_recompute import arrange
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import Batch, Stages, make_stages
 from dhp.step.step import train_step
-from dhp.trainers.settings import PartSettings, UpdateSettings
+from dhp.trainers.settings import UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from experiments.layouts.peers import LEARNING_RATE
 from experiments.layouts.work import Run
+from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
 
 LOCAL = "local"
 TIMEOUT_S = 900.0
@@ -63,27 +65,6 @@ LAYOUTS = {
 UPDATE = UpdateSettings(LEARNING_RATE, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)
 
 
-def part_settings(
-    part: str, model: str, degrees: Degrees, zero_stage: int, measure: bool, engine: str = DEEPSPEED
-) -> PartSettings:
-    """Float32, packed rows, no recompute. measure: count what activations take, which costs time."""
-    return PartSettings(
-        part=part,
-        model_name=model,
-        degrees=degrees,
-        dtype="float32",
-        device="cpu",
-        recompute="none",
-        measure=measure,
-        zero_stage=zero_stage,
-        zero_engine=engine,
-        autotp=False,
-        packing=True,
-        update=UPDATE,
-        seed=0,
-    )
-
-
 def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample]) -> StepData:
     """The step's samples dealt out to the ranks, one micro-batch."""
 
@@ -105,58 +86,67 @@ def run_layout(
 ) -> dict[str, Run]:
     """Of every batch, `steps` steps after one that does not count. measure: bytes of the last. address: of a Ray."""
     spread = LAYOUTS[name]
-    vision, text = spread.vision, spread.text
-    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(spread, folder, address)) as cluster:
+    chain = pair_of(load_family(model), spread.vision, spread.text)
+    vision = settings_of(chain, VISION, model, UPDATE, measure=measure, zero_stage=spread.vision_stage)
+    text = settings_of(
+        chain, TEXT, model, UPDATE, measure=measure, zero_stage=spread.text_stage, zero_engine=spread.text_engine
+    )
+    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(chain, folder, address)) as cluster:
         groups = cluster.groups
-        first = part_settings("vision", model, vision, spread.vision_stage, measure)
-        second = part_settings("text", model, text, spread.text_stage, measure, spread.text_engine)
-        groups["vision"].start(VisionTrainer, first)
-        groups["text"].start(TextTrainer, second)
+        groups[VISION].start(VisionTrainer, vision)
+        groups[TEXT].start(TextTrainer, text)
         wait_all([w for group in groups.values() for w in group.take_watched()], TIMEOUT_S)
-        parts = make_parts(groups["vision"], groups["text"], vision, text, 1)
+        stages = make_stages(chain, groups)
         found = {}
         for size, samples in batches.items():
-            data = deal(model, vision, text, samples)
-            refs = [[[ray.put(work) for work in row] for row in side] for side in (data.vision, data.text)]
-            seconds, reports = _train(parts, Batch(ray.put(data.info), *refs), steps)
-            loss = sum(report.loss for report in parts[TEXT].leaders(reports[TEXT]))
-            found[size] = Run(seconds, loss, *(_bytes(reports) if measure else ()))
+            batch = as_batch(deal(model, spread.vision, spread.text, samples), ray.put)
+            seconds, reports = _train(chain, stages, batch, steps)
+            loss = sum(report.loss for report in stages[TEXT].leaders(reports[TEXT]))
+            found[size] = Run(seconds, loss, *(_bytes(chain, reports) if measure else ()))
     return found
 
 
-def _train(parts: Parts, batch: Batch, steps: int) -> tuple[tuple[float, ...], dict[int, list[StageReport]]]:
+def device_bytes(chain: Chain, usages: Mapping[str, StageUsage]) -> int:
+    """The most activations of a device with a rank of both stages, which take turns: vision keeps what its forward
+    kept while text works. usages: of its ranks."""
+    held = {
+        stage: usage.before_bytes + sum(layer.held_bytes for layer in usage.layers) + usage.after_bytes
+        for stage, usage in usages.items()
+    }
+    taking_turns = arrange(chain, make_schedule("sequential", chain, 1), "cpu")
+    return int(taking_turns.device_bytes(held, {stage: usage.peak_bytes for stage, usage in usages.items()}))
+
+
+def _train(
+    chain: Chain, stages: Stages, batch: Batch, steps: int
+) -> tuple[tuple[float, ...], dict[str, list[StageReport]]]:
     """Seconds from the end of each step to the end of the next one, and what all ranks tell of the last. As in a run,
     the next step is submitted while one runs."""
-    ends, following = [], _submit(parts, batch)
+    ends, following = [], _submit(chain, stages, batch)
     for step in range(steps + 1):
         watched, reports = following
         if step < steps:
-            following = _submit(parts, batch)
+            following = _submit(chain, stages, batch)
         wait_all(watched, TIMEOUT_S)
         ends.append(time.perf_counter())
-    return tuple(end - begin for begin, end in pairwise(ends)), {part: ray.get(refs) for part, refs in reports.items()}
+    return tuple(end - begin for begin, end in pairwise(ends)), {name: ray.get(refs) for name, refs in reports.items()}
 
 
-def _submit(parts: Parts, batch: Batch) -> tuple[list[Watched], dict[int, list[Any]]]:
-    submitted = train_step(parts, sequential(1), batch)
-    return [w for part in parts.values() for w in part.group.take_watched()], submitted.reports
+def _submit(chain: Chain, stages: Stages, batch: Batch) -> tuple[list[Watched], dict[str, list[Any]]]:
+    submitted = train_step(stages, make_schedule("sequential", chain, 1), chain.ties, batch)
+    return [w for stage in stages.values() for w in stage.group.take_watched()], submitted.reports
 
 
-def _bytes(reports: Mapping[int, Sequence[StageReport]]) -> tuple[int, int]:
+def _bytes(chain: Chain, reports: Mapping[str, Sequence[StageReport]]) -> tuple[int, int]:
     """Peak of activations on the fuller device, and bytes sent by all: device k has rank k of both parts."""
-    taking_turns = Arrangement(shared=True, outstanding=1, together=False)
-    peaks = []
-    for vision, text in zip((r.usage for r in reports[VISION]), (r.usage for r in reports[TEXT]), strict=True):
-        held = vision.before_bytes + sum(layer.held_bytes for layer in vision.layers) + vision.after_bytes
-        peaks.append(taking_turns.device_bytes(held, vision.peak_bytes, text.peak_bytes))
-    return max(peaks), sum(sum(r.sent_bytes.values()) for of_part in reports.values() for r in of_part)
+    ranks = zip(reports[VISION], reports[TEXT], strict=True)
+    peak = max(device_bytes(chain, {VISION: vision.usage, TEXT: text.usage}) for vision, text in ranks)
+    return peak, sum(sum(r.sent_bytes.values()) for of_stage in reports.values() for r in of_stage)
 
 
-def _layout(spread: Spread, folder: str, address: str) -> Layout:
+def _layout(chain: Chain, folder: str, address: str) -> Layout:
     return Layout(
-        actors={"vision": spread.vision.world, "text": spread.text.world},
-        degrees={"vision": asdict(spread.vision), "text": asdict(spread.text)},
-        collocate=True,
+        chain=chain,
         device="cpu",
         address=address,
         threads=1,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
@@ -11,19 +12,20 @@ import torch
 import torch.distributed as dist
 
 from dhp.base.degrees import Degrees
-from dhp.base.messages import StageUsage, StepData
-from dhp.planner.costs import Arrangement
+from dhp.base.messages import Bundle, StepData
+from dhp.base.routes import Route
+from dhp.models.registry import load_family
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
-from experiments.layouts.ours import deal, part_settings
+from experiments.layouts.ours import UPDATE, deal, device_bytes
 from experiments.layouts.work import make_sample
 from experiments.longest_sequence.search import largest_within
+from experiments.pair import TEXT, VISION, pair_of, settings_of
 
 WINDOW = 8  # patches along each side; the image is a strip of windows
 UNIT = WINDOW**2
 START = 8  # windows
 MIB = 1 << 20
-TAKING_TURNS = Arrangement(shared=True, outstanding=1, together=False)
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,10 @@ class Device:
 
     def __init__(self, model: str, layout: Layout, recompute: str):
         self._model, self._layout = model, layout
-        made = {
-            part: replace(part_settings(part, model, degrees, layout.zero_stage, measure=True), recompute=recompute)
-            for part, degrees in (("vision", layout.vision), ("text", layout.text))
-        }
-        self._vision, self._text = VisionTrainer(made["vision"]), TextTrainer(made["text"])
+        self._chain = pair_of(load_family(model), layout.vision, layout.text)
+        own = {"measure": True, "zero_stage": layout.zero_stage}
+        self._vision = VisionTrainer(settings_of(self._chain, VISION, model, UPDATE, recompute, **own))
+        self._text = TextTrainer(settings_of(self._chain, TEXT, model, UPDATE, recompute, **own))
         self._known: dict[int, Peaks] = {}
 
     def peaks(self, size: int) -> Peaks:
@@ -77,23 +78,22 @@ class Device:
     def _step(self, data: StepData) -> Peaks:
         """What `dhp.step.step` submits, one micro-batch, with values in place of refs."""
         of_image, of_replica = self._layout.vision.tensor, self._layout.text.tensor
-        place, leads_vision = divmod(dist.get_rank(), of_image)
-        replica, leads_text = divmod(dist.get_rank(), of_replica)
-        images, rows = data.vision[0][place], data.text[0][replica]
-        given = _gather(self._vision.forward_step(0, images, not leads_vision))[::of_image]
-        self._text.forward_step(0, rows, *(of_place[replica] for of_place in given))
-        back = _gather(self._text.backward_step(0, True, not leads_text))[::of_replica]
-        self._vision.backward_step(0, images, *(gradients[place] for gradients in back))
+        place, replica = dist.get_rank() // of_image, dist.get_rank() // of_replica
+        (route,) = data.routes[VISION]
+        back_route = Route(tuple(sorted((target, source) for source, target in route.pairs)))
+        given = _gather(self._vision.forward_step(0, 0, data.work[VISION][0][place]))[::of_image]
+        self._text.forward_step(0, 0, data.work[TEXT][0][replica], *_received(route, given, replica))
+        back = _gather(self._text.backward_step(0, 0, True))[::of_replica]
+        self._vision.backward_step(0, 0, True, *_received(back_route, back, place))
         of_vision, of_text = (trainer.grad_norm_sq(data.info) for trainer in (self._vision, self._text))
         vision = self._vision.optimizer_step(data.info, of_text).usage
         text = self._text.optimizer_step(data.info, of_vision).usage
-        return combine(vision, text)
+        return Peaks(vision.peak_bytes, device_bytes(self._chain, {VISION: vision, TEXT: text}))
 
 
-def combine(vision: StageUsage, text: StageUsage) -> Peaks:
-    """Of one rank that takes turns: vision keeps what its forward kept while text works."""
-    held = vision.before_bytes + vision.after_bytes + sum(layer.held_bytes for layer in vision.layers)
-    return Peaks(vision.peak_bytes, int(TAKING_TURNS.device_bytes(held, vision.peak_bytes, text.peak_bytes)))
+def _received(route: Route, given: Sequence[Sequence[Bundle]], target: int) -> list[Bundle]:
+    """What a shard gets of what each source sends, along the route."""
+    return [given[source][route.targets[source].index(target)] for source in route.sources.get(target, ())]
 
 
 def find_longest(

@@ -18,23 +18,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
-from dhp.base.messages import StepData
+from dhp.base.stages import Chain
 from dhp.batching.loader import make_feed
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.host_memory import keep_freed_memory
 from dhp.cluster.watch import wait_all
 from dhp.config.load import compose_config
 from dhp.config.schema import Config
-from dhp.models.registry import load_tokenizer
+from dhp.models.registry import load_family, load_tokenizer
 from dhp.models.tiny import tiny_config
+from dhp.run.chain import make_chain
 from dhp.run.preflight import prepare
-from dhp.run.settings import degrees, feed_settings, part_settings
+from dhp.run.settings import feed_settings, stage_settings
 from dhp.run.tiny_assets import make_tiny_assets
-from dhp.step.schedule import TEXT, sequential
-from dhp.step.stages import Batch, Parts, make_parts
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import Batch, Stages, make_stages
 from dhp.step.step import train_step
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
+from experiments.pair import TEXT, VISION, as_batch
 
 TEXT_SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
 VISION_SIZE = {"hidden_size": 256, "intermediate_size": 704, "depth": 8, "fullatt_block_indexes": [3, 7]}
@@ -106,13 +108,15 @@ class Plain:
         return total
 
 
-def one_actor_each(folder: str, transport: str = "auto", trace: bool = False) -> Layout:
-    """One actor a part with all threads, on a Ray of their own."""
-    one = {"data": 1, "ring": 1, "ulysses": 1, "tensor": 1}
+def chain_of(config: Config) -> Chain:
+    """The configuration's stages."""
+    return make_chain(config, load_family(config.text.model_name), config.text.model_name)
+
+
+def one_actor_each(chain: Chain, folder: str, transport: str = "auto", trace: bool = False) -> Layout:
+    """The chain's actors, one a stage, with all threads, on a Ray of their own."""
     return Layout(
-        actors={"vision": 1, "text": 1},
-        degrees={"vision": one, "text": one},
-        collocate=True,
+        chain=chain,
         device="cpu",
         address="local",
         threads=os.cpu_count(),
@@ -125,26 +129,19 @@ def one_actor_each(folder: str, transport: str = "auto", trace: bool = False) ->
     )
 
 
-def start(cluster: Cluster, config: Config, micro_batches: int) -> Parts:
-    """Both parts, loaded."""
-    for part, trainer in (("vision", VisionTrainer), ("text", TextTrainer)):
-        cluster.groups[part].start(trainer, part_settings(config, part, cluster.device, 1000))
+def start(cluster: Cluster, chain: Chain, config: Config) -> Stages:
+    """Both stages, loaded."""
+    for stage, trainer in ((VISION, VisionTrainer), (TEXT, TextTrainer)):
+        settings = stage_settings(config, chain, chain.stage(stage), cluster.device, 1000)
+        cluster.groups[stage].start(trainer, settings)
     wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
-    return make_parts(
-        cluster.groups["vision"], cluster.groups["text"], degrees(config.vision), degrees(config.text), micro_batches
-    )
+    return make_stages(chain, cluster.groups)
 
 
-def put(data: StepData) -> Batch:
-    """The step's data in the object store, as the dataset actor leaves it there."""
-    refs = [[[ray.put(work) for work in row] for row in side] for side in (data.vision, data.text)]
-    return Batch(ray.put(data.info), *refs)
-
-
-def dhp_step(parts: Parts, batch: Batch, micro_batches: int) -> float:
-    """One step, waited for; the loss."""
-    refs = train_step(parts, sequential(micro_batches), batch)
-    wait_all([w for part in parts.values() for w in part.group.take_watched()], TIMEOUT_S)
+def dhp_step(chain: Chain, stages: Stages, batch: Batch, micro_batches: int) -> float:
+    """One step, waited for; the loss. batch: in the object store, as the dataset actor leaves it there."""
+    refs = train_step(stages, make_schedule("sequential", chain, micro_batches), chain.ties, batch)
+    wait_all([w for stage in stages.values() for w in stage.group.take_watched()], TIMEOUT_S)
     return sum(report.loss for report in ray.get(refs.reports[TEXT]))
 
 
@@ -154,16 +151,19 @@ def measure(rounds: int, micro_batches: int) -> dict[str, Any]:
         config = configure(Path(name), micro_batches)
         feed = make_feed(feed_settings(config))
         plain = Plain(config.text.model_name, config.training.learning_rate)
-        layout = one_actor_each(name)
+        chain = chain_of(config)
         times: dict[str, list[float]] = {"hf": [], "dhp": []}
-        with Cluster(layout) as cluster:
-            parts = start(cluster, config, micro_batches)
+        with Cluster(one_actor_each(chain, name)) as cluster:
+            stages = start(cluster, chain, config)
             for step in range(rounds + 1):
-                batch, named = put(feed.step(step)), _by_micro_batch(feed.model_inputs(step), micro_batches)
+                batch, named = (
+                    as_batch(feed.step(step), ray.put),
+                    _by_micro_batch(feed.model_inputs(step), micro_batches),
+                )
                 begin = time.perf_counter()
                 theirs = plain.step(named)
                 between = time.perf_counter()
-                ours = dhp_step(parts, batch, micro_batches)
+                ours = dhp_step(chain, stages, batch, micro_batches)
                 times["hf"].append(between - begin)
                 times["dhp"].append(time.perf_counter() - between)
     hf_s, dhp_s = (median(times[kind][1:]) for kind in ("hf", "dhp"))

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StageUsage, StepData
+from dhp.base.stages import Chain
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.cluster import Layout as Actors
 from dhp.cluster.dispatch import PerRank, spread
@@ -23,16 +24,16 @@ from dhp.models.registry import load_family
 from dhp.planner.costs import Arrangement, Plan
 from dhp.planner.planner import Planner
 from dhp.run.adaptive_recompute import arrange, usage_of
-from dhp.step.schedule import SCHEDULES, TEXT, VISION
-from dhp.step.stages import Batch, Group, make_parts
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import Group, make_stages
 from dhp.step.step import train_step
-from dhp.trainers.settings import PartSettings, UpdateSettings
+from dhp.trainers.settings import StageSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
+from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
 
 TIMEOUT_S = 900.0
-TRAINERS = {"vision": VisionTrainer, "text": TextTrainer}
-NUMBERS = {"vision": VISION, "text": TEXT}
+TRAINERS = {VISION: VisionTrainer, TEXT: TextTrainer}
 UPDATE = UpdateSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
 Usages = dict[str, StageUsage | None]
 
@@ -50,22 +51,14 @@ class Layout:
     collocate: bool = True
     packing: bool = True
 
-    def settings(self, part: str, model: str) -> PartSettings:
-        """Of one part: everything recomputed at first, and measured."""
-        return PartSettings(
-            part=part,
-            model_name=model,
-            degrees=self.vision if part == "vision" else self.text,
-            dtype=self.dtype,
-            device="cpu",
-            recompute="full",
-            measure=True,
-            zero_stage=self.zero_stage,
-            autotp=False,
-            packing=self.packing,
-            update=UPDATE,
-            seed=0,
-        )
+    def chain(self, model: str) -> Chain:
+        """Both stages."""
+        return pair_of(load_family(model), self.vision, self.text, self.collocate)
+
+    def settings(self, stage: str, model: str) -> StageSettings:
+        """Of one stage: everything recomputed at first, and measured."""
+        own = {"dtype": self.dtype, "zero_stage": self.zero_stage, "packing": self.packing}
+        return settings_of(self.chain(model), stage, model, UPDATE, "full", measure=True, **own)
 
 
 class Here:
@@ -76,8 +69,11 @@ class Here:
     def __init__(self, trainer: Any):
         self._trainer = trainer
 
-    def execute_all_async(self, method: str, *arguments: Any, returns: int | PerRank = 1) -> list[list[Any]]:
+    def execute_all_async(
+        self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
+    ) -> list[list[Any]]:
         """As `dhp.step.stages.Group`, with values for refs."""
+        method = method if isinstance(method, str) else method.__name__
         result = getattr(self._trainer, method)(*spread(arguments, 1)[0])
         (count,) = spread((returns,), 1)[0]
         return [[] if count == 0 else list(result) if isinstance(result, tuple) else [result]]
@@ -90,7 +86,7 @@ def in_this_process(layout: Layout, model: str) -> Iterator[Run]:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
-            groups = {part: Here(trainer(layout.settings(part, model))) for part, trainer in TRAINERS.items()}
+            groups = {stage: Here(trainer(layout.settings(stage, model))) for stage, trainer in TRAINERS.items()}
             yield Run(layout, model, groups)
         finally:
             dist.destroy_process_group()
@@ -99,12 +95,9 @@ def in_this_process(layout: Layout, model: str) -> Iterator[Run]:
 @contextmanager
 def as_actors(layout: Layout, model: str) -> Iterator[Run]:
     """All ranks of both parts, on a Ray of their own."""
-    degrees = {"vision": layout.vision, "text": layout.text}
     with tempfile.TemporaryDirectory() as folder:
         actors = Actors(
-            actors={part: of.world for part, of in degrees.items()},
-            degrees={part: asdict(of) for part, of in degrees.items()},
-            collocate=layout.collocate,
+            chain=layout.chain(model),
             device="cpu",
             address="local",
             threads=max(1, (os.cpu_count() or 1) // layout.vision.world),
@@ -114,8 +107,8 @@ def as_actors(layout: Layout, model: str) -> Iterator[Run]:
             checkpoint_dir=folder,
         )
         with Cluster(actors) as cluster:
-            for part, trainer in TRAINERS.items():
-                cluster.groups[part].start(trainer, layout.settings(part, model))
+            for stage, trainer in TRAINERS.items():
+                cluster.groups[stage].start(trainer, layout.settings(stage, model))
             groups = list(cluster.groups.values())
 
             def values(refs: Any) -> Any:
@@ -143,27 +136,27 @@ class Run:
     ):
         """put: a value → what groups are called with; values: what they answer → values, when all is done."""
         self._groups, self._put, self._values = groups, put, values
-        self._parts = make_parts(groups["vision"], groups["text"], layout.vision, layout.text, layout.micro_batches)
-        self._schedule = SCHEDULES[layout.schedule](layout.micro_batches)
+        self._chain = layout.chain(model)
+        self._stages = make_stages(self._chain, groups)
+        self._schedule = make_schedule(layout.schedule, self._chain, layout.micro_batches)
         family = load_family(model)
-        self.kinds = {"vision": family.tower.layers.kinds, "text": family.decoder.layers.kinds}
-        self.arrangement: Arrangement = arrange(self._schedule, layout.collocate, "cpu")
+        self.kinds = {VISION: family.tower.layers.kinds, TEXT: family.decoder.layers.kinds}
+        self.arrangement: Arrangement = arrange(self._chain, self._schedule, "cpu")
 
     def take(self, data: StepData) -> None:
         """The batch of the steps to come."""
-        vision, text = ([[self._put(work) for work in row] for row in side] for side in (data.vision, data.text))
-        self._batch = Batch(self._put(data.info), vision, text)
+        self._batch = as_batch(data, self._put)
 
     def step(self, plan: Plan) -> Usages:
         """One step under the plan; what its fullest ranks took."""
-        for part, group in self._groups.items():
-            group.execute_all_async("set_recompute", plan[part], returns=0)
-        refs = train_step(self._parts, self._schedule, self._batch).reports
-        return {name: usage_of(self._values(refs[number])) for name, number in NUMBERS.items()}
+        for stage, group in self._groups.items():
+            group.execute_all_async("set_recompute", plan[stage], returns=0)
+        reports = train_step(self._stages, self._schedule, self._chain.ties, self._batch).reports
+        return {stage: usage_of(self._values(refs)) for stage, refs in reports.items()}
 
     def everything(self, choice: str) -> Plan:
         """The plan in which all layers recompute the same."""
-        return {part: (choice,) * len(kinds) for part, kinds in self.kinds.items()}
+        return {stage: (choice,) * len(kinds) for stage, kinds in self.kinds.items()}
 
     def settle(self, planner: Planner) -> None:
         """Steps until the planner has a plan, which has not been tried yet."""

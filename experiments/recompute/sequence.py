@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from dhp.base.degrees import Degrees
-from dhp.base.messages import VisionInput
+from dhp.base.messages import Bundle, VisionInput
 from dhp.trainers.vision import VisionTrainer
+from experiments.pair import VISION
 from experiments.recompute.layout import Layout
 from experiments.recompute.work import deal, make_model, make_samples
 
@@ -49,7 +50,7 @@ def peaks(model: str, degrees: Degrees, side: int, recompute: str) -> list[int]:
     answers = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        given = (degrees, store, model, recompute, data.vision[0], answers)
+        given = (degrees, store, model, recompute, data.work[VISION][0], answers)
         multiprocessing.spawn(_work, given, nprocs=degrees.world)
     return [answers.get() for _ in range(degrees.world)]
 
@@ -65,11 +66,12 @@ def _work(
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // degrees.world))
     dist.init_process_group("gloo", store=dist.FileStore(store, degrees.world), rank=rank, world_size=degrees.world)
-    trainer = VisionTrainer(Layout(degrees).settings("vision", model))
+    trainer = VisionTrainer(Layout(degrees).settings(VISION, model))
     trainer.set_recompute((recompute,) * LAYERS)
-    (embeddings,) = trainer.forward_step(0, works[rank], True)
-    trainer.backward_step(0, works[rank], torch.ones_like(embeddings))
-    usage = trainer.part.meter.take((recompute,) * LAYERS)
+    (embeddings,) = trainer.forward_step(0, 0, works[rank])
+    gradients = {name: torch.ones_like(tensor) for name, tensor in embeddings.tensors.items()}
+    trainer.backward_step(0, 0, True, Bundle(gradients))
+    usage = trainer.meter.take((recompute,) * LAYERS)
     answers.put(0 if usage is None else usage.peak_bytes)
     dist.barrier()  # the others may still need this rank
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from dhp.planner.costs import PartCosts, Plan, predicted_bytes
+from dhp.planner.costs import Plan, StageCosts, predicted_bytes
 from dhp.planner.planner import Planner, as_text
 from dhp.planner.search import best_plan
 from experiments.recompute.layout import Layout, Run, in_this_process
@@ -54,7 +54,7 @@ def _keep_freed_memory() -> None:
     library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing goes back
 
 
-def _measure_costs(run: Run) -> dict[str, PartCosts]:
+def _measure_costs(run: Run) -> dict[str, StageCosts]:
     """The planner's own measurements, without a budget."""
     planner = Planner(run.kinds, {}, run.arrangement, float("inf"))
     run.settle(planner)
@@ -69,7 +69,7 @@ def _half_of(layers: int) -> tuple[str, ...]:
     return ("all",) * (layers - layers // 2) + ("none",) * (layers // 2)
 
 
-def _plan(run: Run, costs: Mapping[str, PartCosts], budget: float) -> dict[str, Plan]:
+def _plan(run: Run, costs: Mapping[str, StageCosts], budget: float) -> dict[str, Plan]:
     """Of whole layers the best plan of these costs; of selected operations what the planner comes to."""
     planner = Planner(run.kinds, {}, run.arrangement, budget, known=costs)
     for _ in range(TRIES):
@@ -85,7 +85,7 @@ def _plan(run: Run, costs: Mapping[str, PartCosts], budget: float) -> dict[str, 
     }
 
 
-def _whole_only(costs: PartCosts) -> PartCosts:
+def _whole_only(costs: StageCosts) -> StageCosts:
     return replace(costs, layers={kind: {c: of[c] for c in ("none", "all")} for kind, of in costs.layers.items()})
 
 

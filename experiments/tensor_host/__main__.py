@@ -42,7 +42,8 @@ def make_steps(model: str, ranks: int, local: bool, recompute: str) -> Callable[
     decoder: nn.Module = load_part(model, family.tower.modules, torch.float32, mesh, **more)
     if local:
         use_local_slices(decoder)
-    RecomputedLayers(decoder, family.decoder.layers, (recompute,) * len(family.decoder.layers.kinds))
+    layers = list(decoder.get_submodule(family.decoder.layers.path))
+    RecomputedLayers(layers, family.decoder.layers, (recompute,) * len(layers))
     tokens = torch.full((1, TOKENS), 5)
     positions = torch.zeros(3, 1, TOKENS, dtype=torch.long)
 
