@@ -186,6 +186,6 @@ def test_other_data_under_the_same_name(stopped: Path, tmp_path: Path, tiny_asse
     data = SimpleNamespace(take_watched=list, ask=lambda _, timeout_s: 7)
     config = prepare(compose_config("tiny", overrides=tiny(tiny_assets, tmp_path / "next", *SETTINGS)[1:]))
     session = Session(config, make_chain(), tmp_path, find_start("auto", stopped / "checkpoints"))
-    session._cluster = SimpleNamespace(dataset_actor=lambda *_, **__: data)
+    session._cluster = SimpleNamespace(dataset_actor=lambda *_, **__: data, devices={})
     with pytest.raises(CheckpointError, match=r"data\.samples was \d+ and is 7\. Reason: .* the data's order"):
         session.open_data(lambda done, parts: None)
