@@ -1,0 +1,80 @@
+"""The section of a configuration about one part of the model: see `dhp.config.schema`."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+
+@dataclass
+class PartConfig:
+    """One part of the model (vision or text): its weights, its actors and how they share the work."""
+
+    model_name: str = ""
+    """Hugging Face directory or hub id. Empty: the other part's."""
+
+    parallelism: str = "none"
+    """How the actors share the work. vision: none | data | sequence | tensor | deepspeed; text: none | data | tensor |
+    pipeline | deepspeed | autotp. deepspeed: replicas, as data, beside a zero_stage from 1 on by DeepSpeed; autotp: as
+    tensor, with DeepSpeed's layers."""
+
+    num_actors: int = 1
+    """Actors of this part (processes, one device each); num_actors = pipeline × data × ulysses × ring × tensor."""
+
+    pipeline: Optional[int] = None
+    """Stages that the layers are cut into, each with actors of its own that are split by the other degrees: the first
+    has the embedding, the last norm, head and loss. text only. Null: what the others leave with parallelism=pipeline,
+    else 1."""
+
+    cuts: Optional[list[int]] = None
+    """Layers at which the stages after the first begin, in order: [10, 19] cuts 28 layers into 0-9, 10-18, 19-27. With
+    virtual_stages, pipeline × virtual_stages - 1 of them, in the order in which a micro-batch comes by. Null: stages of
+    even parameters, embedding and head counted; with virtual_stages, of as many layers each."""
+
+    virtual_stages: int = 1
+    """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third
+    quarter with 2 of them."""
+
+    trainable: bool = True
+    """false: the part stays as it is: no gradients of its weights, no optimizer, and no backward where nothing before
+    it is trained either."""
+
+    train: str = "all"
+    """What of a trainable part is trained: all | projector (vision: the layers between tower and decoder alone)."""
+
+    data: Optional[int] = None
+    """Replicas that work on different samples. Null: what the other degrees leave with parallelism=data, else 1."""
+
+    ulysses: Optional[int] = None
+    """Actors that split a sequence by all-to-all on heads. Null: what the others leave with sequence, else 1."""
+
+    ring: Optional[int] = None
+    """Actors that split a sequence by passing keys and values around a ring, outside Ulysses: for more actors than
+    heads, or over several nodes. vision only. Null: 1."""
+
+    tensor: Optional[int] = None
+    """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor or autotp, else 1."""
+
+    dtype: str = "float32"
+    """Number format in which the part computes: bfloat16 | float32 | float64. With bfloat16 the optimizer keeps the
+    weights in float32, and gradients are summed in float32 over micro-batches and actors."""
+
+    attention_backend: str = "auto"
+    """Attention kernel: auto | sdpa, both PyTorch's own; sdpa has flash attention in it; flash_attention_2, the
+    package of its own, is not there yet."""
+
+    recompute: Optional[str] = None
+    """What backward recomputes instead of keeping it: none | full (each layer whole) | auto (as little as
+    memory.budget_gib allows) | layers, as 0-3,7 | what which layers recompute, as mlp:0-15,all:16-31, or one for all of
+    them, as light. light: norms, rotary positions, activation functions, which costs next to nothing; mlp: also the
+    products before the activation function; linear: all but attention; all: the layer. Null: by
+    activation_checkpointing."""
+
+    activation_checkpointing: bool = False
+    """true: the same as recompute=full. Where recompute says something else, the run is refused."""
+
+    zero_stage: int = 0
+    """ZeRO stage, what is cut over the actors that hold the same slices: 0 nothing | 1 the optimizer's state | 2
+    gradients too | 3 weights too, gathered module by module."""
+
+    zero_engine: str = "auto"
+    """Who does the ZeRO stage: deepspeed (stages 1 to 3 with tensor=1; 3 only with training.schedule=sequential) | fsdp
+    (torch's FSDP2: stages 2 and 3 with any tensor) | auto (fsdp where tensor > 1, else deepspeed)."""
