@@ -68,10 +68,6 @@ class Decoder:
         """Make it call the registered attention function `name`, and build no mask."""
         model.get_submodule(PATH).config._attn_implementation_internal = name
 
-    def hidden_states(self, model: PreTrainedModel, inputs: DecoderInputs, **extra: Any) -> Tensor:
-        """Last hidden states of the whole decoder, [rows, tokens, hidden]. `extra` reaches the attention function."""
-        return self.run(model, self.whole, inputs, **extra)
-
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
         """The states that a chunk, which `model` holds, makes of its inputs, [rows, tokens, hidden].
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,10 +69,6 @@ class LayerParts:
     projections: tuple[str, ...]
     mlp: tuple[str, ...]
     kinds: tuple[str, ...]
-
-    def only(self, layers: Sequence[int]) -> LayerParts:
-        """Of a part that lists these layers alone, by their indices among all."""
-        return replace(self, kinds=tuple(self.kinds[layer] for layer in layers))
 
 
 @dataclass(frozen=True)

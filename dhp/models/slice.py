@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -18,20 +17,6 @@ class Chunk:
     layers: range
     first: bool
     last: bool
-
-
-def cut_layers(counts: Sequence[int]) -> tuple[Chunk, ...]:
-    """Chunks of so many layers each, in the order in which they run; together they are the whole decoder.
-
-    Raises ValueError for a chunk without layers.
-    """
-    if not counts or min(counts) < 1:
-        raise ValueError(f"chunks of {tuple(counts)} layers: each needs at least one")
-    ends = list(accumulate(counts))
-    return tuple(
-        Chunk(range(end - count, end), first=end == count, last=end == ends[-1])
-        for end, count in zip(ends, counts, strict=True)
-    )
 
 
 def held_layers(chunks: Sequence[Chunk]) -> tuple[int, ...]:

@@ -33,12 +33,6 @@ def make_adamw(
     return torch.optim.AdamW(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=fused)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the learning rate `lr` for the coming step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def clip_coefficient(norm_sq_parts: Sequence[float], max_norm: float | None) -> tuple[float, float]:
     """The global gradient norm, and what every gradient is multiplied by so that the norm is at most `max_norm`.
 

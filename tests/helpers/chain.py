@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf, isnan
 
 import torch
@@ -31,6 +32,20 @@ class Result:
 
     loss: float
     gradients: dict[str, Tensor]
+
+
+def cut_layers(counts: Sequence[int]) -> tuple[Chunk, ...]:
+    """Chunks of so many layers each, in the order in which they run; together they are the whole decoder.
+
+    Raises ValueError for a chunk without layers.
+    """
+    if not counts or min(counts) < 1:
+        raise ValueError(f"chunks of {tuple(counts)} layers: each needs at least one")
+    ends = list(accumulate(counts))
+    return tuple(
+        Chunk(range(end - count, end), first=end == count, last=end == ends[-1])
+        for end, count in zip(ends, counts, strict=True)
+    )
 
 
 class Chain:

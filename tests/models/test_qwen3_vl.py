@@ -18,13 +18,12 @@ from dhp.models.family import Family
 from dhp.models.qwen3_vl import interpolate
 from dhp.models.registry import load_family
 from dhp.models.shape import check_tensor_plan, part_shape
-from dhp.models.slice import cut_layers
 from dhp.models.split import load_part, model_class
 from dhp.parallel.attention.sharded import plan_segments, segment_attention
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import with_fused
-from tests.helpers.chain import Chain, largest_difference
+from tests.helpers.chain import Chain, cut_layers, largest_difference
 from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, compare
 from tests.helpers.norms import exact_norms, use_exact_norms
 from tests.helpers.oracle import Oracle, Step

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from dhp.base.errors import ModelError
 from dhp.models.registry import load_family
 from dhp.models.shape import DecoderSizes, PartShape, config_source, decoder_sizes, part_shape
-from dhp.models.slice import cut_layers
 from dhp.models.split import load_part
 from dhp.parallel.tensor.styles import with_fused
+from tests.helpers.chain import cut_layers
 from tests.helpers.ranks import run_on_ranks
 
 # A decoder layer of 64 hidden, 8 query heads of 8, 96 intermediate; weights and biases.

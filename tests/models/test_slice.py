@@ -15,14 +15,14 @@ from transformers import PreTrainedModel, Qwen3Config
 from dhp.data.sample import Sample
 from dhp.models.family import DecoderInputs
 from dhp.models.registry import load_family
-from dhp.models.slice import Chunk, cut_layers, held_layers
+from dhp.models.slice import Chunk, held_layers
 from dhp.models.split import load_part
 from dhp.parallel.activation.checkpointing import RecomputedLayers
 from dhp.parallel.optimizer.fsdp import FullySharded
 from dhp.parallel.tensor.local_shards import cut_of, use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.trainers.objective import Targets
-from tests.helpers.chain import Chain, largest_difference
+from tests.helpers.chain import Chain, cut_layers, largest_difference
 from tests.helpers.layouts import UPDATE
 from tests.helpers.norms import exact_norms
 from tests.helpers.oracle import Oracle, Step
@@ -105,7 +105,7 @@ class Sharded(Chain):
         return part
 
     def _wrap(self, part: PreTrainedModel, held: Sequence[Chunk]) -> FullySharded | None:
-        parts = self.family.decoder.layers.only(held_layers(held))
+        parts = self.family.decoder.layers
         layers = list(part.get_submodule(parts.path))
         RecomputedLayers(layers, parts, ("linear", "all")[: len(layers)])
         if self.tensor:
@@ -217,9 +217,3 @@ def test_cuts() -> None:
     for counts in ((), (2, 0, 1)):
         with pytest.raises(ValueError, match="each needs at least one"):
             cut_layers(counts)
-
-
-def test_parts_of_a_slice_list_its_layers_alone(made_model: str) -> None:
-    tower = load_family(made_model).tower
-    assert tower.layers.kinds == ("window", "full", "window", "full")
-    assert tower.layers.only((1, 2)).kinds == ("full", "window")

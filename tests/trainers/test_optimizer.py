@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from dhp.base.errors import ConfigError
-from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw, set_learning_rate
+from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw
 
 
 def reference_rates(kind: str, total: int, warmup: int, base: float) -> list[float]:
@@ -41,15 +41,6 @@ def test_adamw_is_torchs_own_with_one_group():
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.defaults == plain.defaults
     assert len(optimizer.param_groups) == 1
-
-
-def test_the_learning_rate_of_the_coming_step():
-    parameter = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    set_learning_rate(optimizer, 0.25)
-    parameter.grad = torch.ones(1)
-    optimizer.step()
-    assert parameter.item() == 0.75
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6])
