@@ -10,6 +10,10 @@ import pytest
 
 from tests.helpers.runs import FIRST, Outcome, tiny, train
 
+# One thread a process, as ranks have: what tests compute is small, and threads that wait for one another beside
+# several ranks on few cores take many times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default all else on the machine goes before the actors
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from dhp.base.errors import DataError, ModelError, PartFailed
 from dhp.cluster.actor_group import ActorGroup
@@ -280,6 +281,9 @@ def test_a_worker_that_died_idle_is_named_when_spans_are_collected(data: Dataset
     data.take_spans_async()
     wait_all(data.take_watched(), WAIT_S)
     ray.kill(data._actors[2])
+    with pytest.raises(RayActorError):  # a moment later
+        while True:
+            ray.get(data._actors[2].read_clock.remote())
     data.end_at(13)
     wait_all(data.request(12), WAIT_S)  # the other one's
     data.take_spans_async()
