@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -125,7 +127,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64], help="of each part; multiples of 8")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray would warn of what it does without it
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, **quiet)
     for ranks in given.ranks:
         for line in measure(ranks, given.rounds):
             print(json.dumps(line), flush=True)
