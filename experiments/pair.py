@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.base.stages import Chain, Edge, Node, StageSpec
+from dhp.cluster.dispatch import PerRank, spread
 from dhp.config.recompute import read_choices
 from dhp.models.family import Family
 from dhp.step.stages import Batch
@@ -66,3 +72,32 @@ def as_batch(data: StepData, put: Callable[[Any], Any] = lambda value: value) ->
     """What `dhp.step.step.train_step` takes. put: a value → what the groups are called with, as `ray.put`."""
     work = {part: [[put(shard) for shard in row] for row in rows] for part, rows in data.work.items()}
     return Batch(put(data.info), work, data.routes)
+
+
+class Here:
+    """A stage of one rank in this process, where nothing else takes time."""
+
+    size = 1
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def execute_all_async(
+        self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
+    ) -> list[list[Any]]:
+        """As `dhp.step.stages.Group`, with values for refs."""
+        method = method if isinstance(method, str) else method.__name__
+        result = getattr(self._trainer, method)(*spread(arguments, 1)[0])
+        (count,) = spread((returns,), 1)[0]
+        return [[] if count == 0 else list(result) if isinstance(result, tuple) else [result]]
+
+
+@contextmanager
+def join_alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

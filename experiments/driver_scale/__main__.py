@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -125,10 +129,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64], help="of each part; multiples of 8")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    for ranks in given.ranks:
-        for line in measure(ranks, given.rounds):
-            print(json.dumps(line), flush=True)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray would warn of what it does without it
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr):  # Ray's warnings of many processes
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(address="local", num_cpus=4, include_dashboard=False, **quiet)
+        for ranks in given.ranks:
+            for line in measure(ranks, given.rounds):
+                print(json.dumps(line), file=answers, flush=True)
 
 
 if __name__ == "__main__":

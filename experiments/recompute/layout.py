@@ -7,18 +7,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
-import torch.distributed as dist
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StageUsage, StepData
 from dhp.base.stages import Chain
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.cluster import Layout as Actors
-from dhp.cluster.dispatch import PerRank, spread
 from dhp.cluster.watch import wait_all
 from dhp.models.registry import load_family
 from dhp.planner.costs import Arrangement, Plan
@@ -30,7 +27,7 @@ from dhp.step.step import train_step
 from dhp.trainers.settings import StageSettings, UpdateSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
-from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
+from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, pair_of, settings_of
 
 TIMEOUT_S = 900.0
 TRAINERS = {VISION: VisionTrainer, TEXT: TextTrainer}
@@ -61,35 +58,12 @@ class Layout:
         return settings_of(self.chain(model), stage, model, UPDATE, "full", measure=True, **own)
 
 
-class Here:
-    """A part of one rank in this process, where nothing else takes time."""
-
-    size = 1
-
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
-
-    def execute_all_async(
-        self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
-    ) -> list[list[Any]]:
-        """As `dhp.step.stages.Group`, with values for refs."""
-        method = method if isinstance(method, str) else method.__name__
-        result = getattr(self._trainer, method)(*spread(arguments, 1)[0])
-        (count,) = spread((returns,), 1)[0]
-        return [[] if count == 0 else list(result) if isinstance(result, tuple) else [result]]
-
-
 @contextmanager
 def in_this_process(layout: Layout, model: str) -> Iterator[Run]:
     """One rank of each part, without actors."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "store"), 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            groups = {stage: Here(trainer(layout.settings(stage, model))) for stage, trainer in TRAINERS.items()}
-            yield Run(layout, model, groups)
-        finally:
-            dist.destroy_process_group()
+    with join_alone():
+        groups = {stage: Here(trainer(layout.settings(stage, model))) for stage, trainer in TRAINERS.items()}
+        yield Run(layout, model, groups)
 
 
 @contextmanager
