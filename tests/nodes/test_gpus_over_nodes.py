@@ -8,23 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from dhp.base.degrees import Degrees
 from dhp.base.errors import ConfigError
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import wait_all
+from tests.helpers.chains import make_chain
 from tests.nodes.conftest import ADDRESSES
 
 WAIT_S = 120.0
 
 
-def mesh(data: int, tensor: int) -> dict[str, int]:
-    return {"data": data, "ulysses": 1, "tensor": tensor}
-
-
 def layout(address: str, folder: Path, data: int, tensor: int) -> Layout:
-    ranks = data * tensor
-    degrees = {"vision": mesh(ranks, 1), "text": mesh(data, tensor)}
+    chain = make_chain(Degrees(data=data * tensor), Degrees(data=data, tensor=tensor))
     folders = (str(folder / "logs"), str(folder))
-    return Layout({"vision": ranks, "text": ranks}, degrees, True, "cuda", address, 1, WAIT_S, WAIT_S, *folders)
+    return Layout(chain, "cuda", address, 1, WAIT_S, WAIT_S, *folders)
 
 
 @pytest.mark.usefixtures("recwarn")
@@ -33,7 +30,7 @@ def test_a_tensor_group_of_four_does_not_fit_into_nodes_of_two(two_nodes: str, t
         Cluster(layout(two_nodes, tmp_path, 1, 4)).__enter__()
     told, (first, second) = str(caught.value), ADDRESSES
     assert f"of text.tensor=4 lie across nodes: ranks 0, 1, 2, 3 on {first} and {second}. " in told
-    assert "text, split by data 1, ulysses 1, tensor 4, would" in told and "set text.tensor=2, or" in told
+    assert "text, split by data 1, ring 1, ulysses 1, tensor 4, would" in told and "set text.tensor=2, or" in told
     assert told.endswith(f"The nodes: {first} has 2 GPUs, {second} has 2 GPUs")
 
 

@@ -130,7 +130,7 @@ def test_the_dataset_actor_runs_beside_the_driver() -> None:
 def test_what_is_missing_is_told_node_by_node(reserved: Any) -> None:
     for asked, missing in ((5, "all nodes together have room for 4: 1 CPU and 1 GPU missing"), (4, "room for 3 now")):
         with pytest.raises(ConfigError) as caught:
-            reserve(plan_placement({"vision": asked}, collocate=True, gpus=8), 0.5)
+            reserve(plan_placement({"vision": range(asked)}, gpus=8), 0.5)
         assert missing in str(caught.value)
         assert all(f"{address} has 2 CPU (" in str(caught.value) for address in ADDRESSES)
         reserved(1, ONE_RANK)  # from now on, other work holds one

@@ -82,7 +82,7 @@ def run(model: Model) -> tuple[Tensor, ...]:
 
 def recomputed(*choices: str) -> Model:
     model = Model()
-    RecomputedLayers(model, Parts(), choices)
+    RecomputedLayers(model.layers, Parts(), choices)
     return model
 
 
@@ -94,7 +94,7 @@ def test_gradients_are_the_same_to_the_bit(choice: str) -> None:
 
 def test_every_layer_has_a_choice_of_its_own_which_may_change() -> None:
     model = Model()
-    layers = RecomputedLayers(model, Parts(), ("all", "none", "mlp"))
+    layers = RecomputedLayers(model.layers, Parts(), ("all", "none", "mlp"))
     wanted = run(Model())
     for choices in (("all", "none", "mlp"), ("none", "light", "all")):
         layers.choose(choices)
@@ -156,7 +156,7 @@ def test_a_deeper_choice_holds_less_and_recomputes_more() -> None:
 def measured(choice: str, gradient_bytes: int = 0):
     model = Model()
     meter = Meter(model, torch.device("cpu"), Parts.kinds)
-    layers = RecomputedLayers(model, Parts(), (choice,) * 3, meter)
+    layers = RecomputedLayers(model.layers, Parts(), (choice,) * 3, meter)
     with meter.forward(ROWS):
         loss = model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().sum()
     with meter.backward():
