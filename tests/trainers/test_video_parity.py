@@ -57,10 +57,9 @@ def test_a_wrong_pace_would_be_noticed(made_model: str) -> None:
     """The seconds between two steps in time reach the rotary positions: with others, the loss is another."""
 
     def faster(data):
-        moved = [
-            replace(work, tensors=work.tensors | {"position_ids": _hurried(work.tensors)}) for work in data.text[0]
-        ]
-        return replace(data, text=(tuple(moved), *data.text[1:]))
+        first, *others = data.work["text"]
+        moved = [replace(work, tensors=work.tensors | {"position_ids": _hurried(work.tensors)}) for work in first]
+        return replace(data, work={**data.work, "text": (tuple(moved), *others)})
 
     assert compare(made_model, Case(ONE, ONE), STEPS[:1], Fault(edit=faster)).loss > 1e-6
 
@@ -75,7 +74,7 @@ def _hurried(tensors: dict[str, Tensor]) -> Tensor:
 def test_positions_are_those_of_transformers(made_model: str, packing: bool) -> None:
     samples = _samples()
     feed = make_feed(made_model, Case(ONE, ONE, micro_batches=1, packing=packing), [samples])
-    (work,) = feed.step(0).text[0]
+    (work,) = feed.step(0).work["text"][0]
     model = Qwen2_5_VLModel(AutoConfig.from_pretrained(made_model))
     found = work.tensors["position_ids"]
     places = work.lengths or [len(s.input_ids) for s in samples]
