@@ -29,20 +29,35 @@ from dhp.models.family import Family
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
 from dhp.parallel.attention.locality import Locality
 
+VISION = "vision"  # the encoder that this loader has inputs for
+
+
+@dataclass(frozen=True)
+class Split:
+    """How an encoder's inputs are dealt out.
+
+    replicas × ranks: its data replicas, and the ranks of each that share a sequence. dtype: a torch dtype's name, in
+    which inputs travel. locality: which replicas are near which replica of the decoder; None: all alike.
+    """
+
+    replicas: int = 1
+    ranks: int = 1
+    dtype: str = "float32"
+    locality: Locality | None = None
+
 
 @dataclass(frozen=True)
 class FeedSettings:
-    """What the dataset actor is told at birth. registry: by dataset name.
+    """What the dataset actor is told at birth.
 
-    replicas × ranks: vision data replicas, and the ranks of each that share a sequence. cache_dir: of lengths.
+    registry: by dataset name. encoders: by part. cache_dir: of lengths.
     """
 
     model_name: str
     datasets: tuple[str, ...]
     registry: Mapping[str, DatasetEntry]
     layout: BatchLayout
-    replicas: int
-    ranks: int
+    encoders: Mapping[str, Split]
     min_pixels: int | None
     max_pixels: int | None
     seed: int
@@ -52,8 +67,6 @@ class FeedSettings:
     cache_dir: str
     reading: Reading = Reading()
     balancing: Balancing = Balancing()
-    pixel_dtype: str = "float32"  # in which patches travel to the tower
-    locality: Locality | None = None  # which vision replicas are near which text replica
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -85,8 +98,9 @@ def make_feed(settings: FeedSettings) -> Feed:
     sampler = _sampler(settings, measured or dataset)
     source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    shape = (settings.replicas, settings.ranks, settings.packing)
-    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, settings.pixel_dtype), settings.locality)
+    split = settings.encoders[VISION]
+    shape = (split.replicas, split.ranks, settings.packing)
+    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, split.dtype), split.locality)
 
 
 def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:

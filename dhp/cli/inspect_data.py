@@ -30,7 +30,7 @@ from dhp.models.registry import load_family
 from dhp.observe.histogram import draw_histograms
 from dhp.parallel.attention.locality import Locality
 from dhp.run.chain import make_chain
-from dhp.run.locality import devices_as_planned, find_locality
+from dhp.run.locality import devices_as_planned, find_localities
 from dhp.run.settings import feed_settings
 
 SHOWN = 20  # defects that are printed; the file has all
@@ -80,9 +80,9 @@ def _limits(config: Config, settings: FeedSettings, loads: Loads) -> Limits:
 
 
 def _locality(config: Config) -> Locality | None:
-    """As the ranks would lie on one node."""
+    """Of the vision replicas, as the ranks would lie on one node."""
     chain = make_chain(config, load_family(config.text.model_name), config.text.model_name)
-    return find_locality(chain, devices_as_planned(chain), config.data.locality_slack)
+    return find_localities(chain, devices_as_planned(chain), config.data.locality_slack).get("vision")
 
 
 @dataclass(frozen=True)

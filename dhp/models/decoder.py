@@ -10,26 +10,29 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dhp.config.checks import check_autotp, check_tensor
+from dhp.config.part import PartConfig
+from dhp.config.resolved import resolved
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.flops import TextWork, text_work
+from dhp.models.part import HeadShape, Part
 from dhp.models.slice import Chunk, held_layers
 from dhp.models.tower import EMBEDDINGS
 
 PATH = "model.language_model"
 
 
-class Decoder:
+class Decoder(Part):
     """A decoder with gated MLPs and grouped keys, as those of Qwen and Llama, and its head."""
 
-    modules: tuple[str, ...] = (PATH, "lm_head")  # all that belongs to it: what the vision part drops
+    modules: tuple[str, ...] = (PATH, "lm_head")
     embedding, norm, head = f"{PATH}.embed_tokens", f"{PATH}.norm", "lm_head"
     kv_projections: tuple[str, ...] = tuple(f"{PATH}.layers.*.self_attn.{p}_proj" for p in "kv")
-    tensor_plan: Mapping[str, str] = {}  # styles by module, where transformers has none
     enters: Mapping[str, int] = {}  # the layer after which a tensor of the tower is added to the states
 
     def __init__(self, config: Any):
         text = config.get_text_config()
-        self.tied: bool = config.tie_word_embeddings  # the head's weight is the embedding's
+        self.tied = config.tie_word_embeddings  # the head's weight is the embedding's
         self.heads: int = text.num_attention_heads
         self.kv_heads: int = text.num_key_value_heads
         self.work: TextWork = text_work(text)
@@ -39,7 +42,27 @@ class Decoder:
             ("mlp.gate_proj", "mlp.up_proj"),
             ("causal",) * text.num_hidden_layers,
         )
-        self.whole = Chunk(range(text.num_hidden_layers), first=True, last=True)
+        self._vocabulary = (text.vocab_size, text.hidden_size)
+
+    @property
+    def takes(self) -> Mapping[str, int]:
+        """Embeddings at the first layer, and what `enters` says."""
+        return {EMBEDDINGS: 0, **self.enters}
+
+    def check(self, asked: PartConfig) -> None:
+        """See `Part`."""
+        check_tensor(self.heads, self.kv_heads, resolved(asked.tensor))
+        if asked.parallelism == "autotp":
+            check_autotp(self.kv_heads, resolved(asked.tensor))
+
+    def kept_whole(self, tensor: int) -> tuple[str, ...]:
+        """Key/value projections, where several ranks share a head."""
+        return self.kv_projections if tensor > self.kv_heads else ()
+
+    def head_shape(self, chunks: Sequence[Chunk]) -> HeadShape | None:
+        """The embedding with the first chunk, the head with the last."""
+        first, last = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
+        return HeadShape(*self._vocabulary, first + last, last) if first or last else None
 
     def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
         """Modules of the decoder that a group of ranks with these chunks alone does not hold.
@@ -56,8 +79,7 @@ class Decoder:
 
     def entering(self, chunk: Chunk) -> tuple[str, ...]:
         """Names of the tower's tensors that a chunk needs."""
-        added = tuple(name for name, layer in self.enters.items() if layer in chunk.layers)
-        return (EMBEDDINGS, *added) if chunk.first else added
+        return tuple(name for name, layer in self.takes.items() if layer in chunk.layers)
 
     def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
         """Tell attention that a rank has one key/value head, where several ranks share one."""

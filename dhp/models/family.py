@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from dhp.models.decoder import Decoder
+    from dhp.models.part import Part
     from dhp.models.processor import Processor
     from dhp.models.tower import Tower
 
@@ -21,13 +22,25 @@ Grid = tuple[int, int, int]  # temporal, height and width of an image in patches
 class Family:
     """One model family, for the checkpoint with this configuration. Nothing in it needs weights or a device.
 
-    processor: a sample's pictures and tokens as the model reads them. tower: the vision part. decoder: the text part.
+    processor: a sample's pictures and tokens as the model reads them.
+
+    tower: the part "vision". decoder: the part "text". others: further encoders, by part.
     """
 
     config: Any
     processor: Processor
     tower: Tower
     decoder: Decoder
+    others: Mapping[str, Part] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """All parts by name, in the order in which data comes by."""
+        return {"vision": self.tower, **self.others, "text": self.decoder}
+
+    def outside(self, part: str) -> tuple[str, ...]:
+        """Modules of all other parts: what this one's ranks drop."""
+        return tuple(module for name, other in self.parts.items() if name != part for module in other.modules)
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dhp.models.family import Grid, ImageLayout, LayerParts
+from dhp.config.checks import check_tower
+from dhp.config.part import PartConfig
+from dhp.config.resolved import resolved
+from dhp.models.family import Grid, ImageLayout
 from dhp.models.flops import VisionWork
+from dhp.models.part import Part
 
 EMBEDDINGS = "embeddings"  # the tensor whose rows stand in the places of placeholder tokens
 
 
-class Tower(ABC):
+class Tower(Part):
     """One family's tower and projector."""
 
-    modules: tuple[str, ...]  # all that belongs to it: what the text part drops
-    projector: tuple[str, ...]  # those of them that bring its states to the decoder's width
+    projector: tuple[str, ...]  # the modules that bring its states to the decoder's width
     tensors: tuple[str, ...] = (EMBEDDINGS,)  # names of what `encode` returns
     heads: int
     merge_unit: int = 1  # patches that become one token of the text part
@@ -27,12 +30,13 @@ class Tower(ABC):
     dummy_patches: int  # patches of the least that the tower takes, for ranks without work
     attention_crossover_patches: float = float("inf")  # of a segment whose full attention costs as much as all the rest
     work: VisionWork
-    layers: LayerParts
-    tensor_plan: dict[str, str]  # how transformers' styles split it, by module
-    fused: dict[str, int] = {}  # modules that hold several projections in one, and how many
 
     def __init__(self, config: Any):
         self.config = config
+
+    def check(self, asked: PartConfig) -> None:
+        """See `Part`."""
+        check_tower(self.heads, resolved(asked.ulysses), resolved(asked.tensor))
 
     @abstractmethod
     def image_layout(self, grid: Grid) -> ImageLayout:

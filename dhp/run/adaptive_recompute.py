@@ -8,6 +8,7 @@ from typing import Any
 
 from dhp.base.messages import StageReport, StageUsage
 from dhp.base.stages import Chain
+from dhp.config.parts import model_name, parts
 from dhp.config.resolved import resolved
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
@@ -29,8 +30,8 @@ _TOO_SMALL = (
 
 def plans_any(config: Config, chain: Chain) -> bool:
     """Whether there is a stage to plan for: recompute=auto, and gradients that go back through it."""
-    asked = {"vision": config.vision.recompute, "text": config.text.recompute}
-    return any(asked[s.part] == "auto" and any(map(chain.goes_back, s.nodes)) for s in chain.stages)
+    asked = parts(config)
+    return any(asked[s.part].recompute == "auto" and any(map(chain.goes_back, s.nodes)) for s in chain.stages)
 
 
 class Recomputing:
@@ -48,9 +49,9 @@ class Recomputing:
     ):
         """device: cpu | cuda."""
         self._stages, self._chain, self._say = stages, chain, say
-        family = load_family(config.text.model_name)
-        of_part = {"vision": family.tower.layers.kinds, "text": family.decoder.layers.kinds}
-        written = {part: resolved(getattr(config, part).recompute) for part in of_part}
+        family = load_family(model_name(config))
+        of_part = {name: part.layers.kinds for name, part in family.parts.items()}
+        written = {name: resolved(part.recompute) for name, part in parts(config).items()}
         kept = [stage for stage in chain.stages if any(chain.goes_back(node) for node in stage.nodes)]
         kinds = {stage.name: tuple(of_part[stage.part][layer] for layer in stage.layers) for stage in kept}
         fixed = {s.name: stage_choices(written[s.part], chain, s) for s in kept if written[s.part] != "auto"}
@@ -137,13 +138,13 @@ def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapp
     """All that decides what a layer costs: runs that agree in it share their measurements."""
     sizes = {"micro_batch_size": config.training.micro_batch_size, "packing": config.data.packing}
     pixels = {"min_pixels": config.data.min_pixels, "max_pixels": config.data.max_pixels}
-    parts = {"vision": config.vision, "text": config.text}
+    sections = parts(config)
     return {
-        "model": {key: _plain(model.get(key)) for key in ("model_type", "vision_config", "text_config")},
+        "model": {key: _plain(value) for key, value in model.items() if key.endswith(("model_type", "_config"))},
         "world": world(config),
-        "trained": {name: trained(part) for name, part in parts.items()},
-        "parallelism": {name: part.parallelism for name, part in parts.items()},
-        "dtype": {name: part.dtype for name, part in parts.items()},
+        "trained": {name: trained(part) for name, part in sections.items()},
+        "parallelism": {name: part.parallelism for name, part in sections.items()},
+        "dtype": {name: part.dtype for name, part in sections.items()},
         "fixed": {name: list(choices) for name, choices in fixed.items()},
         "datasets": list(config.data.datasets),
         "device": device,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from dhp.base.degrees import Degrees
 from dhp.base.stages import HIDDEN_STATES, Chain, Edge, Node, StageSpec, Tie
 from dhp.config.checks import check_cuts, check_stages
+from dhp.config.parts import parts
 from dhp.config.resolved import resolved
 from dhp.config.schema import Config, PartConfig
 from dhp.models.family import Family
 from dhp.models.shape import DecoderSizes, decoder_sizes
-from dhp.models.tower import EMBEDDINGS
 
 
 def make_chain(config: Config, family: Family, source: str) -> Chain:
@@ -21,11 +21,18 @@ def make_chain(config: Config, family: Family, source: str) -> Chain:
 
     Raises ConfigError for cuts that the model's layers do not admit.
     """
-    sizes = decoder_sizes(source) if resolved(config.text.pipeline) > 1 else None
-    vision = _vision(config, family)
-    text = tuple(_text(config, _chunks(config.text, len(family.decoder.layers.kinds), sizes), vision))
-    ties = (Tie(text[0].name, text[-1].name),) if sizes is not None and sizes.tied else ()
-    return Chain((vision, *text), tuple(_edges(family, vision, text)), ties)
+    stages: list[StageSpec] = []
+    ties: list[Tie] = []
+    for name, section in parts(config).items():
+        part = family.parts[name]
+        sizes = decoder_sizes(source) if resolved(section.pipeline) > 1 else None
+        chunks = _chunks(section, len(part.layers.kinds), sizes)
+        first = 0 if config.cluster.collocate or not stages else stages[-1].devices.stop
+        own = _stages(name, section, chunks, first)
+        stages += own
+        if part.tied and len(own) > 1:
+            ties.append(Tie(own[0].name, own[-1].name))
+    return Chain(tuple(stages), tuple(_edges(family, stages)), tuple(ties))
 
 
 def degrees(part: PartConfig) -> Degrees:
@@ -70,33 +77,29 @@ def _outside(sizes: DecoderSizes) -> tuple[int, int]:
     return sizes.embedding, sizes.norm + sizes.head
 
 
-def _vision(config: Config, family: Family) -> StageSpec:
-    layers, split = len(family.tower.layers.kinds), degrees(config.vision)
-    return StageSpec("vision", "vision", (range(layers),), split, config.vision.trainable, range(split.world))
-
-
-def _text(config: Config, chunks: Sequence[range], vision: StageSpec) -> Iterator[StageSpec]:
-    """Stage i of n holds chunks i, i + n, i + 2n, …; devices one after another, from the first where parts share."""
-    split, count = degrees(config.text), resolved(config.text.pipeline)
-    first = 0 if config.cluster.collocate else vision.devices.stop
+def _stages(name: str, section: PartConfig, chunks: Sequence[range], first: int) -> list[StageSpec]:
+    """The stages of a part: i of n holds chunks i, i + n, i + 2n, …; devices one after another, from `first` on."""
+    split, count = degrees(section), resolved(section.pipeline)
+    found = []
     for at in range(count):
-        name = f"text.{at}" if count > 1 else "text"
         devices = range(first + at * split.world, first + (at + 1) * split.world)
-        yield StageSpec(name, "text", tuple(chunks[at::count]), split, config.text.trainable, devices)
+        own = f"{name}.{at}" if count > 1 else name
+        found.append(StageSpec(own, name, tuple(chunks[at::count]), split, section.trainable, devices))
+    return found
 
 
-def _chunks(text: PartConfig, layers: int, sizes: DecoderSizes | None) -> list[range]:
+def _chunks(section: PartConfig, layers: int, sizes: DecoderSizes | None) -> list[range]:
     """The runs of layers in the order in which a micro-batch comes by. Raises ConfigError."""
-    stages = resolved(text.pipeline)
-    runs = stages * text.virtual_stages
-    if text.cuts is not None:
-        check_cuts(text.cuts, layers)
-        cuts = list(text.cuts)
+    stages = resolved(section.pipeline)
+    runs = stages * section.virtual_stages
+    if section.cuts is not None:
+        check_cuts(section.cuts, layers)
+        cuts = list(section.cuts)
     else:
-        check_stages(layers, stages, text.virtual_stages)
+        check_stages(layers, stages, section.virtual_stages)
         each = layers // runs
         cuts = [each * run for run in range(1, runs)]
-        if text.virtual_stages == 1 and sizes is not None:
+        if section.virtual_stages == 1 and sizes is not None:
             cuts = even_cuts(sizes, runs)
     bounds = [0, *cuts, layers]
     return [range(first, end) for first, end in zip(bounds, bounds[1:])]
@@ -104,20 +107,37 @@ def _chunks(text: PartConfig, layers: int, sizes: DecoderSizes | None) -> list[r
 
 @dataclass(frozen=True)
 class _Run:
-    """A chunk of the text part and the node that computes it."""
+    """A run of layers and the node that computes it. back: a backward visits the node."""
 
     node: Node
     layers: range
+    back: bool
 
 
-def _edges(family: Family, vision: StageSpec, text: Sequence[StageSpec]) -> Iterator[Edge]:
-    """Vision's tensors go where they enter, hidden states from run to run."""
-    count = len(text[0].chunks)
-    runs = [_Run(Node(stage.name, chunk), stage.chunks[chunk]) for chunk in range(count) for stage in text]
-    enters = {EMBEDDINGS: 0, **family.decoder.enters}
-    for run in runs:
-        names = tuple(name for name in family.tower.tensors if enters[name] in run.layers)
-        if names:
-            yield Edge(vision.nodes[0], run.node, names, vision.trains)
-    back = vision.trains or text[0].trains
-    yield from (Edge(a.node, b.node, (HIDDEN_STATES,), back) for a, b in zip(runs, runs[1:]))
+def _edges(family: Family, stages: Sequence[StageSpec]) -> list[Edge]:
+    """What a part hands over goes where it enters a later one; hidden states go from run to run."""
+    edges: list[Edge] = []
+    ends: dict[str, _Run] = {}  # by tensor, the run that it leaves
+    for name, part in family.parts.items():
+        own = [stage for stage in stages if stage.part == name]
+        before: _Run | None = None
+        for chunk in range(len(own[0].chunks)):
+            for stage in own:
+                node, layers = Node(stage.name, chunk), stage.chunks[chunk]
+                into = _entering(node, layers, part.takes, ends)
+                if before is not None:
+                    into.append(Edge(before.node, node, (HIDDEN_STATES,), before.back))
+                before = _Run(node, layers, stage.trains or any(edge.gradients for edge in into))
+                edges += into
+        assert before is not None
+        ends |= dict.fromkeys(part.tensors, before)
+    return edges
+
+
+def _entering(node: Node, layers: range, takes: Mapping[str, int], ends: Mapping[str, _Run]) -> list[Edge]:
+    """An edge from each run of which something enters at these layers."""
+    names: dict[_Run, list[str]] = {}
+    for tensor, source in ends.items():
+        if takes.get(tensor, -1) in layers:
+            names.setdefault(source, []).append(tensor)
+    return [Edge(source.node, node, tuple(of_source), source.back) for source, of_source in names.items()]

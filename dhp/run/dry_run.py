@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dhp.base.stages import Chain, StageSpec
+from dhp.config.parts import DECODER, decoder, model_name, parts
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config, PartConfig
 from dhp.models.family import Family
@@ -13,7 +14,7 @@ from dhp.models.shape import PartShape, config_source, part_shape
 from dhp.models.slice import chunks_of
 from dhp.parallel.tensor.styles import with_fused
 from dhp.run.chain import make_chain
-from dhp.run.footprint import Footprint, HeadShape, RankBytes, by_zero_stage, footprint, rank_bytes
+from dhp.run.footprint import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
 from dhp.run.preflight import missing_data
 from dhp.run.settings import trained
 from dhp.step.schedule import draw, make_schedule
@@ -26,19 +27,20 @@ _HEADINGS = ("stage", "layout", "ranks", "parameters", "a rank", "of these whole
 
 def dry_run(config: Config) -> str:
     """The table and notes to print. `config` went through `dhp.run.preflight.prepare`. Starts and writes nothing."""
-    source = config_source(config.text.model_name)
+    name = model_name(config)
+    source = config_source(name)
     chain = make_chain(config, load_family(source), source)
     shapes = stage_shapes(config, chain, source)
     memory = footprints(config, chain, source, shapes)
     rows = [_row(config, stage, shapes[stage.name], memory[stage.name].states) for stage in chain.stages]
-    lines = [f"dry run of {config.name}", f"model          {config.text.model_name}"]
-    if source != config.text.model_name:
+    lines = [f"dry run of {config.name}", f"model          {name}"]
+    if source != name:
         lines.append(f"its shape      {source}")
     lines += ["", *_aligned([_HEADINGS, *rows]), "", *_zero_stages(config, chain, shapes), "", *_devices(chain, memory)]
     lines += _pipeline(config, chain)
     training = config.training
     lines.append(
-        f"a step         {training.batch_size} samples = text.data {config.text.data} × micro_batch_size "
+        f"a step         {training.batch_size} samples = {DECODER}.data {decoder(config).data} × micro_batch_size "
         f"{training.micro_batch_size} × {micro_batches(config)} micro-batches"
     )
     missing = missing_data(config)
@@ -49,30 +51,27 @@ def dry_run(config: Config) -> str:
 
 def stage_shapes(config: Config, chain: Chain, source: str) -> dict[str, PartShape]:
     """Parameters of each stage; `source` as `config_source` gives it."""
-    family, only_projector = load_family(source), trained(config.vision) == PROJECTOR
-    return {stage.name: _shape(stage, source, family, only_projector) for stage in chain.stages}
+    family, sections = load_family(source), parts(config)
+    return {
+        stage.name: _shape(stage, source, family, trained(sections[stage.part]) == PROJECTOR) for stage in chain.stages
+    }
 
 
 def _shape(stage: StageSpec, source: str, family: Family, only_projector: bool) -> PartShape:
-    tensor, tower, decoder = stage.degrees.tensor, family.tower, family.decoder
-    if stage.part == "vision":
-        plan = with_fused(tower.tensor_plan, tower.fused)
-        only = tower.projector if only_projector else None
-        return part_shape(source, decoder.modules, tensor, added_plan=plan, trained=only)
-    shared = decoder.kv_projections if tensor > decoder.kv_heads else ()
-    absent = decoder.absent(chunks_of(stage.chunks, decoder.whole))
-    return part_shape(source, (*tower.modules, *absent), tensor, shared, decoder.tensor_plan)
+    part, tensor = family.parts[stage.part], stage.degrees.tensor
+    absent = part.absent(chunks_of(stage.chunks, part.whole))
+    plan, only = with_fused(part.tensor_plan, part.fused), part.projector if only_projector else None
+    return part_shape(source, (*family.outside(stage.part), *absent), tensor, part.kept_whole(tensor), plan, only)
 
 
 def footprints(config: Config, chain: Chain, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
     """What a rank of each stage takes, by stage."""
-    text = load_family(source).config.get_text_config()
-    first, last, cuda = chain.of_part("text")[0], chain.stages[-1], config.cluster.device != "cpu"
+    family, sections, cuda = load_family(source), parts(config), config.cluster.device != "cpu"
     found = {}
     for stage in chain.stages:
-        ends = (stage == first) + (stage == last)
-        head = HeadShape(text.vocab_size, text.hidden_size, ends, stage == last) if ends else None
-        found[stage.name] = footprint(getattr(config, stage.part), stage, shapes[stage.name], head, cuda)
+        part = family.parts[stage.part]
+        head = part.head_shape(chunks_of(stage.chunks, part.whole))
+        found[stage.name] = footprint(sections[stage.part], stage, shapes[stage.name], head, cuda)
     return found
 
 
@@ -114,19 +113,23 @@ def _devices(chain: Chain, memory: dict[str, Footprint]) -> list[str]:
 
 def _pipeline(config: Config, chain: Chain) -> list[str]:
     """The stages of a pipeline and its clock table, where there are several."""
-    stages = chain.of_part("text")
-    if len(stages) == 1:
+    cut = {part: chain.of_part(part) for part in chain.parts() if len(chain.of_part(part)) > 1}
+    if not cut:
         return []
-    told = [f"{s.name} {', '.join(f'{run.start}-{run.stop - 1}' for run in s.chunks)}" for s in stages]
-    count = micro_batches(config)
-    shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % len(stages) or len(stages))
+    count, most = micro_batches(config), max(map(len, cut.values()))
+    shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % most or most)
     table = draw(make_schedule(config.training.schedule, chain, shown), chain).splitlines()
     note = "" if shown == count else f", of {shown} of its {count} micro-batches"
     return [
-        f"text layers    {'; '.join(told)}",
+        *(f"{part + ' layers':14} {'; '.join(map(_layers, stages))}" for part, stages in cut.items()),
         f"schedule       {config.training.schedule}{note} (columns: time, ' is backward, b the second run of layers):",
         *(f"  {line}" for line in table),
     ]
+
+
+def _layers(stage: StageSpec) -> str:
+    """`text.1 4-7, 12-15`."""
+    return f"{stage.name} {', '.join(f'{run.start}-{run.stop - 1}' for run in stage.chunks)}"
 
 
 def _told(taken: Footprint) -> str:

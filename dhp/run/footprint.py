@@ -13,6 +13,7 @@ from dhp.base.stages import StageSpec
 from dhp.config.degrees import DEEPSPEED, FSDP
 from dhp.config.resolved import resolved
 from dhp.config.schema import PartConfig
+from dhp.models.part import HeadShape
 from dhp.models.shape import PartShape
 from dhp.parallel.tensor.loss import CHUNK_ROWS
 
@@ -33,17 +34,6 @@ class RankBytes:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Matrices of the vocabulary that a stage has: rows and width, and how many, the embedding and the head; loss: it
-    has the head."""
-
-    vocabulary: int
-    hidden: int
-    matrices: int = 2
-    loss: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which vision replicas are near which text replica, from where the ranks of a run lie."""
+"""Which replicas of an encoder are near which of the decoder, from where the ranks of a run lie."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from dhp.cluster.cluster import RankDevice
 from dhp.parallel.attention.locality import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
 
 
-def find_locality(chain: Chain, devices: Mapping[str, Sequence[RankDevice]], slack: float) -> Locality | None:
-    """devices: of each stage, by rank. slack: see `Locality`. None where there is one vision replica.
+def find_localities(chain: Chain, devices: Mapping[str, Sequence[RankDevice]], slack: float) -> dict[str, Locality]:
+    """By encoder, of those with a choice of replicas.
 
-    Where text is a pipeline, what counts is its first stage, which gets the embeddings.
+    devices: of each stage, by rank. slack: see `Locality`. Where the part that an encoder sends to is a pipeline, what
+    counts is the first of its stages that gets anything.
     """
-    vision, text = chain.stage("vision"), chain.of_part("text")[0]
-    if vision.degrees.data == 1:
-        return None
-    encoders, decoders = _of_replicas(vision, devices), _of_replicas(text, devices)
-    return Locality(tuple(tuple(_distance(own, other) for other in encoders) for own in decoders), slack)
+    found: dict[str, Locality] = {}
+    for edge in chain.edges:
+        source, target = chain.stage(edge.source.stage), chain.stage(edge.target.stage)
+        if source.part == target.part or source.part in found or source.degrees.data == 1:
+            continue
+        senders, receivers = _of_replicas(source, devices), _of_replicas(target, devices)
+        found[source.part] = Locality(tuple(tuple(_distance(own, o) for o in senders) for own in receivers), slack)
+    return found
 
 
 def devices_as_planned(chain: Chain) -> dict[str, list[RankDevice]]:

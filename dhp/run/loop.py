@@ -14,6 +14,7 @@ from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint,
 from dhp.checkpoint.resume import find_start
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.load import to_yaml
+from dhp.config.parts import model_name
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import replaces_checkpoints, run_directory
 from dhp.config.schema import Config
@@ -78,7 +79,8 @@ def run(config: Config) -> None:
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         recorder = Recorder(run_dir, config.training.log_interval, world(config), to_yaml(config), *begun, resume)
         with recorder, ending_on_error():
-            chain = make_chain(config, load_family(config.text.model_name), config.text.model_name)
+            name = model_name(config)
+            chain = make_chain(config, load_family(name), name)
             session, unfinished = Session(config, chain, run_dir, start), Unfinished()
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
             with unfinished, session, recorder.before_teardown(), unfinished, ending():
@@ -220,14 +222,14 @@ class TrainLoop:
         if saving.step == self.plan.steps:
             self.recorder.say("saving the final checkpoint")
         wait_all(saving.watched, self._timeout_s)
-        model_name = self.config.text.model_name
+        name = model_name(self.config)
         about = {
             "step": saving.step,
-            "model_name": model_name,
+            "model_name": name,
             "parts": list(self.chain.parts()),
             "skipped_samples": self._skipped,
             "settings": self.plan.kept,
             "data": self.session.data_state(saving.step),
         }
-        self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(model_name))
+        self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(name))
         self._unfinished.discard(saving.folder)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dhp.base.errors import ConfigError
-from dhp.config.checks import check_autotp, check_layers, check_tensor, check_tied, check_tower
+from dhp.config.checks import check_layers, check_tied
 from dhp.config.mixing import split_share
+from dhp.config.parts import model_name, parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve
 from dhp.config.resolved import resolved
 from dhp.config.run_dir import check_run_dir
-from dhp.config.schema import Config
+from dhp.config.schema import Config, PartConfig
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
@@ -37,7 +38,7 @@ def prepare(config: Config, new_run: bool = True) -> Config:
             raise ConfigError(
                 f"tiny_assets={config.tiny_assets} cannot be written ({error}); choose another"
             ) from error
-    check_model_dir(config.text.model_name)
+    check_model_dir(model_name(config))
     if not config.training.dry_run:
         for missing in missing_data(config):
             raise ConfigError(missing)
@@ -52,7 +53,7 @@ def prepare(config: Config, new_run: bool = True) -> Config:
 
 def _fix_paths(config: Config) -> None:
     """Actors of a running cluster start in a directory of their own, so no path may depend on this process's."""
-    for part in (config.vision, config.text):
+    for part in parts(config).values():
         if Path(part.model_name).is_dir():
             part.model_name = str(Path(part.model_name).absolute())
     for entry in config.data.data_registry.values():
@@ -82,54 +83,48 @@ def _check_model(config: Config) -> None:
     """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages."""
     from dhp.models.registry import load_family
 
-    source = config.text.model_name
+    source = model_name(config)
     if config.training.dry_run:
         from dhp.models.shape import config_source
 
         source = config_source(source)
     family = load_family(source)
-    check_tower(family.tower.heads, resolved(config.vision.ulysses), resolved(config.vision.tensor))
-    check_tensor(family.decoder.heads, family.decoder.kv_heads, resolved(config.text.tensor))
-    if config.text.parallelism == "autotp":
-        check_autotp(family.decoder.kv_heads, resolved(config.text.tensor))
-        _check_autotp_plan(resolved(config.text.tensor), family)
-    _check_plans(config, source, family)
-    check_layers("vision.recompute", resolved(config.vision.recompute), len(family.tower.layers.kinds))
+    for name, part in parts(config).items():
+        family.parts[name].check(part)
+        check_layers(f"{name}.recompute", resolved(part.recompute), len(family.parts[name].layers.kinds))
+        _check_plan(name, part, source, family)
     _check_stages(config, family, source)
-    check_layers("text.recompute", resolved(config.text.recompute), len(family.decoder.layers.kinds))
 
 
-def _check_autotp_plan(tensor: int, family: Family) -> None:
-    """DeepSpeed's layers follow transformers' plan of the model. Raises ConfigError where there is none but ours."""
-    if tensor > 1 and family.decoder.tensor_plan:
-        raise ConfigError(
-            f"text.parallelism=autotp with a {family.config.model_type} model: transformers has no tensor-parallel "
-            "plan of its decoder for DeepSpeed to follow. Set text.parallelism=tensor, where dhp has its own."
-        )
+def _check_plan(name: str, part: PartConfig, source: str, family: Family) -> None:
+    """Raises ConfigError where DeepSpeed would have no plan to cut the part by, ModelError where it would be cut by
+    styles whose gradients are not known to be exact."""
+    own = family.parts[name]
+    if resolved(part.tensor) == 1:
+        return  # and spare the time that making a large model takes, even without weights
+    if part.parallelism == "autotp":  # DeepSpeed's layers follow transformers' plan of the model
+        if own.tensor_plan:
+            raise ConfigError(
+                f"{name}.parallelism=autotp with a {family.config.model_type} model: transformers has no "
+                "tensor-parallel plan of its decoder for DeepSpeed to follow. "
+                f"Set {name}.parallelism=tensor, where dhp has its own."
+            )
+        return
+    from dhp.models.shape import check_tensor_plan
+    from dhp.parallel.tensor.plan import local_plan
+    from dhp.parallel.tensor.styles import with_fused
+
+    check_tensor_plan(source, family.outside(name), local_plan, with_fused(own.tensor_plan, own.fused))
 
 
 def _check_stages(config: Config, family: Family, source: str) -> None:
-    """Raises ConfigError where the text's layers cannot be cut as asked, or the schedule not be kept."""
+    """Raises ConfigError where layers cannot be cut as asked, or the schedule not be kept."""
     from dhp.run.chain import make_chain
     from dhp.step.schedule import make_schedule
 
     chain = make_chain(config, family, source)
     make_schedule(config.training.schedule, chain, micro_batches(config))
-    if chain.ties and config.text.trainable:
-        check_tied(config.text)
-
-
-def _check_plans(config: Config, source: str, family: Family) -> None:
-    """Raises ModelError where a part would be cut by styles whose gradients are not known to be exact."""
-    vision, text = resolved(config.vision.tensor), resolved(config.text.tensor)
-    if vision == 1 and (text == 1 or config.text.parallelism == "autotp"):
-        return  # and spare the time that making a large model takes, even without weights
-    from dhp.models.shape import check_tensor_plan
-    from dhp.parallel.tensor.plan import local_plan
-    from dhp.parallel.tensor.styles import with_fused
-
-    if vision > 1:
-        tower = with_fused(family.tower.tensor_plan, family.tower.fused)
-        check_tensor_plan(source, family.decoder.modules, local_plan, tower)
-    if text > 1 and config.text.parallelism != "autotp":
-        check_tensor_plan(source, family.tower.modules, local_plan, family.decoder.tensor_plan)
+    for tie in chain.ties:
+        part = parts(config)[chain.stage(tie.owner).part]
+        if part.trainable:
+            check_tied(part)

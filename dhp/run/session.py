@@ -20,16 +20,14 @@ from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.runtime import chosen_address
 from dhp.cluster.watch import Watched, wait_all
+from dhp.config.parts import model_name
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.models.weights import start_limit_s, weight_bytes
-from dhp.run.locality import find_locality
+from dhp.run.locality import find_localities
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, stage_settings
 from dhp.step.stages import Batch, Stages, make_stages
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
-
-TRAINERS = {"vision": VisionTrainer, "text": TextTrainer}
+from dhp.trainers.kinds import trainer_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Session:
         workers, ahead = config.data.num_workers, config.data.prefetch
         ahead = workers if ahead is None else ahead
         reading = {"workers": workers, "prefetch": ahead}
-        near = find_locality(self.chain, self._cluster.devices, config.data.locality_slack)
+        near = find_localities(self.chain, self._cluster.devices, config.data.locality_slack)
         self.data = self._cluster.dataset_actor(
             make_feed, feed_settings(config, near), micro_batches=micro_batches(config), **reading
         )
@@ -106,7 +104,7 @@ class Session:
         """Load every stage on its actors, for a run of that many steps."""
         for spec in self.chain.stages:
             settings = stage_settings(self.config, self.chain, spec, self.device, steps, self.start.checkpoint)
-            self.groups[spec.name].start(TRAINERS[spec.part], settings)
+            self.groups[spec.name].start(trainer_of(spec), settings)
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.chain, self.groups)
 
@@ -133,7 +131,7 @@ class Session:
 
 
 def _layout(config: Config, chain: Chain, run_dir: Path, start: Start) -> Layout:
-    to_read = weight_bytes(config.text.model_name, start.checkpoint)
+    to_read = weight_bytes(model_name(config), start.checkpoint)
     return Layout(
         chain=chain,
         device=config.cluster.device,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dhp.base.messages import Choices
 from dhp.base.stages import Chain, StageSpec
-from dhp.batching.loader import FeedSettings
+from dhp.batching.loader import FeedSettings, Split
 from dhp.config.mixing import split_share
+from dhp.config.parts import DECODER, decoder, encoders, model_name, parts
 from dhp.config.recompute import read_choices
 from dhp.config.resolve import micro_batches, warmup_steps
 from dhp.config.resolved import resolved
@@ -23,16 +25,15 @@ from dhp.run.chain import degrees
 from dhp.trainers.settings import NOTHING, StageSettings, UpdateSettings
 
 
-def feed_settings(config: Config, locality: Locality | None = None) -> FeedSettings:
-    """What the dataset actor needs. locality: where the ranks lie, once that is known."""
-    vision = degrees(config.vision)
+def feed_settings(config: Config, localities: Mapping[str, Locality] | None = None) -> FeedSettings:
+    """What the dataset actor needs. localities: where the ranks of each encoder lie, once that is known."""
+    near = localities or {}
     return FeedSettings(
-        model_name=config.vision.model_name,
+        model_name=model_name(config),
         datasets=tuple(config.data.datasets),
         registry=dict(config.data.data_registry),
-        layout=BatchLayout(resolved(config.text.data), micro_batches(config), config.training.micro_batch_size),
-        replicas=vision.data,
-        ranks=vision.sequence,
+        layout=BatchLayout(resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size),
+        encoders={name: _split(part, near.get(name)) for name, part in encoders(config).items()},
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         seed=config.seed,
@@ -47,11 +48,14 @@ def feed_settings(config: Config, locality: Locality | None = None) -> FeedSetti
             video_max_frames=config.data.video_max_frames,
             video_max_pixels=config.data.video_max_pixels,
         ),
-        # A tower in 16 bits rounds its patches first thing: rounded here, they take half the room on the way.
-        pixel_dtype="bfloat16" if config.vision.dtype == "bfloat16" else "float32",
-        locality=locality,
         balancing=Balancing(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
     )
+
+
+def _split(part: PartConfig, locality: Locality | None) -> Split:
+    own = degrees(part)
+    # An encoder in 16 bits rounds its inputs first thing: rounded before, they take half the room on the way.
+    return Split(own.data, own.sequence, "bfloat16" if part.dtype == "bfloat16" else "float32", locality)
 
 
 def trained(part: PartConfig) -> str:
@@ -61,12 +65,11 @@ def trained(part: PartConfig) -> str:
 
 def measures(config: Config) -> bool:
     """Whether ranks report what activations take: where asked for, and where a plan is made of it."""
-    return config.memory.accounting or "auto" in (config.vision.recompute, config.text.recompute)
+    return config.memory.accounting or any(part.recompute == "auto" for part in parts(config).values())
 
 
 def world(config: Config) -> dict[str, dict[str, Any]]:
     """Actors and degrees of each part, by its name."""
-    parts = {"vision": config.vision, "text": config.text}
     return {
         name: {
             "num_actors": part.num_actors,
@@ -75,7 +78,7 @@ def world(config: Config) -> dict[str, dict[str, Any]]:
             "zero_stage": part.zero_stage,
             **({"zero_engine": part.zero_engine} if part.zero_stage else {}),
         }
-        for name, part in parts.items()
+        for name, part in parts(config).items()
     }
 
 
@@ -91,6 +94,8 @@ def _pipeline(part: PartConfig) -> dict[str, Any]:
 def kept_settings(config: Config) -> dict[str, Any]:
     """What must stay as it is when a run is resumed, by key: all that decides which rank sees and holds what."""
     of_parts = {f"{name}.{key}": value for name, values in world(config).items() for key, value in values.items()}
+    for name, part in parts(config).items():
+        of_parts |= {f"{name}.dtype": part.dtype, f"{name}.train": trained(part)}
     return {
         "seed": config.seed,
         "data.datasets": [_weighted(config, text) for text in config.data.datasets],
@@ -99,10 +104,6 @@ def kept_settings(config: Config) -> dict[str, Any]:
         "training.batch_size": config.training.batch_size,
         "training.micro_batch_size": config.training.micro_batch_size,
         **of_parts,
-        "vision.dtype": config.vision.dtype,
-        "text.dtype": config.text.dtype,
-        "vision.train": trained(config.vision),
-        "text.train": trained(config.text),
     }
 
 
@@ -165,14 +166,14 @@ def _update_settings(config: Config, steps: int) -> UpdateSettings:
 
 def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str, str]]:
     """What must lie on the nodes of each part's ranks and of the dataset actor ("data"), by configuration key."""
-    model = config.text.model_name  # both parts' and the processors'; a hub id is found by each node itself
-    shared = {"text.model_name": model} if Path(model).is_dir() else {}
+    model = model_name(config)  # all parts' and the processors'; a hub id is found by each node itself
+    shared = {f"{DECODER}.model_name": model} if Path(model).is_dir() else {}
     of_ranks = shared | ({} if checkpoint is None else {"training.resume": str(checkpoint)})
     names = [name for name, _ in map(split_share, config.data.datasets)]
     entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in names}
     files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
     folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
-    return {"vision": of_ranks, "text": of_ranks, "data": shared | files | folders}
+    return dict.fromkeys(parts(config), of_ranks) | {"data": shared | files | folders}
 
 
 def resume_line(config: Config, newest: Path | None) -> str:

@@ -161,13 +161,13 @@ def _one_f_one_b(stage: StageSpec, micro_batches: int, warmup: int) -> list[Acti
 def _interleaved(stages: Sequence[StageSpec], micro_batches: int) -> dict[str, list[Action]]:
     """As 1F1B, over chunks: a stage takes as many micro-batches as there are stages through its first chunk, then the
     same through its second, and so on, so that each stage begins and ends earlier."""
-    count, chunks = len(stages), len(stages[0].chunks)
+    part, count, chunks = stages[0].part, len(stages), len(stages[0].chunks)
     if micro_batches % count:
         raise ConfigError(
-            f"training.schedule=interleaved takes micro-batches in groups of text.pipeline({count}), but a step has "
+            f"training.schedule=interleaved takes micro-batches in groups of {part}.pipeline({count}), but a step has "
             f"{micro_batches}: micro-batches({micro_batches}) % pipeline({count}) = {micro_batches % count} != 0. "
             "Choose training.batch_size and training.micro_batch_size so that it is a multiple, or training."
-            "schedule=1f1b with text.virtual_stages=1"
+            f"schedule=1f1b with {part}.virtual_stages=1"
         )
     visits = [
         (chunk, group * count + m)

@@ -123,7 +123,7 @@ class TextTrainer(StageRank):
         return model
 
     def _load(self, plan: dict[str, str], mesh: torch.distributed.device_mesh.DeviceMesh | None) -> PreTrainedModel:
-        dropped = (*self.family.tower.modules, *self.family.decoder.absent(self._chunks))
+        dropped = (*self.family.outside(self.spec.part), *self.family.decoder.absent(self._chunks))
         return load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan or None, local_plan)
 
     def _leaves(

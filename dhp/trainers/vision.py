@@ -40,9 +40,8 @@ class VisionTrainer(StageRank):
     def load_slice(self) -> PreTrainedModel:
         tower, mesh = self.family.tower, self.mesh["tensor"]
         plan = with_fused(tower.tensor_plan, tower.fused)
-        model = load_part(
-            self.settings.model_name, self.family.decoder.modules, self.master_dtype, mesh, plan, local_plan
-        )
+        dropped = self.family.outside(self.spec.part)
+        model = load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan, local_plan)
         use_local_slices(model)
         tower.freeze_unused(model)
         tower.split_heads(model, self.spec.degrees.tensor)

@@ -29,7 +29,7 @@ from dhp.cluster.dispatch import PerRank, per_rank, spread
 from dhp.cluster.watch import wait_all
 from dhp.parallel.attention.image_sharding import assign_longest_first
 from dhp.parallel.attention.locality import assign_near
-from dhp.run.locality import devices_as_planned, find_locality
+from dhp.run.locality import devices_as_planned, find_localities
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
 from dhp.step.step import train_step
@@ -71,7 +71,7 @@ def sparse(chain: Chain, rng: np.random.Generator) -> Route:
     ranks, replicas = chain.stages[0].degrees.shards, chain.stages[1].degrees.shards
     costs = rng.lognormal(6.5, 0.6, IMAGES * ranks).tolist()
     owners = rng.integers(0, replicas, len(costs)).tolist()
-    locality = find_locality(chain, devices_as_planned(chain), SLACK)
+    locality = find_localities(chain, devices_as_planned(chain), SLACK)["vision"]
     found = assign_near(costs, owners, assign_longest_first(costs, ranks), locality)
     return Route(tuple(sorted({(v, owners[i]) for v, own in enumerate(found) for i in own})))
 

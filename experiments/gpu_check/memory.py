@@ -12,7 +12,7 @@ from torch import Tensor
 from dhp.config.schema import PartConfig
 from dhp.models.shape import part_shape
 from dhp.parallel.tensor.styles import with_fused
-from dhp.run.footprint import HeadShape, footprint
+from dhp.run.footprint import footprint
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.two_layers import OnePart, make_model, sizes
 
@@ -49,12 +49,10 @@ def check(setting: Setting, part: str) -> dict[str, Any]:
 
 def _formula(setting: Setting, one: OnePart, part: str) -> Any:
     model, family = make_model(setting), one.trainer.family
-    dropped = family.decoder.modules if part == "vision" else family.tower.modules
-    shape = part_shape(model, dropped, added_plan=with_fused(family.tower.tensor_plan, family.tower.fused))
+    own = family.parts[part]
+    shape = part_shape(model, family.outside(part), added_plan=with_fused(own.tensor_plan, own.fused))
     config = PartConfig(dtype=one.trainer.settings.dtype, data=1, ring=1, ulysses=1, tensor=1)
-    text = family.config.get_text_config()
-    head = HeadShape(text.vocab_size, text.hidden_size) if part == "text" else None
-    return footprint(config, one.trainer.spec, shape, head, setting.cuda)
+    return footprint(config, one.trainer.spec, shape, own.head_shape([own.whole]), setting.cuda)
 
 
 def _tensors(one: OnePart) -> Iterable[Tensor]:

@@ -16,7 +16,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.errors import ModelError
 from dhp.base.messages import StepData
 from dhp.base.routes import Route
-from dhp.batching.loader import FeedSettings
+from dhp.batching.loader import FeedSettings, Split
 from dhp.batching.loader import make_feed as make_real_feed
 from dhp.config.schema import DatasetEntry
 from dhp.data.order.sampler import BatchLayout
@@ -210,7 +210,7 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: 
     tokenizer.add_tokens([f"<extra {n}>" for n in range(rows - len(tokenizer) + 1)])
     tokenizer.save_pretrained(folder)
     layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
-    settings = FeedSettings(folder, (), {}, layout, 1, 1, None, None, 0, False, "error", 0, False)
+    settings = FeedSettings(folder, (), {}, layout, {"vision": Split()}, None, None, 0, False, "error", 0, False)
     with pytest.raises(ModelError, match=f"ids up to {rows}, but the model's vocabulary has {rows} rows"):
         make_real_feed(settings)
 
@@ -229,7 +229,21 @@ def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Pa
     layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
     model_name, reading = str(tiny_assets / "model"), Reading(video_fps=1.0)
     feed = make_real_feed(
-        FeedSettings(model_name, ("v",), {"v": entry}, layout, 1, 1, None, None, 0, False, "error", 0, True, reading)
+        FeedSettings(
+            model_name,
+            ("v",),
+            {"v": entry},
+            layout,
+            {"vision": Split()},
+            None,
+            None,
+            0,
+            False,
+            "error",
+            0,
+            True,
+            reading,
+        )
     )
     named = {key.rpartition("/")[2]: tensor for key, tensor in feed.model_inputs(0).items()}
     assert named["video_grid_thw"].tolist() == [[2, 6, 8]]  # four frames, in pairs

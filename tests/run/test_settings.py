@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dhp.base.degrees import Degrees
+from dhp.batching.loader import Split
 from dhp.config.load import compose_config, to_yaml
 from dhp.config.resolve import resolve
 from dhp.config.run_dir import check_run_dir
@@ -108,8 +109,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "model_name": "a/model",
         "datasets": ("shapes",),
         "layout": BatchLayout(replicas=3, micro_batches=2, micro_batch_size=5),
-        "replicas": 2,
-        "ranks": 6,
+        "encoders": {"vision": Split(2, 6, "float32", None)},  # near whom is known once the ranks have their devices
         "min_pixels": 4000,
         "max_pixels": 90000,
         "seed": 11,
@@ -119,8 +119,6 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "cache_dir": "somewhere",
         "reading": Reading(True, 900, 1.5, 12, 7000),
         "balancing": Balancing(),
-        "pixel_dtype": "float32",
-        "locality": None,  # known once the ranks have their devices
     }
 
 
@@ -141,7 +139,7 @@ def test_a_resumed_run_keeps_shares_and_weights() -> None:
 
 def test_patches_are_rounded_on_the_way_where_the_tower_would_round_them() -> None:
     settings = feed_settings(resolve(compose_config("tiny", overrides=["vision.dtype=bfloat16"])))
-    assert settings.pixel_dtype == "bfloat16"
+    assert settings.encoders["vision"].dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

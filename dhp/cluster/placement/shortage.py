@@ -21,7 +21,7 @@ def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequenc
             f"{asked}, but no node has {_amounts(bundle)} together, as each device of the run needs. {told}. "
             "Start Ray on the nodes with more (`ray start --num-cpus=… --num-gpus=…`)"
         )
-    fewer = "ask for fewer actors (vision.num_actors, text.num_actors)"
+    fewer = "ask for fewer actors (num_actors of each part)"
     fewer += ", or share devices (cluster.collocate=true)" if apart else ""
     room = sum(_fitting(bundle, node.total) for node in nodes)
     if room < count:

@@ -21,7 +21,7 @@ def test_a_cluster_that_is_too_small() -> None:
     assert told == (
         "8 × 1 CPU and 1 GPU asked for, and all nodes together have room for 4: 4 GPU missing. "
         "Registered: 10.0.0.5 has 16 CPU (16 free) and 4 GPU (2 free). "
-        "Add nodes (`ray start --address=…`), or ask for fewer actors (vision.num_actors, text.num_actors)"
+        "Add nodes (`ray start --address=…`), or ask for fewer actors (num_actors of each part)"
     )
 
 

@@ -1,0 +1,32 @@
+"""The parts of a model that a configuration has: by name, and which is which."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from dhp.config.part import PartConfig
+from dhp.config.schema import Config
+
+DECODER = "text"  # the part behind all others: it has the samples' rows and the loss
+
+
+def parts(config: Config) -> dict[str, PartConfig]:
+    """Sections of parts by name, in the order in which data comes by: encoders, and then the decoder."""
+    sections = {field.name: getattr(config, field.name) for field in fields(config)}
+    found = {name: section for name, section in sections.items() if isinstance(section, PartConfig)}
+    return {name: section for name, section in found.items() if name != DECODER} | {DECODER: found[DECODER]}
+
+
+def encoders(config: Config) -> dict[str, PartConfig]:
+    """The parts before the decoder, by name."""
+    return {name: section for name, section in parts(config).items() if name != DECODER}
+
+
+def decoder(config: Config) -> PartConfig:
+    """The last part's section. Its data replicas share the samples of a step."""
+    return parts(config)[DECODER]
+
+
+def model_name(config: Config) -> str:
+    """The model's directory or hub id, which all parts of a resolved configuration have in common."""
+    return decoder(config).model_name

@@ -1,0 +1,63 @@
+"""A part of a model: what the chain, the plans and the dry run ask of any of them, encoder or decoder."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dhp.config.part import PartConfig
+from dhp.models.family import LayerParts
+from dhp.models.slice import Chunk
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Matrices of the vocabulary that a stage has.
+
+    vocabulary, hidden: rows and width of each. matrices: how many, of the embedding and the head. loss: it has the
+    head.
+    """
+
+    vocabulary: int
+    hidden: int
+    matrices: int = 2
+    loss: bool = True
+
+
+class Part(ABC):
+    """One part of a family's model. What it says here is all that a run needs to know of a new one."""
+
+    modules: tuple[str, ...]  # all that belongs to it: what the other parts drop
+    projector: tuple[str, ...] = ()  # those of them that vision.train=projector trains alone
+    tensors: tuple[str, ...] = ()  # names of what leaves its last layer
+    tied: bool = False  # its head's weight is its embedding's
+    layers: LayerParts
+    tensor_plan: Mapping[str, str] = {}  # styles by module, where transformers has none
+    fused: Mapping[str, int] = {}  # modules that hold several projections in one, and how many
+
+    @abstractmethod
+    def check(self, asked: PartConfig) -> None:
+        """Raises ConfigError where the part's heads cannot be split by the degrees of its resolved section."""
+
+    def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
+        """Of its modules, those that a group of ranks with these chunks alone does not hold."""
+        return ()
+
+    def kept_whole(self, tensor: int) -> tuple[str, ...]:
+        """Modules that each of `tensor` ranks keeps whole, whatever the plan says."""
+        return ()
+
+    def head_shape(self, chunks: Sequence[Chunk]) -> HeadShape | None:
+        """The matrices of a vocabulary that a group with these chunks holds; None where it has none."""
+        return None
+
+    @property
+    def takes(self) -> Mapping[str, int]:
+        """Names of what it takes from other parts, and the layer at which each enters."""
+        return {}
+
+    @property
+    def whole(self) -> Chunk:
+        """All of it in one chunk."""
+        return Chunk(range(len(self.layers.kinds)), first=True, last=True)

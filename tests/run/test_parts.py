@@ -1,0 +1,143 @@
+"""A model with an encoder that dhp does not have: nothing of run/, step/ and cluster/ asks which parts there are."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import pytest
+
+from dhp.base.routes import Route, dense
+from dhp.base.stages import Chain, Edge, Node
+from dhp.config.degrees import resolve_part
+from dhp.config.load import compose_config
+from dhp.config.part import PartConfig
+from dhp.config.resolve import resolve
+from dhp.config.schema import Config
+from dhp.models.family import Family, LayerParts
+from dhp.models.part import Part
+from dhp.models.registry import load_family
+from dhp.run.chain import make_chain
+from dhp.run.locality import devices_as_planned, find_localities
+from dhp.run.settings import feed_settings, kept_settings, measures, needed_paths, stage_settings, world
+from dhp.step.schedule import draw, make_schedule
+from dhp.step.stages import Batch, make_stages
+from dhp.step.step import train_step
+from tests.step.test_step import Call, FakeGroup
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class WithAudio(Config):
+    """A configuration with one part more."""
+
+    audio: PartConfig = field(default_factory=PartConfig)
+
+
+class Audio(Part):
+    """An encoder of two layers. What it makes enters the decoder at its start and behind its second layer."""
+
+    modules = ("model.audio_tower",)
+    tensors = ("audio_embeddings", "audio_features")
+    layers = LayerParts("model.audio_tower.layers", (), (), ("audio",) * 2)
+
+    def check(self, asked: PartConfig) -> None:
+        """Any degrees will do."""
+
+
+def with_audio(model: str) -> tuple[WithAudio, Family]:
+    """Vision on 2 ranks, audio on 3, text in two stages of two layers each; nothing of audio is trained."""
+    names = [f"{part}.model_name={model}" for part in ("vision", "text")]
+    plain = resolve(compose_config("tiny", overrides=[*names, "text.parallelism=pipeline", "text.num_actors=2"]))
+    asked = PartConfig(model, "data", 3, dtype="bfloat16", trainable=False, recompute="auto")
+    config = WithAudio(**{f.name: getattr(plain, f.name) for f in fields(plain)}, audio=resolve_audio(asked))
+    family = load_family(model)
+    decoder = family.decoder
+
+    class Hears(type(decoder)):
+        @property
+        def takes(self) -> dict[str, int]:
+            return {**super().takes, "audio_embeddings": 0, "audio_features": 2}
+
+    decoder.__class__ = Hears
+    return config, replace(family, others={"audio": Audio()})
+
+
+def resolve_audio(asked: PartConfig) -> PartConfig:
+    """By the rules of an encoder that there is."""
+    return resolve_part("vision", asked)
+
+
+@pytest.fixture(scope="module")
+def heard(four_layers_model: str) -> tuple[WithAudio, Chain]:
+    config, family = with_audio(four_layers_model)
+    return config, make_chain(config, family, four_layers_model)
+
+
+def test_its_stage_and_edges_are_in_the_chain(heard: tuple[WithAudio, Chain]) -> None:
+    _, chain = heard
+    assert [(s.name, s.degrees.world, s.trains) for s in chain.stages] == [
+        ("vision", 2, True), ("audio", 3, False), ("text.0", 1, True), ("text.1", 1, True),
+    ]  # fmt: skip
+    first, second = Node("text.0"), Node("text.1")
+    assert set(chain.edges) == {
+        Edge(Node("vision"), first, ("embeddings",), True),
+        Edge(Node("audio"), first, ("audio_embeddings",), False),
+        Edge(Node("audio"), second, ("audio_features",), False),
+        Edge(first, second, ("hidden_states",), True),
+    }
+    assert not chain.goes_back(Node("audio"))
+
+
+def test_its_settings_come_from_its_own_section(heard: tuple[WithAudio, Chain]) -> None:
+    config, chain = heard
+    assert list(world(config)) == ["vision", "audio", "text"]
+    assert world(config)["audio"]["data"] == 3
+    assert kept_settings(config)["audio.dtype"] == "bfloat16" and kept_settings(config)["audio.train"] == "nothing"
+    assert set(needed_paths(config, None)) == {"vision", "audio", "text", "data"}
+    assert measures(config)
+    assert not measures(replace(config, audio=replace(config.audio, recompute="none")))
+    own = stage_settings(config, chain, chain.stage("audio"), "cpu", 10)
+    assert (own.dtype, own.train, own.recompute) == ("bfloat16", "nothing", ("none", "none"))
+    encoders = feed_settings(config, find_localities(chain, devices_as_planned(chain), 0.01)).encoders
+    assert (encoders["audio"].replicas, encoders["audio"].dtype) == (3, "bfloat16")
+    assert encoders["audio"].locality.distances == ((0, 1, 1),)  # the first of them is on the first text stage's device
+    assert set(encoders) == {"vision", "audio"}
+
+
+def test_a_step_sends_its_rows_to_both_text_stages(heard: tuple[WithAudio, Chain]) -> None:
+    _, chain = heard
+    schedule = make_schedule("1f1b", chain, 2)
+    assert draw(schedule, chain).splitlines() == [
+        "vision 0 1 . .  .  0' .  1'",
+        "audio  0 1 . .  .  .  .  .",
+        "text.0 . 0 1 .  0' .  1' .",
+        "text.1 . . 0 0' 1  1' .  .",
+    ]
+    calls: list[Call] = []
+    stages = make_stages(chain, {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in chain.stages})
+    ranks = {"vision": 2, "audio": 3, "text": 1}
+    work = {part: [[f"{part}{m}:{shard}" for shard in range(n)] for m in (0, 1)] for part, n in ranks.items()}
+    routes = {"vision": [dense(2, 1)] * 2, "audio": [Route(((1, 0),))] * 2}
+    train_step(stages, schedule, chain.ties, Batch("info", work, routes))
+    given = [(c.stage, c.arguments[2:]) for c in calls if c.method == "forward_step" and c.arguments[0] == 1]
+    assert given == [
+        *(("vision", (f"vision1:{rank}",)) for rank in (0, 1)),
+        *(("audio", (f"audio1:{rank}",)) for rank in (0, 1, 2)),
+        ("text.0", ("text1:0", "e10:vision0#0", "e10:vision1#0", "e10:audio1#0")),
+        ("text.1", ("text1:0", "e10:audio1#1", "e10:text.00#0")),
+    ]
+    assert {c.stage for c in calls if c.method == "backward_step"} == {"vision", "text.0", "text.1"}
+    assert {c.stage for c in calls if c.method == "optimizer_step"} == {s.name for s in chain.stages}
+
+
+@pytest.mark.parametrize("room", ["run", "step", "cluster", "planner"])
+def test_no_file_names_a_part(room: str) -> None:
+    """A literal "vision", or an attribute .vision of a configuration or .tower of a family, would leave others out."""
+    named = {"vision", "text", "audio", "tower", "decoder"}
+    for path in sorted((ROOT / "dhp" / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            word = getattr(node, "value", None) if isinstance(node, ast.Constant) else getattr(node, "attr", None)
+            assert not (isinstance(word, str) and word in named), f"{path}:{node.lineno} names {word}"
