@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.data.sample import IGNORED, Sample
+from dhp.base.geometry import IGNORED
+from dhp.data.sample import Sample
 from dhp.models.family import Family
 
 Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dhp.base.geometry import Grid
 from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
 from dhp.base.routes import Route
 from dhp.batching.collate import Row, Rows
 from dhp.data.balance.metrics import dist_ratio
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
-from dhp.models.family import Family, Grid, ImageLayout
+from dhp.models.family import Family, ImageLayout
 from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces, shard_images
 from dhp.parallel.attention.locality import Locality
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from dhp.base.errors import DataError, DhpError
 from dhp.data.files.open import open_rows
-from dhp.data.files.rows import Entry, Rows
-from dhp.data.media.resolver import Places
+from dhp.data.files.rows import Entry, RawSamples
+from dhp.data.media.resolver import MediaResolver
 from dhp.data.parse import detect, parse_record
 from dhp.data.records import Record, located
 
@@ -25,7 +25,7 @@ class Annotations:
     path: the file, or the folder of shards."""
 
     dataset: str
-    rows: Rows
+    rows: RawSamples
     form: str
     data_path: Path | None
     allow_http: bool
@@ -44,8 +44,8 @@ class Annotations:
         where = self.where(index)
         with located(where):
             entry = _read(self.rows, index)
-            places = Places(self.data_path, self.allow_http, entry.members)
-            return parse_record(entry.value, self.dataset, position, where, self.form, places)
+            media = MediaResolver(self.data_path, self.allow_http, entry.members)
+            return parse_record(entry.value, self.dataset, position, where, self.form, media)
 
 
 def read_annotations(
@@ -74,7 +74,7 @@ def read_annotations(
         return Annotations(dataset, rows, detect(first) if form == AUTO else form, data_path, allow_http, path)
 
 
-def _read(rows: Rows, index: int) -> Entry:
+def _read(rows: RawSamples, index: int) -> Entry:
     """One raw sample. Damaged files lead the libraries that read them to raise anything; all of it means that this
     sample cannot be used."""
     try:
@@ -85,7 +85,7 @@ def _read(rows: Rows, index: int) -> Entry:
         raise DataError(f"cannot be read: {error or type(error).__name__}") from error
 
 
-def _first_samples(rows: Rows) -> Iterator[Any]:
+def _first_samples(rows: RawSamples) -> Iterator[Any]:
     """Those of the first samples that can be read. Raises DataError if none can."""
     failed = None
     found = False

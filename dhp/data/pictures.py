@@ -11,7 +11,8 @@ from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor
 
 from dhp.base.errors import ConfigError, DataError
-from dhp.data.lengths.grids import Grid, Grids, Size
+from dhp.base.geometry import Grid
+from dhp.data.lengths.grids import Grids, Size
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Video, name_of
 from dhp.data.media.video import Pace, Taking, map_frames, read_extent
@@ -37,7 +38,7 @@ class Videos:
 
 
 @dataclass(frozen=True)
-class Picture:
+class PicturePatches:
     """An image or a video as the model gets it. pixels: float32 [patches, dim]; pace: of a video's steps."""
 
     pixels: np.ndarray
@@ -74,7 +75,7 @@ class Pictures:
         self._grids = Grids(image_processor, self._scaling, image_tokens)
         self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
 
-    def decode(self, media: Sequence[File | Video]) -> list[Picture]:
+    def decode(self, media: Sequence[File | Video]) -> list[PicturePatches]:
         """Pictures with their pixels. Raises DataError for a file that cannot be used."""
         return [self._video(m.file) if isinstance(m, Video) else self._image(m) for m in media]
 
@@ -82,7 +83,7 @@ class Pictures:
         """What `decode` would give, from headers. Raises DataError as it does, for what shows without pixels."""
         return [self._video_outline(m.file) if isinstance(m, Video) else self._image_outline(m) for m in media]
 
-    def runs(self, seen: Sequence[Picture | Outline]) -> list[int]:
+    def runs(self, seen: Sequence[PicturePatches | Outline]) -> list[int]:
         """Tokens of each run of placeholders: of a picture, or of each step of a video whose steps stand apart."""
         runs = []
         for one in seen:
@@ -98,8 +99,8 @@ class Pictures:
         processor = self._image_processor.to_json_string()
         return [processor, self._scaling, self._video_scaling, self._image_tokens((2, 12, 12)), told]
 
-    def _image(self, file: File) -> Picture:
-        return Picture(*self._as_patches(self._process([open_image(file)], file, self._scaling)))
+    def _image(self, file: File) -> PicturePatches:
+        return PicturePatches(*self._as_patches(self._process([open_image(file)], file, self._scaling)))
 
     def _image_outline(self, file: File) -> Outline:
         def blank(size: Size) -> Grid:
@@ -107,12 +108,12 @@ class Pictures:
 
         return Outline(self._grids(read_size(file), blank))
 
-    def _video(self, file: File) -> Picture:
+    def _video(self, file: File) -> PicturePatches:
         videos = self._seeing(file)
         make = lambda frames: videos.patches(self._process(frames, file, self._video_scaling))
         groups, pace = map_frames(file, videos.taking, make)
         _, h, w = groups[0][1]
-        return Picture(np.concatenate([rows for rows, _ in groups]), (len(groups), h, w), pace)
+        return PicturePatches(np.concatenate([rows for rows, _ in groups]), (len(groups), h, w), pace)
 
     def _video_outline(self, file: File) -> Outline:
         videos = self._seeing(file)

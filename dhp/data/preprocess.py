@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
 from dhp.base.errors import DataError, ModelError
+from dhp.base.geometry import IGNORED, Grid
 from dhp.data.chat import Rendered, render, replace_each, to_messages
-from dhp.data.lengths.grids import Grid
 from dhp.data.media.video import Pace
-from dhp.data.pictures import Outline, Output, Picture, Pictures, Videos
+from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
-from dhp.data.sample import IGNORED, Sample
+from dhp.data.sample import Sample
 
-Seen = TypeVar("Seen", Picture, Outline)
+Seen = TypeVar("Seen", PicturePatches, Outline)
 
 # Templates are compiled once and then shared, and one that tracks its answers is not reentrant.
 # A lock of the module leaves the preprocessor itself picklable. Images are decoded outside of it.
@@ -177,7 +177,7 @@ class Preprocessor:
         if not tokens.target[1:].any():
             raise DataError("no target token: the chat template writes no answer for this conversation")
 
-    def _assemble(self, record: Record, tokens: Tokens, pictures: list[Picture]) -> Sample:
+    def _assemble(self, record: Record, tokens: Tokens, pictures: list[PicturePatches]) -> Sample:
         """Repeat each placeholder to the length of its picture."""
         kinds = (tokens.ids == self._image_token_id).astype(np.int64)
         if self._videos is not None:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from dhp.base.geometry import IGNORED
 from dhp.base.messages import Bundle, StepData
 from dhp.batching.collate import Rows
 from dhp.batching.scatter import Dealer
 from dhp.config.shipped import shipped_directory
-from dhp.data.sample import IGNORED, Sample
+from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
 from dhp.trainers.settings import StageSettings, UpdateSettings

@@ -10,7 +10,7 @@ from dhp.data.files.rows import Entry
 
 
 class ArrowRows:
-    """See `dhp.data.files.rows.Rows`."""
+    """See `dhp.data.files.rows.RawSamples`."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError without the datasets package, DataError for a folder that it cannot read."""

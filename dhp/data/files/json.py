@@ -12,7 +12,7 @@ from dhp.data.records import located
 
 
 class JsonRows:
-    """See `dhp.data.files.rows.Rows`."""
+    """See `dhp.data.files.rows.RawSamples`."""
 
     def __init__(self, path: Path) -> None:
         """Raises DataError for a file that is not one JSON array in UTF-8, with line and column."""

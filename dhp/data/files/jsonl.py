@@ -15,7 +15,7 @@ _SHORT = 16  # a line of so few bytes may be blank; no sample is that short
 
 
 class JsonlRows:
-    """See `dhp.data.files.rows.Rows`. Blank lines are no samples, but count as lines."""
+    """See `dhp.data.files.rows.RawSamples`. Blank lines are no samples, but count as lines."""
 
     def __init__(self, path: Path) -> None:
         """Raises DataError for a file that is not text in UTF-8 at all."""

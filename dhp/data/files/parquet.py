@@ -17,7 +17,7 @@ _KEPT = 2  # row groups in memory
 
 
 class ParquetRows:
-    """See `dhp.data.files.rows.Rows`. The last two row groups stay in memory."""
+    """See `dhp.data.files.rows.RawSamples`. The last two row groups stay in memory."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises ConfigError without pyarrow, DataError for a file that is not Parquet."""
@@ -58,7 +58,7 @@ class ParquetRows:
 
 
 def _group_sizes(path: Path) -> list[int]:
-    """Rows of each row group."""
+    """RawSamples of each row group."""
     parquet = _pyarrow()
     try:
         about = parquet.ParquetFile(path).metadata

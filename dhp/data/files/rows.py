@@ -17,7 +17,7 @@ class Entry:
     members: Mapping[str, Member] | None = None
 
 
-class Rows(Protocol):
+class RawSamples(Protocol):
     """Random access to the raw samples of one dataset, 0-based. Safe to call from several threads."""
 
     def __len__(self) -> int: ...

@@ -23,7 +23,7 @@ AUDIO = ("mp3", "wav", "flac", "ogg", "opus", "m4a", "aac")
 
 
 class TarRows:
-    """See `dhp.data.files.rows.Rows`. 8 bytes a sample stay in memory: where its first header begins."""
+    """See `dhp.data.files.rows.RawSamples`. 8 bytes a sample stay in memory: where its first header begins."""
 
     def __init__(self, shards: Sequence[Path]) -> None:
         """Raises DataError for a shard that is compressed, no tar file, or cut off."""

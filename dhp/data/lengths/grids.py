@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers.image_processing_utils import BaseImageProcessor
 
-Grid = tuple[int, int, int]  # (t, h, w) of an image or a video, in patches
+from dhp.base.geometry import Grid
+
 Size = tuple[int, int]  # (width, height) in pixels
 
 _KEPT = 1 << 16  # sizes whose grids stay in memory

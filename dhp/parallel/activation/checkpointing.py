@@ -48,7 +48,7 @@ class Watcher(Protocol):
         """A context around a layer's second run, in backward."""
 
 
-class LayerParts(Protocol):
+class LayerMap(Protocol):
     """What is in each layer of a part: see `dhp.models.family.LayerParts`."""
 
     projections: tuple[str, ...]
@@ -58,9 +58,7 @@ class LayerParts(Protocol):
 class RecomputedLayers:
     """Layers of a model, each of which recomputes what its choice says. Choices may change between steps."""
 
-    def __init__(
-        self, layers: Sequence[nn.Module], parts: LayerParts, choices: Choices, watcher: Watcher | None = None
-    ):
+    def __init__(self, layers: Sequence[nn.Module], parts: LayerMap, choices: Choices, watcher: Watcher | None = None):
         self._layers = [_Layer(layer, parts, index, watcher) for index, layer in enumerate(layers)]
         self.choose(choices)
 
@@ -81,13 +79,13 @@ class RecomputedLayers:
 
 
 class _Layer:
-    def __init__(self, module: nn.Module, parts: LayerParts, index: int, watcher: Watcher | None):
+    def __init__(self, module: nn.Module, parts: LayerMap, index: int, watcher: Watcher | None):
         self.choice = "none"
         self._index, self._watcher = index, watcher
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
             for name in names:
                 inner = module.get_submodule(name)
-                inner.forward = kept(what, inner.forward)
+                inner.forward = save_output(what, inner.forward)
         # `forward`, not the call: hooks of the layer (ZeRO's) stay outside and run once.
         self._forward = module.forward
 
@@ -107,15 +105,15 @@ class _Layer:
         if self.choice == "none" or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         flat, spec = tree_flatten((args, dict(kwargs)))
-        places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
+        positions = [position for position, value in enumerate(flat) if isinstance(value, Tensor)]
         rest = [None if isinstance(value, Tensor) else value for value in flat]
         calls = _Calls(frozenset(_KEPT[self.choice]))
 
         def layer(*tensors: Tensor) -> Any:
             # Tensors as arguments, so that the checkpoint saves them where they are seen and counted.
             values = rest.copy()
-            for place, tensor in zip(places, tensors, strict=True):
-                values[place] = tensor
+            for position, tensor in zip(positions, tensors, strict=True):
+                values[position] = tensor
             given, named = tree_unflatten(values, spec)
             if not calls.begun:
                 with calls.first():
@@ -123,7 +121,7 @@ class _Layer:
             with self._replay(), calls.again():
                 return self._forward(*given, **named)
 
-        return checkpoint(layer, *(flat[place] for place in places), use_reentrant=False)
+        return checkpoint(layer, *(flat[position] for position in positions), use_reentrant=False)
 
     @contextmanager
     def _replay(self) -> Iterator[None]:
@@ -190,7 +188,7 @@ def _in_force(calls: _Calls | None) -> Iterator[None]:
         _here.calls = outer
 
 
-def kept(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def save_output(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, whose results are kept where a layer that is recomputed keeps `what`; elsewhere as it is.
 
     It must be a function of its arguments and parameters that does not write to its inputs.

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp.base.geometry import TokenRange
 from dhp.parallel.attention.kernels import Block, Kernel, choose_kernel
-from dhp.parallel.attention.shard_plan import Shard, Span, count_tokens
+from dhp.parallel.attention.shard_plan import Shard, count_tokens
 from dhp.parallel.comm.collectives import Shift, exchange_rows
 
 
@@ -204,7 +205,7 @@ def _gather_home(shares: Iterator[tuple[int, Tensor]], ring: Ring, key: Tensor) 
     return received.view(ranks, own, 2, *key.shape[1:]).sum(0).transpose(0, 1)
 
 
-def _with_rows(spans: Shard) -> Iterator[tuple[Span, slice]]:
+def _with_rows(spans: Shard) -> Iterator[tuple[TokenRange, slice]]:
     starts = [0, *accumulate(span.count for span in spans)]
     for span, start in zip(spans, starts):
         yield span, slice(start, start + span.count)

@@ -1,7 +1,7 @@
 """Which tokens of a flattened sequence each rank of a ring × Ulysses mesh holds: data, made without any process group.
 
 A sequence is made of segments (images, frames, documents); a token attends within its own segment. A shard is a list
-of spans, so uneven shards, many segments, and layouts that deal a segment out in pieces are all the same thing.
+of ranges, so uneven shards, many segments, and layouts that deal a segment out in pieces are all the same thing.
 """
 
 from __future__ import annotations
@@ -10,21 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from dhp.base.geometry import TokenRange
 
-@dataclass(frozen=True)
-class Span:
-    """`count` consecutive tokens of a segment, from its `first`-th on."""
-
-    segment: int
-    first: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        return self.first + self.count
-
-
-Shard = tuple[Span, ...]
+Shard = tuple[TokenRange, ...]
 
 
 @dataclass(frozen=True)
@@ -62,11 +50,11 @@ class ShardPlan:
         )
         return ShardPlan(self.lengths, tuple(shards))
 
-    def places(self, ring_rank: int, ulysses_rank: int) -> list[int]:
-        """For each row of a rank, its place in the whole sequence, segments one behind another."""
+    def positions(self, ring_rank: int, ulysses_rank: int) -> list[int]:
+        """For each row of a rank, its position in the whole sequence, segments one behind another."""
         starts = [0, *accumulate(self.lengths)]
         shard = self.shards[ring_rank][ulysses_rank]
-        return [starts[s.segment] + place for s in shard for place in range(s.first, s.end)]
+        return [starts[s.segment] + token for s in shard for token in range(s.first, s.end)]
 
 
 def contiguous_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
@@ -81,7 +69,7 @@ def given_plan(lengths: Sequence[int], rank_tokens: Sequence[int], ring: int) ->
     """
     if sum(rank_tokens) != sum(lengths):
         raise ValueError(f"the ranks hold {sum(rank_tokens)} tokens, but the segments have {sum(lengths)}")
-    whole = tuple(Span(segment, 0, length) for segment, length in enumerate(lengths) if length)
+    whole = tuple(TokenRange(segment, 0, length) for segment, length in enumerate(lengths) if length)
     shards = cut_spans(whole, rank_tokens)
     ulysses = len(rank_tokens) // ring
     return ShardPlan(tuple(lengths), tuple(tuple(shards[r * ulysses : (r + 1) * ulysses]) for r in range(ring)))
@@ -93,9 +81,9 @@ def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
 
     Pieces of a segment are equal to within one token: no length has to be a multiple of anything.
     """
-    chunks: list[list[Span]] = [[] for _ in range(ring)]
+    chunks: list[list[TokenRange]] = [[] for _ in range(ring)]
     for segment, length in enumerate(lengths):
-        pieces = cut_spans((Span(segment, 0, length),), _even(length, 2 * ring))
+        pieces = cut_spans((TokenRange(segment, 0, length),), _even(length, 2 * ring))
         for r in range(ring):
             chunks[r] += [*pieces[r], *pieces[2 * ring - 1 - r]]
     return ShardPlan(
@@ -104,17 +92,17 @@ def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
     )
 
 
-def count_tokens(spans: Iterable[Span]) -> int:
+def count_tokens(spans: Iterable[TokenRange]) -> int:
     """Tokens of all spans together."""
     return sum(span.count for span in spans)
 
 
-def is_whole(span: Span, lengths: Sequence[int]) -> bool:
+def is_whole(span: TokenRange, lengths: Sequence[int]) -> bool:
     """Whether the span is all of its segment."""
     return span.count == lengths[span.segment]
 
 
-def cut_spans(spans: Sequence[Span], counts: Sequence[int]) -> list[Shard]:
+def cut_spans(spans: Sequence[TokenRange], counts: Sequence[int]) -> list[Shard]:
     """Consecutive parts of the given numbers of tokens."""
     starts = [0, *accumulate(span.count for span in spans)]
     parts = []
@@ -123,7 +111,7 @@ def cut_spans(spans: Sequence[Span], counts: Sequence[int]) -> list[Shard]:
         for span, start in zip(spans, starts):
             first, last = max(begin - start, 0), min(end - start, span.count)
             if first < last:
-                cut.append(Span(span.segment, span.first + first, last - first))
+                cut.append(TokenRange(span.segment, span.first + first, last - first))
         parts.append(tuple(cut))
     return parts
 
@@ -132,12 +120,12 @@ def _even(total: int, parts: int) -> tuple[int, ...]:
     return tuple(total * (i + 1) // parts - total * i // parts for i in range(parts))
 
 
-def _joined(spans: Iterable[Span]) -> Shard:
+def _joined(spans: Iterable[TokenRange]) -> Shard:
     """Neighbours that continue each other made one."""
-    joined: list[Span] = []
+    joined: list[TokenRange] = []
     for span in spans:
         if joined and joined[-1].segment == span.segment and joined[-1].end == span.first:
-            joined[-1] = Span(span.segment, joined[-1].first, joined[-1].count + span.count)
+            joined[-1] = TokenRange(span.segment, joined[-1].first, joined[-1].count + span.count)
         else:
             joined.append(span)
     return tuple(joined)

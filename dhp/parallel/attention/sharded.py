@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from dhp.base.geometry import TokenRange
 from dhp.parallel.attention.kernels import attend_varlen
 from dhp.parallel.attention.ring import Ring, ring_attention
-from dhp.parallel.attention.shard_plan import ShardPlan, Span, is_whole
+from dhp.parallel.attention.shard_plan import ShardPlan, is_whole
 from dhp.parallel.comm.collectives import AllToAll
 
 # Tokens of divided segments up to which keys and values are better gathered at once than passed around: one message's
@@ -32,7 +34,7 @@ GATHER_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Exchange:
+class UlyssesGroup:
     """The Ulysses ranks that share one sequence: tokens on each of them, in rank order, and their group."""
 
     rank_tokens: tuple[int, ...]
@@ -111,30 +113,36 @@ class SegmentPlan:
 class Ulysses:
     """Divided segments are exchanged with the Ulysses ranks, and attend as `plan` says between the two exchanges."""
 
-    exchange: Exchange
+    exchange: UlyssesGroup
     plan: SegmentPlan
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's place in the ring × Ulysses mesh, and its neighbours there."""
+class MeshPosition:
+    """A rank's position in the ring × Ulysses mesh, and its neighbours there."""
 
     ring_rank: int
     ring_group: dist.ProcessGroup
     ulysses_rank: int
     ulysses_group: dist.ProcessGroup
 
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshPosition:
+        """This rank's, on a mesh with the axes "ring" and "ulysses"."""
+        ring, ulysses = mesh["ring"], mesh["ulysses"]
+        return cls(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
+
 
 def plan_segments(
     lengths: Sequence[int], device: torch.device, causal: bool = False, varlen: bool = False
 ) -> SegmentPlan:
     """Consecutive segments of the given lengths (tokens), all of them here. varlen: for one call over all of them."""
-    return _plan([Span(i, 0, length) for i, length in enumerate(lengths)], lengths, device, causal, None, varlen)
+    return _plan([TokenRange(i, 0, length) for i, length in enumerate(lengths)], lengths, device, causal, None, varlen)
 
 
 def plan_shard(
     shards: ShardPlan,
-    place: Place,
+    position: MeshPosition,
     device: torch.device,
     causal: bool = False,
     gather: bool = False,
@@ -150,12 +158,14 @@ def plan_shard(
     if divided.count_tokens():
         chunks = [divided.chunk(rank) for rank in range(divided.ring)]
         ringed = tuple(tuple(s for s in chunk if not is_whole(s, shards.lengths)) for chunk in chunks)
-        ring = Ring(ringed, place.ring_rank, place.ring_group, causal, gather) if any(ringed) else None
+        ring = Ring(ringed, position.ring_rank, position.ring_group, causal, gather) if any(ringed) else None
         rest = ring
         if divided.ulysses > 1:
-            exchange = Exchange(divided.rank_tokens(place.ring_rank), place.ulysses_rank, place.ulysses_group)
-            rest = Ulysses(exchange, _plan(chunks[place.ring_rank], shards.lengths, device, causal, ring, varlen))
-    return _plan(shards.shards[place.ring_rank][place.ulysses_rank], shards.lengths, device, causal, rest, varlen)
+            exchange = UlyssesGroup(
+                divided.rank_tokens(position.ring_rank), position.ulysses_rank, position.ulysses_group
+            )
+            rest = Ulysses(exchange, _plan(chunks[position.ring_rank], shards.lengths, device, causal, ring, varlen))
+    return _plan(shards.shards[position.ring_rank][position.ulysses_rank], shards.lengths, device, causal, rest, varlen)
 
 
 def index_tensors(plan: SegmentPlan) -> list[Tensor]:
@@ -227,7 +237,7 @@ def _attend_rest(query: Tensor, key: Tensor, value: Tensor, rest: Ulysses | Ring
 
 
 def _plan(
-    spans: Sequence[Span],
+    spans: Sequence[TokenRange],
     lengths: Sequence[int],
     device: torch.device,
     causal: bool,
@@ -242,7 +252,7 @@ def _plan(
             starts[span.count].append(start)
         else:
             divided.append(torch.arange(start, start + span.count))
-    groups = tuple((length, len(places)) for length, places in starts.items())
+    groups = tuple((length, len(firsts)) for length, firsts in starts.items())
     whole = [(torch.tensor(p)[:, None] + torch.arange(n)).flatten() for n, p in starts.items()]
     bounds = None
     if varlen:
