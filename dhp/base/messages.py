@@ -128,12 +128,15 @@ class StageReport:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What one rank computes on. place: the same for ranks that share it. format: of the numbers that it multiplies.
-    measured: operations a second, where this rank has measured them."""
+    """What one rank computes on.
+
+    device_id: the same for ranks that share the device. format: of the numbers that it multiplies. measured: operations
+    a second, where this rank has measured them.
+    """
 
     kind: str  # cpu | cuda
     name: str
-    place: str
+    device_id: str
     format: str
     measured: float | None = None
 

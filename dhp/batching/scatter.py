@@ -14,7 +14,7 @@ from torch import Tensor
 from dhp.base.geometry import Grid
 from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
 from dhp.base.routes import Route
-from dhp.batching.collate import Row, Rows
+from dhp.batching.collate import Collator, Row
 from dhp.data.balance.metrics import dist_ratio
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
@@ -38,7 +38,7 @@ class Dealer:
     def __init__(
         self,
         family: Family,
-        rows: Rows,
+        collator: Collator,
         replicas: int,
         ranks: int,
         pixel_dtype: torch.dtype = torch.float32,
@@ -49,7 +49,7 @@ class Dealer:
         replicas are near which text replica; None: all alike."""
         self._locality = locality
         self._pixel_dtype = pixel_dtype
-        self._family, self._rows = family, rows
+        self._family, self._collator = family, collator
         self._replicas, self._ranks = replicas, ranks
         self._known_layout = lru_cache(maxsize=256)(family.tower.image_layout)
 
@@ -125,7 +125,7 @@ class Dealer:
         units = [[_units(pictures[p.image].layout, p.first, p.last) + starts[p.image] for p in ps] for ps in wanted]
         received = [torch.cat(rank) if rank else torch.empty(0, dtype=torch.long) for rank in units]
         placement = torch.argsort(torch.cat(received)) if total else None
-        tensors, lengths = self._rows.make(row)
+        tensors, lengths = self._collator.make(row)
         return TextInput(tensors, lengths, placement, target_tokens)
 
 
@@ -162,7 +162,7 @@ def _lay_out(
 
     A rank without pieces has a dummy window, which is a segment of its own.
     """
-    numbers: dict[tuple[int, int], int] = {}  # of a segment by image and place in it
+    numbers: dict[tuple[int, int], int] = {}  # of a segment by image and frame
     lengths: list[int] = []
     shards = []
     for pieces in group:

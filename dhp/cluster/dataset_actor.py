@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp.base.routes import Route
 from dhp.base.spans import DATA, Span, keep_spans, span, take_spans
-from dhp.cluster.clock import Reading, offset_ns, read_clock
+from dhp.cluster.clock import ClockReading, offset_ns, read_clock
 from dhp.cluster.paths import require_paths
 from dhp.cluster.placement.nodes import own_node
 from dhp.cluster.process import named_errors, redirect_output
@@ -57,7 +57,7 @@ class _Reader:
         """What was read when since the last time, if the run is traced."""
         return take_spans()
 
-    def read_clock(self) -> Reading:
+    def read_clock(self) -> ClockReading:
         """The clock of these spans."""
         return read_clock()
 
@@ -71,7 +71,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class StepRefs:
+class DataRefs:
     """A step that has been read: the ref of its info, its routes, and refs of the work of each part,
     [micro-batch][shard]."""
 
@@ -160,13 +160,13 @@ class DatasetActor:
                 self._ahead[number] = self._submit(number)
         return self._ahead[step].watched
 
-    def take(self, step: int) -> StepRefs:
+    def take(self, step: int) -> DataRefs:
         """A requested step, whose calls have ended."""
         info, routes, *pieces = self._ahead.pop(step).refs
         work, left = {}, iter(pieces)
         for part, shards in self._shards.items():
             work[part] = [[next(left) for _ in range(shards)] for _ in range(self._micro_batches)]
-        return StepRefs(info, ray.get(routes), work)
+        return DataRefs(info, ray.get(routes), work)
 
     def take_spans_async(self) -> list[Any]:
         """For each process the ref of what it read when, as `ActorGroup.take_spans_async` has one for each rank."""

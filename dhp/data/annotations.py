@@ -10,13 +10,13 @@ from typing import Any
 
 from dhp.base.errors import DataError, DhpError
 from dhp.data.files.open import open_rows
-from dhp.data.files.rows import Entry, RawSamples
+from dhp.data.files.rows import RawSample, RawSamples
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.parse import detect, parse_record
 from dhp.data.records import Record, located
 
 AUTO = "auto"
-_PROBED = 100  # samples whose keys may tell the format
+_PROBED_SAMPLES = 100  # samples whose keys may tell the format
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Annotations:
 
     def where(self, index: int) -> str:
         """The place of one sample in words, as errors name it. index: 0-based."""
-        return f"dataset {self.dataset!r}, {self.rows.place(index)[1]}"
+        return f"dataset {self.dataset!r}, {self.rows.locate(index)[1]}"
 
     def record(self, index: int) -> Record:
         """Parse one sample. index: 0-based. DataError (with its place) if this sample is defective."""
-        position, _ = self.rows.place(index)
+        position, _ = self.rows.locate(index)
         where = self.where(index)
         with located(where):
             entry = _read(self.rows, index)
@@ -74,7 +74,7 @@ def read_annotations(
         return Annotations(dataset, rows, detect(first) if form == AUTO else form, data_path, allow_http, path)
 
 
-def _read(rows: RawSamples, index: int) -> Entry:
+def _read(rows: RawSamples, index: int) -> RawSample:
     """One raw sample. Damaged files lead the libraries that read them to raise anything; all of it means that this
     sample cannot be used."""
     try:
@@ -89,11 +89,11 @@ def _first_samples(rows: RawSamples) -> Iterator[Any]:
     """Those of the first samples that can be read. Raises DataError if none can."""
     failed = None
     found = False
-    for index in range(min(len(rows), _PROBED)):
+    for index in range(min(len(rows), _PROBED_SAMPLES)):
         try:
             value = _read(rows, index).value
         except DataError as error:
-            failed = failed or DataError(f"{rows.place(index)[1]}: {error}")
+            failed = failed or DataError(f"{rows.locate(index)[1]}: {error}")
             continue
         found = True
         yield value

@@ -59,7 +59,7 @@ def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rende
         starts.append(at + len(piece))
         at = starts[-1] + len(token)
     grown = [len(other) - len(token) for other in others]
-    moved = lambda place: place + sum(more for start, more in zip(starts, grown) if start < place)
+    moved = lambda end: end + sum(more for start, more in zip(starts, grown) if start < end)
     return Rendered(joined, tuple((moved(start), moved(stop)) for start, stop in rendered.spans))
 
 

@@ -13,7 +13,7 @@ from dhp.data.media.sources import Video, open_media
 from dhp.data.records import Record, located
 from dhp.data.source import Dataset, open_dataset
 
-PROBED = 16  # samples of each dataset, spread over it
+PROBED_SAMPLES = 16  # samples of each dataset, spread over it
 _CHEAP = (".json", ".jsonl", ".ndjson")  # of other files, a sample may be a group of rows or an archive's whole index
 _CHEAP_BYTES = 1 << 28
 
@@ -27,7 +27,7 @@ def check_some_samples(names: Sequence[str], registry: Mapping[str, DatasetEntry
     cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
     for name in cheap:
         dataset = open_dataset([name], registry, seed, allow_http=allow_http)
-        for index in np.unique(np.linspace(0, len(dataset) - 1, PROBED).astype(int)):
+        for index in np.unique(np.linspace(0, len(dataset) - 1, PROBED_SAMPLES).astype(int)):
             _check(dataset, int(index))
 
 

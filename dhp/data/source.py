@@ -37,11 +37,11 @@ class Dataset:
         """Parse one annotation. DataError, with its place, if it is defective."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        ((portion, _, place),) = self.portions(np.array([index]))
-        return portion.record(int(place[0]), epoch)
+        ((portion, _, inside),) = self.portions(np.array([index]))
+        return portion.record(int(inside[0]), epoch)
 
     def portions(self, indices: np.ndarray) -> Iterator[tuple[Portion, np.ndarray, np.ndarray]]:
-        """Each portion that has some of these samples, which of `indices` they are, and their places in it."""
+        """Each portion that has some of these samples, which of `indices` they are, and their indices in it."""
         numbers = np.searchsorted(self._ends, indices, side="right")
         for number in np.unique(numbers):
             portion = self._portions[number]
@@ -101,7 +101,7 @@ class BatchSource:
         sampler: Sampler,
         on_bad_sample: str = "error",
     ) -> None:
-        """on_bad_sample: "error" raises the first DataError of a step, "skip" leaves the sample's place empty."""
+        """on_bad_sample: "error" raises the first DataError of a step, "skip" leaves the sample out."""
         if on_bad_sample not in ("error", "skip"):
             raise ConfigError(f"data.on_bad_sample = {on_bad_sample!r}; it must be 'error' or 'skip'")
         self._dataset = dataset
@@ -120,7 +120,7 @@ class BatchSource:
 
     def read(self, batch: StepBatch) -> StepSamples:
         """Decode the samples of a step. DataError as on_bad_sample says."""
-        # Places were dealt before bad samples are left out: a skip must not move any other sample.
+        # Slots were dealt out before bad samples are left out: a skip must not move any other sample.
         outcomes = [[[self._prepare(index, batch.epoch) for index in slot] for slot in row] for row in batch.samples]
         flat = [outcome for row in outcomes for slot in row for outcome in slot]
         return StepSamples(

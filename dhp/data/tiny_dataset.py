@@ -18,7 +18,7 @@ from dhp.data import drawing
 
 ANNOTATIONS = "annotations.json"
 RECIPE = "recipe.json"
-FORMAT = 1  # of the drawings and questions: raise it when they change
+DRAWING_FORMAT = 1  # of the drawings and questions: raise it when they change
 
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
@@ -38,7 +38,7 @@ def make_dataset(folder: Path, samples: int = 256, seed: int = 0) -> Path:
     samples and seed give the same files. A folder already made with them is left as it is; anything else
     there is a DataError. The folder appears complete or not at all.
     """
-    recipe = {"format": FORMAT, "samples": samples, "seed": seed}
+    recipe = {"format": DRAWING_FORMAT, "samples": samples, "seed": seed}
     if folder.exists():
         _check_recipe(folder, recipe)
         return folder

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from math import ceil
 
-WINDOW = 20  # steps that are looked at together
-TOLERATED = 0.02  # of the step time may be spent waiting for data
-ROOM = 1.1  # steps differ: so much more than the mean needs
+WINDOW_STEPS = 20  # steps that are looked at together
+TOLERATED_WAIT = 0.02  # of the step time may be spent waiting for data
+SPARE_SPEED = 1.1  # steps differ: so much more than the mean needs
 
 
 class KeepingUp:
@@ -18,9 +18,9 @@ class KeepingUp:
 
     def __init__(self, workers: int, prefetch: int, windows: bool = False) -> None:
         self._workers, self._prefetch, self._windows = workers, prefetch, windows
-        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW)
+        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW_STEPS)
         self._seen = 0
-        self._next = WINDOW + 1  # the first step waits for its data however fast reading is
+        self._next = WINDOW_STEPS + 1  # the first step waits for its data however fast reading is
 
     def add(self, step_s: float, data_s: float, read_s: float, measure_s: float) -> str | None:
         """A step has ended: its seconds, those of them waiting for data, those one process spent reading it, and those
@@ -31,10 +31,10 @@ class KeepingUp:
         if self._seen < self._next:
             return None
         steps, waits, reads, measuring = map(sum, zip(*self._steps, strict=True))
-        if waits <= TOLERATED * steps:
+        if waits <= TOLERATED_WAIT * steps:
             return None
         self._next = 2 * self._seen
-        told = f"{waits / steps:.0%} of the last {WINDOW} steps' time went into waiting for data"
+        told = f"{waits / steps:.0%} of the last {WINDOW_STEPS} steps' time went into waiting for data"
         if self._windows and measuring > steps - waits:
             return (
                 f"{told}: one process measures the samples of each window (data.balance_window) and takes longer than "
@@ -51,4 +51,4 @@ class KeepingUp:
     @staticmethod
     def _needed(reading_s: float, training_s: float) -> int:
         """Processes that read as fast as training goes, itself without the waits."""
-        return ceil(ROOM * reading_s / max(training_s, 1e-9))
+        return ceil(SPARE_SPEED * reading_s / max(training_s, 1e-9))

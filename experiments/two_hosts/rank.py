@@ -37,11 +37,11 @@ def measure(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     return result, {"seconds": seconds, "sent": sent, "over_link": sent_over_link() - before}
 
 
-def attend(case: Case, place: MeshPosition) -> dict[str, Any]:
+def attend(case: Case, position: MeshPosition) -> dict[str, Any]:
     """Forward and backward of causal attention over one sequence; or why it is refused."""
     shards = zigzag_plan([case.tokens], case.ring, case.ulysses)
-    rows = len(shards.positions(place.ring_rank, place.ulysses_rank))
-    plan = plan_shard(shards, place, CPU, causal=True, gather=case.gather)
+    rows = len(shards.positions(position.ring_rank, position.ulysses_rank))
+    plan = plan_shard(shards, position, CPU, causal=True, gather=case.gather)
     heads = (case.heads, case.kv_heads, case.kv_heads)
     states = [torch.randn(rows, count, case.dim, requires_grad=True) for count in heads]
     grad = torch.randn(rows, case.heads, case.dim)
@@ -53,8 +53,8 @@ def attend(case: Case, place: MeshPosition) -> dict[str, Any]:
     return {FORWARD: forward, BACKWARD: backward}
 
 
-def places(cases: list[Case]) -> dict[Case, MeshPosition]:
-    """This rank's place in each case's mesh."""
+def mesh_positions(cases: list[Case]) -> dict[Case, MeshPosition]:
+    """This rank's position in each case's mesh."""
     made: dict[tuple[int, int], MeshPosition] = {}
     for case in cases:
         shape = (case.ring, case.ulysses)
@@ -72,8 +72,8 @@ def main() -> None:
     store = dist.TCPStore(address(0), PORT, RANKS, rank == 0, timeout=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
     count_collectives()
-    place_of = places(cases)
-    found = [[attend(case, place_of[case]) for case in cases] for _ in range(rounds + 1)][1:]
+    position_of = mesh_positions(cases)
+    found = [[attend(case, position_of[case]) for case in cases] for _ in range(rounds + 1)][1:]
     of_ranks: list[Any] = [None] * RANKS
     dist.all_gather_object(of_ranks, found)
     if rank == 0:

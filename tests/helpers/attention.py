@@ -50,10 +50,10 @@ def dense_attention(case: Attention, states: Sequence[Tensor]) -> Tensor:
     q, k, v = (s.transpose(0, 1) for s in states)
     k, v = (s.repeat_interleave(case.heads // case.kv_heads, 0) for s in (k, v))
     segment = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
-    place = torch.arange(len(segment))
+    token = torch.arange(len(segment))
     hidden = segment[:, None] != segment
     if case.causal:
-        hidden |= place[:, None] < place
+        hidden |= token[:, None] < token
     scores = (q @ k.transpose(1, 2) * DIM**-0.5).masked_fill(hidden, float("-inf"))
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
@@ -76,10 +76,10 @@ def sharded_results(cases: Sequence[Attention]) -> list[list[Tensor]]:
 def whole_results(case: Attention, of_ranks: Sequence[list[Tensor]]) -> list[Tensor]:
     """What all ranks found, put where it belongs in the whole sequence."""
     plan = case.plan()
-    places = [
+    positions = [
         torch.tensor(plan.positions(r, u), dtype=torch.long) for r in range(plan.ring) for u in range(plan.ulysses)
     ]
-    order = torch.argsort(torch.cat(places))
+    order = torch.argsort(torch.cat(positions))
     return [torch.cat([found[i] for found in of_ranks])[order] for i in range(4)]
 
 

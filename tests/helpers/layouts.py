@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.base.stages import Chain, StageSpec
-from dhp.batching.collate import Rows
+from dhp.batching.collate import Collator
 from dhp.batching.scatter import Dealer
 from dhp.config.recompute import read_choices
 from dhp.data.order.sampler import BatchLayout, slots
@@ -240,7 +240,7 @@ def _slotted(step: int, case: Case, samples: Sequence[Sample]) -> StepSamples:
 def make_dealer(model: str, case: Case) -> Dealer:
     """What deals samples out over the case's ranks: the feed without what reads and decodes them."""
     family = load_family(model)
-    return Dealer(family, Rows(family, 0, case.packing), case.vision.data, case.vision.sequence)
+    return Dealer(family, Collator(family, 0, case.packing), case.vision.data, case.vision.sequence)
 
 
 @dataclass(frozen=True)

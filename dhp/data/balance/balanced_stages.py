@@ -1,8 +1,8 @@
 """Packs constant in vision and text, steps of packs that are alike: for a chain of stages that a pack passes through.
 
-Packs are completed exactly in both (`fill`), what is left over is exchanged until it is even (`exchange`). Samples
-with so much text for their images that no others could fill their pack's vision are packed by text alone. Nothing is
-dropped, nothing padded.
+Packs are completed exactly in both (`exact_fill`); samples left over are exchanged until their packs are even
+(`exchange`). Samples with so much text for their images that no others could fill their pack's vision are packed by
+text alone. Nothing is dropped, nothing padded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from dhp.data.balance.best_fit import best_fit
-from dhp.data.balance.exact_fill import fill
+from dhp.data.balance.exact_fill import exact_fill
 from dhp.data.balance.exchange import exchange
 from dhp.data.balance.pack_targets import (
     SMALL_UNITS,
@@ -30,7 +30,7 @@ COSTLY = (0.93, 0.96, 0.98, 0.99)  # quantiles of Σ tokens² between which pack
 CHEAPEST = 0.05  # quantile of samples by text for their vision, that packs are taken to be completed with
 
 
-def constant(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
+def balanced_stages(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
     """Packs within both limits, but for samples beyond one, which stand alone; steps in random order."""
     rng = np.random.default_rng(seed)
     samples = rng.permutation(len(loads))
@@ -74,7 +74,7 @@ def _filled(vision: np.ndarray, text: np.ndarray, bins: int) -> Packs:
     if share >= SMALL_UNITS:
         return Packs(np.array([], dtype=np.int64), np.array([], dtype=np.int64))
     targets = whole_shares(int(text.sum()), bins)
-    number = fill(vision, text, np.full(bins, share), targets)
+    number = exact_fill(vision, text, np.full(bins, share), targets)
     held = np.flatnonzero(number >= 0)
     packs = from_groups(number[held])
     return Packs(held[packs.samples], packs.ends)

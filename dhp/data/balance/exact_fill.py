@@ -1,7 +1,7 @@
 """Bins of exact load: items at random until two are missing, then the two that complete the bin exactly.
 
 What an exact completion needs is at hand by its load, so it costs a look and no search: each bin tries a few items
-for the last place but one, and of those whose complement is there takes the one that brings the sum of squares
+for the last item but one, and of those whose complement is there takes the one that brings the sum of squares
 nearest to its own target. Works where loads are whole numbers and many items have each; others stay for `exchange`.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-TRIED = 24  # items tried for the last place but one
-LOOKED_AT = 16 * TRIED  # items passed over, used ones included, before a bin is given up
+TRIED_ITEMS = 24  # items tried for the last item but one
+LOOKED_AT = 16 * TRIED_ITEMS  # items passed over, used ones included, before a bin is given up
 MISSING = 2.5  # mean items that a bin still has room for when its completion is tried
 BUCKETS = 1 << 23  # more different loads than this, and hardly any item has its complement
 MOST_ITEMS = 512  # in a bin
@@ -20,7 +20,7 @@ PLENTY = 0.95  # quantile of loads up to which there are items enough to count o
 UNUSED, GIVEN_UP = -1, -2
 
 
-def fill(count: np.ndarray, load: np.ndarray, counts: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def exact_fill(count: np.ndarray, load: np.ndarray, counts: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """The number of each item's bin, or −1: int64 [items]. Items must come in random order.
 
     count, load: int64 [items], not negative. counts, targets: int64 [bins], what a bin holds of them, exactly. Bins are
@@ -90,9 +90,9 @@ def _fill(
             held[size] = cursor
             size += 1
         if not complete:
-            for place in range(size):
-                number[held[place]] = GIVEN_UP
-            if size == 0 and first < len(load):  # or the next bin would fail in the same place
+            for n in range(size):
+                number[held[n]] = GIVEN_UP
+            if size == 0 and first < len(load):  # or the next bin would fail at the same item
                 number[first] = GIVEN_UP
                 live[count[first] * width + load[first]] -= 1
 
@@ -131,7 +131,7 @@ def _completion(
         if number[item] != UNUSED:
             continue
         tried += 1
-        if tried > TRIED:
+        if tried > TRIED_ITEMS:
             break
         left = t - load[item]
         if count[item] > c or left < 0 or left >= width:

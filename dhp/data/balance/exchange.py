@@ -14,9 +14,9 @@ from numba import njit
 
 from dhp.data.balance.packs import Packs
 
-ROOM = 8  # items that a bin may have beyond the mean: what moves need
-TRIED = 10  # items of two bins, all divisions of which are tried
-ENOUGH = 1e-3  # relative deviation of a bin that no further pass is spent on
+SPARE_ITEMS = 8  # items that a bin may have beyond the mean: what moves need
+DIVIDED_ITEMS = 10  # items of two bins, all divisions of which are tried
+ENOUGH_DEVIATION = 1e-3  # relative deviation of a bin that no further pass is spent on
 RESOLUTION = 1e6  # of loads, relative to the target, when they are sorted
 NOTHING = -1
 
@@ -33,7 +33,7 @@ def exchange(
     """Items in bins. loads: float64 [items, features]; targets and weights by feature, the most important one last.
 
     divisions: further passes, in which two bins of few items are divided anew in the best of all ways, unless both are
-    good ENOUGH after the first pass. moves: items may change bins alone; otherwise only swaps, so that counts stay
+    even to ENOUGH_DEVIATION after the first pass. moves: items may change bins alone; otherwise only swaps, so counts stay
     within one of each other. Bins that get no item are left out.
     """
     relative = loads / np.asarray(targets, dtype=np.float64)
@@ -44,7 +44,7 @@ def exchange(
     for turn in range(passes):
         _swap_pairs(_order(sums @ views[turn % len(views)]), held, counts, sums, relative, weights, moves)
     for turn in range(divisions):
-        enough = ENOUGH if turn else 0.0
+        enough = ENOUGH_DEVIATION if turn else 0.0
         _divide_pairs(_order(sums @ views[turn % len(views)]), held, counts, sums, relative, weights, enough)
     inside = np.arange(held.shape[1]) < counts[:, None]
     full = counts > 0
@@ -68,7 +68,7 @@ def _deal(order: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
     """Items in rounds over the bins, every other round backwards: [bins, room] and counts."""
     items = len(order)
     rounds = -(-items // bins)
-    held = np.full((bins, rounds + ROOM), NOTHING, dtype=np.int32)
+    held = np.full((bins, rounds + SPARE_ITEMS), NOTHING, dtype=np.int32)
     padded = np.full(rounds * bins, NOTHING, dtype=np.int32)
     padded[:items] = order
     table = padded.reshape(rounds, bins)
@@ -83,9 +83,9 @@ def _sum_up(held: np.ndarray, counts: np.ndarray, loads: np.ndarray) -> np.ndarr
     """Loads of the bins: [bins, features]."""
     sums = np.zeros((len(counts), loads.shape[1]))
     for bin_ in range(len(counts)):
-        for place in range(counts[bin_]):
+        for slot in range(counts[bin_]):
             for k in range(loads.shape[1]):
-                sums[bin_, k] += loads[held[bin_, place], k]
+                sums[bin_, k] += loads[held[bin_, slot], k]
     return sums
 
 
@@ -167,13 +167,13 @@ def _divide_pairs(
 ) -> None:  # pragma: no cover - compiled
     """One pass: of each pair of bins with few items, the best of all divisions, in place."""
     features = loads.shape[1]
-    items = np.empty(TRIED, np.int32)
+    items = np.empty(DIVIDED_ITEMS, np.int32)
     part = np.empty(features)
     total = np.empty(features)
     for index in range(len(order) // 2):
         one, other = order[index], order[len(order) - 1 - index]
         count = counts[one] + counts[other]
-        if count > TRIED or count > held.shape[1] or count < 2:
+        if count > DIVIDED_ITEMS or count > held.shape[1] or count < 2:
             continue
         best = 0.0
         for k in range(features):
@@ -186,10 +186,10 @@ def _divide_pairs(
                 good = False
         if good:
             continue
-        for place in range(counts[one]):
-            items[place] = held[one, place]
-        for place in range(counts[other]):
-            items[counts[one] + place] = held[other, place]
+        for slot in range(counts[one]):
+            items[slot] = held[one, slot]
+        for slot in range(counts[other]):
+            items[counts[one] + slot] = held[other, slot]
         chosen = 0
         # The last item stays where it is: a division and its mirror image are one.
         for turn in range(1, 1 << (count - 1)):
@@ -208,12 +208,12 @@ def _divide_pairs(
         counts[one] = counts[other] = 0
         for k in range(features):
             sums[one, k] = sums[other, k] = 0.0
-        for place in range(count):
-            bin_ = one if (chosen >> place) & 1 else other
-            held[bin_, counts[bin_]] = items[place]
+        for slot in range(count):
+            bin_ = one if (chosen >> slot) & 1 else other
+            held[bin_, counts[bin_]] = items[slot]
             counts[bin_] += 1
             for k in range(features):
-                sums[bin_, k] += loads[items[place], k]
+                sums[bin_, k] += loads[items[slot], k]
         for bin_ in (one, other):
-            for place in range(counts[bin_], held.shape[1]):
-                held[bin_, place] = -1
+            for slot in range(counts[bin_], held.shape[1]):
+                held[bin_, slot] = -1

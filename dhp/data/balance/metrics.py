@@ -18,7 +18,7 @@ ENOUGH_STEPS = 30  # fewer say nothing of a variance
 
 
 @dataclass(frozen=True)
-class Balance:
+class BalanceMetrics:
     """Fractions, but for counts. dist_flops: of the decoder's operations. cv: standard deviation over mean of a pack's
     load, over the whole epoch; of vision, of a rank's share of a step where images go to any rank. stage_idle: what the
     slower of two stages makes the other wait. bias: variance of the steps' means of samples a pack, over what packs in
@@ -39,7 +39,7 @@ class Balance:
     critical: float
 
 
-def measure(packs: Packs, loads: Loads, replicas: int, padded: bool, dispatched: bool) -> Balance:
+def measure_balance(packs: Packs, loads: Loads, replicas: int, padded: bool, dispatched: bool) -> BalanceMetrics:
     """padded: a batch is padded to its longest sample, and costs that. dispatched: images of a step go to any vision
     rank, one by one, not to the rank of their pack."""
     counts = packs.counts
@@ -53,7 +53,7 @@ def measure(packs: Packs, loads: Loads, replicas: int, padded: bool, dispatched:
     in_steps = _steps(text, replicas).reshape(-1) if dispatched else text
     shares = of_ranks.reshape(-1) if dispatched else vision  # of what the two stages do at a time
     relative = np.maximum(shares / max(shares.mean(), 1e-9), in_steps / in_steps.mean())
-    return Balance(
+    return BalanceMetrics(
         samples=len(packs.samples),
         packs=len(packs),
         dropped=len(loads) - len(np.unique(packs.samples)),

@@ -1,9 +1,9 @@
 """Rows of constant text cost, steps of constant vision cost: for parts that share nothing but a step.
 
 The images of a step go to any vision rank, whatever row they belong to, so a row need not hold a set amount of both.
-Rows are completed exactly (`fill`), what is left over is exchanged until it is even (`exchange`); then rows are put
-into steps in the same way, by their vision. Nothing is dropped, nothing padded. Samples longer than a row stand alone
-in theirs; the other rows of their step are made as long, so that such steps hold images as all steps do.
+Rows are completed exactly (`exact_fill`); samples left over are exchanged until their rows are even (`exchange`). Then
+rows are put into steps in the same way, by their vision. Nothing is dropped, nothing padded. A sample longer than a row
+stands alone in its row; the other rows of its step are made as long, so that such steps hold images as all steps do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 
 from dhp.data.balance.best_fit import best_fit
-from dhp.data.balance.exact_fill import fill
+from dhp.data.balance.exact_fill import exact_fill
 from dhp.data.balance.exchange import exchange
 from dhp.data.balance.pack_targets import (
     divisible,
@@ -100,11 +100,11 @@ def _even_rows(
     parts = []
     left = np.arange(len(text))
     if len(raised[1]):
-        made = _chosen(fill(vision, text, *raised))
+        made = _chosen(exact_fill(vision, text, *raised))
         parts, left = [made], others_than(made.samples, len(text))
         bins -= len(made)
     targets = whole_shares(int(text[left].sum()), bins)[: int(FILLED * bins)]
-    made = _chosen(fill(np.zeros(len(left), dtype=np.int64), text[left], np.zeros(bins, dtype=np.int64), targets))
+    made = _chosen(exact_fill(np.zeros(len(left), dtype=np.int64), text[left], np.zeros(bins, dtype=np.int64), targets))
     parts.append(Packs(left[made.samples], made.ends))
     left = left[others_than(made.samples, len(left))]
     bins = max(bins - len(made), 1)
@@ -162,7 +162,9 @@ def _even_steps(packs: np.ndarray, vision: np.ndarray, replicas: int) -> np.ndar
             break
         targets = replicas * whole_shares(int(v[left].sum()) // replicas, len(left) // replicas)
         targets[-1] += int(v[left].sum()) % replicas
-        chosen = _chosen(fill(np.ones(len(left), dtype=np.int64), v[left], np.full(len(targets), replicas), targets))
+        chosen = _chosen(
+            exact_fill(np.ones(len(left), dtype=np.int64), v[left], np.full(len(targets), replicas), targets)
+        )
         made.append(left[chosen.samples])
         left = left[others_than(chosen.samples, len(left))]
     if len(left) > replicas:

@@ -10,7 +10,7 @@ from dhp.data.media.sources import Member
 
 
 @dataclass(frozen=True)
-class Entry:
+class RawSample:
     """One raw sample. members: what lies beside it in its archive, by name; None: it is in no archive."""
 
     value: Any
@@ -22,8 +22,8 @@ class RawSamples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def place(self, index: int) -> tuple[int, str]:
+    def locate(self, index: int) -> tuple[int, str]:
         """The 1-based position that a person would look up, and the place in words ("line 5 of FILE")."""
 
-    def read(self, index: int) -> Entry:
+    def read(self, index: int) -> RawSample:
         """One raw sample. Raises DataError, with the reason alone, if it cannot be read."""

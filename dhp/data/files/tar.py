@@ -14,7 +14,7 @@ import numpy as np
 
 from dhp.base.errors import DataError
 from dhp.data.files.decode import BYTE_ORDER_MARK, decode_json
-from dhp.data.files.rows import Entry
+from dhp.data.files.rows import RawSample
 from dhp.data.media.sources import Member
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
@@ -34,11 +34,11 @@ class TarRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def place(self, index: int) -> tuple[int, str]:
+    def locate(self, index: int) -> tuple[int, str]:
         shard, number = self._find(index)
         return number + 1, f"sample {number + 1} of {self._shards[shard]}"
 
-    def read(self, index: int) -> Entry:
+    def read(self, index: int) -> RawSample:
         shard, number = self._find(index)
         start, stop = self._starts[shard][number : number + 2].tolist()
         path = self._shards[shard]
@@ -51,7 +51,7 @@ class TarRows:
             file.seek(written[0].offset_data)
             content = file.read(written[0].size).removeprefix(BYTE_ORDER_MARK)
         value = decode_json(content, whole_file=True)
-        return Entry(_with_media(value, members), members)
+        return RawSample(_with_media(value, members), members)
 
     def _find(self, index: int) -> tuple[int, int]:
         """The shard of a sample, and its 0-based number there."""

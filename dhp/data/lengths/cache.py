@@ -18,7 +18,7 @@ from dhp.base.errors import ConfigError, DataError
 from dhp.data.annotations import Annotations
 from dhp.data.preprocess import Preprocessor
 
-FORMAT = 1  # of the cache and of what is measured: raise it when either changes
+CACHE_FORMAT = 1  # of the cache and of what is measured: raise it when either changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Lengths:
     """Lengths of rows of one dataset.
 
     vision: int32 [samples], tokens of a sample's pictures; text: int32 [samples], all tokens of a sample, those
-    included; both 0 where the sample is defective. defects: by place in them, what is wrong and where it is.
+    included; both 0 where the sample is defective. defects: by index there, what is wrong and where it is.
     """
 
     vision: np.ndarray
@@ -37,20 +37,20 @@ class Lengths:
         return len(self.text)
 
 
-def measure(annotations: Annotations, preprocess: Preprocessor, rows: Sequence[int]) -> Lengths:
-    """Lengths of these rows (0-based) of a dataset, in their order; defects by place in it.
+def measure_lengths(annotations: Annotations, preprocess: Preprocessor, rows: Sequence[int]) -> Lengths:
+    """Lengths of these rows (0-based) of a dataset, in their order; defects by index there.
 
     A defective sample is noted and raises nothing. One whose pixels are damaged counts as good: only decoding it tells.
     """
     vision, text = np.zeros((2, len(rows)), dtype=np.int32)
     defects = {}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         try:
             length = preprocess.measure(annotations.record(int(row)))
         except DataError as error:
-            defects[place] = str(error)
+            defects[index] = str(error)
         else:
-            vision[place], text[place] = length.vision, length.text
+            vision[index], text[index] = length.vision, length.text
     return Lengths(vision, text, defects)
 
 
@@ -113,7 +113,7 @@ def key_of(annotations: Annotations, preprocess: Preprocessor, path: Path) -> st
     """
     path, data_path = Path(os.path.abspath(path)), annotations.data_path
     about = {
-        "format": FORMAT,
+        "format": CACHE_FORMAT,
         "dataset": annotations.dataset,  # messages name it
         "path": str(path),
         "form": annotations.form,

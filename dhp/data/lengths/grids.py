@@ -11,7 +11,7 @@ from dhp.base.geometry import Grid
 
 Size = tuple[int, int]  # (width, height) in pixels
 
-_KEPT = 1 << 16  # sizes whose grids stay in memory
+_KEPT_SIZES = 1 << 16  # sizes whose grids stay in memory
 _PROBES = ((50, 70), (640, 480), (3001, 1203))  # one is enlarged, one shrunk, by most bounds
 
 
@@ -47,7 +47,7 @@ class Grids:
                 return run(size)  # which raises it in the words of the true one
         grid = self._known.get(size)
         if grid is None:
-            if len(self._known) >= _KEPT:
+            if len(self._known) >= _KEPT_SIZES:
                 self._known.clear()
             grid = self._known[size] = run(size)
         return grid

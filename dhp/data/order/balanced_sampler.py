@@ -16,7 +16,7 @@ from dhp.data.balance.packs import Limits, Loads, Packs
 from dhp.data.order.balance_settings import Balancing
 from dhp.data.order.sampler import LENGTHS, ROWS, BatchLayout, Sampler, StepBatch, epoch_order
 
-_KEPT = 2  # epochs whose plans are kept: reading ahead goes from one to the next
+_KEPT_EPOCHS = 2  # epochs whose plans are kept: reading ahead goes from one to the next
 
 
 class Measured(Protocol):
@@ -163,7 +163,7 @@ class BalancedSampler(Sampler):
         if epoch not in self._epochs:
             order = epoch_order(len(self._dataset), self.seed, epoch, True)
             self._epochs[epoch] = _Epoch(self, epoch, order, self._window)
-            for old in [number for number in self._epochs if number + _KEPT <= epoch]:
+            for old in [number for number in self._epochs if number + _KEPT_EPOCHS <= epoch]:
                 del self._epochs[old]
         return self._epochs[epoch]
 

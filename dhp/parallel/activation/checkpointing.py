@@ -28,7 +28,7 @@ from dhp.parallel.activation.saved_tensors import detached, note, noting, top_ho
 
 ATTENTION, PROJECTIONS, MLP = "attention", "projections", "mlp"
 # What each choice keeps of a layer that is checkpointed.
-_KEPT = {
+_KEPT_BY_CHOICE = {
     "light": {ATTENTION, PROJECTIONS, MLP},
     "mlp": {ATTENTION, PROJECTIONS},
     "linear": {ATTENTION},
@@ -107,7 +107,7 @@ class _Layer:
         flat, spec = tree_flatten((args, dict(kwargs)))
         positions = [position for position, value in enumerate(flat) if isinstance(value, Tensor)]
         rest = [None if isinstance(value, Tensor) else value for value in flat]
-        calls = _Calls(frozenset(_KEPT[self.choice]))
+        calls = _Calls(frozenset(_KEPT_BY_CHOICE[self.choice]))
 
         def layer(*tensors: Tensor) -> Any:
             # Tensors as arguments, so that the checkpoint saves them where they are seen and counted.

@@ -43,23 +43,28 @@ class Piece:
 Pieces = tuple[Piece, ...]
 
 
-def segment_cost(patches: int, knee: float) -> float:
-    """Relative cost of a segment. knee: patches at which full attention costs as much as all the rest; inf: none."""
-    return patches * (1.0 + patches / knee)
+def segment_cost(patches: int, crossover: float) -> float:
+    """Relative cost of a segment. crossover: patches at which full attention costs as much as all the rest; inf: it
+    costs nothing."""
+    return patches * (1.0 + patches / crossover)
 
 
 def shard_images(
-    images: Sequence[ImageWork], replicas: int, ranks: int, knee: float = math.inf, locality: Locality | None = None
+    images: Sequence[ImageWork],
+    replicas: int,
+    ranks: int,
+    crossover: float = math.inf,
+    locality: Locality | None = None,
 ) -> list[list[Pieces]]:
     """Pieces for each vision replica and each of its sequence ranks, those of one text replica together.
 
     locality: which vision replicas are near which text replica; None: all alike.
     """
-    costs = [sum(segment_cost(n, knee) for n in image.segment_lengths) for image in images]
+    costs = [sum(segment_cost(n, crossover) for n in image.segment_lengths) for image in images]
     by_replica = assign_longest_first(costs, replicas)
     if locality is not None:
         by_replica = assign_near(costs, [image.replica for image in images], by_replica, locality)
-    return [_shard_replica(images, indices, ranks, knee) for indices in by_replica]
+    return [_shard_replica(images, indices, ranks, crossover) for indices in by_replica]
 
 
 def assign_longest_first(costs: Sequence[float], bins: int) -> list[list[int]]:
@@ -95,11 +100,11 @@ def fill_to_level(loads: Sequence[float], amount: float) -> list[float]:
     raise AssertionError("one bin alone always takes all")
 
 
-def _shard_replica(images: Sequence[ImageWork], indices: Sequence[int], ranks: int, knee: float) -> list[Pieces]:
+def _shard_replica(images: Sequence[ImageWork], indices: Sequence[int], ranks: int, crossover: float) -> list[Pieces]:
     segments = [segment for index in indices for segment in _segments(images, index)]
     # What has one window cannot be divided, so it comes after all that can.
-    segments.sort(key=lambda s: (s[0].last - s[0].first == 1, -segment_cost(s[1], knee)))
-    costs = [segment_cost(patches, knee) for _, patches in segments]
+    segments.sort(key=lambda s: (s[0].last - s[0].first == 1, -segment_cost(s[1], crossover)))
+    costs = [segment_cost(patches, crossover) for _, patches in segments]
     divisible = sum(piece.last - piece.first > 1 for piece, _ in segments)
     even = sum(costs) / ranks
     for divided in range(divisible + 1):

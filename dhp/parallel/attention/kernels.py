@@ -17,7 +17,7 @@ try:
 except ImportError:  # a GPU check on a machine with an older PyTorch of its own
     varlen_attn: Any = lambda: None
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+QkvGradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Block(NamedTuple):
@@ -38,7 +38,7 @@ class Kernel(Protocol):
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
-    ) -> Gradients:
+    ) -> QkvGradients:
         """This block's part of the gradients of query, key and value."""
 
 
@@ -54,7 +54,7 @@ class CpuFlash:
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
-    ) -> Gradients:
+    ) -> QkvGradients:
         given = (_heads_first(s) for s in (grad, query, key, value, output))
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, lse[None].contiguous(), 0.0, block.diagonal, scale=block.scale
@@ -74,7 +74,7 @@ class Dense:
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
-    ) -> Gradients:
+    ) -> QkvGradients:
         scores, q, k, v = self._scores(query, key, value, block)
         weights = (scores - lse[..., None]).exp()
         g, o = (s.transpose(0, 1).to(v.dtype) for s in (grad, output))
@@ -110,7 +110,7 @@ class CudaFlash:
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
-    ) -> Gradients:
+    ) -> QkvGradients:
         given = [_heads_first(s) for s in (grad, query, key, value, output)]
         none = torch.empty(0, dtype=torch.long, device=query.device)
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(

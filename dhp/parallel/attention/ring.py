@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """Ranks that pass keys and values around. chunks: the spans of each, in rank order.
+    """Ranks that pass keys and values around. chunks: the ranges of each, in rank order.
 
     gather: fetch all keys and values at once instead, which for short rings is one message instead of several.
     """
@@ -63,9 +63,9 @@ class Ring:
 
 
 def visible_pairs(queries: Shard, keys: Shard, causal: bool) -> Iterator[Pair]:
-    """Pairs of spans of the same segment of which the queries see the keys.
+    """Pairs of ranges of the same segment of which the queries see the keys.
 
-    Raises ValueError for spans that overlap without being the same: no token lies on two ranks.
+    Raises ValueError for ranges that overlap without being the same: no token lies on two ranks.
     """
     for query, rows in _with_rows(queries):
         for key, columns in _with_rows(keys):
@@ -205,7 +205,7 @@ def _gather_home(shares: Iterator[tuple[int, Tensor]], ring: Ring, key: Tensor) 
     return received.view(ranks, own, 2, *key.shape[1:]).sum(0).transpose(0, 1)
 
 
-def _with_rows(spans: Shard) -> Iterator[tuple[TokenRange, slice]]:
-    starts = [0, *accumulate(span.count for span in spans)]
-    for span, start in zip(spans, starts):
-        yield span, slice(start, start + span.count)
+def _with_rows(ranges: Shard) -> Iterator[tuple[TokenRange, slice]]:
+    starts = [0, *accumulate(piece.count for piece in ranges)]
+    for piece, start in zip(ranges, starts):
+        yield piece, slice(start, start + piece.count)

@@ -17,7 +17,7 @@ Shard = tuple[TokenRange, ...]
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """shards[ring rank][Ulysses rank]: the spans of a rank, in the order of its rows. lengths: of the segments."""
+    """shards[ring rank][Ulysses rank]: the ranges of a rank, in the order of its rows. lengths: of the segments."""
 
     lengths: tuple[int, ...]
     shards: tuple[tuple[Shard, ...], ...]
@@ -36,7 +36,7 @@ class ShardPlan:
 
     def chunk(self, ring_rank: int) -> Shard:
         """What the Ulysses ranks of a ring rank hold together, in the order of their rows."""
-        return _joined(span for shard in self.shards[ring_rank] for span in shard)
+        return _joined(piece for shard in self.shards[ring_rank] for piece in shard)
 
     def count_tokens(self) -> int:
         """Tokens on all ranks together."""
@@ -45,7 +45,7 @@ class ShardPlan:
     def without_whole_segments(self) -> ShardPlan:
         """The plan of the segments that no rank holds whole."""
         shards = (
-            tuple(tuple(span for span in shard if not is_whole(span, self.lengths)) for shard in ring)
+            tuple(tuple(piece for piece in shard if not is_whole(piece, self.lengths)) for shard in ring)
             for ring in self.shards
         )
         return ShardPlan(self.lengths, tuple(shards))
@@ -70,7 +70,7 @@ def given_plan(lengths: Sequence[int], rank_tokens: Sequence[int], ring: int) ->
     if sum(rank_tokens) != sum(lengths):
         raise ValueError(f"the ranks hold {sum(rank_tokens)} tokens, but the segments have {sum(lengths)}")
     whole = tuple(TokenRange(segment, 0, length) for segment, length in enumerate(lengths) if length)
-    shards = cut_spans(whole, rank_tokens)
+    shards = cut_ranges(whole, rank_tokens)
     ulysses = len(rank_tokens) // ring
     return ShardPlan(tuple(lengths), tuple(tuple(shards[r * ulysses : (r + 1) * ulysses]) for r in range(ring)))
 
@@ -83,35 +83,35 @@ def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
     """
     chunks: list[list[TokenRange]] = [[] for _ in range(ring)]
     for segment, length in enumerate(lengths):
-        pieces = cut_spans((TokenRange(segment, 0, length),), _even(length, 2 * ring))
+        pieces = cut_ranges((TokenRange(segment, 0, length),), _even(length, 2 * ring))
         for r in range(ring):
             chunks[r] += [*pieces[r], *pieces[2 * ring - 1 - r]]
     return ShardPlan(
         tuple(lengths),
-        tuple(tuple(cut_spans(_joined(chunk), _even(count_tokens(chunk), ulysses))) for chunk in chunks),
+        tuple(tuple(cut_ranges(_joined(chunk), _even(count_tokens(chunk), ulysses))) for chunk in chunks),
     )
 
 
-def count_tokens(spans: Iterable[TokenRange]) -> int:
-    """Tokens of all spans together."""
-    return sum(span.count for span in spans)
+def count_tokens(ranges: Iterable[TokenRange]) -> int:
+    """Tokens of all ranges together."""
+    return sum(piece.count for piece in ranges)
 
 
-def is_whole(span: TokenRange, lengths: Sequence[int]) -> bool:
-    """Whether the span is all of its segment."""
-    return span.count == lengths[span.segment]
+def is_whole(piece: TokenRange, lengths: Sequence[int]) -> bool:
+    """Whether the range is all of its segment."""
+    return piece.count == lengths[piece.segment]
 
 
-def cut_spans(spans: Sequence[TokenRange], counts: Sequence[int]) -> list[Shard]:
+def cut_ranges(ranges: Sequence[TokenRange], counts: Sequence[int]) -> list[Shard]:
     """Consecutive parts of the given numbers of tokens."""
-    starts = [0, *accumulate(span.count for span in spans)]
+    starts = [0, *accumulate(piece.count for piece in ranges)]
     parts = []
     for begin, end in pairwise((0, *accumulate(counts))):
         cut = []
-        for span, start in zip(spans, starts):
-            first, last = max(begin - start, 0), min(end - start, span.count)
+        for piece, start in zip(ranges, starts):
+            first, last = max(begin - start, 0), min(end - start, piece.count)
             if first < last:
-                cut.append(TokenRange(span.segment, span.first + first, last - first))
+                cut.append(TokenRange(piece.segment, piece.first + first, last - first))
         parts.append(tuple(cut))
     return parts
 
@@ -120,12 +120,12 @@ def _even(total: int, parts: int) -> tuple[int, ...]:
     return tuple(total * (i + 1) // parts - total * i // parts for i in range(parts))
 
 
-def _joined(spans: Iterable[TokenRange]) -> Shard:
+def _joined(ranges: Iterable[TokenRange]) -> Shard:
     """Neighbours that continue each other made one."""
     joined: list[TokenRange] = []
-    for span in spans:
-        if joined and joined[-1].segment == span.segment and joined[-1].end == span.first:
-            joined[-1] = TokenRange(span.segment, joined[-1].first, joined[-1].count + span.count)
+    for piece in ranges:
+        if joined and joined[-1].segment == piece.segment and joined[-1].end == piece.first:
+            joined[-1] = TokenRange(piece.segment, joined[-1].first, joined[-1].count + piece.count)
         else:
-            joined.append(span)
+            joined.append(piece)
     return tuple(joined)

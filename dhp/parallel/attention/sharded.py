@@ -237,27 +237,27 @@ def _attend_rest(query: Tensor, key: Tensor, value: Tensor, rest: Ulysses | Ring
 
 
 def _plan(
-    spans: Sequence[TokenRange],
+    ranges: Sequence[TokenRange],
     lengths: Sequence[int],
     device: torch.device,
     causal: bool,
     rest: Ulysses | Ring | None,
     varlen: bool = False,
 ) -> SegmentPlan:
-    """For `spans`, in the order of rows: what is whole, by length unless one call takes them all, then the rest."""
+    """For `ranges`, in the order of rows: what is whole, by length unless one call takes them all, then the rest."""
     starts: dict[int, list[int]] = defaultdict(list)
     divided: list[Tensor] = []
-    for span, start in zip(spans, accumulate((span.count for span in spans), initial=0)):
-        if is_whole(span, lengths):
-            starts[span.count].append(start)
+    for piece, start in zip(ranges, accumulate((piece.count for piece in ranges), initial=0)):
+        if is_whole(piece, lengths):
+            starts[piece.count].append(start)
         else:
-            divided.append(torch.arange(start, start + span.count))
+            divided.append(torch.arange(start, start + piece.count))
     groups = tuple((length, len(firsts)) for length, firsts in starts.items())
     whole = [(torch.tensor(p)[:, None] + torch.arange(n)).flatten() for n, p in starts.items()]
     bounds = None
     if varlen:
         whole = [torch.cat([torch.empty(0, dtype=torch.long), *whole]).sort().values]
-        ends = accumulate((span.count for span in spans if is_whole(span, lengths)), initial=0)
+        ends = accumulate((piece.count for piece in ranges if is_whole(piece, lengths)), initial=0)
         bounds = torch.tensor(list(ends), dtype=torch.int32).to(device)
     order = torch.cat([torch.empty(0, dtype=torch.long), *whole, *divided])
     if bool((order[1:] > order[:-1]).all()):

@@ -27,14 +27,14 @@ def test_layouts_hold_every_token_once() -> None:
     lengths = (3, 30, 4, 1, 7)
     plans = [contiguous_plan(lengths, 2, 3), zigzag_plan(lengths, 2, 3), given_plan(lengths, (1, 0, 40, 0, 4, 0), 2)]
     for plan in plans:
-        places = [p for r in range(2) for u in range(3) for p in plan.positions(r, u)]
-        assert sorted(places) == list(range(45))
+        positions = [p for r in range(2) for u in range(3) for p in plan.positions(r, u)]
+        assert sorted(positions) == list(range(45))
 
 
 def test_zigzag_gives_every_ring_rank_the_same_causal_work() -> None:
     plan = zigzag_plan((64,), 4, 1)
     assert plan.chunk(1) == (TokenRange(0, 8, 8), TokenRange(0, 48, 8))
-    work = [sum(place + 1 for place in plan.positions(r, 0)) for r in range(4)]
+    work = [sum(position + 1 for position in plan.positions(r, 0)) for r in range(4)]
     assert max(work) == min(work)
 
 
