@@ -16,7 +16,6 @@ from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
 from dhp.base.routes import Route
 from dhp.batching.collate import Collator, Row
 from dhp.data.balance.metrics import dist_ratio
-from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.family import Family, ImageLayout
 from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces, shard_images
@@ -56,7 +55,7 @@ class Dealer:
     def deal(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
         pictures = [self._pictures(rows) for rows in samples.samples]
-        targets = sum(s.target_tokens for rows in samples.samples for row in rows for s in row)
+        targets = sum(sample.target_tokens for sample in samples.flat)
         vision, text, routes = [], [], []
         for of_micro_batch, rows in zip(pictures, samples.samples, strict=True):
             shards = self._shard(of_micro_batch)
@@ -67,19 +66,20 @@ class Dealer:
         return StepData(info, {"vision": tuple(vision), "text": tuple(text)}, {"vision": tuple(routes)})
 
     def _flops(self, samples: StepSamples, pictures: Sequence[Sequence[Picture]], targets: int) -> dict[str, int]:
-        lengths = [len(s.input_ids) for rows in samples.samples for row in rows for s in row]
+        lengths = [len(sample.input_ids) for sample in samples.flat]
         return {
             "vision": self._family.tower.work.flops(picture.layout for found in pictures for picture in found),
             "text": self._family.decoder.work.flops(lengths, targets),
         }
 
     def _pictures(self, rows: Sequence[Row]) -> list[Picture]:
-        return [
-            Picture(d, torch.from_numpy(pixels), self._layout(grid))
-            for d, row in enumerate(rows)
-            for sample in row
-            for pixels, grid in zip(sample.pixels, sample.grids, strict=True)
-        ]
+        """Of one micro-batch, in the order of its text replicas and their samples."""
+        found = []
+        for replica, row in enumerate(rows):
+            for sample in row:
+                pairs = zip(sample.pixels, sample.grids, strict=True)
+                found += [Picture(replica, torch.from_numpy(pixels), self._layout(grid)) for pixels, grid in pairs]
+        return found
 
     def _layout(self, grid: Grid) -> ImageLayout:
         """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
@@ -158,7 +158,7 @@ def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
 def _lay_out(
     pictures: Sequence[Picture], group: Sequence[Pieces], dummy: int
 ) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, int, int], ...], ...]]:
-    """Lengths of the full-attention segments of a group of ranks, and each rank's spans of them.
+    """Lengths of the full-attention segments of a group of ranks, and each rank's ranges of them.
 
     A rank without pieces has a dummy window, which is a segment of its own.
     """
@@ -166,17 +166,17 @@ def _lay_out(
     lengths: list[int] = []
     shards = []
     for pieces in group:
-        spans = []
+        ranges = []
         for piece in pieces:
             for frame, first, count in _frames(pictures[piece.image].layout, piece):
                 number = numbers.setdefault((piece.image, frame), len(lengths))
                 if number == len(lengths):
                     lengths.append(pictures[piece.image].layout.frame_lengths[frame])
-                spans.append((number, first, count))
+                ranges.append((number, first, count))
         if not pieces:
-            spans.append((len(lengths), 0, dummy))
+            ranges.append((len(lengths), 0, dummy))
             lengths.append(dummy)
-        shards.append(tuple(spans))
+        shards.append(tuple(ranges))
     return tuple(lengths), tuple(shards)
 
 
@@ -198,7 +198,7 @@ def _count(
     text: Sequence[Sequence[TextInput]],
     flops: dict[str, int],
 ) -> StepInfo:
-    flat: list[Sample] = [s for rows in samples.samples for row in rows for s in row]
+    flat = samples.flat
     tokens = [[work.tensors["input_ids"].numel() for work in row] for row in text]
     patches = [[len(work.pixels) if any(work.rows) else 0 for work in row] for row in vision]
     return StepInfo(

@@ -163,9 +163,12 @@ class DatasetActor:
     def take(self, step: int) -> DataRefs:
         """A requested step, whose calls have ended."""
         info, routes, *pieces = self._ahead.pop(step).refs
-        work, left = {}, iter(pieces)
+        work: dict[str, list[list[Any]]] = {}
+        begin = 0
         for part, shards in self._shards.items():
-            work[part] = [[next(left) for _ in range(shards)] for _ in range(self._micro_batches)]
+            starts = range(begin, begin + self._micro_batches * shards, shards)
+            work[part] = [pieces[start : start + shards] for start in starts]
+            begin = starts.stop
         return DataRefs(info, ray.get(routes), work)
 
     def take_spans_async(self) -> list[Any]:

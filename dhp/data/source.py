@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -81,14 +81,23 @@ def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool) -> 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The data of one step. step, epoch: 0-based; samples: [micro_batch][replica] -> its samples; skipped: one
-    message (dataset, position, reason) for each sample left out; done: epochs after the step, with a fraction."""
+    """The data of one step.
+
+    step, epoch: 0-based. samples: [micro_batch][replica] -> its samples. skipped: one message (dataset, position,
+    reason) for each sample left out. done: epochs after the step, with a fraction.
+    """
 
     step: int
     epoch: int
     samples: tuple[tuple[tuple[Sample, ...], ...], ...]
     skipped: tuple[str, ...]
     done: float = 0.0
+
+    @property
+    def flat(self) -> list[Sample]:
+        """All samples, micro-batch by micro-batch and replica by replica."""
+        slots = chain.from_iterable(self.samples)
+        return list(chain.from_iterable(slots))
 
 
 class BatchSource:
@@ -121,15 +130,19 @@ class BatchSource:
     def read(self, batch: StepBatch) -> StepSamples:
         """Decode the samples of a step. DataError as on_bad_sample says."""
         # Slots were dealt out before bad samples are left out: a skip must not move any other sample.
-        outcomes = [[[self._prepare(index, batch.epoch) for index in slot] for slot in row] for row in batch.samples]
-        flat = [outcome for row in outcomes for slot in row for outcome in slot]
+        outcomes = [[self._prepare_slot(slot, batch.epoch) for slot in row] for row in batch.samples]
+        slots = chain.from_iterable(outcomes)
+        failed = [str(outcome) for slot in slots for outcome in slot if isinstance(outcome, DataError)]
         return StepSamples(
             step=batch.step,
             epoch=batch.epoch,
             samples=tuple(tuple(map(_usable, row)) for row in outcomes),
-            skipped=batch.defects + tuple(str(outcome) for outcome in flat if isinstance(outcome, DataError)),
+            skipped=batch.defects + tuple(failed),
             done=batch.done,
         )
+
+    def _prepare_slot(self, indices: Sequence[int], epoch: int) -> list[Sample | DataError]:
+        return [self._prepare(index, epoch) for index in indices]
 
     def _prepare(self, index: int, epoch: int) -> Sample | DataError:
         try:

@@ -118,7 +118,7 @@ def _shard_replica(images: Sequence[ImageWork], indices: Sequence[int], ranks: i
     shards = [[segments[divided + i][0] for i in of_rank] for of_rank in whole]
     for shard, pieces in zip(shards, _divide(images, [s for s, _ in segments[:divided]], extra), strict=True):
         shard += pieces
-    return [tuple(_joined(sorted(s, key=lambda p: (images[p.image].replica, p.image, p.first)))) for s in shards]
+    return [tuple(_join_pieces(sorted(s, key=lambda p: (images[p.image].replica, p.image, p.first)))) for s in shards]
 
 
 def _segments(images: Sequence[ImageWork], index: int) -> list[tuple[Piece, int]]:
@@ -139,7 +139,7 @@ def _divide(images: Sequence[ImageWork], segments: Sequence[Piece], room: Sequen
     return [[Piece(image, w, w + 1) for image, w in windows[first:last]] for first, last in ranges]
 
 
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+def _join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """Neighbours of one image made one."""
     joined: list[Piece] = []
     for piece in pieces:

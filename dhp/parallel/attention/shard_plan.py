@@ -36,7 +36,7 @@ class ShardPlan:
 
     def chunk(self, ring_rank: int) -> Shard:
         """What the Ulysses ranks of a ring rank hold together, in the order of their rows."""
-        return _joined(piece for shard in self.shards[ring_rank] for piece in shard)
+        return _join_ranges(piece for shard in self.shards[ring_rank] for piece in shard)
 
     def count_tokens(self) -> int:
         """Tokens on all ranks together."""
@@ -88,7 +88,7 @@ def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
             chunks[r] += [*pieces[r], *pieces[2 * ring - 1 - r]]
     return ShardPlan(
         tuple(lengths),
-        tuple(tuple(cut_ranges(_joined(chunk), _even(count_tokens(chunk), ulysses))) for chunk in chunks),
+        tuple(tuple(cut_ranges(_join_ranges(chunk), _even(count_tokens(chunk), ulysses))) for chunk in chunks),
     )
 
 
@@ -120,7 +120,7 @@ def _even(total: int, parts: int) -> tuple[int, ...]:
     return tuple(total * (i + 1) // parts - total * i // parts for i in range(parts))
 
 
-def _joined(ranges: Iterable[TokenRange]) -> Shard:
+def _join_ranges(ranges: Iterable[TokenRange]) -> Shard:
     """Neighbours that continue each other made one."""
     joined: list[TokenRange] = []
     for piece in ranges:

@@ -293,10 +293,8 @@ def packed_attention(
     segments: SegmentPlan,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface for one packed row; shapes as in `segment_attention`.
+    """`segment_attention` for one packed row of a decoder, to which `segments` carries the plan.
 
-    `segments` is a keyword of the model's forward that reaches every layer as it is. No mask of tokens × tokens
-    is built.
+    It is a keyword of the model's forward that reaches every layer as it is. No mask of tokens × tokens is built.
     """
-    states = (s[0].transpose(0, 1) for s in (query, key, value))  # [tokens, heads, dim]
-    return attend_segments(*states, segments, scaling)[None], None
+    return segment_attention(module, query, key, value, attention_mask, scaling, segments)
