@@ -32,9 +32,13 @@ from dhp.parallel.attention.locality import Locality
 
 @dataclass(frozen=True)
 class FeedSettings:
-    """What the dataset actor is told at birth. registry: by dataset name.
+    """What the dataset actor is told at birth.
 
-    replicas × ranks: vision data replicas, and the ranks of each that share a sequence. cache_dir: of lengths.
+    registry: where each dataset lies, by its name.
+
+    replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
+
+    cache_dir: where lengths are kept.
     """
 
     model_name: str
@@ -135,10 +139,15 @@ class Feed:
         pixel_dtype: torch.dtype = torch.float32,
         locality: Locality | None = None,
     ):
-        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence.
-        packing: one row without padding for each text replica and micro-batch, in place of a row a sample.
-        measured: where rows are balanced. pixel_dtype: in which patches travel to the tower. locality: which vision
-        replicas are near which text replica.
+        """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
+
+        packing: a text replica has one row without padding in each micro-batch, not a row a sample.
+
+        measured: the dataset's lengths; None: rows are not balanced.
+
+        pixel_dtype: in which patches travel to the tower.
+
+        locality: which vision replicas are near which text replica.
         """
         self._source = source
         self._family = family

@@ -43,9 +43,12 @@ class Dealer:
         pixel_dtype: torch.dtype = torch.float32,
         locality: Locality | None = None,
     ):
-        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence. pixel_dtype: in which
-        patches travel; where the tower rounds them to it first thing, it gets the same bits. locality: which vision
-        replicas are near which text replica; None: all alike."""
+        """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
+
+        pixel_dtype: in which patches travel. The tower gets the same bits if it rounds them to this format first thing.
+
+        locality: which vision replicas are near which text replica; None: all are equally near.
+        """
         self._locality = locality
         self._pixel_dtype = pixel_dtype
         self._family, self._collator = family, collator

@@ -36,7 +36,7 @@ def check_part(folder: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, list[int]]:
-    """The shapes in a safetensors file by name. Raises CheckpointError when it is cut, empty or none."""
+    """The shapes in a safetensors file by name. Raises CheckpointError when it is cut, empty or of another kind."""
     with reading(file), open(file, "rb") as opened:
         size = file.stat().st_size
         length = int.from_bytes(opened.read(8), "little")
@@ -55,7 +55,7 @@ def read_header(file: Path) -> dict[str, list[int]]:
 
 
 def read_extents(file: Path) -> dict[str, dict[str, Any]]:
-    """Where the pieces of a rank's file lie, by name. Raises CheckpointError when that is not what the file says."""
+    """The extent of each piece of a rank's file, by name. Raises CheckpointError when the file says something else."""
     extents = read_json(file)
     for name, extent in extents.items():
         if not _is_extent(extent):

@@ -34,8 +34,8 @@ class ShardWriter:
     the rank holds."""
 
     def __init__(self, folder: Path, rank: int, stage_rank: int | None = None):
-        """rank: among all ranks of the part, whose stages hold different layers; stage_rank: among those of its stage,
-        None: the part is one."""
+        """rank: its number in the part, whose stages hold different layers. stage_rank: its number in the stage;
+        None: the part is one stage."""
         self._folder, self._rank = folder, rank
         self._stage_rank = rank if stage_rank is None else stage_rank
         self._pending: list[dict[str, tuple[Tensor, PieceExtent]]] = []  # by file; a file has one piece of a tensor
@@ -43,15 +43,15 @@ class ShardWriter:
         self._files: list[str] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A tensor of which all ranks of the stage hold the same, written by the first of them alone, or a DTensor, of
-        which each its slice."""
+        """A plain tensor, the same on all ranks of the stage, of which the first writes it; or a DTensor, of which each
+        rank writes its slice."""
         if self._stage_rank and not _is_sharded(tensor):
             return
         local, offset = _own_piece(tensor.detach())
         self._keep(name, local, {"shape": list(tensor.shape), "offset": list(offset)})
 
     def add_once(self, name: str, tensor: Tensor) -> None:
-        """A tensor of which all ranks of the part hold the same, written by the first of them alone."""
+        """A tensor that is the same on all ranks of the part: the first of them writes it."""
         if not self._rank:
             self.add(name, tensor)
 
@@ -198,7 +198,7 @@ class ShardReader:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write a safetensors file with the mode of any other file: the library lets its owner alone read it."""
+    """Write a safetensors file with the permissions of any new file: the library lets only the owner read it."""
     file.touch()
     mode = file.stat().st_mode
     save_file(dict(tensors), file)

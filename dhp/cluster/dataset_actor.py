@@ -102,8 +102,15 @@ class DatasetActor:
         needs: Mapping[str, str] | None = None,
         trace: bool = False,
     ):
-        """shards: of each part. prefetch: steps whose reading is submitted beyond the one asked for. log_dir: None
-        leaves what it prints to Ray. needs: paths that must exist on its node, by configuration key. trace: keep spans.
+        """shards: how many each part has.
+
+        prefetch: steps whose reading is submitted beyond the one asked for.
+
+        log_dir: where its output goes; None: to Ray.
+
+        needs: paths that must exist on its node, by configuration key.
+
+        trace: keep spans.
         """
         self._micro_batches, self._shards = micro_batches, dict(shards)
         self._prefetch = prefetch

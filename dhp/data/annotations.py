@@ -21,8 +21,10 @@ _PROBED_SAMPLES = 100  # samples whose keys may tell the format
 
 @dataclass(frozen=True)
 class Annotations:
-    """One dataset. form: a name of `dhp.data.parse.FORMATS`. data_path: where image paths start; None: no files.
-    path: the file, or the folder of shards."""
+    """One dataset.
+
+    form: a name of `dhp.data.parse.FORMATS`. data_path: where image paths start; None: no files. path: the file, or the
+    folder of shards."""
 
     dataset: str
     rows: RawSamples
@@ -53,10 +55,11 @@ def read_annotations(
 ) -> Annotations:
     """Open the annotations of a dataset: a file, or a folder of shards.
 
-    form: a name of `dhp.data.parse.FORMATS`, or auto. Raises DataError for what spoils the dataset as a whole: a
-    missing or unreadable file, a JSON array that is none (with line and column), no sample, not one readable sample
-    among the first; or data_path is not a folder. Defects of single samples are left for Annotations.record, so that
-    they can be skipped.
+    form: a name of `dhp.data.parse.FORMATS`, or auto.
+
+    Raises DataError where the whole dataset is useless: the file is missing, unreadable or no JSON array (with line and
+    column), it has no sample, none of the first samples can be read, or data_path is not a folder. Annotations.record
+    tells the defects of single samples, so that they can be skipped.
     """
     with located(f"dataset {dataset!r}"):
         if data_path is not None and not os.path.isdir(data_path):  # Path's own raises for names that are too long

@@ -23,7 +23,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Rendered:
-    """text: the whole conversation; spans: [start, stop) in characters of `text`, one an answer."""
+    """A conversation as text. spans: of each answer, [start, stop) in characters of `text`."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -50,8 +50,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rende
 
 
 def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rendered:
-    """The conversation with others[i] in the place of the i-th `token`, of which there are as many. Answers are where
-    they were."""
+    """The conversation with others[i] instead of the i-th `token`, of which there are as many. The same words are
+    answers as before."""
     pieces = rendered.text.split(token)
     joined = pieces[0] + "".join(other + piece for other, piece in zip(others, pieces[1:], strict=True))
     starts, at = [], 0

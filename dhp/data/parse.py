@@ -35,9 +35,9 @@ def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, m
 
 
 def detect(samples: Iterable[Any]) -> str:
-    """The format of a dataset, by the first sample whose keys leave no choice, else by the names of its turns' list.
+    """The format of a dataset, by the first sample whose keys fit one format alone, else by the key of its turns.
 
-    LLaVA where nothing speaks for another, and each sample then says what it lacks.
+    LLaVA where no sample fits: each sample then says what it lacks.
     """
     fallback = None
     for raw in samples:

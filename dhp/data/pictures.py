@@ -22,11 +22,14 @@ Output = Mapping[str, np.ndarray]  # of the image processor
 
 @dataclass(frozen=True)
 class Videos:
-    """How the model sees videos. patches: what the image processor gave for one group of frames → (rows float32
-    [patches, dim], grid). max_pixels: width × height of a frame; None: as an image's.
+    """How the model sees videos.
 
-    step_tokens: None where a video is one run of placeholders in the prompt. Else each step in time is one, between
-    these two tokens, and before them stands `step_time` of its seconds.
+    patches: what the image processor gave for one group of frames → (rows float32 [patches, dim], grid).
+
+    max_pixels: width × height of a frame; None: as an image's.
+
+    step_tokens: None where a video is one run of placeholders in the prompt. Otherwise each step in time is a run of
+    its own, which stands between these two tokens and behind the text that `step_time` makes of its seconds.
     """
 
     token_id: int
@@ -48,7 +51,7 @@ class PicturePatches:
 
 @dataclass(frozen=True)
 class Outline:
-    """The same without pixels."""
+    """A picture without its pixels."""
 
     grid: Grid
     pace: Pace | None = None
@@ -93,7 +96,7 @@ class Pictures:
         return runs
 
     def about(self) -> list[Any]:
-        """All that the sizes of pictures, and of what the prompt says of them, depend on beside the files."""
+        """All that decides the number of tokens of pictures, beside the files."""
         videos = self._videos
         told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_time(12.345)]
         processor = self._image_processor.to_json_string()

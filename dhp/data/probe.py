@@ -21,8 +21,8 @@ _CHEAP_BYTES = 1 << 28
 def check_some_samples(names: Sequence[str], registry: Mapping[str, DatasetEntry], seed: int, allow_http: bool) -> None:
     """Read some annotations of each named dataset, and see whether the files that they name are there.
 
-    Datasets that are large, or no JSON, are left for later, and so is whatever is in the files. Raises DataError as
-    reading the sample would, and for a dataset that cannot be opened.
+    Datasets that are large or not JSON are not looked at, and no file of an image or video is opened. Raises DataError
+    for a dataset that cannot be opened, and otherwise as reading the sample does.
     """
     cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
     for name in cheap:

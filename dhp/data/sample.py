@@ -11,7 +11,7 @@ from dhp.base.geometry import IGNORED, Grid
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """L: tokens after each image placeholder was expanded to its merged patches.
+    """What the model gets of one conversation. L: its tokens, each placeholder repeated to the length of its picture.
 
     position: 1-based line, element or row in the annotations of `dataset`. "Picture": an image or a video.
     """

@@ -62,8 +62,8 @@ def open_dataset(
 ) -> Dataset:
     """Open the named datasets (`name` or `name%50`), in that order; a name given twice counts twice.
 
-    seed, shuffle: which samples a share and a weight show. DataError for a name that the registry does not hold and for
-    a file that cannot be read, ConfigError for a share that is none.
+    seed, shuffle: which samples a share and a weight show. Raises DataError for a name that the registry does not hold
+    and for a file that cannot be read, ConfigError for a malformed share.
     """
     split = [split_share(name) for name in names]
     opened = {name: _read(name, registry, allow_http) for name in dict(split)}

@@ -7,7 +7,7 @@ from math import ceil
 
 WINDOW_STEPS = 20  # steps that are looked at together
 TOLERATED_WAIT = 0.02  # of the step time may be spent waiting for data
-SPARE_SPEED = 1.1  # steps differ: so much more than the mean needs
+SPARE_SPEED = 1.1  # times the mean: reading should be so much faster, because steps differ
 
 
 class KeepingUp:
@@ -23,9 +23,11 @@ class KeepingUp:
         self._next = WINDOW_STEPS + 1  # the first step waits for its data however fast reading is
 
     def add(self, step_s: float, data_s: float, read_s: float, measure_s: float) -> str | None:
-        """A step has ended: its seconds, those of them waiting for data, those one process spent reading it, and those
-        the dataset actor spent on which samples it has. What to tell the user, now and then, while more than 2% of
-        the time goes into waiting."""
+        """A step has ended. What to tell the user, now and then, while more than 2% of the time goes into waiting.
+
+        step_s: seconds of the step. data_s: seconds of them spent waiting for data. read_s: seconds that one process
+        spent reading it. measure_s: seconds that the dataset actor spent choosing its samples.
+        """
         self._seen += 1
         self._steps.append((step_s, data_s, read_s, measure_s))
         if self._seen < self._next:

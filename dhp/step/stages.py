@@ -60,8 +60,11 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """Refs of one step's data. info: of its `StepInfo`. work: of each part, [micro-batch][shard]. routes: of each part
-    that sends rows by what the data say, a value for each micro-batch."""
+    """Refs of one step's data.
+
+    info: its `StepInfo`. work: for each part, [micro-batch][shard]. routes: for each part whose rows go where the data
+    say, a route for each micro-batch.
+    """
 
     info: Ref
     work: Mapping[str, Sequence[Sequence[Ref]]]
@@ -73,7 +76,7 @@ Sent = dict[tuple[Edge, int], dict[tuple[int, int], Ref]]  # by edge and micro-b
 
 @dataclass
 class InFlight:
-    """What a step has sent so far and nobody has taken yet."""
+    """Refs that a step has made so far and nobody has taken yet."""
 
     batch: Batch
     forward: Sent = field(default_factory=dict)

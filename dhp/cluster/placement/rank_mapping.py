@@ -22,8 +22,11 @@ SHOWN_GROUPS = 3  # groups that a warning names
 
 @dataclass(frozen=True)
 class Straddle:
-    """Groups of one axis that lie across nodes. block: ranks next to one another that hold a group; groups: how many
-    there are in all; across: the ranks of each that lies across; shares: devices of the stage on each node."""
+    """Groups of one axis that lie across nodes.
+
+    block: consecutive ranks that hold a group. groups: how many groups the axis has. across: the ranks of each group
+    that lies across nodes. shares: devices of the stage on each node.
+    """
 
     stage: str
     axis: str

@@ -9,7 +9,7 @@ from dhp.base.stages import part_of
 from dhp.cluster.placement.nodes import ClusterNode
 from dhp.cluster.placement.reservation import Slot
 
-LISTED_NODES = 8  # nodes that the line about a run's start lists
+LISTED_NODES = 8  # in the line about a run's start
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Topology:
 
 
 def find_topology(node_ids: Sequence[str], nodes: Sequence[ClusterNode]) -> Topology:
-    """node_ids: the node of each bundle; nodes: all of the cluster, in order."""
+    """The topology of a reservation. node_ids: the node of each bundle. nodes: all nodes of the cluster, in order."""
     holding = tuple(node for node in nodes if node.id in node_ids)
     numbers = {node.id: number for number, node in enumerate(holding)}
     return Topology(holding, tuple(numbers[node_id] for node_id in node_ids))

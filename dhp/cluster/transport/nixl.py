@@ -25,8 +25,10 @@ EAGER_POLLS, PAUSE_S = 200, 50e-6  # a wait first spins, then leaves the core to
 
 @dataclass(frozen=True)
 class Region:
-    """A tensor that lies in another process's registered memory. metadata: how to reach that process; version: of the
-    metadata. buffer: which of a step's tensors of this sender it is."""
+    """A tensor that lies in another process's registered memory.
+
+    metadata: how to reach that process. version: of the metadata. buffer: which of the sender's buffers it lies in.
+    """
 
     agent: str
     metadata: bytes

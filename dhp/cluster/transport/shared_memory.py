@@ -41,7 +41,7 @@ class Parcel:
     pid: int
     descriptor: int
     serial: int  # of the memory among all that the sender ever took; a descriptor is used again
-    buffer: int  # which of a step's tensors of this sender it is
+    buffer: int  # which of the sender's buffers: it has one for each tensor of a step
     capacity: int  # bytes
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -24,10 +24,10 @@ from dhp.data.balance.pack_targets import (
 from dhp.data.balance.packs import Limits, Loads, Packs, from_groups, join
 
 PASSES, DIVISIONS = 20, 5
-VISION_WEIGHT = 16.0  # of a deviation in vision against one in text: vision comes in few, large pieces
+VISION_WEIGHT = 16.0  # a deviation in vision counts so many times one in text: vision comes in few, large pieces
 LIKE_VISION, LIKE_TEXT = 0.005, 0.002  # packs that differ by less than these shares are alike
-COSTLY = (0.93, 0.96, 0.98, 0.99)  # quantiles of Σ tokens² between which packs are put beside their like
-CHEAPEST = 0.05  # quantile of samples by text for their vision, that packs are taken to be completed with
+COSTLY = (0.93, 0.96, 0.98, 0.99)  # quantiles of Σ tokens² that bound the classes of costly packs
+CHEAPEST = 0.05  # quantile of text tokens for a unit of vision: what the samples that complete a pack are taken to cost
 
 
 def balanced_stages(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
@@ -54,8 +54,12 @@ def balanced_stages(loads: Loads, limits: Limits, replicas: int, seed: int) -> P
 
 
 def group_alike(packs: Packs, vision: np.ndarray, text: np.ndarray, replicas: int, rng: np.random.Generator) -> Packs:
-    """Steps of packs alike: sorted by vision, then text, both no finer than needed, so that what else they hold is
-    mixed; each `replicas` neighbours a step, steps in random order."""
+    """Put packs of like vision and text into a step: each `replicas` neighbours of their sorted order. Steps come in
+    random order.
+
+    Packs are sorted by vision, then by text, both rounded as coarsely as steps allow: packs that are alike in both stay
+    in random order, so a step mixes all other properties of samples.
+    """
     v, t = packs.sums(vision), packs.sums(text)
     vision_class = np.round(v / max(np.median(v), 1) / LIKE_VISION)
     text_class = np.round(t / np.median(t) / LIKE_TEXT)
@@ -68,8 +72,8 @@ def _targets(vision: np.ndarray, text: np.ndarray, bins: int) -> np.ndarray:
 
 
 def _filled(vision: np.ndarray, text: np.ndarray, bins: int) -> Packs:
-    """Packs with exactly as much vision and text as all should have, as many as there are of them; where vision comes
-    in small units there are none."""
+    """As many packs as possible that hold exactly their share of vision and of text. None where vision comes in small
+    units."""
     share = round(vision.sum() / bins)
     if share >= SMALL_UNITS:
         return Packs(np.array([], dtype=np.int64), np.array([], dtype=np.int64))

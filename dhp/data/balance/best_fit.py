@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-LEVELS = 4096  # of remaining room, to which sizes are rounded up; whole sizes up to MOST_EXACT are exact
+LEVELS = 4096  # of a bin's room. Sizes are rounded up to them, but for whole sizes with a limit up to MOST_EXACT
 MOST_EXACT = 65536
 
 

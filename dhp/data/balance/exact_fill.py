@@ -1,8 +1,9 @@
 """Bins of exact load: items at random until two are missing, then the two that complete the bin exactly.
 
-What an exact completion needs is at hand by its load, so it costs a look and no search: each bin tries a few items
-for the last item but one, and of those whose complement is there takes the one that brings the sum of squares
-nearest to its own target. Works where loads are whole numbers and many items have each; others stay for `exchange`.
+A table finds items by their load, so completing a bin needs no search. Each bin tries a few items for its last but
+one. Some of them have a complement, an item of just the load that is then missing; of these the bin takes the one that
+brings its sum of squares nearest to a target of its own. This works where loads are whole numbers and each load has
+many items; other items stay for `exchange`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numba import njit
 
 TRIED_ITEMS = 24  # for the last item but one
 LOOKED_AT = 16 * TRIED_ITEMS  # items passed over, used ones included, before a bin is given up
-MISSING = 2.5  # mean items that a bin still has room for when its completion is tried
+MISSING = 2.5  # times the mean load: once a bin has no more room than that, its completion is tried
 BUCKETS = 1 << 23  # with more different loads than this, hardly any item has its complement
 MOST_ITEMS = 512  # in a bin
 PLENTY = 0.95  # quantile of the loads: items up to it are many, so a bin may count on getting one of them later
@@ -44,8 +45,11 @@ class _Table(NamedTuple):
 
 
 class _Guide(NamedTuple):
-    """What the choice of items goes by. mean: load of an item. squares: Σ load² over Σ load. most: load that an item
-    still to come may be counted on for."""
+    """What the choice of items goes by.
+
+    mean: load of an item. squares: Σ load² over Σ load. most: largest load that a bin may expect of an item that it
+    does not have yet.
+    """
 
     mean: float
     squares: float
@@ -98,8 +102,10 @@ def _fill(
 def _fill_bin(
     items: _Items, table: _Table, guide: _Guide, bin_: int, c: int, t: int, first: int, held: np.ndarray
 ) -> tuple[int, bool]:  # pragma: no cover - compiled
-    """Put items from `first` on into a bin that is to hold c in count and t in load. How many were taken before its
-    completion, which `held` lists, and whether it is complete."""
+    """Put items from `first` on into a bin that is to hold c in count and t in load.
+
+    Returns how many items it took before the completing ones, which `held` lists, and whether it is complete.
+    """
     s = guide.squares * t
     size, cursor = 0, first
     while size < MOST_ITEMS:
@@ -146,7 +152,7 @@ def _next(items: _Items, c: int, t: int, most: int, cursor: int) -> int:  # prag
 def _completion(
     items: _Items, table: _Table, c: int, t: int, s: float, cursor: int
 ) -> tuple[int, int]:  # pragma: no cover - compiled
-    """An item, or −1 if one alone completes the bin, and the key of the last one; −1 as key if there is none."""
+    """The last item but one, −1 if one item alone completes the bin, and the key of the last item, −1 if no two do."""
     count, load, number = items
     width, live = table.width, table.live
     best, chosen, last = np.inf, -1, -1

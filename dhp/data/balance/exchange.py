@@ -15,17 +15,20 @@ from numba import njit
 
 from dhp.data.balance.packs import Packs
 
-SPARE_ITEMS = 8  # that a bin may have beyond the mean: what moves need
-DIVIDED_ITEMS = 10  # of two bins, at most, for all their divisions to be tried
-ENOUGH_DEVIATION = 1e-3  # of a bin, relative to its target, that no further pass is spent on
-RESOLUTION = 1e6  # of loads, relative to the target, when they are sorted
+SPARE_ITEMS = 8  # items that a bin may hold beyond the mean number: free slots for moves
+DIVIDED_ITEMS = 10  # two bins of no more items together are divided anew in all ways
+ENOUGH_DEVIATION = 1e-3  # of a bin's load from its target, relative: below it the bin counts as even
+RESOLUTION = 1e6  # loads are sorted in steps of 1 / RESOLUTION of the target
 NOTHING = -1  # no item: at an empty slot of a bin, or on one side of a move
 STAY = -2  # in the place of an item: no exchange is better
 
 
 class _Bins(NamedTuple):
-    """held: int32 [bins, slots], the items of each bin, then NOTHING. counts: int32 [bins], how many it holds. sums:
-    float64 [bins, features], their load."""
+    """The items of each bin.
+
+    held: int32 [bins, slots], the items, then NOTHING. counts: int32 [bins], how many items. sums: float64 [bins,
+    features], their load.
+    """
 
     held: np.ndarray
     counts: np.ndarray
@@ -33,8 +36,10 @@ class _Bins(NamedTuple):
 
 
 class _Goal(NamedTuple):
-    """loads: float64 [items, features], relative to the target of a bin, so that each bin should hold 1. weights:
-    float64 [features]."""
+    """What bins should hold: 1 of each feature.
+
+    loads: float64 [items, features], relative to the target of a bin. weights: float64 [features], of deviations.
+    """
 
     loads: np.ndarray
     weights: np.ndarray
@@ -122,7 +127,8 @@ def _swap_pairs(order: np.ndarray, bins: _Bins, goal: _Goal, moves: bool) -> Non
 def _best_exchange(
     bins: _Bins, goal: _Goal, one: int, other: int, moves: bool
 ) -> tuple[int, int]:  # pragma: no cover - compiled
-    """Slots of two bins whose items should change sides, NOTHING for one that gets an item alone; STAY: none should."""
+    """The slots of two bins whose items should change sides: NOTHING for a bin that gives none, STAY if nothing should
+    change."""
     held, counts, sums = bins
     loads, weights = goal
     best, best_i, best_j = _cost(sums, goal, one, other) - 1e-12, STAY, STAY  # only what is really better

@@ -11,7 +11,7 @@ from dhp.data.media.sources import Member
 
 @dataclass(frozen=True)
 class RawSample:
-    """One raw sample. members: what lies beside it in its archive, by name; None: it is in no archive."""
+    """One raw sample. members: the files beside it in its archive, by name; None: it is in no archive."""
 
     value: Any
     members: Mapping[str, Member] | None = None

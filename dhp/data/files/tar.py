@@ -78,7 +78,7 @@ def _sample_starts(shard: Path) -> np.ndarray:
 
 
 def _members(file: BinaryIO, start: int, stop: int | None) -> Iterator[tarfile.TarInfo]:
-    """Headers of the regular files between two places. Links are left out, so none is followed."""
+    """Headers of the regular files between two offsets. Links are left out, so none is followed."""
     file.seek(start)
     with tarfile.open(fileobj=file, mode="r:") as archive:
         while (info := archive.next()) is not None and (stop is None or info.offset < stop):
@@ -98,7 +98,7 @@ def _ending(name: str) -> str:
 
 
 def _with_media(value: Any, members: dict[str, Member]) -> Any:
-    """A sample that names no image or video shows all of its archive's, in their order. DataError for a sound."""
+    """A sample that names no image or video shows all those of its archive, in order. Raises DataError for a sound."""
     sounds = [name for name in members if _ending(name).rpartition(".")[2] in AUDIO]
     if sounds:
         raise DataError(f"{sounds[0]}: audio is not read; only text, images and videos are. Leave such samples out")

@@ -25,8 +25,8 @@ CACHE_FORMAT = 1  # of the cache and of what is measured: raise it when either c
 class Lengths:
     """Lengths of rows of one dataset.
 
-    vision: int32 [samples], tokens of a sample's pictures; text: int32 [samples], all tokens of a sample, those
-    included; both 0 where the sample is defective. defects: by index there, what is wrong and where it is.
+    vision: int32 [samples], tokens of a sample's pictures. text: int32 [samples], all tokens of a sample, those of its
+    pictures included. Both are 0 where the sample is defective. defects: by index in these, what is wrong and where.
     """
 
     vision: np.ndarray
@@ -38,7 +38,7 @@ class Lengths:
 
 
 def measure_lengths(annotations: Annotations, preprocess: Preprocessor, rows: Sequence[int]) -> Lengths:
-    """Lengths of these rows (0-based) of a dataset, in their order; defects by index there.
+    """Lengths of these rows (0-based) of a dataset, in the order of `rows`.
 
     A defective sample is noted and raises nothing. One whose pixels are damaged counts as good: only decoding it tells.
     """
@@ -89,7 +89,7 @@ class LengthCache:
 
     @contextmanager
     def _writing(self) -> Iterator[Path]:
-        """A name for a file that is to be given its own, and is removed otherwise."""
+        """A temporary name, under which a file is written before it is renamed; removed where that fails."""
         unfinished = self._folder / f".{uuid4().hex}.tmp"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ class LengthTable:
         return found
 
     def learn(self, rows: np.ndarray, lengths: Lengths) -> None:
-        """Take the lengths of these rows; now and then, and with the last ones, write all to disk."""
+        """Take the lengths of these rows. All lengths are written to disk now and then, and once all are known."""
         unknown = int((self.text[rows] == UNKNOWN).sum())
         self.vision[rows], self.text[rows] = lengths.vision, lengths.text
         self.defects |= {int(rows[index]): message for index, message in lengths.defects.items()}
@@ -83,7 +83,7 @@ class LengthTable:
 
     def leave_out(self, rows: Sequence[int]) -> None:
         """Count these rows as defective, whatever was measured."""
-        known = len(self.text)  # rows that are gone show in the order, which refuses to go on
+        known = len(self.text)  # a dataset that has lost rows is refused elsewhere: `Sampler.load_state_dict`
         fresh = np.array([row for row in rows if row < known and row not in self.defects], dtype=np.int64)
         self._missing -= int((self.text[fresh] == UNKNOWN).sum())
         self.vision[fresh] = self.text[fresh] = 0
@@ -111,7 +111,7 @@ class MeasuredDataset:
     """A dataset with a table for each of its annotations."""
 
     def __init__(self, dataset: Dataset, preprocess: Preprocessor, cache: LengthCache, whole: bool = True) -> None:
-        """whole: all is to be measured before the first step; else what a step needs, when it needs it."""
+        """whole: all lengths are measured before the first step; otherwise each when a step needs it."""
         self._dataset, self._whole = dataset, whole
         self.tables: Mapping[str, LengthTable] = {
             name: LengthTable(annotations, preprocess, cache) for name, annotations in dataset.annotations().items()
@@ -143,8 +143,8 @@ class MeasuredDataset:
         return self.tables[chunk.dataset].measure(chunk.rows)
 
     def missing(self, indices: np.ndarray) -> list[RowChunk]:
-        """What is to be measured before the first step. indices: samples of the first epoch that are seen first; more
-        than these only where all is measured."""
+        """Rows to measure before the first step: with `whole` all rows of the datasets, else those of `indices`, which
+        are samples of the first epoch."""
         if self._whole:
             return [chunk for table in self.tables.values() for chunk in table.missing()]
         rows: dict[str, list[np.ndarray]] = {}

@@ -21,10 +21,10 @@ _KEPT_EPOCHS = 2  # epochs whose plans are kept: reading ahead goes from one to 
 class BalancedSampler(Sampler):
     """Rows by one of `dhp.data.balance.methods`; a step has `layout.rows` of them, the last of an epoch may have fewer.
 
-    What is planned together is a window of a random order. The samples of rows that are too few for a step go on to
-    the next window, so only an epoch's end is short. Samples whose lengths cannot be told are left out and named in
-    the first step of their window. While a window's steps are handed out, each also looks up a share of the lengths of
-    the next one, so that none has to wait for all of them.
+    An epoch's samples come in random order; a window of them is planned at a time. Rows that are too few for a step
+    give their samples to the next window, so only the last step of an epoch is short. Samples whose lengths cannot be
+    told are left out and named in the first step of their window. Each step also looks up some lengths of the next
+    window, so that no step waits for all of them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BalancedSampler(Sampler):
         }
 
     def first(self, step: int) -> np.ndarray:
-        """As `Sampler.first`: what windows hold, as far as the mean number of samples of a step tells."""
+        """As `Sampler.first`: the windows up to the step's, which the mean number of samples a step tells."""
         samples, window = len(self._dataset), self._planner.window
         last = ((step + 1) * self.layout.batch_size // window + 1) * window
         return epoch_order(samples, self.seed, 0, True)[: min(last, samples)]

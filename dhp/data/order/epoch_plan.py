@@ -26,8 +26,8 @@ class EpochPlan:
         self._waiting: tuple[str, ...] = ()  # of windows too small for a step of their own
 
     def reaches(self, step: int) -> bool:
-        """Whether the epoch has a step of that number; plans as far as it takes to know that and whether it is the last
-        one, which names what the windows behind it leave out."""
+        """Whether the epoch has a step of that number. Plans until that is known, and whether the step is the last: the
+        last step names the samples that later windows leave out."""
         while len(self._planned) < len(self._windows) and self._rows() <= (step + 1) * self._width:
             self._extend()
         return step * self._width < self._rows()
@@ -44,7 +44,7 @@ class EpochPlan:
         return [self._row(row) for row in range(first, min(first + self._width, self._rows()))]
 
     def share(self, step: int) -> float:
-        """Of the epoch's samples, how many are seen or left out after a step."""
+        """The share of the epoch's samples that are seen or left out once a step is done."""
         if (step + 1) * self._width >= self._rows() and len(self._planned) == len(self._windows):
             return 1.0
         number, row = self._find((step + 1) * self._width - 1)
@@ -56,8 +56,10 @@ class EpochPlan:
         return self._find(min((step + 1) * self._width, self._rows()) - 1)[0]
 
     def due(self, step: int) -> np.ndarray:
-        """Samples of the next window whose lengths should be known by a step: of all of them the share that the
-        window's rows up to this step are of its rows."""
+        """Samples of the next window whose lengths should be known at a step.
+
+        Their share of the next window is the share of this window's rows that are trained on by then.
+        """
         number, row = self._find(min((step + 1) * self._width, self._rows()) - 1)
         following = self._windows[number + 1] if number + 1 < len(self._windows) else self._left[:0]
         return following[: ceil((row + 1) / len(self._planned[number]) * len(following))]

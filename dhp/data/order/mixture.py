@@ -15,10 +15,10 @@ class Portion:
     """A dataset as epochs show it: `record(i, e)` depends on the arguments and the constructor's alone."""
 
     def __init__(self, annotations: Annotations, share: float, weight: float, seed: int, shuffle: bool) -> None:
-        """share: of the samples, 0 < share <= 1, drawn once; weight: how often an epoch shows each of them on average.
+        """share: of the samples, 0 < share <= 1, drawn once. weight: how often an epoch shows each of them on average.
 
-        shuffle: with a weight that is not whole, which samples come once more is drawn anew each time; else they come
-        in turn.
+        shuffle: which samples come once more, where the weight is not whole, is drawn anew for each cycle through them;
+        otherwise they take turns.
         """
         self.annotations = annotations
         self._seeds = [seed, crc32(annotations.dataset.encode())]

@@ -1,10 +1,13 @@
 """Recomputing parts of layers in backward instead of keeping what they computed, from outside an untouched model.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", by torch's non-reentrant checkpointing of each layer.
-What is not worth recomputing (matrix products, attention) is *kept*: its output is remembered, and when the layer is
-run again it is not. What a kept call saves for its own backward is either one of its inputs, which the layer's second
-run makes anew, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run
-once; all others run again in backward, on every rank in the same order. Layers must not draw random numbers.
+What is not worth recomputing (matrix products, attention) is *kept*: its output is saved, and the layer's second run
+takes it from there. What a kept call saves for its own backward is either one of its inputs, which the second run
+makes anew, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run once;
+all others run again in backward, on every rank in the same order. Layers must not draw random numbers.
+
+torch's own selective checkpointing (`create_selective_checkpoint_contexts`) decides operator by operator. Here a whole
+call is kept or not: an attention that is an autograd function of many kernels and collectives, or a module.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class Watcher(Protocol):
 
 
 class LayerMap(Protocol):
-    """What is in each layer of a part: see `dhp.models.family.LayerParts`."""
+    """Which modules of a part's layers do what: see `dhp.models.family.LayerParts`."""
 
     projections: tuple[str, ...]
     mlp: tuple[str, ...]
@@ -189,9 +192,9 @@ def _in_force(calls: _Calls | None) -> Iterator[None]:
 
 
 def save_output(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose results are kept where a layer that is recomputed keeps `what`; elsewhere as it is.
+    """`function`, which a recomputed layer does not run again where its choice keeps `what`.
 
-    It must be a function of its arguments and parameters that does not write to its inputs.
+    It must depend on its arguments and parameters alone, and not write to its inputs.
     """
 
     @wraps(function)

@@ -2,9 +2,10 @@
 
 Images are independent, so replicas get whole images, and inside a replica the ranks that share a sequence get whole
 segments (images, frames of a video): these need no communication at all. Only segments too large for an even share
-are divided, between attention windows, into the room that the others leave. Both by cost, longest first to the least
-loaded (Graham 1969), because full attention makes one large image dearer than many small ones of as many patches.
-A rank without work gets no pieces; the feed gives it a dummy window, since it must stay in the collectives.
+are divided, between attention windows, into the room that the others leave. Images and segments go by cost, the
+dearest first and each to the least loaded (Graham 1969): full attention makes one large image dearer than many small
+ones of as many patches. A rank without work gets no pieces; `dhp.batching.scatter` gives it a dummy window, since it
+must take part in the collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import accumulate, pairwise
 
 from dhp.parallel.attention.locality import Locality, assign_near
 
-TOLERANCE = 1.05  # a rank's load over the mean up to which no further segment is divided
+TOLERANCE = 1.05  # while no rank has more than this many times the mean load, no further segment is divided
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ QkvGradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Block(NamedTuple):
-    """How queries see keys: all of them, or, where both are the same tokens of causal attention, those up to their own.
+    """How queries see keys.
 
-    scale: what scores are multiplied by.
+    diagonal: both are the same tokens under causal attention, and each query sees the keys up to its own; else each
+    query sees all keys. scale: factor of the scores.
     """
 
     diagonal: bool
@@ -64,7 +65,7 @@ class CpuFlash:
 
 
 class Dense:
-    """Written out in float32 (float64 for float64 inputs), on any device: the reference, and for what has no kernel."""
+    """Attention written out in float32 (float64 for float64 inputs): the reference, and what runs without a kernel."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         scores, _, _, v = self._scores(query, key, value, block)
@@ -143,8 +144,8 @@ def attend_varlen(
 ) -> Tensor:
     """Segments one behind another, each attending to itself: [tokens, heads, dim], keys maybe with fewer heads.
 
-    bounds: int32 [segments + 1]; longest: tokens. With gradients, by PyTorch's flash attention. No plan is built for a
-    new length, as cuDNN does it, and nothing is sorted.
+    bounds: int32 [segments + 1]. longest: tokens of the longest segment. PyTorch's flash attention, with gradients:
+    unlike cuDNN it builds no plan for each new length, and nothing is sorted.
     """
     window = (-1, 0) if causal else (-1, -1)
     grouped = query.shape[1] != key.shape[1]

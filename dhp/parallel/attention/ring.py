@@ -46,8 +46,8 @@ class Ring:
 
     @property
     def keeps(self) -> bool:
-        """Whether what came in forward stays for backward, not to be sent again: as much memory as the own keys and
-        values with two ranks, and only for short sequences with more."""
+        """Whether received keys and values stay for backward, and are not sent again. With two ranks this takes
+        as much memory as the own ones do; with more ranks it is done for short sequences alone."""
         return self.gather or len(self.chunks) == 2
 
     def tokens(self, rank: int) -> int:
@@ -177,7 +177,7 @@ def _blocks(own: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
 
 
 def _kept(own: Tensor, others: Sequence[Tensor], ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """As `_blocks`, of what came before; this rank's own last, while the others' gradients are on their way."""
+    """As `_blocks`, from what forward kept; this rank's own last, while the others' gradients are on their way."""
     yield from ((ring.source(step), states) for step, states in enumerate(others, 1))
     yield ring.rank, own
 

@@ -17,7 +17,10 @@ Shard = tuple[TokenRange, ...]
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """shards[ring rank][Ulysses rank]: the ranges of a rank, in the order of its rows. lengths: of the segments."""
+    """What each rank of a mesh holds.
+
+    lengths: tokens of each segment. shards: [ring rank][Ulysses rank], the ranges of a rank in the order of its rows.
+    """
 
     lengths: tuple[int, ...]
     shards: tuple[tuple[Shard, ...], ...]

@@ -28,8 +28,8 @@ from dhp.parallel.attention.ring import Ring, ring_attention
 from dhp.parallel.attention.shard_plan import ShardPlan, is_whole
 from dhp.parallel.comm.collectives import AllToAll
 
-# Tokens of divided segments up to which keys and values are better gathered at once than passed around: one message's
-# delay counts for more than what it carries (`python -m experiments.ring_or_gather`).
+# Keys and values of at most so many tokens of divided segments are gathered at once, not passed around: the delay of a
+# message then counts for more than its size (`python -m experiments.ring_or_gather`).
 GATHER_TOKENS = 512
 
 
@@ -88,12 +88,19 @@ def key_copies(heads: int, kv_heads: int, degree: int) -> int:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Which tokens attend to each other: every segment to itself; causal: only to what came before, itself included.
+    """Which tokens attend to each other: those of a segment.
 
-    groups: (length, count) of the segments that are here whole, equal lengths together. Without `bounds` each group is
-    one batched kernel call. bounds: where each of them begins and the last ends, int32 [segments + 1], for one call
-    over all. order: tokens in the order of the calls, those of divided segments last; None when they already are in it.
-    inverse: its inverse. rest: what the tokens of divided segments do, if any rank has some.
+    groups: (length, count) of the segments that this rank has whole, equal lengths together. Without `bounds` each
+    group is one batched kernel call.
+
+    order: tokens in the order of the calls, those of divided segments last; None when they already lie so. inverse: the
+    inverse permutation.
+
+    causal: a token attends to itself and to what comes before it in its segment.
+
+    rest: what the tokens of divided segments do; None where no rank has any.
+
+    bounds: where each whole segment begins and the last ends, int32 [segments + 1], for one call over all of them.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -244,7 +251,8 @@ def _plan(
     rest: Ulysses | Ring | None,
     varlen: bool = False,
 ) -> SegmentPlan:
-    """For `ranges`, in the order of rows: what is whole, by length unless one call takes them all, then the rest."""
+    """The plan of a rank with these ranges, in the order of its rows: whole segments first, by length unless one call
+    takes them all, then the tokens of divided ones."""
     starts: dict[int, list[int]] = defaultdict(list)
     divided: list[Tensor] = []
     for piece, start in zip(ranges, accumulate((piece.count for piece in ranges), initial=0)):

@@ -32,7 +32,7 @@ from dhp.parallel.tensor.styles import PARTIAL_OVER
 
 
 class _Shard:
-    """This rank's rows of one parameter: the optimizer's weight, which is FSDP's memory, and where it lies."""
+    """This rank's rows of one parameter: the optimizer's weight, on FSDP's memory, and its extent."""
 
     def __init__(self, name: str, owner: nn.Module, own: str, mesh: DeviceMesh):
         parameter = owner.get_parameter(own)
@@ -55,12 +55,15 @@ class _Shard:
 
 
 class FullySharded:
-    """Every rank of `mesh` keeps its rows of the optimizer's state and of the gradients; with stage 3 of the weights
-    too, which are gathered for each layer's forward and backward, with stage 2 once a step.
+    """Every rank of `mesh` keeps its rows of the optimizer's state and of the gradients. With stage 3 it keeps its rows
+    of the weights too: they are gathered for each layer's forward and backward; with stage 2, once a step.
 
-    layers: of the module, each of which is gathered as one. tensor_rank: this rank's number among those that hold other
-    slices. The module's parameters come in `exact_dtype(dtype)`, stay so as master weights, and are gathered in
-    `dtype`.
+    layers: of the module, each of which is gathered as one.
+
+    tensor_rank: this rank's number among those that hold other slices.
+
+    dtype: in which weights are gathered. The module's parameters come in `exact_dtype(dtype)` and stay so as master
+    weights.
     """
 
     def __init__(

@@ -34,13 +34,14 @@ class _Bucket:
 class Gradients:
     """Sums of the gradients of `parameters`, in `dtype`, over micro-batches and over the ranks of `group`.
 
-    partial: by a parameter's id, further ranks over which its gradients are parts of a sum. overlap: begin the sum of
-    a bucket over the ranks as soon as its last gradient is there, not when all are. exclusive: let nothing that is
-    computed after backward begin before the sums are done. Ranks of two parts that share GPUs take turns on them: a sum
-    needs all GPUs at once, and spins on those that already have come to it while the other part computes on the rest.
+    partial: by a parameter's id, further ranks over which its gradients are summed.
 
-    Where there is nothing to sum over and the parameters' own format is `dtype`, gradients stay where autograd
-    accumulates them and nothing is copied.
+    overlap: the sum of a bucket over the ranks begins as soon as its last gradient is there, not when all are.
+
+    exclusive: no computation after backward begins before the sums are done. Ranks of two parts that share GPUs need
+    it: a sum needs all GPUs at once, and spins on those that have come to it while the other part computes on the rest.
+
+    With one rank and parameters in `dtype`, gradients stay where autograd accumulates them and nothing is copied.
     """
 
     def __init__(

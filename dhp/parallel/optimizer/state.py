@@ -1,4 +1,4 @@
-"""How an update hands over its optimizer's state to be saved, and takes it back: named tensors, each with its extent.
+"""How an optimizer hands over its state to be saved, and takes it back: named tensors, each with its extent.
 
 Each moment goes by its parameter's name, `<parameter>.exp_avg`; where a rank holds a range of a parameter's elements,
 the range says which. So the names and extents tell what belongs where for any number of ranks.
