@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from math import ceil
 
-WINDOW_STEPS = 20  # steps that are looked at together
+STALL_WINDOW = 20  # steps that are looked at together
 TOLERATED_WAIT = 0.02  # of the step time may be spent waiting for data
 SPARE_SPEED = 1.1  # times the mean: reading should be so much faster, because steps differ
 
@@ -18,9 +18,9 @@ class KeepingUp:
 
     def __init__(self, workers: int, prefetch: int, windows: bool = False) -> None:
         self._workers, self._prefetch, self._windows = workers, prefetch, windows
-        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW_STEPS)
+        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=STALL_WINDOW)
         self._seen = 0
-        self._next = WINDOW_STEPS + 1  # the first step waits for its data however fast reading is
+        self._next = STALL_WINDOW + 1  # the first step waits for its data however fast reading is
 
     def add(self, step_s: float, data_s: float, read_s: float, measure_s: float) -> str | None:
         """A step has ended. What to tell the user, now and then, while more than 2% of the time goes into waiting.
@@ -36,7 +36,7 @@ class KeepingUp:
         if waits <= TOLERATED_WAIT * steps:
             return None
         self._next = 2 * self._seen
-        told = f"{waits / steps:.0%} of the last {WINDOW_STEPS} steps' time went into waiting for data"
+        told = f"{waits / steps:.0%} of the last {STALL_WINDOW} steps' time went into waiting for data"
         if self._windows and measuring > steps - waits:
             return (
                 f"{told}: one process measures the samples of each window (data.balance_window) and takes longer than "

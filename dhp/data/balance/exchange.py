@@ -19,14 +19,14 @@ SPARE_ITEMS = 8  # items that a bin may hold beyond the mean number: free slots 
 DIVIDED_ITEMS = 10  # two bins of no more items together are divided anew in all ways
 ENOUGH_DEVIATION = 1e-3  # of a bin's load from its target, relative: below it the bin counts as even
 RESOLUTION = 1e6  # loads are sorted in steps of 1 / RESOLUTION of the target
-NOTHING = -1  # no item: at an empty slot of a bin, or on one side of a move
+EMPTY = -1  # no item: at an empty slot of a bin, or on one side of a move
 STAY = -2  # in the place of an item: no exchange is better
 
 
 class _Bins(NamedTuple):
     """The items of each bin.
 
-    held: int32 [bins, slots], the items, then NOTHING. counts: int32 [bins], how many items. sums: float64 [bins,
+    held: int32 [bins, slots], the items, then EMPTY. counts: int32 [bins], how many items. sums: float64 [bins,
     features], their load.
     """
 
@@ -92,13 +92,13 @@ def _deal(order: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
     """Items in rounds over the bins, every other round backwards: [bins, room] and counts."""
     items = len(order)
     rounds = -(-items // bins)
-    held = np.full((bins, rounds + SPARE_ITEMS), NOTHING, dtype=np.int32)
-    padded = np.full(rounds * bins, NOTHING, dtype=np.int32)
+    held = np.full((bins, rounds + SPARE_ITEMS), EMPTY, dtype=np.int32)
+    padded = np.full(rounds * bins, EMPTY, dtype=np.int32)
     padded[:items] = order
     table = padded.reshape(rounds, bins)
     table[1::2] = table[1::2, ::-1]
     held[:, :rounds] = table.T
-    counts = (held[:, :rounds] != NOTHING).sum(axis=1).astype(np.int32)
+    counts = (held[:, :rounds] != EMPTY).sum(axis=1).astype(np.int32)
     return held, counts  # the last, shorter round is the only one with gaps, so each bin's items stand first
 
 
@@ -127,12 +127,12 @@ def _swap_pairs(order: np.ndarray, bins: _Bins, goal: _Goal, moves: bool) -> Non
 def _best_exchange(
     bins: _Bins, goal: _Goal, one: int, other: int, moves: bool
 ) -> tuple[int, int]:  # pragma: no cover - compiled
-    """The slots of two bins whose items should change sides: NOTHING for a bin that gives none, STAY if nothing should
+    """The slots of two bins whose items should change sides: EMPTY for a bin that gives none, STAY if nothing should
     change."""
     held, counts, sums = bins
     loads, weights = goal
     best, best_i, best_j = _cost(sums, goal, one, other) - 1e-12, STAY, STAY  # only what is really better
-    first = NOTHING if moves else 0
+    first = EMPTY if moves else 0
     for i in range(first, counts[one]):
         for j in range(first, counts[other]):
             if (i < 0 or j < 0) and not _may_move(bins, one, other, i, j):
@@ -206,7 +206,7 @@ def _move(bins: _Bins, source: int, slot: int, target: int) -> None:  # pragma: 
     counts[target] += 1
     counts[source] -= 1
     held[source, slot] = held[source, counts[source]]
-    held[source, counts[source]] = NOTHING
+    held[source, counts[source]] = EMPTY
 
 
 @njit(cache=True)
@@ -279,4 +279,4 @@ def _apply_division(
             sums[bin_, k] += goal.loads[items[n], k]
     for bin_ in (one, other):
         for slot in range(counts[bin_], held.shape[1]):
-            held[bin_, slot] = NOTHING
+            held[bin_, slot] = EMPTY

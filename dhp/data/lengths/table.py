@@ -15,7 +15,7 @@ from dhp.data.lengths.cache import LengthCache, Lengths, key_of, measure_lengths
 from dhp.data.preprocess import Preprocessor
 from dhp.data.source import Dataset
 
-CHUNK_ROWS = 250  # samples that are measured in one go: a second, or minutes where videos must be counted or fetched
+MEASURED_ROWS = 250  # samples that are measured in one go: a second, or minutes where videos must be counted or fetched
 SAVE_S = 30.0  # between two writes while lengths are being measured: what a stopped run may lose
 UNKNOWN = -1
 
@@ -52,8 +52,8 @@ class LengthTable:
     def chunks(self, rows: np.ndarray) -> list[RowChunk]:
         """Rows in chunks, whatever is known of them."""
         return [
-            RowChunk(self._annotations.dataset, rows[start : start + CHUNK_ROWS])
-            for start in range(0, len(rows), CHUNK_ROWS)
+            RowChunk(self._annotations.dataset, rows[start : start + MEASURED_ROWS])
+            for start in range(0, len(rows), MEASURED_ROWS)
         ]
 
     def measure(self, rows: np.ndarray) -> Lengths:

@@ -71,7 +71,7 @@ def test_lengths_of_each_epoch_equal_the_samples_own(make, dataset: Dataset, pre
 
 
 def test_chunks_are_learned_in_any_order_and_kept(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(length_table, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(length_table, "MEASURED_ROWS", 3)
     table = make()
     chunks = table.missing(NONE)
     told = [("pictures", [0, 1, 2]), ("pictures", [3]), ("words", [0, 1, 2]), ("words", [3, 4, 5])]
