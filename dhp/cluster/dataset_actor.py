@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any
 
 import ray
@@ -50,8 +50,8 @@ class _Reader:
         """Info and routes, then every shard's work, part by part and micro-batch by micro-batch: one object each."""
         with named_errors(self._who, _reading(batch.step)), span(_reading(batch.step), DATA):
             data = self._feed.read(batch)
-        pieces = [piece for of_part in data.work.values() for micro_batch in of_part for piece in micro_batch]
-        return data.info, data.routes, *pieces
+        micro_batches = chain.from_iterable(data.work.values())
+        return data.info, data.routes, *chain.from_iterable(micro_batches)
 
     def take_spans(self) -> list[Span]:
         """What was read when since the last time, if the run is traced."""

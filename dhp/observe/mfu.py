@@ -17,13 +17,11 @@ TERA = 1e12
 def known_peaks() -> dict[tuple[str, str], float]:
     """Operations a second by device name and number format, as vendors tell them."""
     devices = json.loads((shipped_directory() / TABLE).read_text(encoding="utf-8"))["devices"]
-    return {
-        (name, key): value * TERA
-        for device in devices
-        for name in device["names"]
-        for key, value in device.items()
-        if key not in ("names", "source")
-    }
+    peaks = {}
+    for device in devices:
+        formats = {key: value * TERA for key, value in device.items() if key not in ("names", "source")}
+        peaks |= {(name, key): peak for name in device["names"] for key, peak in formats.items()}
+    return peaks
 
 
 def who_measures(devices: Sequence[DeviceInfo]) -> list[bool]:
