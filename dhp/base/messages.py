@@ -22,9 +22,9 @@ class Bundle:
 class StepInfo:
     """What everyone must know of a step: global counts over all replicas and micro-batches.
 
-    epoch: that it begins in. done: epochs after the step, with a fraction.
+    epoch: the one that the step begins in. done: epochs after the step, with a fraction.
 
-    images: and videos.
+    images: how many images and videos.
 
     tokens: of the decoder, without padding; padded_tokens: with it. target_tokens: N_global of the objective.
 
@@ -36,8 +36,8 @@ class StepInfo:
 
     flops: useful operations of each part, forward and backward.
 
-    data_s: seconds spent reading and decoding. measure_s: seconds spent on which samples the step has, on measuring
-    their lengths among it.
+    data_s: seconds spent reading and decoding. measure_s: seconds spent on choosing its samples, which includes
+    measuring their lengths.
     """
 
     step: int
@@ -128,20 +128,26 @@ class StageReport:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What one rank computes on. place: the same for ranks that share it. format: of the numbers that it multiplies.
-    measured: operations a second, where this rank has measured them."""
+    """What one rank computes on.
+
+    device_id: the same for ranks that share the device. format: of the numbers that it multiplies. measured: operations
+    a second, where this rank has measured them.
+    """
 
     kind: str  # cpu | cuda
     name: str
-    place: str
+    device_id: str
     format: str
     measured: float | None = None
 
 
 @dataclass(frozen=True)
 class StepData:
-    """One step, dealt out. work: of each part, [micro-batch][shard]. routes: of each part whose rows go where the data
-    say, one for each micro-batch."""
+    """One step, dealt out.
+
+    work: for each part, [micro-batch][shard]. routes: for each part whose rows go where the data say, one for each
+    micro-batch.
+    """
 
     info: StepInfo
     work: Mapping[str, tuple[tuple[Any, ...], ...]]
@@ -155,8 +161,11 @@ Choices = tuple[str, ...]  # what each layer of a stage recomputes, in order: se
 class LayerUsage:
     """What one layer took in the step's largest micro-batch.
 
-    kind: layers of one kind do the same work. held_bytes: kept from forward to backward. replay_bytes: what recomputing
-    adds to that, until the layer's backward is done. replay_s: seconds of recomputing in the whole step.
+    kind: layers of one kind do the same work.
+
+    held_bytes: kept from forward to backward. replay_bytes: added by recomputing, until the layer's backward is done.
+
+    replay_s: seconds of recomputing in the whole step.
     """
 
     kind: str
@@ -170,8 +179,11 @@ class LayerUsage:
 class StageUsage:
     """What activations took on one rank of a stage in one step.
 
-    peak_bytes: the most at any moment. before_bytes, after_bytes: kept for backward outside the layers, by what comes
-    before and after them. rows: patches or tokens of the largest micro-batch, and all_rows of the step.
+    peak_bytes: the most at any moment.
+
+    before_bytes, after_bytes: kept for backward by what comes before and after the layers.
+
+    rows: patches or tokens of the largest micro-batch. all_rows: those of the step.
     """
 
     peak_bytes: int

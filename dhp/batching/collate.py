@@ -8,18 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.data.sample import IGNORED, Sample
+from dhp.base.geometry import IGNORED
+from dhp.data.sample import Sample
 from dhp.models.family import Family
 
 Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch
 
-# Arguments of the model with a row a picture, where all others have a place a token.
+# Arguments of the model with a row a picture, where all others have an element a token.
 GRIDS, VIDEO_GRIDS, VIDEO_SECONDS = "image_grid_thw", "video_grid_thw", "second_per_grid_ts"
 BY_PICTURE = (GRIDS, VIDEO_GRIDS, VIDEO_SECONDS)
 
 
-class Rows:
-    """Rows for one model. packing: one row without padding for all samples, in place of a row a sample."""
+class Collator:
+    """A replica's samples as one model's arguments. packing: all of them in one row without padding, not a row each."""
 
     def __init__(self, family: Family, pad_token_id: int, packing: bool) -> None:
         self._family, self._pad, self._packing = family, pad_token_id, packing
@@ -88,6 +89,6 @@ def _grids(row: Row) -> dict[str, Tensor]:
 
 def _pad_rows(rows: Sequence, fill: int, lengths: Tensor) -> Tensor:
     padded = torch.full((len(lengths), int(lengths.max())), fill, dtype=torch.long)
-    for place, row in zip(padded, rows, strict=False):
-        place[: len(row)] = torch.from_numpy(row)
+    for into, row in zip(padded, rows, strict=False):
+        into[: len(row)] = torch.from_numpy(row)
     return padded

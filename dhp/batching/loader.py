@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dhp.base.errors import ModelError
 from dhp.base.messages import StepData
-from dhp.batching.collate import Rows, pixels_by_argument
+from dhp.batching.collate import Collator, pixels_by_argument
 from dhp.batching.scatter import Dealer
 from dhp.config.schema import DatasetEntry
 from dhp.data.lengths.cache import LengthCache, Lengths
-from dhp.data.lengths.table import Chunk, MeasuredDataset
+from dhp.data.lengths.table import MeasuredDataset, RowChunk
 from dhp.data.media.video import Taking
 from dhp.data.order.balance_settings import Balancing
 from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler, StepBatch
@@ -50,7 +50,11 @@ class Split:
 class FeedSettings:
     """What the dataset actor is told at birth.
 
-    registry: by dataset name. encoders: by part. cache_dir: of lengths.
+    registry: where each dataset lies, by its name.
+
+    encoders: how each one's inputs are dealt out, by part.
+
+    cache_dir: where lengths are kept.
     """
 
     model_name: str
@@ -149,15 +153,20 @@ class Feed:
         pixel_dtype: torch.dtype = torch.float32,
         locality: Locality | None = None,
     ):
-        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence.
-        packing: one row without padding for each text replica and micro-batch, in place of a row a sample.
-        measured: where rows are balanced. pixel_dtype: in which patches travel to the tower. locality: which vision
-        replicas are near which text replica.
+        """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
+
+        packing: a text replica has one row without padding in each micro-batch, not a row a sample.
+
+        measured: the dataset's lengths; None: rows are not balanced.
+
+        pixel_dtype: in which patches travel to the tower.
+
+        locality: which vision replicas are near which text replica.
         """
         self._source = source
         self._family = family
-        self._rows = Rows(family, pad_token_id, packing)
-        self._dealer = Dealer(family, self._rows, replicas, ranks, pixel_dtype, locality)
+        self._collator = Collator(family, pad_token_id, packing)
+        self._dealer = Dealer(family, self._collator, replicas, ranks, pixel_dtype, locality)
         self.measured = measured
 
     @property
@@ -206,15 +215,15 @@ class Feed:
         """The samples of a step (0-based), before they are dealt out."""
         return self._source.step(step)
 
-    def missing(self, step: int = 0) -> list[Chunk]:
+    def missing(self, step: int = 0) -> list[RowChunk]:
         """Parts of the datasets whose lengths must be measured before a run begins with `step`."""
         return [] if self.measured is None else self.measured.missing(self._source.sampler.first(step))
 
-    def measure(self, chunk: Chunk) -> Lengths:
+    def measure(self, chunk: RowChunk) -> Lengths:
         """Lengths of a part of a dataset; another feed of the same settings may do it for this one."""
         return self.measured.measure(chunk)
 
-    def learn(self, chunk: Chunk, lengths: Lengths) -> None:
+    def learn(self, chunk: RowChunk, lengths: Lengths) -> None:
         """Take what was measured."""
         self.measured.learn(chunk, lengths)
 
@@ -227,7 +236,7 @@ class Feed:
         tensors = {}
         for m, rows in enumerate(self._source.step(step).samples):
             for d, row in enumerate(rows):
-                named = self._rows.padded(row) | pixels_by_argument(row)
+                named = self._collator.padded(row) | pixels_by_argument(row)
                 plain = self._family.processor.plain_inputs(named)
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
         return tensors

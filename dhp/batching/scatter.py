@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dhp.base.geometry import Grid
 from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
 from dhp.base.routes import Route
-from dhp.batching.collate import Row, Rows
+from dhp.batching.collate import Collator, Row
 from dhp.data.balance.metrics import dist_ratio
-from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
-from dhp.models.family import Family, Grid, ImageLayout
+from dhp.models.family import Family, ImageLayout
 from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces, shard_images
 from dhp.parallel.attention.locality import Locality
 
@@ -37,25 +37,28 @@ class Dealer:
     def __init__(
         self,
         family: Family,
-        rows: Rows,
+        collator: Collator,
         replicas: int,
         ranks: int,
         pixel_dtype: torch.dtype = torch.float32,
         locality: Locality | None = None,
     ):
-        """replicas × ranks: vision data replicas, and the ranks of each that share a sequence. pixel_dtype: in which
-        patches travel; where the tower rounds them to it first thing, it gets the same bits. locality: which vision
-        replicas are near which text replica; None: all alike."""
+        """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
+
+        pixel_dtype: in which patches travel. The tower gets the same bits if it rounds them to this format first thing.
+
+        locality: which vision replicas are near which text replica; None: all are equally near.
+        """
         self._locality = locality
         self._pixel_dtype = pixel_dtype
-        self._family, self._rows = family, rows
+        self._family, self._collator = family, collator
         self._replicas, self._ranks = replicas, ranks
         self._known_layout = lru_cache(maxsize=256)(family.tower.image_layout)
 
     def deal(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
         pictures = [self._pictures(rows) for rows in samples.samples]
-        targets = sum(s.target_tokens for rows in samples.samples for row in rows for s in row)
+        targets = sum(sample.target_tokens for sample in samples.flat)
         vision, text, routes = [], [], []
         for of_micro_batch, rows in zip(pictures, samples.samples, strict=True):
             shards = self._shard(of_micro_batch)
@@ -66,19 +69,20 @@ class Dealer:
         return StepData(info, {"vision": tuple(vision), "text": tuple(text)}, {"vision": tuple(routes)})
 
     def _flops(self, samples: StepSamples, pictures: Sequence[Sequence[Picture]], targets: int) -> dict[str, int]:
-        lengths = [len(s.input_ids) for rows in samples.samples for row in rows for s in row]
+        lengths = [len(sample.input_ids) for sample in samples.flat]
         return {
             "vision": self._family.tower.work.flops(picture.layout for found in pictures for picture in found),
             "text": self._family.decoder.work.flops(lengths, targets),
         }
 
     def _pictures(self, rows: Sequence[Row]) -> list[Picture]:
-        return [
-            Picture(d, torch.from_numpy(pixels), self._layout(grid))
-            for d, row in enumerate(rows)
-            for sample in row
-            for pixels, grid in zip(sample.pixels, sample.grids, strict=True)
-        ]
+        """Of one micro-batch, in the order of its text replicas and their samples."""
+        found = []
+        for replica, row in enumerate(rows):
+            for sample in row:
+                pairs = zip(sample.pixels, sample.grids, strict=True)
+                found += [Picture(replica, torch.from_numpy(pixels), self._layout(grid)) for pixels, grid in pairs]
+        return found
 
     def _layout(self, grid: Grid) -> ImageLayout:
         """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
@@ -124,7 +128,7 @@ class Dealer:
         units = [[_units(pictures[p.image].layout, p.first, p.last) + starts[p.image] for p in ps] for ps in wanted]
         received = [torch.cat(rank) if rank else torch.empty(0, dtype=torch.long) for rank in units]
         placement = torch.argsort(torch.cat(received)) if total else None
-        tensors, lengths = self._rows.make(row)
+        tensors, lengths = self._collator.make(row)
         return TextInput(tensors, lengths, placement, target_tokens)
 
 
@@ -157,25 +161,25 @@ def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
 def _lay_out(
     pictures: Sequence[Picture], group: Sequence[Pieces], dummy: int
 ) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, int, int], ...], ...]]:
-    """Lengths of the full-attention segments of a group of ranks, and each rank's spans of them.
+    """Lengths of the full-attention segments of a group of ranks, and each rank's ranges of them.
 
     A rank without pieces has a dummy window, which is a segment of its own.
     """
-    numbers: dict[tuple[int, int], int] = {}  # of a segment by image and place in it
+    numbers: dict[tuple[int, int], int] = {}  # of a segment by image and frame
     lengths: list[int] = []
     shards = []
     for pieces in group:
-        spans = []
+        ranges = []
         for piece in pieces:
             for frame, first, count in _frames(pictures[piece.image].layout, piece):
                 number = numbers.setdefault((piece.image, frame), len(lengths))
                 if number == len(lengths):
                     lengths.append(pictures[piece.image].layout.frame_lengths[frame])
-                spans.append((number, first, count))
+                ranges.append((number, first, count))
         if not pieces:
-            spans.append((len(lengths), 0, dummy))
+            ranges.append((len(lengths), 0, dummy))
             lengths.append(dummy)
-        shards.append(tuple(spans))
+        shards.append(tuple(ranges))
     return tuple(lengths), tuple(shards)
 
 
@@ -197,7 +201,7 @@ def _count(
     text: Sequence[Sequence[TextInput]],
     flops: dict[str, int],
 ) -> StepInfo:
-    flat: list[Sample] = [s for rows in samples.samples for row in rows for s in row]
+    flat = samples.flat
     tokens = [[work.tensors["input_ids"].numel() for work in row] for row in text]
     patches = [[len(work.pixels) if any(work.rows) else 0 for work in row] for row in vision]
     return StepInfo(

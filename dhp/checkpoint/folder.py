@@ -10,8 +10,8 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from dhp.base.errors import CheckpointError, ConfigError
+from dhp.checkpoint.completeness import check_part, read_header
 from dhp.checkpoint.disk import damaged, read_json, reading, sync, write_text, writing
-from dhp.checkpoint.whole import check_part, read_header
 
 ABOUT = "checkpoint.json"
 MODEL = "model"  # configuration, tokenizer and processors of the model, without weights

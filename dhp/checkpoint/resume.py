@@ -24,8 +24,13 @@ LAYOUT = ("vision.", "text.")  # beginnings of the settings that say how a part 
 
 @dataclass(frozen=True)
 class Start:
-    """step: steps done before; skipped_samples: counted in them; settings: those of the checkpoint, by key; data: what
-    the sampler told of its order; damaged: newer checkpoints that cannot be continued from, with the reason."""
+    """Where a run begins.
+
+    step: steps done before. skipped_samples: how many samples they left out.
+
+    settings: those of the checkpoint, by key. data: what its sampler told of the order of samples.
+
+    damaged: newer checkpoints that no run can continue from, with the reason."""
 
     checkpoint: Path | None = None
     step: int = 0

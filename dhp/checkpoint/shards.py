@@ -1,4 +1,4 @@
-"""A part's tensors on disk as its ranks hold them: safetensors files of each rank, and the place of each piece.
+"""A part's tensors on disk as its ranks hold them: safetensors files of each rank, and the extent of each piece.
 
 Reading puts pieces together again whatever the number of ranks was. Nothing is pickled.
 """
@@ -19,39 +19,39 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dhp.base.errors import CheckpointError
+from dhp.checkpoint.completeness import read_extents
 from dhp.checkpoint.disk import reading, sync, write_text, writing
-from dhp.checkpoint.whole import read_places
 
-Place = dict[str, Any]  # {"shape": of the whole, and "offset": of a block in it, or "flat": of a range of its elements}
-
+# {"shape": of the whole, and "offset": of a block in it, or "flat": of a range of its elements}
+PieceExtent = dict[str, Any]
 
 FILE_BYTES = 256 << 20  # of pieces that a rank collects in host memory before it writes a file
 
 
 class ShardWriter:
     """Writes what one rank holds into `rank_NNNNN.safetensors`, further ones `rank_NNNNN_NNN.safetensors`, and beside
-    each a `.json` with the place of each piece. No more than about `FILE_BYTES` is in host memory at a time, whatever
+    each a `.json` with the extent of each piece. No more than about `FILE_BYTES` is in host memory at a time, whatever
     the rank holds."""
 
     def __init__(self, folder: Path, rank: int, stage_rank: int | None = None):
-        """rank: among all ranks of the part, whose stages hold different layers; stage_rank: among those of its stage,
-        None: the part is one."""
+        """rank: its number in the part, whose stages hold different layers. stage_rank: its number in the stage;
+        None: the part is one stage."""
         self._folder, self._rank = folder, rank
         self._stage_rank = rank if stage_rank is None else stage_rank
-        self._pending: list[dict[str, tuple[Tensor, Place]]] = []  # by file; a file has one piece of a tensor
+        self._pending: list[dict[str, tuple[Tensor, PieceExtent]]] = []  # by file; a file has one piece of a tensor
         self._nbytes = 0
         self._files: list[str] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A tensor of which all ranks of the stage hold the same, written by the first of them alone, or a DTensor, of
-        which each its slice."""
+        """A plain tensor, the same on all ranks of the stage, of which the first writes it; or a DTensor, of which each
+        rank writes its slice."""
         if self._stage_rank and not _is_sharded(tensor):
             return
         local, offset = _own_piece(tensor.detach())
         self._keep(name, local, {"shape": list(tensor.shape), "offset": list(offset)})
 
     def add_once(self, name: str, tensor: Tensor) -> None:
-        """A tensor of which all ranks of the part hold the same, written by the first of them alone."""
+        """A tensor that is the same on all ranks of the part: the first of them writes it."""
         if not self._rank:
             self.add(name, tensor)
 
@@ -68,12 +68,12 @@ class ShardWriter:
         self._flush()
         return tuple(self._files)
 
-    def _keep(self, name: str, piece: Tensor, place: Place) -> None:
+    def _keep(self, name: str, piece: Tensor, extent: PieceExtent) -> None:
         pieces = next((pieces for pieces in self._pending if name not in pieces), None)
         if pieces is None:
             pieces = {}
             self._pending.append(pieces)
-        pieces[name] = (piece.cpu().contiguous(), place)
+        pieces[name] = (piece.cpu().contiguous(), extent)
         self._nbytes += piece.nbytes
         if self._nbytes >= FILE_BYTES:
             self._flush()
@@ -82,13 +82,13 @@ class ShardWriter:
         for pieces in self._pending:
             number = len(self._files) // 2
             stem = f"rank_{self._rank:05d}" + (f"_{number:03d}" if number else "")
-            weights, places = self._folder / f"{stem}.safetensors", self._folder / f"{stem}.json"
+            weights, extents = self._folder / f"{stem}.safetensors", self._folder / f"{stem}.json"
             with writing(weights):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 save_tensors({name: piece for name, (piece, _) in pieces.items()}, weights)
                 sync(weights)
-            write_text(places, json.dumps({name: place for name, (_, place) in pieces.items()}, indent=1))
-            self._files += [weights.name, places.name]
+            write_text(extents, json.dumps({name: extent for name, (_, extent) in pieces.items()}, indent=1))
+            self._files += [weights.name, extents.name]
         self._pending, self._nbytes = [], 0
 
 
@@ -98,16 +98,16 @@ class ShardReader:
     def __init__(self, folder: Path):
         """Raises CheckpointError when the directory is no part of a checkpoint, or a file is missing or damaged."""
         self._folder = folder
-        self._pieces: dict[str, list[tuple[Path, Place]]] = {}
-        places_files = sorted(folder.glob("rank_*.json"))
-        if not places_files:
+        self._pieces: dict[str, list[tuple[Path, PieceExtent]]] = {}
+        extent_files = sorted(folder.glob("rank_*.json"))
+        if not extent_files:
             raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint")
-        for file in places_files:
+        for file in extent_files:
             weights = file.with_suffix(".safetensors")
             if not weights.is_file():
                 raise CheckpointError(f"{weights} is missing beside {file.name}: the checkpoint is incomplete")
-            for name, place in read_places(file).items():
-                self._pieces.setdefault(name, []).append((weights, place))
+            for name, extent in read_extents(file).items():
+                self._pieces.setdefault(name, []).append((weights, extent))
 
     @property
     def names(self) -> list[str]:
@@ -117,10 +117,10 @@ class ShardReader:
     def whole(self, name: str) -> Tensor:
         """The whole tensor. Raises CheckpointError when a piece is missing or does not fit."""
         whole, filled = None, 0
-        for file, place in self._of(name):
+        for file, extent in self._of(name):
             piece = _read(file, name)
-            whole = torch.empty(place["shape"], dtype=piece.dtype) if whole is None else whole
-            _place(piece, whole, place, f"{file}: {name}")
+            whole = torch.empty(extent["shape"], dtype=piece.dtype) if whole is None else whole
+            _put(piece, whole, extent, f"{file}: {name}")
             filled += piece.numel()
         if filled != whole.numel():
             raise CheckpointError(
@@ -146,8 +146,8 @@ class ShardReader:
 
     def flat(self, name: str, start: int, count: int) -> Tensor:
         """`count` elements of the tensor from its `start`-th on in row-major order, from whatever pieces hold them."""
-        for file, place in self._of(name):
-            if place.get("flat") == start:
+        for file, extent in self._of(name):
+            if extent.get("flat") == start:
                 piece = _read(file, name)
                 if piece.numel() == count:
                     return piece
@@ -159,12 +159,12 @@ class ShardReader:
         Raises CheckpointError when they do not fill it.
         """
         found, filled = None, 0
-        for file, place in self._of(name):
-            if "flat" in place:
+        for file, extent in self._of(name):
+            if "flat" in extent:
                 return self.whole(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
             with reading(file), safe_open(file, framework="pt") as pieces:
                 piece = pieces.get_slice(name)
-                there, here = _overlap(place["offset"], piece.get_shape(), offset, shape)
+                there, here = _overlap(extent["offset"], piece.get_shape(), offset, shape)
                 if here is not None:
                     values = piece[there]
                     found = torch.empty(shape, dtype=values.dtype) if found is None else found
@@ -180,8 +180,8 @@ class ShardReader:
     def _slice(self, name: str, held: DTensor) -> Tensor:
         shape, offset = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
         if not any(isinstance(placement, _StridedShard) for placement in held.placements):
-            for file, place in self._of(name):
-                if place.get("offset") == list(offset):
+            for file, extent in self._of(name):
+                if extent.get("offset") == list(offset):
                     piece = _read(file, name)
                     if piece.shape == torch.Size(shape):
                         return piece
@@ -189,7 +189,7 @@ class ShardReader:
         whole = self.whole(name).to(held.device)
         return distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None).to_local()
 
-    def _of(self, name: str) -> list[tuple[Path, Place]]:
+    def _of(self, name: str) -> list[tuple[Path, PieceExtent]]:
         if name not in self._pieces:
             raise CheckpointError(
                 f"{self._folder} holds no {name}: the checkpoint is of another model, or a rank's file is missing"
@@ -198,7 +198,7 @@ class ShardReader:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write a safetensors file with the mode of any other file: the library lets its owner alone read it."""
+    """Write a safetensors file with the permissions of any new file: the library lets only the owner read it."""
     file.touch()
     mode = file.stat().st_mode
     save_file(dict(tensors), file)
@@ -265,19 +265,19 @@ def _own_piece(weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return weight.to_local(), tuple(offset)
 
 
-def _place(piece: Tensor, whole: Tensor, place: Place, where: str) -> None:
-    fits = list(whole.shape) == place["shape"]
-    if "flat" in place:
-        begin = place["flat"]
+def _put(piece: Tensor, whole: Tensor, extent: PieceExtent, where: str) -> None:
+    fits = list(whole.shape) == extent["shape"]
+    if "flat" in extent:
+        begin = extent["flat"]
         if fits and begin + piece.numel() <= whole.numel():
             whole.view(-1)[begin : begin + piece.numel()] = piece
             return
     else:
-        ends = [o + n for o, n in zip(place["offset"], piece.shape, strict=True)]
+        ends = [o + n for o, n in zip(extent["offset"], piece.shape, strict=True)]
         if fits and all(e <= n for e, n in zip(ends, whole.shape, strict=True)):
-            whole[tuple(slice(o, e) for o, e in zip(place["offset"], ends, strict=True))] = piece
+            whole[tuple(slice(o, e) for o, e in zip(extent["offset"], ends, strict=True))] = piece
             return
     raise CheckpointError(
-        f"{where}: a piece of shape {list(piece.shape)} at {place.get('offset', place.get('flat'))} of "
-        f"{place['shape']} does not fit the weight's {list(whole.shape)}: the files belong to different checkpoints"
+        f"{where}: a piece of shape {list(piece.shape)} at {extent.get('offset', extent.get('flat'))} of "
+        f"{extent['shape']} does not fit the weight's {list(whole.shape)}: the files belong to different checkpoints"
     )

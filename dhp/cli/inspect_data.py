@@ -21,10 +21,10 @@ from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.data.balance.methods import METHODS, PADDED
-from dhp.data.balance.metrics import Balance, measure
+from dhp.data.balance.metrics import BalanceMetrics, measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from dhp.data.lengths.cache import Lengths
-from dhp.data.lengths.table import Chunk
+from dhp.data.lengths.table import RowChunk
 from dhp.data.order.balance_settings import Balancing
 from dhp.models.registry import load_family
 from dhp.observe.histogram import draw_histograms
@@ -33,7 +33,7 @@ from dhp.run.chain import make_chain
 from dhp.run.locality import devices_as_planned, find_localities
 from dhp.run.settings import feed_settings
 
-SHOWN = 20  # defects that are printed; the file has all
+SHOWN_DEFECTS = 20  # defects that are printed; the file has all
 COLUMNS = ("steps", "pad", "dist_vision", "dist_text", "dist_flops", "cv_vision", "cv_text", "critical", "seconds")
 
 
@@ -91,10 +91,10 @@ class _Work:
 
     settings: FeedSettings
 
-    def measure(self, chunk: Chunk) -> Lengths:
+    def measure(self, chunk: RowChunk) -> Lengths:
         return _own_feed(self.settings).measure(chunk)
 
-    def decode(self, chunk: Chunk) -> dict[tuple[str, int], str]:
+    def decode(self, chunk: RowChunk) -> dict[tuple[str, int], str]:
         return _own_feed(self.settings).measured.decode(chunk)
 
 
@@ -123,7 +123,7 @@ def _decode(settings: FeedSettings, feed: Feed, workers: int) -> dict[tuple[str,
     return found
 
 
-def _map(work, chunks: Sequence[Chunk], workers: int, what: str) -> Iterator:
+def _map(work, chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator:
     """What `work` makes of each chunk, in order, in so many processes of their own; 0: here."""
     bar = {"total": len(chunks), "desc": what, "disable": not chunks}
     if not workers:
@@ -153,10 +153,10 @@ def _tell_datasets(feed: Feed, defects: Mapping[tuple[str, int], str]) -> None:
         tokens, vision = int(table.text.sum(dtype=np.int64)), int(table.vision.sum(dtype=np.int64))
         print(f"{name:24} {len(table.text):9} {text_only:9} {bad:9} {tokens:12} {vision:12}")
     print(f"an epoch shows {feed.dataset_size} samples")
-    for text in list(defects.values())[:SHOWN]:
+    for text in list(defects.values())[:SHOWN_DEFECTS]:
         print(f"  defective: {text}")
-    if len(defects) > SHOWN:
-        print(f"  … and {len(defects) - SHOWN} more")
+    if len(defects) > SHOWN_DEFECTS:
+        print(f"  … and {len(defects) - SHOWN_DEFECTS} more")
 
 
 def _tell_lengths(loads: Loads, limits: Limits) -> None:
@@ -180,7 +180,7 @@ def _balance(loads: Loads, balancing: Balancing, config: Config) -> Iterator[dic
         packs = METHODS[name](loads, limits, rows, config.seed)
         seconds = time.perf_counter() - start
         padded = name in PADDED and not config.data.packing
-        balance: Balance = measure(packs, loads, replicas, padded, dispatched=True)
+        balance: BalanceMetrics = measure_balance(packs, loads, replicas, padded, dispatched=True)
         yield {"method": name, "steps": -(-len(packs) // rows), **asdict(balance), "seconds": round(seconds, 3)}
 
 

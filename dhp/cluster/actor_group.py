@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dhp.cluster.clock import Reading, offset_ns
+from dhp.cluster.clock import ClockReading, offset_ns
 from dhp.cluster.dispatch import PerRank, spread
 from dhp.cluster.placement.reservation import Slot
 from dhp.cluster.watch import Watched, wait_all
@@ -86,5 +86,5 @@ class ActorGroup:
             self._watched.append(Watched(f"{stage} rank {rank}", what, ref, actor._actor_id.hex()))
 
 
-def _read_clock(actor: Any, timeout_s: float) -> Reading:
+def _read_clock(actor: Any, timeout_s: float) -> ClockReading:
     return ray.get(actor.read_clock.remote(), timeout=timeout_s)

@@ -12,19 +12,19 @@ _ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Reading:
+class ClockReading:
     """The monotonic clock of a host. Processes of one host share it."""
 
     host: str
     ns: int
 
 
-def read_clock() -> Reading:
+def read_clock() -> ClockReading:
     """This process's clock, now."""
-    return Reading(_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "", time.perf_counter_ns())
+    return ClockReading(_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "", time.perf_counter_ns())
 
 
-def offset_ns(read_other: Callable[[], Reading]) -> int:
+def offset_ns(read_other: Callable[[], ClockReading]) -> int:
     """What to add to the other's clock, from the fastest of a few questions: it was read half way (Cristian 1989).
 
     0 on this host. Off by at most half of that question's way there and back.

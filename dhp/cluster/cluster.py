@@ -23,9 +23,9 @@ from dhp.cluster.environment import require_own_gpu
 from dhp.cluster.gpus import HERE, check_gpus, read_gpus
 from dhp.cluster.paths import beacon
 from dhp.cluster.placement.nodes import own_node, read_nodes
-from dhp.cluster.placement.rank_mapping import TENSOR, arrange, describe_straddle, find_straddles, refuse_straddle
+from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_straddles, map_ranks, refuse_straddle
 from dhp.cluster.placement.reservation import Slot, bundle_nodes, plan_placement, reserve
-from dhp.cluster.placement.topology import Homes, find_homes
+from dhp.cluster.placement.topology import Topology, find_topology
 from dhp.cluster.runtime import LOCAL, cluster_gpus, ray_session
 from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
 from dhp.cluster.worker import GroupSettings
@@ -99,21 +99,21 @@ class Cluster:
             plan = plan_placement(devices, gpus if self.device == "cuda" else 0.0)
             reserved = reserve(plan, layout.start_timeout_s)
             stack.callback(remove_placement_group, reserved)
-            homes = find_homes(bundle_nodes(reserved), read_nodes())
+            topology = find_topology(bundle_nodes(reserved), read_nodes())
             degrees = {stage.name: asdict(stage.degrees) for stage in layout.chain.stages}
-            slots = arrange(plan.slots, homes.of_bundle, degrees)
-            tell_straddles(slots, homes, degrees, self.device)
+            slots = map_ranks(plan.slots, topology.of_bundle, degrees)
+            tell_straddles(slots, topology, degrees, self.device)
             self.devices = {
-                name: tuple(RankDevice(slot.bundle, homes.of_bundle[slot.bundle]) for slot in of_stage)
+                name: tuple(RankDevice(slot.bundle, topology.of_bundle[slot.bundle]) for slot in of_stage)
                 for name, of_stage in slots.items()
             }
-            self._where = f", on nodes {homes.describe(slots)}" if len(homes.nodes) > 1 else ""
-            common = self._common(choose_backend(self.device, plan.gpus_per_bundle), homes.threads(slots))
+            self._where = f", on nodes {topology.describe(slots)}" if len(topology.nodes) > 1 else ""
+            common = self._common(choose_backend(self.device, plan.gpus_per_bundle), topology.threads(slots))
             common["shares_gpu"] = any(slot.gpus < 1 for of_stage in plan.slots.values() for slot in of_stage)
             common["transport"] = choose_transport(
-                layout.transport, homes.describe(slots), len(homes.nodes), gpus if self.device == "cuda" else 0.0
+                layout.transport, topology.describe(slots), len(topology.nodes), gpus if self.device == "cuda" else 0.0
             )
-            if not homes.only(own_node()):
+            if not topology.only(own_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
             self.groups = {}
             for stage in layout.chain.stages:
@@ -184,19 +184,19 @@ class Cluster:
 
 
 def tell_straddles(
-    slots: Mapping[str, Sequence[Slot]], homes: Homes, degrees: Mapping[str, Mapping[str, int]], device: str
+    slots: Mapping[str, Sequence[Slot]], topology: Topology, degrees: Mapping[str, Mapping[str, int]], device: str
 ) -> None:
     """One warning of all groups of the inner axes that lie across nodes, if there are any.
 
     Raises ConfigError where GPUs of a tensor group do: they would wait for the network most of the time.
     """
-    straddles = find_straddles(slots, homes.of_bundle, degrees)
+    straddles = find_straddles(slots, topology.of_bundle, degrees)
     refused = [straddle for straddle in straddles if device == "cuda" and straddle.axis == TENSOR]
     if refused:
-        told = [refuse_straddle(s, degrees[s.stage], homes.names(slots[s.stage])) for s in refused]
-        raise ConfigError("\n".join([*told, f"The nodes: {homes.gpus()}"]))
+        told = [refuse_straddle(s, degrees[s.stage], topology.names(slots[s.stage])) for s in refused]
+        raise ConfigError("\n".join([*told, f"The nodes: {topology.gpus()}"]))
     if straddles:
-        told = [describe_straddle(straddle, homes.names(slots[straddle.stage])) for straddle in straddles]
+        told = [describe_straddle(straddle, topology.names(slots[straddle.stage])) for straddle in straddles]
         warnings.warn("\n".join(told), stacklevel=2)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any
 
 import ray
@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp.base.routes import Route
 from dhp.base.spans import DATA, Span, keep_spans, span, take_spans
-from dhp.cluster.clock import Reading, offset_ns, read_clock
+from dhp.cluster.clock import ClockReading, offset_ns, read_clock
 from dhp.cluster.paths import require_paths
 from dhp.cluster.placement.nodes import own_node
 from dhp.cluster.process import named_errors, redirect_output
@@ -50,14 +50,14 @@ class _Reader:
         """Info and routes, then every shard's work, part by part and micro-batch by micro-batch: one object each."""
         with named_errors(self._who, _reading(batch.step)), span(_reading(batch.step), DATA):
             data = self._feed.read(batch)
-        pieces = [piece for of_part in data.work.values() for micro_batch in of_part for piece in micro_batch]
-        return data.info, data.routes, *pieces
+        micro_batches = chain.from_iterable(data.work.values())
+        return data.info, data.routes, *chain.from_iterable(micro_batches)
 
     def take_spans(self) -> list[Span]:
         """What was read when since the last time, if the run is traced."""
         return take_spans()
 
-    def read_clock(self) -> Reading:
+    def read_clock(self) -> ClockReading:
         """The clock of these spans."""
         return read_clock()
 
@@ -71,7 +71,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class StepRefs:
+class DataRefs:
     """A step that has been read: the ref of its info, its routes, and refs of the work of each part,
     [micro-batch][shard]."""
 
@@ -102,8 +102,15 @@ class DatasetActor:
         needs: Mapping[str, str] | None = None,
         trace: bool = False,
     ):
-        """shards: of each part. prefetch: steps whose reading is submitted beyond the one asked for. log_dir: None
-        leaves what it prints to Ray. needs: paths that must exist on its node, by configuration key. trace: keep spans.
+        """shards: how many each part has.
+
+        prefetch: steps whose reading is submitted beyond the one asked for.
+
+        log_dir: where its output goes; None: to Ray.
+
+        needs: paths that must exist on its node, by configuration key.
+
+        trace: keep spans.
         """
         self._micro_batches, self._shards = micro_batches, dict(shards)
         self._prefetch = prefetch
@@ -160,13 +167,16 @@ class DatasetActor:
                 self._ahead[number] = self._submit(number)
         return self._ahead[step].watched
 
-    def take(self, step: int) -> StepRefs:
+    def take(self, step: int) -> DataRefs:
         """A requested step, whose calls have ended."""
         info, routes, *pieces = self._ahead.pop(step).refs
-        work, left = {}, iter(pieces)
+        work: dict[str, list[list[Any]]] = {}
+        begin = 0
         for part, shards in self._shards.items():
-            work[part] = [[next(left) for _ in range(shards)] for _ in range(self._micro_batches)]
-        return StepRefs(info, ray.get(routes), work)
+            starts = range(begin, begin + self._micro_batches * shards, shards)
+            work[part] = [pieces[start : start + shards] for start in starts]
+            begin = starts.stop
+        return DataRefs(info, ray.get(routes), work)
 
     def take_spans_async(self) -> list[Any]:
         """For each process the ref of what it read when, as `ActorGroup.take_spans_async` has one for each rank."""

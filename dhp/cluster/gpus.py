@@ -27,7 +27,7 @@ ON_CPUS = "set cluster.device=cpu"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One that the driver knows. driver: its version; mode: its compute mode: how many processes it admits."""
+    """A GPU that the driver knows. driver: its version. mode: its compute mode: how many processes it admits."""
 
     index: int
     driver: str
@@ -36,7 +36,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Build:
-    """The torch of this process. cuda: the version it was built for, None: CPUs alone; available: it finds a GPU."""
+    """The torch of this process. cuda: version it was built for; None: for CPUs alone. available: it finds a GPU."""
 
     version: str
     cuda: str | None

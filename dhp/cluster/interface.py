@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 _SIOCGIFCONF = 0x8912  # Linux: list the IPv4 addresses of all interfaces
 _ENTRY = struct.Struct("16s H 2x 4s 16x")  # struct ifreq: name, address family, port, address
-_ROOM = 1024  # entries to make room for
+_ROOM_ENTRIES = 1024  # entries to make room for
 _IPV6_TABLE = Path("/proc/net/if_inet6")
 
 Interfaces = Mapping[str, Sequence[str]]  # addresses by name
@@ -91,7 +91,7 @@ def read_interfaces() -> dict[str, list[str]]:
 def _read_ipv4() -> list[tuple[str, str]]:
     import fcntl
 
-    buffer = array.array("B", bytes(_ENTRY.size * _ROOM))
+    buffer = array.array("B", bytes(_ENTRY.size * _ROOM_ENTRIES))
     start, length = buffer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", length, start))

@@ -17,8 +17,8 @@ _KILLED_S = 5.0  # the kernel takes a moment, on a busy machine more of one
 
 @dataclass(frozen=True)
 class Process:
-    """One process: its id, its parent's, the start of its program's name, when it began (which tells it from a later
-    one with its id), and whether it has ended already."""
+    """One process: its id, its parent's id, the start of its program's name, when it began (which tells it from a later
+    process of the same id), and whether it has ended already."""
 
     id: int
     parent: int

@@ -28,7 +28,7 @@ from dhp.base.spans import (
     span,
     take_spans,
 )  # fmt: skip
-from dhp.cluster.clock import Reading, read_clock
+from dhp.cluster.clock import ClockReading, read_clock
 from dhp.cluster.environment import expand_segments, own_local_rank, require_fixed_segments, require_own_gpu
 from dhp.cluster.gpus import check_gpus, read_gpus
 from dhp.cluster.host_memory import keep_freed_memory
@@ -159,7 +159,7 @@ class Worker:
         """What this rank did since the last time, if the run is traced."""
         return take_spans()
 
-    def read_clock(self) -> Reading:
+    def read_clock(self) -> ClockReading:
         """The clock of this rank's spans."""
         return read_clock()
 

@@ -20,9 +20,13 @@ Values = Mapping[str, Any]  # by dotted key
 class Alias:
     """One key of the other vocabulary, or one value of it.
 
-    old: its dotted key. value: the row is about this value alone. new: the keys that take it here; none: it has no
-    effect. to: the value they take. times: another key of the other vocabulary that the value is multiplied by.
-    why: why it has no effect, or what to bear in mind. instead: refused; what to write.
+    old: its dotted key. value: the row is about this value alone.
+
+    new: the keys that take it here; none: it has no effect. to: the value they take.
+
+    times: another key of the other vocabulary, whose value multiplies this one.
+
+    why: why it has no effect, or what to bear in mind. instead: it is refused; what to write.
     """
 
     old: str

@@ -15,7 +15,7 @@ from dhp.base.errors import ConfigError, DhpError
 from dhp.config.load import to_config, to_yaml
 from dhp.config.overrides import checked_overrides
 from dhp.config.schema import Config
-from dhp.config.source import ENTRY, Source
+from dhp.config.search_path import ENTRY, ConfigSource
 from dhp.config.translate import translated_errors
 
 _HELP_FLAGS = {"--help", "-h", "--hydra-help", "--version"}
@@ -55,7 +55,7 @@ def _check_letters(text: str) -> None:
 
 def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
     flags, rest = _config_flags(argv)
-    source = Source.find(flags.config_name, flags.config_path, tuple(flags.config_dir))
+    source = ConfigSource.find(flags.config_name, flags.config_path, tuple(flags.config_dir))
     if source.name is None and not _HELP_FLAGS & set(rest):
         raise ConfigError(f"--config-name=NAME is missing; there are: {', '.join(source.names())}")
     source.register()
@@ -81,7 +81,7 @@ def _config_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def _checked_arguments(rest: list[str], source: Source) -> list[str]:
+def _checked_arguments(rest: list[str], source: ConfigSource) -> list[str]:
     """The arguments with each override checked; flags and their values (`--cfg job`) go through.
 
     Overrides come first: the parser that Hydra uses takes them from one place only.

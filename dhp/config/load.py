@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from dhp.base.errors import ConfigError
 from dhp.config.overrides import checked_overrides
 from dhp.config.schema import Config
-from dhp.config.source import ENTRY, Source
+from dhp.config.search_path import ENTRY, ConfigSource
 from dhp.config.translate import translated_errors
 
 
@@ -18,7 +18,7 @@ def compose_config(config_name: str | None, config_path: str | None = None, over
     None as the name gives the schema's defaults. Raises ConfigError for an unknown name, directory or key
     and for a value of the wrong type.
     """
-    source = Source.find(config_name, config_path)
+    source = ConfigSource.find(config_name, config_path)
     source.register()
     arguments = checked_overrides(overrides, source)
     with translated_errors(), initialize(None, version_base="1.3"):

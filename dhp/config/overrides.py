@@ -11,12 +11,12 @@ from dhp.base.errors import ConfigError
 from dhp.config.aliases import has_alias, names_here, translated
 from dhp.config.keys import ANY_NAME, Key, find_key
 from dhp.config.nearest import did_you_mean, nearest
-from dhp.config.source import Source
+from dhp.config.search_path import ConfigSource
 from dhp.config.translate import raise_all, unknown_key, unknown_keys
 from dhp.config.yaml_files import say, wrong_keys
 
 
-def checked_overrides(arguments: Sequence[str], source: Source) -> list[str]:
+def checked_overrides(arguments: Sequence[str], source: ConfigSource) -> list[str]:
     """The overrides to hand to Hydra. Raises ConfigError, one for all, for text that is no override and for
     unknown keys, those in the named YAML included.
 
@@ -64,7 +64,7 @@ def _value(override: Override) -> Any:
     return value.text if isinstance(value, QuotedString) else value
 
 
-def _checked(argument: str, override: Override, source: Source) -> str:
+def _checked(argument: str, override: Override, source: ConfigSource) -> str:
     name = override.key_or_group
     is_hydras = name == "hydra" or name.startswith(("hydra.", "hydra/"))
     is_choice = source.has_group(name) and not isinstance(override.value(), dict)
@@ -90,7 +90,7 @@ def _checked(argument: str, override: Override, source: Source) -> str:
     return f"++{argument.lstrip('+')}"
 
 
-def _check_choice(group: str, value: Any, source: Source) -> None:
+def _check_choice(group: str, value: Any, source: ConfigSource) -> None:
     """`group=value` takes one of the configurations in a folder. Raises ConfigError, with all of them, for another."""
     choices = source.choices(group)
     if isinstance(value, str) and value.removesuffix(".yaml") not in choices:

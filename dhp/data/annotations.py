@@ -10,22 +10,24 @@ from typing import Any
 
 from dhp.base.errors import DataError, DhpError
 from dhp.data.files.open import open_rows
-from dhp.data.files.rows import Entry, Rows
-from dhp.data.media.resolver import Places
+from dhp.data.files.rows import RawSample, RawSamples
+from dhp.data.media.resolver import MediaResolver
 from dhp.data.parse import detect, parse_record
 from dhp.data.records import Record, located
 
 AUTO = "auto"
-_PROBED = 100  # samples whose keys may tell the format
+_PROBED_SAMPLES = 100  # samples whose keys may tell the format
 
 
 @dataclass(frozen=True)
 class Annotations:
-    """One dataset. form: a name of `dhp.data.parse.FORMATS`. data_path: where image paths start; None: no files.
-    path: the file, or the folder of shards."""
+    """One dataset.
+
+    form: a name of `dhp.data.parse.FORMATS`. data_path: where image paths start; None: no files. path: the file, or the
+    folder of shards."""
 
     dataset: str
-    rows: Rows
+    rows: RawSamples
     form: str
     data_path: Path | None
     allow_http: bool
@@ -36,16 +38,16 @@ class Annotations:
 
     def where(self, index: int) -> str:
         """The place of one sample in words, as errors name it. index: 0-based."""
-        return f"dataset {self.dataset!r}, {self.rows.place(index)[1]}"
+        return f"dataset {self.dataset!r}, {self.rows.locate(index)[1]}"
 
     def record(self, index: int) -> Record:
         """Parse one sample. index: 0-based. DataError (with its place) if this sample is defective."""
-        position, _ = self.rows.place(index)
+        position, _ = self.rows.locate(index)
         where = self.where(index)
         with located(where):
             entry = _read(self.rows, index)
-            places = Places(self.data_path, self.allow_http, entry.members)
-            return parse_record(entry.value, self.dataset, position, where, self.form, places)
+            media = MediaResolver(self.data_path, self.allow_http, entry.members)
+            return parse_record(entry.value, self.dataset, position, where, self.form, media)
 
 
 def read_annotations(
@@ -53,10 +55,11 @@ def read_annotations(
 ) -> Annotations:
     """Open the annotations of a dataset: a file, or a folder of shards.
 
-    form: a name of `dhp.data.parse.FORMATS`, or auto. Raises DataError for what spoils the dataset as a whole: a
-    missing or unreadable file, a JSON array that is none (with line and column), no sample, not one readable sample
-    among the first; or data_path is not a folder. Defects of single samples are left for Annotations.record, so that
-    they can be skipped.
+    form: a name of `dhp.data.parse.FORMATS`, or auto.
+
+    Raises DataError where the whole dataset is useless: the file is missing, unreadable or no JSON array (with line and
+    column), it has no sample, none of the first samples can be read, or data_path is not a folder. Annotations.record
+    tells the defects of single samples, so that they can be skipped.
     """
     with located(f"dataset {dataset!r}"):
         if data_path is not None and not os.path.isdir(data_path):  # Path's own raises for names that are too long
@@ -74,7 +77,7 @@ def read_annotations(
         return Annotations(dataset, rows, detect(first) if form == AUTO else form, data_path, allow_http, path)
 
 
-def _read(rows: Rows, index: int) -> Entry:
+def _read(rows: RawSamples, index: int) -> RawSample:
     """One raw sample. Damaged files lead the libraries that read them to raise anything; all of it means that this
     sample cannot be used."""
     try:
@@ -85,15 +88,15 @@ def _read(rows: Rows, index: int) -> Entry:
         raise DataError(f"cannot be read: {error or type(error).__name__}") from error
 
 
-def _first_samples(rows: Rows) -> Iterator[Any]:
+def _first_samples(rows: RawSamples) -> Iterator[Any]:
     """Those of the first samples that can be read. Raises DataError if none can."""
     failed = None
     found = False
-    for index in range(min(len(rows), _PROBED)):
+    for index in range(min(len(rows), _PROBED_SAMPLES)):
         try:
             value = _read(rows, index).value
         except DataError as error:
-            failed = failed or DataError(f"{rows.place(index)[1]}: {error}")
+            failed = failed or DataError(f"{rows.locate(index)[1]}: {error}")
             continue
         found = True
         yield value

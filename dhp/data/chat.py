@@ -23,7 +23,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Rendered:
-    """text: the whole conversation; spans: [start, stop) in characters of `text`, one an answer."""
+    """A conversation as text. spans: of each answer, [start, stop) in characters of `text`."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -50,8 +50,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rende
 
 
 def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rendered:
-    """The conversation with others[i] in the place of the i-th `token`, of which there are as many. Answers are where
-    they were."""
+    """The conversation with others[i] instead of the i-th `token`, of which there are as many. The same words are
+    answers as before."""
     pieces = rendered.text.split(token)
     joined = pieces[0] + "".join(other + piece for other, piece in zip(others, pieces[1:], strict=True))
     starts, at = [], 0
@@ -59,7 +59,7 @@ def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rende
         starts.append(at + len(piece))
         at = starts[-1] + len(token)
     grown = [len(other) - len(token) for other in others]
-    moved = lambda place: place + sum(more for start, more in zip(starts, grown) if start < place)
+    moved = lambda end: end + sum(more for start, more in zip(starts, grown) if start < end)
     return Rendered(joined, tuple((moved(start), moved(stop)) for start, stop in rendered.spans))
 
 

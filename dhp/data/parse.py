@@ -9,17 +9,17 @@ from dhp.base.errors import DataError
 from dhp.data.formats.llava import read_llava
 from dhp.data.formats.openai import read_openai
 from dhp.data.formats.sharegpt import read_sharegpt
-from dhp.data.media.resolver import Places
+from dhp.data.media.resolver import MediaResolver
 from dhp.data.records import Record, Turn
 
-FORMATS: dict[str, Callable[[Mapping[str, Any], Places], tuple[Turn, ...]]] = {
+FORMATS: dict[str, Callable[[Mapping[str, Any], MediaResolver], tuple[Turn, ...]]] = {
     "llava": read_llava,
     "sharegpt": read_sharegpt,
     "openai": read_openai,
 }
 
 
-def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, places: Places) -> Record:
+def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, media: MediaResolver) -> Record:
     """Check one raw annotation and resolve its images and videos. form: one of FORMATS.
 
     DataError, with the reason alone, when keys or types are wrong, roles do not alternate, the last turn is not an
@@ -28,16 +28,16 @@ def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, p
     if not isinstance(raw, Mapping):
         raise DataError(f"expected an object with 'conversations' or 'messages', got {type(raw).__name__}")
     _refuse_audio(raw)
-    turns = FORMATS[form](raw, places)
+    turns = FORMATS[form](raw, media)
     for number, turn in enumerate(turns, start=1):
         _check_text(number, turn)
     return Record(dataset, position, where, turns)
 
 
 def detect(samples: Iterable[Any]) -> str:
-    """The format of a dataset, by the first sample whose keys leave no choice, else by the names of its turns' list.
+    """The format of a dataset, by the first sample whose keys fit one format alone, else by the key of its turns.
 
-    LLaVA where nothing speaks for another, and each sample then says what it lacks.
+    LLaVA where no sample fits: each sample then says what it lacks.
     """
     fallback = None
     for raw in samples:

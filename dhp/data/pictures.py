@@ -11,7 +11,8 @@ from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor
 
 from dhp.base.errors import ConfigError, DataError
-from dhp.data.lengths.grids import Grid, Grids, Size
+from dhp.base.geometry import Grid
+from dhp.data.lengths.grids import Grids, Size
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Video, name_of
 from dhp.data.media.video import Pace, Taking, map_frames, read_extent
@@ -21,11 +22,14 @@ Output = Mapping[str, np.ndarray]  # of the image processor
 
 @dataclass(frozen=True)
 class Videos:
-    """How the model sees videos. patches: what the image processor gave for one group of frames → (rows float32
-    [patches, dim], grid). max_pixels: width × height of a frame; None: as an image's.
+    """How the model sees videos.
 
-    step_tokens: None where a video is one run of placeholders in the prompt. Else each step in time is one, between
-    these two tokens, and before them stands `step_time` of its seconds.
+    patches: what the image processor gave for one group of frames → (rows float32 [patches, dim], grid).
+
+    max_pixels: width × height of a frame; None: as an image's.
+
+    step_tokens: None where a video is one run of placeholders in the prompt. Otherwise each step in time is a run of
+    its own, which stands between these two tokens and behind the text that `step_time` makes of its seconds.
     """
 
     token_id: int
@@ -37,7 +41,7 @@ class Videos:
 
 
 @dataclass(frozen=True)
-class Picture:
+class PicturePatches:
     """An image or a video as the model gets it. pixels: float32 [patches, dim]; pace: of a video's steps."""
 
     pixels: np.ndarray
@@ -47,7 +51,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Outline:
-    """The same without pixels."""
+    """A picture without its pixels."""
 
     grid: Grid
     pace: Pace | None = None
@@ -74,7 +78,7 @@ class Pictures:
         self._grids = Grids(image_processor, self._scaling, image_tokens)
         self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
 
-    def decode(self, media: Sequence[File | Video]) -> list[Picture]:
+    def decode(self, media: Sequence[File | Video]) -> list[PicturePatches]:
         """Pictures with their pixels. Raises DataError for a file that cannot be used."""
         return [self._video(m.file) if isinstance(m, Video) else self._image(m) for m in media]
 
@@ -82,7 +86,7 @@ class Pictures:
         """What `decode` would give, from headers. Raises DataError as it does, for what shows without pixels."""
         return [self._video_outline(m.file) if isinstance(m, Video) else self._image_outline(m) for m in media]
 
-    def runs(self, seen: Sequence[Picture | Outline]) -> list[int]:
+    def runs(self, seen: Sequence[PicturePatches | Outline]) -> list[int]:
         """Tokens of each run of placeholders: of a picture, or of each step of a video whose steps stand apart."""
         runs = []
         for one in seen:
@@ -92,14 +96,14 @@ class Pictures:
         return runs
 
     def about(self) -> list[Any]:
-        """All that the sizes of pictures, and of what the prompt says of them, depend on beside the files."""
+        """All that decides the number of tokens of pictures, beside the files."""
         videos = self._videos
         told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_time(12.345)]
         processor = self._image_processor.to_json_string()
         return [processor, self._scaling, self._video_scaling, self._image_tokens((2, 12, 12)), told]
 
-    def _image(self, file: File) -> Picture:
-        return Picture(*self._as_patches(self._process([open_image(file)], file, self._scaling)))
+    def _image(self, file: File) -> PicturePatches:
+        return PicturePatches(*self._as_patches(self._process([open_image(file)], file, self._scaling)))
 
     def _image_outline(self, file: File) -> Outline:
         def blank(size: Size) -> Grid:
@@ -107,12 +111,12 @@ class Pictures:
 
         return Outline(self._grids(read_size(file), blank))
 
-    def _video(self, file: File) -> Picture:
+    def _video(self, file: File) -> PicturePatches:
         videos = self._seeing(file)
         make = lambda frames: videos.patches(self._process(frames, file, self._video_scaling))
         groups, pace = map_frames(file, videos.taking, make)
         _, h, w = groups[0][1]
-        return Picture(np.concatenate([rows for rows, _ in groups]), (len(groups), h, w), pace)
+        return PicturePatches(np.concatenate([rows for rows, _ in groups]), (len(groups), h, w), pace)
 
     def _video_outline(self, file: File) -> Outline:
         videos = self._seeing(file)

@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
 from dhp.base.errors import DataError, ModelError
+from dhp.base.geometry import IGNORED, Grid
 from dhp.data.chat import Rendered, render, replace_each, to_messages
-from dhp.data.lengths.grids import Grid
 from dhp.data.media.video import Pace
-from dhp.data.pictures import Outline, Output, Picture, Pictures, Videos
+from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
-from dhp.data.sample import IGNORED, Sample
+from dhp.data.sample import Sample
 
-Seen = TypeVar("Seen", Picture, Outline)
+Seen = TypeVar("Seen", PicturePatches, Outline)
 
 # Templates are compiled once and then shared, and one that tracks its answers is not reentrant.
 # A lock of the module leaves the preprocessor itself picklable. Images are decoded outside of it.
@@ -84,9 +84,11 @@ class Preprocessor:
             return self._assemble(record, tokens, pictures)
 
     def measure(self, record: Record) -> Length:
-        """Length of the sample that a call would give, from the headers of its files: no pixel is decoded, but to
-        count the frames of a video that does not say how many it has. DataError, with the record's place, as a call
-        raises it, for what shows without pixels."""
+        """Length of the sample that a call would give, told from the headers of its files.
+
+        No pixel is decoded, except to count the frames of a video whose header does not tell their number. Raises
+        DataError as a call does, with the record's place, for defects that show without pixels.
+        """
         with located(record.where):
             tokens, outlines = self._read(record, self._pictures.outline)
             runs = self._pictures.runs(outlines)
@@ -95,7 +97,7 @@ class Preprocessor:
             return length
 
     def fingerprint(self) -> str:
-        """Hex digest of all that lengths depend on beside the records: where it is the same, so are they."""
+        """Hex digest of all that decides lengths, beside the records: equal digests mean equal lengths."""
         tokenizer = self._tokenizer
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         about = {
@@ -109,8 +111,11 @@ class Preprocessor:
         return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 
     def _read(self, record: Record, look: Callable[[Sequence[Any]], list[Seen]]) -> tuple[Tokens, list[Seen]]:
-        """The conversation, and its pictures: before it where it tells the times of their frames, else after it, for
-        what is wrong with a text shows soonest."""
+        """The conversation and its pictures.
+
+        The text is read first, because its defects show soonest; but where it tells the times of frames, the pictures
+        come first.
+        """
         apart = self._videos is not None and self._videos.step_tokens is not None
         if apart and len(record.images) < len(record.media):
             seen = look(record.media)
@@ -132,8 +137,8 @@ class Preprocessor:
         return tokens
 
     def _with_times(self, rendered: Rendered, told: Sequence[Pace]) -> Rendered:
-        """A placeholder for each step in time in the place of the one of a video. In the text, not among its tokens:
-        what stands before a time may share a token with it."""
+        """Replace the placeholder of each video by one for each step in time. This is done in the text, not among its
+        tokens, because the text before a time may share a token with it."""
         videos, name = self._videos, self._tokenizer.convert_ids_to_tokens
         token, first, last = map(name, (videos.token_id, *videos.step_tokens))
         found = rendered.text.count(token)
@@ -177,7 +182,7 @@ class Preprocessor:
         if not tokens.target[1:].any():
             raise DataError("no target token: the chat template writes no answer for this conversation")
 
-    def _assemble(self, record: Record, tokens: Tokens, pictures: list[Picture]) -> Sample:
+    def _assemble(self, record: Record, tokens: Tokens, pictures: list[PicturePatches]) -> Sample:
         """Repeat each placeholder to the length of its picture."""
         kinds = (tokens.ids == self._image_token_id).astype(np.int64)
         if self._videos is not None:

@@ -13,7 +13,7 @@ from dhp.data.media.sources import Video, open_media
 from dhp.data.records import Record, located
 from dhp.data.source import Dataset, open_dataset
 
-PROBED = 16  # samples of each dataset, spread over it
+PROBED_SAMPLES = 16  # samples of each dataset, spread over it
 _CHEAP = (".json", ".jsonl", ".ndjson")  # of other files, a sample may be a group of rows or an archive's whole index
 _CHEAP_BYTES = 1 << 28
 
@@ -21,13 +21,13 @@ _CHEAP_BYTES = 1 << 28
 def check_some_samples(names: Sequence[str], registry: Mapping[str, DatasetEntry], seed: int, allow_http: bool) -> None:
     """Read some annotations of each named dataset, and see whether the files that they name are there.
 
-    Datasets that are large, or no JSON, are left for later, and so is whatever is in the files. Raises DataError as
-    reading the sample would, and for a dataset that cannot be opened.
+    Datasets that are large or not JSON are not looked at, and no file of an image or video is opened. Raises DataError
+    for a dataset that cannot be opened, and otherwise as reading the sample does.
     """
     cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
     for name in cheap:
         dataset = open_dataset([name], registry, seed, allow_http=allow_http)
-        for index in np.unique(np.linspace(0, len(dataset) - 1, PROBED).astype(int)):
+        for index in np.unique(np.linspace(0, len(dataset) - 1, PROBED_SAMPLES).astype(int)):
             _check(dataset, int(index))
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reading:
-    """See `dhp.config.schema.DataConfig`. max_tokens: of a sample; video_max_pixels: area of a frame; None: no bound of
-    our own."""
+    """See `dhp.config.schema.DataConfig`.
+
+    max_tokens: of a sample; None: no bound. video_max_pixels: area of a frame; None: as of an image.
+    """
 
     allow_http: bool = False
     max_tokens: int | None = None

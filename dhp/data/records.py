@@ -1,4 +1,4 @@
-"""One conversation, checked: turns of text, images and videos in their places."""
+"""One conversation, checked: turns of text, images and videos, in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation. position: its 1-based line, element or row; where: its place in words, for errors."""
+    """One conversation. position: its 1-based line, element or row. where: the same in words, for errors."""
 
     dataset: str
     position: int

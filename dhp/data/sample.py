@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-IGNORED = -100  # the label of a token that is not a target
+from dhp.base.geometry import IGNORED, Grid
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """L: tokens after each image placeholder was expanded to its merged patches.
+    """What the model gets of one conversation. L: its tokens, each placeholder repeated to the length of its picture.
 
     position: 1-based line, element or row in the annotations of `dataset`. "Picture": an image or a video.
     """
@@ -22,7 +22,7 @@ class Sample:
     labels: np.ndarray  # int64 [L], IGNORED outside answers; not shifted: labels[i] is input_ids[i]
     mm_token_type_ids: np.ndarray  # int64 [L], 0 at text, 1 at tokens of images, 2 of videos
     pixels: tuple[np.ndarray, ...]  # one float32 [patches, channels × frames × patch × patch] a picture
-    grids: tuple[tuple[int, int, int], ...]  # one (t, h, w) a picture, in patches: t × h × w = patches
+    grids: tuple[Grid, ...]  # one a picture: t × h × w = patches
     seconds: tuple[float | None, ...] = ()  # one a picture: of one step in t of a video, None: an image; (): all images
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +37,11 @@ class Dataset:
         """Parse one annotation. DataError, with its place, if it is defective."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        ((portion, _, place),) = self.portions(np.array([index]))
-        return portion.record(int(place[0]), epoch)
+        ((portion, _, inside),) = self.portions(np.array([index]))
+        return portion.record(int(inside[0]), epoch)
 
     def portions(self, indices: np.ndarray) -> Iterator[tuple[Portion, np.ndarray, np.ndarray]]:
-        """Each portion that has some of these samples, which of `indices` they are, and their places in it."""
+        """Each portion that has some of these samples, which of `indices` they are, and their indices in it."""
         numbers = np.searchsorted(self._ends, indices, side="right")
         for number in np.unique(numbers):
             portion = self._portions[number]
@@ -62,8 +62,8 @@ def open_dataset(
 ) -> Dataset:
     """Open the named datasets (`name` or `name%50`), in that order; a name given twice counts twice.
 
-    seed, shuffle: which samples a share and a weight show. DataError for a name that the registry does not hold and for
-    a file that cannot be read, ConfigError for a share that is none.
+    seed, shuffle: which samples a share and a weight show. Raises DataError for a name that the registry does not hold
+    and for a file that cannot be read, ConfigError for a malformed share.
     """
     split = [split_share(name) for name in names]
     opened = {name: _read(name, registry, allow_http) for name in dict(split)}
@@ -81,14 +81,23 @@ def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool) -> 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The data of one step. step, epoch: 0-based; samples: [micro_batch][replica] -> its samples; skipped: one
-    message (dataset, position, reason) for each sample left out; done: epochs after the step, with a fraction."""
+    """The data of one step.
+
+    step, epoch: 0-based. samples: [micro_batch][replica] -> its samples. skipped: one message (dataset, position,
+    reason) for each sample left out. done: epochs after the step, with a fraction.
+    """
 
     step: int
     epoch: int
     samples: tuple[tuple[tuple[Sample, ...], ...], ...]
     skipped: tuple[str, ...]
     done: float = 0.0
+
+    @property
+    def flat(self) -> list[Sample]:
+        """All samples, micro-batch by micro-batch and replica by replica."""
+        slots = chain.from_iterable(self.samples)
+        return list(chain.from_iterable(slots))
 
 
 class BatchSource:
@@ -101,7 +110,7 @@ class BatchSource:
         sampler: Sampler,
         on_bad_sample: str = "error",
     ) -> None:
-        """on_bad_sample: "error" raises the first DataError of a step, "skip" leaves the sample's place empty."""
+        """on_bad_sample: "error" raises the first DataError of a step, "skip" leaves the sample out."""
         if on_bad_sample not in ("error", "skip"):
             raise ConfigError(f"data.on_bad_sample = {on_bad_sample!r}; it must be 'error' or 'skip'")
         self._dataset = dataset
@@ -120,16 +129,20 @@ class BatchSource:
 
     def read(self, batch: StepBatch) -> StepSamples:
         """Decode the samples of a step. DataError as on_bad_sample says."""
-        # Places were dealt before bad samples are left out: a skip must not move any other sample.
-        outcomes = [[[self._prepare(index, batch.epoch) for index in slot] for slot in row] for row in batch.samples]
-        flat = [outcome for row in outcomes for slot in row for outcome in slot]
+        # Slots were dealt out before bad samples are left out: a skip must not move any other sample.
+        outcomes = [[self._prepare_slot(slot, batch.epoch) for slot in row] for row in batch.samples]
+        slots = chain.from_iterable(outcomes)
+        failed = [str(outcome) for slot in slots for outcome in slot if isinstance(outcome, DataError)]
         return StepSamples(
             step=batch.step,
             epoch=batch.epoch,
             samples=tuple(tuple(map(_usable, row)) for row in outcomes),
-            skipped=batch.defects + tuple(str(outcome) for outcome in flat if isinstance(outcome, DataError)),
+            skipped=batch.defects + tuple(failed),
             done=batch.done,
         )
+
+    def _prepare_slot(self, indices: Sequence[int], epoch: int) -> list[Sample | DataError]:
+        return [self._prepare(index, epoch) for index in indices]
 
     def _prepare(self, index: int, epoch: int) -> Sample | DataError:
         try:

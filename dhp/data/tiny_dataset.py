@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from uuid import uuid4
 
 from PIL import Image
 
 from dhp.base.errors import DataError
+from dhp.base.new_folder import new_folder
 from dhp.data import drawing
 
 ANNOTATIONS = "annotations.json"
 RECIPE = "recipe.json"
-FORMAT = 1  # of the drawings and questions: raise it when they change
+DRAWING_FORMAT = 1  # of the drawings and questions: raise it when they change
 
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
@@ -38,17 +36,11 @@ def make_dataset(folder: Path, samples: int = 256, seed: int = 0) -> Path:
     samples and seed give the same files. A folder already made with them is left as it is; anything else
     there is a DataError. The folder appears complete or not at all.
     """
-    recipe = {"format": FORMAT, "samples": samples, "seed": seed}
-    if folder.exists():
-        _check_recipe(folder, recipe)
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{uuid4().hex}")
-    try:
-        _write(partial, samples, seed, recipe)
-        _publish(partial, folder, recipe)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    recipe = {"format": DRAWING_FORMAT, "samples": samples, "seed": seed}
+    if not folder.exists():
+        with new_folder(folder) as partial:
+            _write(partial, samples, seed, recipe)
+    _check_recipe(folder, recipe)
     return folder
 
 
@@ -72,15 +64,6 @@ def _write(folder: Path, samples: int, seed: int, recipe: dict[str, int]) -> Non
     annotations = [_sample(folder, number, Random(f"{seed}/{number}")) for number in range(samples)]
     for name, value in ((ANNOTATIONS, annotations), (RECIPE, recipe)):
         (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def _publish(partial: Path, folder: Path, recipe: dict[str, int]) -> None:
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        if not folder.exists():
-            raise
-        _check_recipe(folder, recipe)  # another process was faster: fine if it made the same
 
 
 def _sample(folder: Path, number: int, random: Random) -> dict[str, object]:

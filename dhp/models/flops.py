@@ -22,10 +22,16 @@ WEIGHTS = 2  # of them in backward for the gradient of weights alone
 class VisionWork:
     """Multiply-adds of a tower and its projector.
 
-    patch: of a patch on its way in, whose own gradient nobody needs. token: of a token in the matrices of all layers.
-    window_pair, segment_pair: of two tokens that see each other, in all layers that attend to windows, and in all that
-    attend to whole segments. beside: tokens that each segment has beside its patches. embedding: of each embedding that
-    is handed over.
+    patch: for each patch in the patch embedding; pixels have no gradient.
+
+    token: for each token in the matrices of all layers.
+
+    window_pair, segment_pair: for two tokens that see each other, in all layers that attend to windows, and in all that
+    attend to whole segments.
+
+    embedding: for each embedding that is handed over.
+
+    beside: tokens that each segment has beside its patches.
     """
 
     patch: int
@@ -52,8 +58,8 @@ class VisionWork:
 class TextWork:
     """Multiply-adds of a decoder and its head.
 
-    token: of a token in the matrices of all layers. pair: of two tokens that see each other, in all layers. target: of
-    a token that the head runs on.
+    token: for each token in the matrices of all layers. pair: for two tokens that see each other, in all layers.
+    target: for each token that the head runs on.
     """
 
     token: int

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.models.family import Grid
+from dhp.base.geometry import Grid
 
 
 class Processor(ABC):

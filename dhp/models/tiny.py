@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -21,6 +18,7 @@ from transformers import (
 )
 
 from dhp.base.errors import ModelError
+from dhp.base.new_folder import new_folder
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -67,17 +65,11 @@ def make_tiny_model(folder: Path, corpus: Iterable[str], seed: int = 0) -> Path:
     already holds a model is left as it is; one that holds anything else is a ModelError. The folder
     appears complete or not at all, also when several processes make it at once.
     """
-    if (folder / "config.json").is_file():
-        return folder
-    if folder.exists():
+    if not folder.exists():
+        with new_folder(folder) as partial:
+            _write(partial, corpus, seed)
+    if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} exists but holds no model (no config.json). Remove it or choose another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{uuid4().hex}")
-    try:
-        _write(partial, corpus, seed)
-        _publish(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
@@ -164,11 +156,3 @@ def _write(folder: Path, corpus: Iterable[str], seed: int) -> None:
     Qwen2VLImageProcessorPil(
         patch_size=14, temporal_patch_size=2, merge_size=2, min_pixels=56 * 56, max_pixels=168 * 168
     ).save_pretrained(folder)
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        if not (folder / "config.json").is_file():  # else another process finished first, with the same files
-            raise

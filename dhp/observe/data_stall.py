@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from math import ceil
 
-WINDOW = 20  # steps that are looked at together
-TOLERATED = 0.02  # of the step time may be spent waiting for data
-ROOM = 1.1  # steps differ: so much more than the mean needs
+STALL_WINDOW = 20  # steps that are looked at together
+TOLERATED_WAIT = 0.02  # of the step time may be spent waiting for data
+SPARE_SPEED = 1.1  # times the mean: reading should be so much faster, because steps differ
 
 
 class KeepingUp:
@@ -18,23 +18,25 @@ class KeepingUp:
 
     def __init__(self, workers: int, prefetch: int, windows: bool = False) -> None:
         self._workers, self._prefetch, self._windows = workers, prefetch, windows
-        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW)
+        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=STALL_WINDOW)
         self._seen = 0
-        self._next = WINDOW + 1  # the first step waits for its data however fast reading is
+        self._next = STALL_WINDOW + 1  # the first step waits for its data however fast reading is
 
     def add(self, step_s: float, data_s: float, read_s: float, measure_s: float) -> str | None:
-        """A step has ended: its seconds, those of them waiting for data, those one process spent reading it, and those
-        the dataset actor spent on which samples it has. What to tell the user, now and then, while more than 2% of
-        the time goes into waiting."""
+        """A step has ended. What to tell the user, now and then, while more than 2% of the time goes into waiting.
+
+        step_s: seconds of the step. data_s: seconds of them spent waiting for data. read_s: seconds that one process
+        spent reading it. measure_s: seconds that the dataset actor spent choosing its samples.
+        """
         self._seen += 1
         self._steps.append((step_s, data_s, read_s, measure_s))
         if self._seen < self._next:
             return None
         steps, waits, reads, measuring = map(sum, zip(*self._steps, strict=True))
-        if waits <= TOLERATED * steps:
+        if waits <= TOLERATED_WAIT * steps:
             return None
         self._next = 2 * self._seen
-        told = f"{waits / steps:.0%} of the last {WINDOW} steps' time went into waiting for data"
+        told = f"{waits / steps:.0%} of the last {STALL_WINDOW} steps' time went into waiting for data"
         if self._windows and measuring > steps - waits:
             return (
                 f"{told}: one process measures the samples of each window (data.balance_window) and takes longer than "
@@ -51,4 +53,4 @@ class KeepingUp:
     @staticmethod
     def _needed(reading_s: float, training_s: float) -> int:
         """Processes that read as fast as training goes, itself without the waits."""
-        return ceil(ROOM * reading_s / max(training_s, 1e-9))
+        return ceil(SPARE_SPEED * reading_s / max(training_s, 1e-9))

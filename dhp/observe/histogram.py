@@ -19,8 +19,8 @@ def draw_histograms(values: Mapping[str, np.ndarray], path: Path) -> None:
     """One histogram below another, PNG. values: numbers >= 0 by title, not empty."""
     image = Image.new("RGB", (WIDTH, HEIGHT * len(values)), "white")
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(14)
-    for place, (title, numbers) in enumerate(values.items()):
-        _draw(draw, font, title, numbers, place * HEIGHT)
+    for number, (title, numbers) in enumerate(values.items()):
+        _draw(draw, font, title, numbers, number * HEIGHT)
     image.save(path, format="PNG")
 
 

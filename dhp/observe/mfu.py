@@ -17,19 +17,17 @@ TERA = 1e12
 def known_peaks() -> dict[tuple[str, str], float]:
     """Operations a second by device name and number format, as vendors tell them."""
     devices = json.loads((shipped_directory() / TABLE).read_text(encoding="utf-8"))["devices"]
-    return {
-        (name, key): value * TERA
-        for device in devices
-        for name in device["names"]
-        for key, value in device.items()
-        if key not in ("names", "source")
-    }
+    peaks = {}
+    for device in devices:
+        formats = {key: value * TERA for key, value in device.items() if key not in ("names", "source")}
+        peaks |= {(name, key): peak for name in device["names"] for key, peak in formats.items()}
+    return peaks
 
 
 def who_measures(devices: Sequence[DeviceInfo]) -> list[bool]:
     """Of the ranks on these devices, the first on each machine whose CPUs compute: others would disturb it."""
-    places = [device.place for device in devices]
-    return [device.kind == "cpu" and places.index(device.place) == n for n, device in enumerate(devices)]
+    ids = [device.device_id for device in devices]
+    return [device.kind == "cpu" and ids.index(device.device_id) == n for n, device in enumerate(devices)]
 
 
 def peak_flops(devices: Sequence[DeviceInfo]) -> float | None:
@@ -39,8 +37,8 @@ def peak_flops(devices: Sequence[DeviceInfo]) -> float | None:
     for device in devices:
         peak = _peak(device)
         if peak is not None:
-            fastest[device.place] = max(peak, fastest.get(device.place, 0.0))
-    return sum(fastest.values()) if {device.place for device in devices} == set(fastest) else None
+            fastest[device.device_id] = max(peak, fastest.get(device.device_id, 0.0))
+    return sum(fastest.values()) if {device.device_id for device in devices} == set(fastest) else None
 
 
 def unknown_devices(devices: Sequence[DeviceInfo]) -> list[str]:
@@ -58,4 +56,4 @@ def _peak(device: DeviceInfo) -> float | None:
 
 
 def _missing(device: DeviceInfo, devices: Sequence[DeviceInfo]) -> bool:
-    return all(_peak(other) is None for other in devices if other.place == device.place)
+    return all(_peak(other) is None for other in devices if other.device_id == device.device_id)

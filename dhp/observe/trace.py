@@ -17,7 +17,7 @@ class TraceWriter:
 
     def __init__(self, run_dir: Path, groups: Mapping[str, int]):
         """groups: for each group of rows, in order, its number of rows (ranks)."""
-        self._groups = {name: place for place, name in enumerate(groups)}
+        self._groups = {name: number for number, name in enumerate(groups)}
         self._file = open(run_dir / FILE, "w")
         self._file.write("[")
         self._separator = "\n"

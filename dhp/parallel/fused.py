@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dhp.parallel.comm.collectives import largest_in_place
 
-PROVED = 2.5  # times the deviation of the module's own code from double precision that a replacement may have
+PROVED = 2.5  # a replacement may deviate from double precision so many times as much as the module's own code
 _ROWS, _WIDTH = 64, 256  # of the states of a trial
 
 

@@ -12,7 +12,7 @@ import torch
 
 from dhp.base.messages import DeviceInfo
 
-LARGEST = 2048  # rows of the matrices that are multiplied
+LARGEST_ROWS = 2048  # rows of the matrices that are multiplied
 LONG_ENOUGH_S, MEASURING_S = 0.005, 0.2  # one product; all of them
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a machine, which share its CPUs
 
@@ -34,11 +34,11 @@ def measure_speed(dtype: torch.dtype) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(_cpus())
     try:
-        size, best = LARGEST // 8, 0.0
+        size, best = LARGEST_ROWS // 8, 0.0
         while True:
             seconds = _fastest(size, dtype, 0.0)  # also takes memory and wakes threads
             best = max(best, 2 * size**3 / seconds)
-            if seconds >= LONG_ENOUGH_S or size >= LARGEST:
+            if seconds >= LONG_ENOUGH_S or size >= LARGEST_ROWS:
                 return max(best, 2 * size**3 / _fastest(size, dtype, MEASURING_S))
             size *= 2
     finally:

@@ -126,7 +126,7 @@ def without_idle(schedule: Schedule, idle: Callable[[Action], bool]) -> Schedule
 
 
 def last_backwards(schedule: Schedule) -> frozenset[int]:
-    """Places in the schedule of each stage's last backward in the step, where its gradients are complete."""
+    """Indices in the schedule of each stage's last backward in the step, where its gradients are complete."""
     last: dict[str, int] = {}
     for at, action in enumerate(schedule):
         if isinstance(action, Backward):

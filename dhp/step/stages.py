@@ -60,8 +60,11 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """Refs of one step's data. info: of its `StepInfo`. work: of each part, [micro-batch][shard]. routes: of each part
-    that sends rows by what the data say, a value for each micro-batch."""
+    """Refs of one step's data.
+
+    info: its `StepInfo`. work: for each part, [micro-batch][shard]. routes: for each part whose rows go where the data
+    say, a route for each micro-batch.
+    """
 
     info: Ref
     work: Mapping[str, Sequence[Sequence[Ref]]]
@@ -72,8 +75,8 @@ Sent = dict[tuple[Edge, int], dict[tuple[int, int], Ref]]  # by edge and micro-b
 
 
 @dataclass
-class Inbox:
-    """What a step has sent so far and nobody has taken yet."""
+class InFlight:
+    """Refs that a step has made so far and nobody has taken yet."""
 
     batch: Batch
     forward: Sent = field(default_factory=dict)
@@ -96,31 +99,31 @@ class Stage:
         outputs = self._outputs[action.node]
         return bool(outputs) and not any(self._route(edge, action.micro_batch, batch).pairs for edge in outputs)
 
-    def run(self, action: Action, last: bool, inbox: Inbox) -> None:
+    def run(self, action: Action, last: bool, in_flight: InFlight) -> None:
         """Submit one action on all ranks. last: the stage's last backward in the step."""
         if isinstance(action, Forward):
-            self._run_forward(action.node, action.micro_batch, inbox)
+            self._run_forward(action.node, action.micro_batch, in_flight)
         else:
-            self._run_backward(action.node, action.micro_batch, last, inbox)
+            self._run_backward(action.node, action.micro_batch, last, in_flight)
 
-    def _run_forward(self, node: Node, m: int, inbox: Inbox) -> None:
-        incoming = self._given(self._inputs[node], m, inbox.batch, inbox.forward, receives=True)
-        sent = self._pairs(self._outputs[node], m, inbox.batch, sends=True)
-        work = per_rank(ref for ref in inbox.batch.work[self.spec.part][m] for _ in range(self._tensor))
+    def _run_forward(self, node: Node, m: int, in_flight: InFlight) -> None:
+        incoming = self._given(self._inputs[node], m, in_flight.batch, in_flight.forward, receives=True)
+        sent = self._pairs(self._outputs[node], m, in_flight.batch, sends=True)
+        work = per_rank(ref for ref in in_flight.batch.work[self.spec.part][m] for _ in range(self._tensor))
         answers = self.group.execute_all_async(
             StageTrainer.forward_step, m, node.chunk, work, incoming, returns=self._counts(sent)
         )
-        self._file(answers, sent, m, inbox.forward)
+        self._file(answers, sent, m, in_flight.forward)
 
-    def _run_backward(self, node: Node, m: int, last: bool, inbox: Inbox) -> None:
+    def _run_backward(self, node: Node, m: int, last: bool, in_flight: InFlight) -> None:
         outputs = [edge for edge in self._outputs[node] if edge.gradients]
         inputs = [edge for edge in self._inputs[node] if edge.gradients]
-        incoming = self._given(outputs, m, inbox.batch, inbox.backward, receives=False)
-        sent = self._pairs(inputs, m, inbox.batch, sends=False)
+        incoming = self._given(outputs, m, in_flight.batch, in_flight.backward, receives=False)
+        sent = self._pairs(inputs, m, in_flight.batch, sends=False)
         answers = self.group.execute_all_async(
             StageTrainer.backward_step, m, node.chunk, last, incoming, returns=self._counts(sent)
         )
-        self._file(answers, sent, m, inbox.backward)
+        self._file(answers, sent, m, in_flight.backward)
 
     def tied_gradient(self, info: Ref) -> list[Ref]:
         """Each rank's share of the gradient of a weight that another stage holds too."""

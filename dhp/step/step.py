@@ -7,7 +7,7 @@ from typing import Any
 
 from dhp.base.stages import Tie
 from dhp.step.schedule import Schedule, last_backwards, without_idle
-from dhp.step.stages import Batch, Inbox, Ref, Stages
+from dhp.step.stages import Batch, InFlight, Ref, Stages
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ def train_step(stages: Stages, schedule: Schedule, ties: tuple[Tie, ...], batch:
 
 def accumulate_gradients(stages: Stages, schedule: Schedule, batch: Batch) -> None:
     """Submit the schedule's actions in order, without those that have no work in this step."""
-    inbox = Inbox(batch)
+    in_flight = InFlight(batch)
     actions = without_idle(schedule, lambda action: stages[action.node.stage].is_idle(action, batch))
     last = last_backwards(actions)
     for at, action in enumerate(actions):
-        stages[action.node.stage].run(action, at in last, inbox)
+        stages[action.node.stage].run(action, at in last, in_flight)
 
 
 def update_weights(stages: Stages, ties: tuple[Tie, ...], batch: Batch) -> StepRefs:

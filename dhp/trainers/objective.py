@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from dhp.base.geometry import IGNORED
 from dhp.parallel.tensor.loss import token_loss_sum
-
-IGNORED = -100
 
 
 class Targets(NamedTuple):

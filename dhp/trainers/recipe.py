@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dhp.parallel.comm.mesh import replicas_mesh
 from dhp.parallel.optimizer.frozen import Frozen
 from dhp.parallel.optimizer.fsdp import FullySharded
-from dhp.parallel.optimizer.protocol import StageOptimizer
+from dhp.parallel.optimizer.protocol import StageOptimizer, TiedOptimizer
 from dhp.parallel.optimizer.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optimizer.zero import ZeroSharded
 from dhp.trainers.optimizer import make_adamw
@@ -47,7 +47,7 @@ def make_optimizer(
     return FullySharded(model, layers, make, replicas_mesh(mesh), tensor_rank, settings.zero_stage, dtype)
 
 
-def tie_weight(optimizer: StageOptimizer, model: nn.Module, settings: StageSettings) -> None:
+def tie_weight(optimizer: TiedOptimizer, model: nn.Module, settings: StageSettings) -> None:
     """Tell the optimizer of the weight that this stage shares with another, where there is one: the embedding, which
     is the head too."""
     for tie in settings.chain.ties:

@@ -31,7 +31,7 @@ from dhp.parallel.fused import fuse_elementwise
 from dhp.parallel.optimizer.precision import exact_dtype
 from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
-from dhp.parallel.tensor.local_shards import all_laid_out
+from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
 from dhp.trainers.recipe import freeze, make_optimizer, tie_weight
 from dhp.trainers.settings import StageSettings
@@ -177,7 +177,7 @@ class StageRank(ABC):
 
     def _resume_weights(self) -> None:
         if self.settings.resume_from is not None:
-            load_shards(all_laid_out(self.model), Path(self.settings.resume_from))
+            load_shards(as_dtensors(self.model), Path(self.settings.resume_from))
 
     def _resume_optimizer(self) -> None:
         if self.settings.resume_from is not None:

@@ -16,7 +16,7 @@ from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.slice import chunks_of
 from dhp.models.split import load_part
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
-from dhp.parallel.activation.checkpointing import kept
+from dhp.parallel.activation.checkpointing import save_output
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.sharded import packed_attention, plan_segments
 from dhp.parallel.tensor.autotp import split_by_autotp
@@ -48,7 +48,7 @@ class TextTrainer(StageRank):
         self._chunks = chunks_of(self.spec.chunks, self.family.decoder.whole)
         model = self._split_by_deepspeed() if self.settings.autotp else self._split()
         name, attention = (PACKED, packed_attention) if self.settings.packing else (PADDED, sdpa_attention_forward)
-        AttentionInterface.register(name, kept(KEPT_ATTENTION, attention))
+        AttentionInterface.register(name, save_output(KEPT_ATTENTION, attention))
         self.family.decoder.use_attention(model, name)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from dhp.base.geometry import TokenRange
 from dhp.base.messages import Bundle, StepInfo, VisionInput
 from dhp.models.family import LayerParts
 from dhp.models.split import load_part
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
-from dhp.parallel.activation.checkpointing import kept
+from dhp.parallel.activation.checkpointing import save_output
 from dhp.parallel.attention.kernels import has_varlen
-from dhp.parallel.attention.shard_plan import ShardPlan, Span
+from dhp.parallel.attention.shard_plan import ShardPlan
 from dhp.parallel.attention.sharded import (
     GATHER_TOKENS,
-    Place,
+    MeshPosition,
     SegmentPlan,
     plan_segments,
     plan_shard,
@@ -45,10 +46,9 @@ class VisionTrainer(StageRank):
         use_local_slices(model)
         tower.freeze_unused(model)
         tower.split_heads(model, self.spec.degrees.tensor)
-        AttentionInterface.register(ATTENTION, kept(KEPT_ATTENTION, segment_attention))
+        AttentionInterface.register(ATTENTION, save_output(KEPT_ATTENTION, segment_attention))
         tower.use_attention(model, ATTENTION)
-        ring, ulysses = self.mesh["ring"], self.mesh["ulysses"]
-        self._place = Place(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
+        self._position = MeshPosition.of(self.mesh)
         self._outputs: dict[int, tuple[dict[str, Tensor], tuple[int, ...]]] = {}
         return model
 
@@ -98,8 +98,8 @@ class VisionTrainer(StageRank):
 
     def _plan_frames(self, work: VisionInput, varlen: bool) -> SegmentPlan:
         ulysses = self.spec.degrees.ulysses
-        spans = [tuple(Span(*span) for span in shard) for shard in work.shards]
+        spans = [tuple(TokenRange(*span) for span in shard) for shard in work.shards]
         by_ring_rank = tuple(tuple(spans[first : first + ulysses]) for first in range(0, len(spans), ulysses))
         shards = ShardPlan(work.segment_lengths, by_ring_rank)
         few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
-        return plan_shard(shards, self._place, CPU, gather=few, varlen=varlen)
+        return plan_shard(shards, self._position, CPU, gather=few, varlen=varlen)

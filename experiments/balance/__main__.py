@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.data.balance.methods import METHODS, PADDED
-from dhp.data.balance.metrics import measure
+from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from experiments.balance.bounds import least_packs
 from experiments.balance.sets import made, read
@@ -30,7 +30,7 @@ def rows(source: str, loads: Loads, limits: Limits, replicas: Sequence[int], see
             begin = time.perf_counter()
             packs = method(loads, limits, dp, seed)
             seconds = time.perf_counter() - begin
-            found = measure(packs, loads, dp, padded=name in PADDED, dispatched=name == PER_MODALITY)
+            found = measure_balance(packs, loads, dp, padded=name in PADDED, dispatched=name == PER_MODALITY)
             yield {
                 "method": name,
                 "source": source,

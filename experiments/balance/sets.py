@@ -18,7 +18,7 @@ from dhp.data.balance.packs import Loads
 TOKENS_A_TILE = 256
 LONGEST = 4096
 
-# Source: samples, shares of tiles, mean and σ of the text's logarithmic normal distribution.
+# ConfigSource: samples, shares of tiles, mean and σ of the text's logarithmic normal distribution.
 SOURCES: dict[str, tuple[int, dict[int, float], float, float]] = {
     "sharegpt4v_cap100k": (102_025, {1: 0.42, 3: 0.38, 5: 0.20}, 250, 0.35),
     "llava_zh": (157_712, {1: 0.76, 3: 0.22, 5: 0.02}, 260, 0.7),

@@ -24,7 +24,7 @@ WORDS = [a + b for a in "ba de fi go ku la me ni po ru sa ti".split() for b in "
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """One of the datasets of a mixture. share: of all samples. words: mean of a sample, all turns together, whose
     logarithm is normal with deviation sigma. images: shares of their number. turns: questions and answers.
     """
@@ -37,11 +37,11 @@ class Source:
 
 
 SOURCES = {
-    "question": Source(0.40, 25, 0.6, {1: 1.0}),
-    "description": Source(0.20, 120, 0.5, {1: 1.0}),
-    "dialogue": Source(0.18, 160, 0.6, {1: 1.0}, turns=3),
-    "several": Source(0.10, 60, 0.7, {2: 0.50, 3: 0.25, 4: 0.15, 6: 0.10}),
-    "text": Source(0.12, 280, 0.9, {0: 1.0}),
+    "question": ConfigSource(0.40, 25, 0.6, {1: 1.0}),
+    "description": ConfigSource(0.20, 120, 0.5, {1: 1.0}),
+    "dialogue": ConfigSource(0.18, 160, 0.6, {1: 1.0}, turns=3),
+    "several": ConfigSource(0.10, 60, 0.7, {2: 0.50, 3: 0.25, 4: 0.15, 6: 0.10}),
+    "text": ConfigSource(0.12, 280, 0.9, {0: 1.0}),
 }
 
 

@@ -11,7 +11,7 @@ from dhp.observe.metrics import StepMetrics, read_metrics
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900.0
-SHOWN = 3000  # characters of what a failed run printed
+SHOWN_CHARACTERS = 3000  # characters of what a failed run printed
 
 
 def train(config: Path, run_dir: Path, overrides: Sequence[str]) -> list[StepMetrics]:
@@ -23,7 +23,7 @@ def train(config: Path, run_dir: Path, overrides: Sequence[str]) -> list[StepMet
     arguments = [*command, f"run_dir={run_dir}", *overrides]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-SHOWN:]}")
+        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-SHOWN_CHARACTERS:]}")
     return read_metrics(run_dir)
 
 

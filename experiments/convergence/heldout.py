@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from dhp.base.geometry import IGNORED
 from dhp.batching.loader import Feed, make_feed
 from dhp.cli import export
 from dhp.config.schema import Config
-from dhp.data.sample import IGNORED
 from dhp.run.preflight import prepare
 from dhp.run.settings import feed_settings
 

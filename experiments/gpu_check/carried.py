@@ -19,7 +19,7 @@ class _Carried:
     on_device: bool
 
     def __init__(self, settings: StageSettings):
-        shared_memory.SMALLEST = 1  # bytes: whatever is handed over goes that way
+        shared_memory.SMALLEST_BYTES = 1  # bytes: whatever is handed over goes that way
         pinned = settings.device == "cuda"
         self._inbox, self._outbox = shared_memory.Inbox(pinned), shared_memory.Outbox(self.on_device, pinned)
         self._trainer = self.trainer(settings)

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from dhp.base.geometry import IGNORED
 from dhp.base.messages import Bundle, StepData
-from dhp.batching.collate import Rows
+from dhp.batching.collate import Collator
 from dhp.batching.scatter import Dealer
 from dhp.config.shipped import shipped_directory
-from dhp.data.sample import IGNORED, Sample
+from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
 from dhp.trainers.settings import StageSettings, UpdateSettings
@@ -86,7 +87,7 @@ def deal(model: str, wanted: Sizes) -> StepData:
     """One micro-batch for one rank of each part."""
     family = load_family(model)
     samples = tuple(_sample(wanted, seed, family.processor.image_token_id) for seed in range(wanted.samples))
-    return Dealer(family, Rows(family, 0, packing=True), 1, 1).deal(StepSamples(0, 0, ((samples,),), ()))
+    return Dealer(family, Collator(family, 0, packing=True), 1, 1).deal(StepSamples(0, 0, ((samples,),), ()))
 
 
 def _sample(wanted: Sizes, seed: int, image_token: int) -> Sample:

@@ -78,13 +78,13 @@ class Device:
     def _step(self, data: StepData) -> Peaks:
         """What `dhp.step.step` submits, one micro-batch, with values in place of refs."""
         of_image, of_replica = self._layout.vision.tensor, self._layout.text.tensor
-        place, replica = dist.get_rank() // of_image, dist.get_rank() // of_replica
+        of_image_rank, replica = dist.get_rank() // of_image, dist.get_rank() // of_replica
         (route,) = data.routes[VISION]
         back_route = Route(tuple(sorted((target, source) for source, target in route.pairs)))
-        given = _gather(self._vision.forward_step(0, 0, data.work[VISION][0][place]))[::of_image]
+        given = _gather(self._vision.forward_step(0, 0, data.work[VISION][0][of_image_rank]))[::of_image]
         self._text.forward_step(0, 0, data.work[TEXT][0][replica], *_received(route, given, replica))
         back = _gather(self._text.backward_step(0, 0, True))[::of_replica]
-        self._vision.backward_step(0, 0, True, *_received(back_route, back, place))
+        self._vision.backward_step(0, 0, True, *_received(back_route, back, of_image_rank))
         of_vision, of_text = (trainer.grad_norm_sq(data.info) for trainer in (self._vision, self._text))
         vision = self._vision.optimizer_step(data.info, of_text).usage
         text = self._text.optimizer_step(data.info, of_vision).usage

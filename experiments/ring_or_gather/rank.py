@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dhp.parallel.attention.shard_plan import contiguous_plan
-from dhp.parallel.attention.sharded import Place, attend_segments, plan_shard
+from dhp.parallel.attention.sharded import MeshPosition, attend_segments, plan_shard
 
 HEADS, DIM = 4, 32
 
@@ -21,10 +21,10 @@ def measure(rank: int, ranks: int, store: str, sizes: list[int], rounds: int, an
     """Interleaved rounds of both variants, forward and backward, one image over all ranks."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    place = Place(rank, dist.group.WORLD, 0, dist.new_subgroups(1)[0])
+    position = MeshPosition(rank, dist.group.WORLD, 0, dist.new_subgroups(1)[0])
     for tokens in sizes:
         shards = contiguous_plan([tokens], ranks, 1)
-        plans = {gather: plan_shard(shards, place, torch.device("cpu"), gather=gather) for gather in (False, True)}
+        plans = {gather: plan_shard(shards, position, torch.device("cpu"), gather=gather) for gather in (False, True)}
         times: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(rounds + 1):
             for gather, plan in plans.items():

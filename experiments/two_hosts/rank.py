@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dhp.base.byte_counter import take_sent
 from dhp.parallel.attention.shard_plan import zigzag_plan
-from dhp.parallel.attention.sharded import Place, attend_segments, plan_shard
+from dhp.parallel.attention.sharded import MeshPosition, attend_segments, plan_shard
 from dhp.parallel.comm.traffic import count_collectives
 from experiments.two_hosts.case import BACKWARD, FORWARD, Case
 from experiments.two_hosts.network import NIC, RANKS, address, sent_over_link
@@ -37,11 +37,11 @@ def measure(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     return result, {"seconds": seconds, "sent": sent, "over_link": sent_over_link() - before}
 
 
-def attend(case: Case, place: Place) -> dict[str, Any]:
+def attend(case: Case, position: MeshPosition) -> dict[str, Any]:
     """Forward and backward of causal attention over one sequence; or why it is refused."""
     shards = zigzag_plan([case.tokens], case.ring, case.ulysses)
-    rows = len(shards.places(place.ring_rank, place.ulysses_rank))
-    plan = plan_shard(shards, place, CPU, causal=True, gather=case.gather)
+    rows = len(shards.positions(position.ring_rank, position.ulysses_rank))
+    plan = plan_shard(shards, position, CPU, causal=True, gather=case.gather)
     heads = (case.heads, case.kv_heads, case.kv_heads)
     states = [torch.randn(rows, count, case.dim, requires_grad=True) for count in heads]
     grad = torch.randn(rows, case.heads, case.dim)
@@ -53,15 +53,13 @@ def attend(case: Case, place: Place) -> dict[str, Any]:
     return {FORWARD: forward, BACKWARD: backward}
 
 
-def places(cases: list[Case]) -> dict[Case, Place]:
-    """This rank's place in each case's mesh."""
-    made: dict[tuple[int, int], Place] = {}
+def mesh_positions(cases: list[Case]) -> dict[Case, MeshPosition]:
+    """This rank's position in each case's mesh."""
+    made: dict[tuple[int, int], MeshPosition] = {}
     for case in cases:
         shape = (case.ring, case.ulysses)
         if shape not in made:
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
-            ring, ulysses = mesh["ring"], mesh["ulysses"]
-            made[shape] = Place(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
+            made[shape] = MeshPosition.of(init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses")))
     return {case: made[case.ring, case.ulysses] for case in cases}
 
 
@@ -74,8 +72,8 @@ def main() -> None:
     store = dist.TCPStore(address(0), PORT, RANKS, rank == 0, timeout=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
     count_collectives()
-    place_of = places(cases)
-    found = [[attend(case, place_of[case]) for case in cases] for _ in range(rounds + 1)][1:]
+    position_of = mesh_positions(cases)
+    found = [[attend(case, position_of[case]) for case in cases] for _ in range(rounds + 1)][1:]
     of_ranks: list[Any] = [None] * RANKS
     dist.all_gather_object(of_ranks, found)
     if rank == 0:

@@ -143,9 +143,9 @@ def test_rows_and_positions_of_videos_come_back_in_order(made_model: str, vision
     patches = torch.cat([torch.from_numpy(p) for p in sample.pixels])
     received = torch.cat([work.pixels[: 4 * sum(work.rows)].unflatten(0, (-1, 4)) for work in works])
     assert torch.equal(received[text.placement].flatten(0, 1), patches)
-    places = torch.cat([work.positions[: 4 * sum(work.rows)].unflatten(0, (-1, 4)) for work in works])
+    positions = torch.cat([work.positions[: 4 * sum(work.rows)].unflatten(0, (-1, 4)) for work in works])
     expected = [get_vision_position_ids(torch.tensor([grid]), 2) for grid in sample.grids]
-    assert torch.equal(places[text.placement].flatten(0, 1), torch.cat(expected))
+    assert torch.equal(positions[text.placement].flatten(0, 1), torch.cat(expected))
 
 
 def test_a_step_without_images_sends_nothing(made_model: str) -> None:
@@ -290,9 +290,9 @@ def test_the_first_token_of_a_packed_sample_is_never_a_target(made_model: str) -
 def test_loads_are_told_with_padding_and_without(made_model: str) -> None:
     """Two replicas of 11 and 5 tokens; two vision ranks, of which the second has nothing to do."""
     samples = [make_sample([(1, 4, 4)], 4, 2, 1, 505), make_sample([], 3, 2, 2, 505)]
-    for packing, places in ((True, (11, 5)), (False, (11, 5))):
+    for packing, padded in ((True, (11, 5)), (False, (11, 5))):
         info = deal(made_model, Case(Degrees(data=2), Degrees(data=2), 1, packing=packing), samples).info
-        assert (info.tokens, info.padded_tokens) == (16, sum(places))
+        assert (info.tokens, info.padded_tokens) == (16, sum(padded))
         assert info.dist_ratio == {"vision": 0.5, "text": pytest.approx(6 / 22)}
     images = [[(1, 4, 4)], [(1, 4, 6)], [], [(1, 4, 8)]]
     samples = [*samples, *(make_sample(grids, 3, 2, n, 505) for n, grids in enumerate(images))]

@@ -42,10 +42,10 @@ def test_pieces_of_two_ranks_make_the_whole(tmp_path: Path) -> None:
     assert whole.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(whole[name], weight)
-    places = [json.loads((tmp_path / f"rank_0000{r}.json").read_text()) for r in (0, 1)]
-    assert places[0]["0.weight"] == {"shape": [5, 6], "offset": [0, 0]}
-    assert places[1]["0.weight"] == {"shape": [5, 6], "offset": [3, 0]}  # 5 rows over 2 ranks: 3 and 2
-    assert "1.weight" in places[0] and "1.weight" not in places[1]  # what all hold is written once
+    extents = [json.loads((tmp_path / f"rank_0000{r}.json").read_text()) for r in (0, 1)]
+    assert extents[0]["0.weight"] == {"shape": [5, 6], "offset": [0, 0]}
+    assert extents[1]["0.weight"] == {"shape": [5, 6], "offset": [3, 0]}  # 5 rows over 2 ranks: 3 and 2
+    assert "1.weight" in extents[0] and "1.weight" not in extents[1]  # what all hold is written once
 
 
 def _save_fused(folder: Path) -> tuple[str, ...]:
@@ -61,13 +61,13 @@ def test_a_fused_weight_of_which_each_rank_holds_a_slice_of_both_halves(tmp_path
     assert torch.equal(read_shards(tmp_path)["weight"], torch.arange(24.0).view(8, 3))
 
 
-@pytest.mark.parametrize("place", [{"offset": [4, 0]}, {"shape": [9, 6]}], ids=["beyond the end", "another weight"])
-def test_a_piece_that_does_not_fit(tmp_path: Path, place: dict[str, list[int]]) -> None:
+@pytest.mark.parametrize("extent", [{"offset": [4, 0]}, {"shape": [9, 6]}], ids=["beyond the end", "another weight"])
+def test_a_piece_that_does_not_fit(tmp_path: Path, extent: dict[str, list[int]]) -> None:
     run_on_ranks(_save_sharded, 2, tmp_path)
     file = tmp_path / "rank_00001.json"
-    places = json.loads(file.read_text())
-    places["0.weight"] |= place
-    file.write_text(json.dumps(places))
+    extents = json.loads(file.read_text())
+    extents["0.weight"] |= extent
+    file.write_text(json.dumps(extents))
     with pytest.raises(CheckpointError, match=r"0\.weight: a piece of shape \[2, 6\] .* does not fit .*\[5, 6\]"):
         read_shards(tmp_path)
 

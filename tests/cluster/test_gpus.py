@@ -15,7 +15,7 @@ from dhp.cluster.gpus import Build, Gpu, check_build, check_gpus, check_modes, p
 from dhp.cluster.runtime import LOCAL
 from tests.helpers.chains import make_chain
 
-TOLD = "0, 580.65.06, Default\n1, 580.65.06, Exclusive_Process\n"
+NVIDIA_SMI_OUTPUT = "0, 580.65.06, Default\n1, 580.65.06, Exclusive_Process\n"
 TWO = (Gpu(0, "580.65.06", "Default"), Gpu(1, "580.65.06", "Exclusive_Process"))
 CUDA_13 = Build("2.13.0+cu130", "13.0", True)
 WHERE = "node 10.0.0.6, where text rank 0 runs"
@@ -24,7 +24,7 @@ WHERE = "node 10.0.0.6, where text rank 0 runs"
 @pytest.fixture
 def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A command of that name, first in PATH, that says what `told` says and ends with what `status` says."""
-    (tmp_path / "told").write_text(TOLD)
+    (tmp_path / "told").write_text(NVIDIA_SMI_OUTPUT)
     (tmp_path / "status").write_text("0")
     program = tmp_path / "nvidia-smi"
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {tmp_path}/told\nexit $(cat {tmp_path}/status)\n')

@@ -16,7 +16,7 @@ from dhp.cluster import paths
 from dhp.cluster import worker as worker_module
 from dhp.cluster.environment import ALLOCATOR, OLD_ALLOCATOR
 from dhp.cluster.gpus import Gpu
-from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SMALLEST, Inbox, Parcel
+from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SMALLEST_BYTES, Inbox, Parcel
 from dhp.cluster.watch import RankRaised
 from dhp.cluster.worker import GroupSettings, Worker
 
@@ -25,7 +25,7 @@ class Trainer:
     """Sends a tensor that tells which call made it."""
 
     def forward_step(self, micro_batch: int, count: int) -> tuple[Tensor, ...]:
-        return tuple(torch.full((SMALLEST,), 10 * micro_batch + n, dtype=torch.uint8) for n in range(count))
+        return tuple(torch.full((SMALLEST_BYTES,), 10 * micro_batch + n, dtype=torch.uint8) for n in range(count))
 
     def backward_step(self, micro_batch: int, *gradients: Tensor) -> tuple[float, ...]:
         return tuple(float(gradient.double().mean()) for gradient in gradients)
@@ -68,8 +68,8 @@ def test_what_was_sent_stays_until_the_optimizer_step(worker: Worker) -> None:
             if micro_batch:
                 assert worker.call("backward_step", micro_batch - 1) is None
         worker.call("grad_norm_sq")  # the other part may still read until it has answered with its own
-        assert worker.call("forward_step", 4, 1)[1].place == 8
-        assert [parcel.place for parcel in sent] == list(range(8))
+        assert worker.call("forward_step", 4, 1)[1].buffer == 8
+        assert [parcel.buffer for parcel in sent] == list(range(8))
         values = [float(inbox.open(parcel).double().mean()) for parcel in sent]
         assert values == [10 * micro_batch + n for micro_batch in range(4) for n in range(2)]
         assert worker.call("optimizer_step", 3.0, 4.0) == (None, {"norm": 7.0})
@@ -83,7 +83,7 @@ def test_parcels_are_opened_before_a_verb_sees_them(worker: Worker) -> None:
 
 def test_what_is_handed_over_is_counted_once_with_every_norm(worker: Worker) -> None:
     worker.call("forward_step", 0, 3)
-    assert take_sent() == {HANDOFF: 3 * SMALLEST}
+    assert take_sent() == {HANDOFF: 3 * SMALLEST_BYTES}
     worker.call("grad_norm_sq")
     worker.call("optimizer_step", 1.0)
     assert take_sent() == {HANDOFF: 8}

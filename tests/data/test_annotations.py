@@ -25,7 +25,7 @@ def test_jsonl_counts_lines_and_ignores_blank_ones(tmp_path):
     line = '{"conversations": [{"from": "human", "value": "Hi\u2028?"}, {"from": "gpt", "value": "Yes."}]}'
     path.write_text(f"\n{line}\r\n\n  \n{{}}\n{line}", encoding="utf-8")
     file = read_annotations("set", path, None)
-    assert [file.rows.place(index)[0] for index in range(len(file))] == [2, 5, 6]
+    assert [file.rows.locate(index)[0] for index in range(len(file))] == [2, 5, 6]
     assert file.record(0).turns[0].parts == ("Hi\u2028?",)
     with pytest.raises(DataError, match=r"^dataset 'set', line 5 of .*a\.jsonl: key 'conversations' is missing"):
         file.record(1)

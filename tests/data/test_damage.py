@@ -14,7 +14,7 @@ from PIL import Image
 
 from dhp.base.errors import DataError
 from dhp.data.media.images import open_image
-from dhp.data.media.resolver import Places
+from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import Blob
 from dhp.data.media.video import Taking, map_frames
 from dhp.data.parse import FORMATS, detect, parse_record
@@ -74,4 +74,4 @@ def test_damaged_samples_give_a_record_or_a_data_error(tmp_path, form):
         assert detect([raw]) in FORMATS
         with suppress(DataError):
             members = draw.choice([None, {}])
-            parse_record(raw, "set", 1, "here", form, Places(draw.choice([None, tmp_path]), members=members))
+            parse_record(raw, "set", 1, "here", form, MediaResolver(draw.choice([None, tmp_path]), members=members))

@@ -37,7 +37,7 @@ def shade(file) -> int:
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 24])
 @pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"\n", b"ab\n\nc", b"\n\nabc\n"])
 def test_lines_begin_after_line_ends(tmp_path, monkeypatch, chunk, content):
-    monkeypatch.setattr(jsonl, "_CHUNK", chunk)
+    monkeypatch.setattr(jsonl, "_CHUNK_BYTES", chunk)
     (tmp_path / "a").write_bytes(content)
     lines = content.split(b"\n")
     lines = lines[:-1] if not lines[-1] else lines
@@ -52,7 +52,7 @@ def test_lines_are_read_where_they_are_and_blank_ones_left_out(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf\n[0]\n\n\n[1]\r\n   \n[2]")
     rows = JsonlRows(path)
     assert [rows.read(i).value for i in range(len(rows))] == [[0], [1], [2]]
-    assert [rows.place(i) for i in range(3)] == [(n, f"line {n} of {path}") for n in (2, 5, 7)]
+    assert [rows.locate(i) for i in range(3)] == [(n, f"line {n} of {path}") for n in (2, 5, 7)]
 
 
 def shard(path: Path, members: dict[str, bytes]) -> Path:

@@ -12,14 +12,14 @@ import pytest
 
 from dhp.base.errors import DataError
 from dhp.data.media.images import open_image
-from dhp.data.media.resolver import Places
+from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import Blob, Remote, Video
 from dhp.data.parse import FORMATS, detect, parse_record
 from dhp.data.records import Turn
 
 
 def parse(form, raw, data_path=None, **more):
-    return parse_record(raw, "set", 1, "here", form, Places(data_path, **more)).turns
+    return parse_record(raw, "set", 1, "here", form, MediaResolver(data_path, **more)).turns
 
 
 def llava(text, **media):
@@ -80,14 +80,14 @@ def test_openai_parts_of_answers_are_joined_and_tags_are_text():
 )
 def test_paths_are_found_below_data_path(images, name, found):
     name = name.format(folder=images.resolve()) if isinstance(name, str) else name
-    assert Places(images).find(name, "image") == images.resolve() / found
+    assert MediaResolver(images).find(name, "image") == images.resolve() / found
 
 
 def test_pictures_inside_the_annotation(images):
     content = (images / "b.jpg").read_bytes()
     address = f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
     for value in (content, {"bytes": content, "path": None}, address):
-        blob = Places(None).find(value, "image")
+        blob = MediaResolver(None).find(value, "image")
         assert isinstance(blob, Blob) and blob.content == content and open_image(blob).size == (112, 56)
 
 
@@ -144,9 +144,9 @@ def server(images, monkeypatch):
 
 def test_addresses_are_fetched_only_where_allowed(server):
     with pytest.raises(DataError, match="refused"):
-        Places(None).find(f"{server}/a.png", "image")
+        MediaResolver(None).find(f"{server}/a.png", "image")
     for path in ("/a.png", "/moved"):
-        remote = Places(None, allow_http=True).find(server + path, "image")
+        remote = MediaResolver(None, allow_http=True).find(server + path, "image")
         assert isinstance(remote, Remote) and open_image(remote).size == (56, 56)
 
 

@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase, Qwen3VLConfig
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from dhp.base.errors import DataError
+from dhp.base.geometry import IGNORED
 from dhp.data.chat import Rendered, replace_each
 from dhp.data.media.sources import Video
 from dhp.data.media.video import Pace, Taking
 from dhp.data.pictures import Videos
 from dhp.data.preprocess import Preprocessor
 from dhp.data.records import Record, Turn
-from dhp.data.sample import IGNORED
 from dhp.models.processor import Processor
 from dhp.models.qwen3_vl import qwen3_vl
 

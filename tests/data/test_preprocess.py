@@ -9,9 +9,9 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 
 from dhp.base.errors import ConfigError, DataError, ModelError
+from dhp.base.geometry import IGNORED
 from dhp.data.preprocess import Length
 from dhp.data.records import Record, Turn
-from dhp.data.sample import IGNORED
 
 END = "<|im_end|>"
 HEAD = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"

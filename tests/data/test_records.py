@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dhp.base.errors import DataError
-from dhp.data.media.resolver import Places
+from dhp.data.media.resolver import MediaResolver
 from dhp.data.parse import parse_record
 from dhp.data.records import Turn
 
@@ -16,7 +16,7 @@ SYSTEM = {"from": "system", "value": "Be brief."}
 
 
 def parse(raw, data_path=None):
-    return parse_record(raw, "set", 3, "here", "llava", Places(data_path))
+    return parse_record(raw, "set", 3, "here", "llava", MediaResolver(data_path))
 
 
 def test_roles_text_and_place():

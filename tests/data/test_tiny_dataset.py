@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from dhp.base import new_folder
 from dhp.base.errors import DataError
 from dhp.config.schema import DatasetEntry
 from dhp.data import tiny_dataset
@@ -100,14 +101,14 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
 
 def test_two_makers_at_once_end_with_one_dataset(tmp_path, monkeypatch):
     target = tmp_path / "shapes"
-    rename = tiny_dataset.os.rename
+    rename = new_folder.os.rename
 
     def late(source, destination):
-        monkeypatch.setattr(tiny_dataset.os, "rename", rename)
+        monkeypatch.setattr(new_folder.os, "rename", rename)
         make_dataset(target, samples=8)  # the other maker finishes first
         rename(source, destination)
 
-    monkeypatch.setattr(tiny_dataset.os, "rename", late)
+    monkeypatch.setattr(new_folder.os, "rename", late)
     assert make_dataset(target, samples=8) == target
     assert [path.name for path in tmp_path.iterdir()] == ["shapes"]
 

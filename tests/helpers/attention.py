@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dhp.parallel.attention.shard_plan import ShardPlan, contiguous_plan, given_plan, zigzag_plan
-from dhp.parallel.attention.sharded import Place, attend_segments, plan_shard
+from dhp.parallel.attention.sharded import MeshPosition, attend_segments, plan_shard
 
 CPU = torch.device("cpu")
 DIM = 8
@@ -50,10 +50,10 @@ def dense_attention(case: Attention, states: Sequence[Tensor]) -> Tensor:
     q, k, v = (s.transpose(0, 1) for s in states)
     k, v = (s.repeat_interleave(case.heads // case.kv_heads, 0) for s in (k, v))
     segment = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
-    place = torch.arange(len(segment))
+    token = torch.arange(len(segment))
     hidden = segment[:, None] != segment
     if case.causal:
-        hidden |= place[:, None] < place
+        hidden |= token[:, None] < token
     scores = (q @ k.transpose(1, 2) * DIM**-0.5).masked_fill(hidden, float("-inf"))
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
@@ -69,33 +69,33 @@ def dense_results(case: Attention, dtype: torch.dtype = torch.float64) -> list[T
 
 def sharded_results(cases: Sequence[Attention]) -> list[list[Tensor]]:
     """On a rank: of each case, this rank's rows of the output and of the gradients of query, key and value."""
-    meshes: dict[tuple[int, int], Place] = {}
-    return [_sharded(case, _place(case, meshes)) for case in cases]
+    meshes: dict[tuple[int, int], MeshPosition] = {}
+    return [_sharded(case, _position(case, meshes)) for case in cases]
 
 
 def whole_results(case: Attention, of_ranks: Sequence[list[Tensor]]) -> list[Tensor]:
     """What all ranks found, put where it belongs in the whole sequence."""
     plan = case.plan()
-    places = [torch.tensor(plan.places(r, u), dtype=torch.long) for r in range(plan.ring) for u in range(plan.ulysses)]
-    order = torch.argsort(torch.cat(places))
+    positions = [
+        torch.tensor(plan.positions(r, u), dtype=torch.long) for r in range(plan.ring) for u in range(plan.ulysses)
+    ]
+    order = torch.argsort(torch.cat(positions))
     return [torch.cat([found[i] for found in of_ranks])[order] for i in range(4)]
 
 
-def _place(case: Attention, meshes: dict[tuple[int, int], Place]) -> Place:
+def _position(case: Attention, meshes: dict[tuple[int, int], MeshPosition]) -> MeshPosition:
     shape = (case.ring, case.ulysses)
     if shape not in meshes:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
-        ring, ulysses = mesh["ring"], mesh["ulysses"]
-        meshes[shape] = Place(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
+        meshes[shape] = MeshPosition.of(init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses")))
     return meshes[shape]
 
 
-def _sharded(case: Attention, place: Place) -> list[Tensor]:
+def _sharded(case: Attention, position: MeshPosition) -> list[Tensor]:
     shards = case.plan()
-    own = shards.places(place.ring_rank, place.ulysses_rank)
+    own = shards.positions(position.ring_rank, position.ulysses_rank)
     *states, grad = (s[own].to(case.dtype) for s in case.states())
     leaves = [s.clone().requires_grad_() for s in states]
-    output = attend_segments(*leaves, plan_shard(shards, place, CPU, case.causal, case.gather), DIM**-0.5)
+    output = attend_segments(*leaves, plan_shard(shards, position, CPU, case.causal, case.gather), DIM**-0.5)
     output.backward(grad)
     assert dist.get_world_size() == shards.ring * shards.ulysses
     return [output.detach(), *(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from dhp.batching.collate import Rows
+from dhp.batching.collate import Collator
 from dhp.data.sample import Sample
 from dhp.models.family import DecoderInputs
 from dhp.models.registry import load_family
@@ -78,15 +78,15 @@ class Chain:
         return Result(loss, gradients)
 
     def _sample(self, sample: Sample, total: int) -> float:
-        named, _ = Rows(self.family, 0, packing=False).make((sample,))
+        named, _ = Collator(self.family, 0, packing=False).make((sample,))
         tensors = self.encode(sample) if sample.grids else {}
         leaves = {name: self.given(name, rows.detach()).requires_grad_() for name, rows in tensors.items()}
-        places = named["mm_token_type_ids"].flatten().nonzero()[:, 0]
+        image_rows = named["mm_token_type_ids"].flatten().nonzero()[:, 0]
         hidden: list[Tensor | None] = [None]
         outputs: list[Tensor] = []
         for chunk, owner in zip(self.chunks, self.owners, strict=True):
             images = {name: leaves[name] for name in self.family.decoder.entering(chunk) if name in leaves}
-            inputs = DecoderInputs(named["input_ids"], named["position_ids"], images, places, hidden[-1])
+            inputs = DecoderInputs(named["input_ids"], named["position_ids"], images, image_rows, hidden[-1])
             outputs.append(self.run(owner, chunk, inputs))
             hidden.append(outputs[-1].detach().requires_grad_())
         loss = self.objective(hidden[-1], Targets(*find_targets(named["targets"])), total)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.base.stages import Chain, StageSpec
-from dhp.batching.collate import Rows
+from dhp.batching.collate import Collator
 from dhp.batching.scatter import Dealer
 from dhp.config.recompute import read_choices
 from dhp.data.order.sampler import BatchLayout, slots
@@ -27,7 +27,7 @@ from dhp.models.registry import load_family
 from dhp.parallel.optimizer import zero
 from dhp.parallel.optimizer.frozen import Frozen
 from dhp.parallel.optimizer.fsdp import FullySharded
-from dhp.parallel.tensor.local_shards import all_laid_out
+from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
 from dhp.step.step import accumulate_gradients, update_weights
@@ -144,7 +144,7 @@ class Inspected:
 
             trained = {n: safe_get_full_fp32_param(p) for n, p in named.items() if p.requires_grad}
             return update._frozen | {n: weight.clone() for n, weight in trained.items()}
-        layouts = all_laid_out(self.model)
+        layouts = as_dtensors(self.model)
         if isinstance(update, Frozen):
             return {n: _whole(layouts[n].detach(), layouts[n]) for n in named}
         masters = zip(update._names, update._layouts, update._masters, strict=True)
@@ -154,7 +154,7 @@ class Inspected:
     def rounded(self) -> bool:
         """Whether every weight that the module computes with is its master weight, rounded."""
         masters = self._weights()
-        named = all_laid_out(self.model).items()
+        named = as_dtensors(self.model).items()
         return all(torch.equal(_whole(p.detach(), p), masters[n].to(p.dtype)) for n, p in named)
 
 
@@ -240,7 +240,7 @@ def _slotted(step: int, case: Case, samples: Sequence[Sample]) -> StepSamples:
 def make_dealer(model: str, case: Case) -> Dealer:
     """What deals samples out over the case's ranks: the feed without what reads and decodes them."""
     family = load_family(model)
-    return Dealer(family, Rows(family, 0, case.packing), case.vision.data, case.vision.sequence)
+    return Dealer(family, Collator(family, 0, case.packing), case.vision.data, case.vision.sequence)
 
 
 @dataclass(frozen=True)

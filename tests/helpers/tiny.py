@@ -21,7 +21,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from dhp.data.sample import IGNORED, Sample
+from dhp.base.geometry import IGNORED
+from dhp.data.sample import Sample
 
 IMAGE_TOKEN, VIDEO_TOKEN = 505, 506
 

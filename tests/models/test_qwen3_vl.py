@@ -125,10 +125,10 @@ ROWS = {
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_positions_equal_the_models_own(family: Family, qwen3_vl_model: str, rows: str) -> None:
-    from dhp.batching.collate import GRIDS, VIDEO_GRIDS, Rows
+    from dhp.batching.collate import GRIDS, VIDEO_GRIDS, Collator
 
     model = AutoModelForImageTextToText.from_pretrained(qwen3_vl_model)
-    named = Rows(family, 0, packing=False).padded(tuple(ROWS[rows]))
+    named = Collator(family, 0, packing=False).padded(tuple(ROWS[rows]))
     lengths = [len(sample.input_ids) for sample in ROWS[rows]]
     inside = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     wanted, _ = model.model.get_rope_index(

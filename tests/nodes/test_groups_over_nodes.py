@@ -12,9 +12,9 @@ from dhp.base.errors import ConfigError
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.placement.nodes import own_node, read_nodes
-from dhp.cluster.placement.rank_mapping import arrange
+from dhp.cluster.placement.rank_mapping import map_ranks
 from dhp.cluster.placement.reservation import bundle_nodes, plan_placement, reserve
-from dhp.cluster.placement.topology import Homes, find_homes
+from dhp.cluster.placement.topology import Topology, find_topology
 from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
 from tests.nodes.conftest import ADDRESSES
@@ -63,12 +63,12 @@ def reserved() -> Iterator[Any]:
 
     made = []
 
-    def take(count: int, degrees: dict[str, int]) -> tuple[Any, tuple[Any, ...], Homes]:
+    def take(count: int, degrees: dict[str, int]) -> tuple[Any, tuple[Any, ...], Topology]:
         plan = plan_placement({"text": range(count)}, gpus=4)
         group = reserve(plan, WAIT_S)
         made.append(group)
-        homes = find_homes(bundle_nodes(group), read_nodes())
-        return group, arrange(plan.slots, homes.of_bundle, {"text": degrees})["text"], homes
+        topology = find_topology(bundle_nodes(group), read_nodes())
+        return group, map_ranks(plan.slots, topology.of_bundle, {"text": degrees})["text"], topology
 
     yield take
     for group in made:
@@ -76,7 +76,7 @@ def reserved() -> Iterator[Any]:
 
 
 def test_neighbours_share_a_node_in_the_order_of_its_gpus_and_reach_all_others(reserved: Any, tmp_path: Path) -> None:
-    bundles, slots, homes = reserved(4, TWO_PAIRS)
+    bundles, slots, topology = reserved(4, TWO_PAIRS)
     made = ActorGroup(settings(4, needs={"text.model_name": str(tmp_path)}), slots, bundles)
     try:
         made.start(Trainer)
@@ -88,16 +88,16 @@ def test_neighbours_share_a_node_in_the_order_of_its_gpus_and_reach_all_others(r
     assert [(rank["address"], rank["gpu"]) for rank in told] == wanted
     assert [rank["reached"] for rank in told] == [4] * 4
     assert {rank["interface"] for rank in told} == {"lo"}  # which carries all of 127.0.0.0/8
-    assert homes.names(slots) == [first, first, second, second]
+    assert topology.names(slots) == [first, first, second, second]
 
 
 def test_the_order_is_that_of_the_addresses_whichever_node_ray_fills_first(reserved: Any) -> None:
-    _, taken, homes = reserved(1, ONE_RANK)
-    (busy,) = homes.names(taken)
-    _, slots, homes = reserved(3, {"data": 3, "tensor": 1})
+    _, taken, topology = reserved(1, ONE_RANK)
+    (busy,) = topology.names(taken)
+    _, slots, topology = reserved(3, {"data": 3, "tensor": 1})
     wanted = sorted([*ADDRESSES, *ADDRESSES])
     wanted.remove(busy)
-    assert homes.names(slots) == wanted
+    assert topology.names(slots) == wanted
 
 
 def test_a_path_that_a_node_lacks_is_told_with_the_node(reserved: Any, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dhp.observe.data_stall import WINDOW, KeepingUp
+from dhp.observe.data_stall import STALL_WINDOW, KeepingUp
 
 
 def told(
@@ -16,7 +16,10 @@ def test_the_number_of_workers_that_would_keep_up() -> None:
     # A step trains for 1 s and takes 4 s to read: 5 workers, with room.
     messages = told(KeepingUp(workers=2, prefetch=2), 30, step_s=2.0, data_s=1.0, read_s=4.0)
     assert messages == [
-        (WINDOW + 1, "50% of the last 20 steps' time went into waiting for data; data.num_workers=5 would keep up")
+        (
+            STALL_WINDOW + 1,
+            "50% of the last 20 steps' time went into waiting for data; data.num_workers=5 would keep up",
+        )
     ]
 
 

@@ -13,12 +13,12 @@ from dhp.observe.mfu import TABLE, known_peaks, peak_flops, unknown_devices, uti
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def gpu(place: str, name: str = H100, number_format: str = "bfloat16") -> DeviceInfo:
-    return DeviceInfo("cuda", name, place, number_format)
+def gpu(device_id: str, name: str = H100, number_format: str = "bfloat16") -> DeviceInfo:
+    return DeviceInfo("cuda", name, device_id, number_format)
 
 
-def cpu(place: str, measured: float | None = None) -> DeviceInfo:
-    return DeviceInfo("cpu", "cpu", place, "float32", measured)
+def cpu(device_id: str, measured: float | None = None) -> DeviceInfo:
+    return DeviceInfo("cpu", "cpu", device_id, "float32", measured)
 
 
 def test_parts_that_share_devices_count_them_once() -> None:

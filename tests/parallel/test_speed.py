@@ -31,7 +31,7 @@ def test_a_measured_speed_is_that_of_the_fastest_product(monkeypatch: pytest.Mon
     threads = torch.get_num_threads()
     assert measure_speed(torch.float32) == pytest.approx(2e9)
     assert torch.get_num_threads() == threads
-    assert now[0] < 1.0 and max(made) <= speed.LARGEST
+    assert now[0] < 1.0 and max(made) <= speed.LARGEST_ROWS
 
 
 def test_a_real_measurement_ends_and_is_a_speed() -> None:
@@ -49,6 +49,6 @@ def test_gpus_are_told_apart_by_their_own_ids(monkeypatch: pytest.MonkeyPatch, a
         found = describe_device(torch.device("cuda", 0), torch.float32, measure=True)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    assert (found.kind, found.name, found.place) == ("cuda", "NVIDIA H200", "GPU 1234-ab")
+    assert (found.kind, found.name, found.device_id) == ("cuda", "NVIDIA H200", "GPU 1234-ab")
     assert (found.format, found.measured) == (expected, None)
     assert describe_device(torch.device("cuda", 0), torch.bfloat16).format == "bfloat16"

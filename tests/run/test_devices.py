@@ -21,13 +21,13 @@ class Group:
         wanted = [measure for (measure,) in spread(arguments, self.size)]
         self.measured += [rank for rank, measure in enumerate(wanted) if measure]
         return [
-            DeviceInfo(d.kind, d.name, d.place, d.format, 1e9 if measure else None)
+            DeviceInfo(d.kind, d.name, d.device_id, d.format, 1e9 if measure else None)
             for d, measure in zip(self.devices, wanted, strict=True)
         ]
 
 
 def test_collocated_parts_on_two_machines_measure_each_once() -> None:
-    on = lambda place: DeviceInfo("cpu", "cpu", place, "float32")
+    on = lambda device_id: DeviceInfo("cpu", "cpu", device_id, "float32")
     groups = {"vision": Group(on("m"), on("m")), "text": Group(on("m"), on("n"), on("n"))}
     said: list[str] = []
     assert find_peak(groups, 9.0, said.append) == 2e9

@@ -24,7 +24,7 @@ class ByParcel:
     trainer: type
 
     def __init__(self, settings: StageSettings):
-        shared_memory.SMALLEST = 1
+        shared_memory.SMALLEST_BYTES = 1
         self._worker = Worker(GroupSettings(settings.spec.name, dist.get_world_size(), "gloo", 1, 60.0, None, True), 0)
         self._worker.build(self.trainer, (settings,))
 

@@ -18,7 +18,7 @@ from dhp.base.degrees import Degrees
 from dhp.data.sample import Sample
 from dhp.parallel.attention.sharded import GATHER_TOKENS
 from dhp.step.schedule import Forward, last_backwards
-from dhp.step.stages import Batch, Inbox
+from dhp.step.stages import Batch, InFlight
 from experiments.two_hosts.formula import Shape
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_feed
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
@@ -70,10 +70,10 @@ def traffic(model: str, case: Case, samples: list[Sample]) -> Traffic:
     with Running(model, case, Fault(_Vision, _Text)) as running:
         data = make_feed(model, case, [samples]).step(0)
         batch = Batch(data.info, data.work, data.routes)
-        inbox, last = Inbox(batch), last_backwards(running.schedule)
+        in_flight, last = InFlight(batch), last_backwards(running.schedule)
         for at, action in enumerate(running.schedule):
             stage = action.node.stage
-            running.stages[stage].run(action, at in last, inbox)
+            running.stages[stage].run(action, at in last, in_flight)
             direction = "forward" if isinstance(action, Forward) else "backward"
             found[direction][stage] = running.groups[stage].execute_all("sent")
         _, reports = running.update(batch)

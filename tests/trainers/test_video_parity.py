@@ -77,8 +77,8 @@ def test_positions_are_those_of_transformers(made_model: str, packing: bool) -> 
     (work,) = feed.step(0).work["text"][0]
     model = Qwen2_5_VLModel(AutoConfig.from_pretrained(made_model))
     found = work.tensors["position_ids"]
-    places = work.lengths or [len(s.input_ids) for s in samples]
-    rows = list(found[:, 0].split(places, dim=-1)) if packing else [found[:, n, :p] for n, p in enumerate(places)]
+    lengths = work.lengths or [len(s.input_ids) for s in samples]
+    rows = list(found[:, 0].split(lengths, dim=-1)) if packing else [found[:, n, :p] for n, p in enumerate(lengths)]
     for sample, row in zip(samples, rows, strict=True):
         seen = list(zip(sample.grids, sample.video_seconds, strict=True))
         images = [grid for grid, seconds in seen if seconds is None]

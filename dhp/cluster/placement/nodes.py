@@ -14,7 +14,7 @@ Resources = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A living node. name: its address, with the beginning of its id where several nodes have that address."""
 
     id: str
@@ -24,7 +24,7 @@ class Node:
     free: Resources
 
 
-def read_nodes() -> list[Node]:
+def read_nodes() -> list[ClusterNode]:
     """The living nodes by address, 10.0.0.9 before 10.0.0.10, then by id."""
     free = client_mode_wrap(available_resources_per_node)()
     living = [node for node in ray.nodes() if node["Alive"]]
@@ -33,7 +33,7 @@ def read_nodes() -> list[Node]:
     for node, address in zip(living, addresses, strict=True):
         key = node["NodeID"]
         name = address if addresses.count(address) == 1 else f"{address} ({key[:6]})"
-        found.append(Node(key, address, name, node["Resources"], free.get(key, {})))
+        found.append(ClusterNode(key, address, name, node["Resources"], free.get(key, {})))
     return sorted(found, key=lambda node: (natural(node.address), node.id))
 
 

@@ -11,19 +11,22 @@ from dhp.base.stages import part_of
 from dhp.cluster.placement.reservation import Slot
 
 Slots = Mapping[str, Sequence[Slot]]  # of each stage, by rank
-Degrees = Mapping[
+AxisDegrees = Mapping[
     str, int
 ]  # ranks by axis of a stage's mesh, outermost axis first: the last one's ranks are neighbours
 
 TENSOR = "tensor"
 INNER = (TENSOR, "ulysses")  # axes whose groups talk several times in every layer
-SHOWN = 3  # groups that a warning names
+SHOWN_GROUPS = 3  # groups that a warning names
 
 
 @dataclass(frozen=True)
 class Straddle:
-    """Groups of one axis that lie across nodes. block: ranks next to one another that hold a group; groups: how many
-    there are in all; across: the ranks of each that lies across; shares: devices of the stage on each node."""
+    """Groups of one axis that lie across nodes.
+
+    block: consecutive ranks that hold a group. groups: how many groups the axis has. across: the ranks of each group
+    that lies across nodes. shares: devices of the stage on each node.
+    """
 
     stage: str
     axis: str
@@ -43,27 +46,27 @@ class _Stretch:
     sizes: tuple[int, ...]
 
 
-def arrange(slots: Slots, homes: Sequence[int], degrees: Mapping[str, Degrees]) -> dict[str, tuple[Slot, ...]]:
+def map_ranks(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDegrees]) -> dict[str, tuple[Slot, ...]]:
     """The slots with bundles exchanged, so that as few groups as possible lie across nodes, innermost axes first.
 
-    slots: as planned, rank after rank on bundle after bundle; homes: the node of each bundle, numbered in the order
+    slots: as planned, rank after rank on bundle after bundle; node_of: the node of each bundle, numbered in the order
     that nodes are to be filled in. Ranks that shared a bundle still do. The same input gives the same order.
     """
-    places = _places(slots, homes)
+    by_node = _bundles_by_node(slots, node_of)
 
     def cost(order: tuple[int, ...]) -> tuple[int, ...]:
-        nodes = [homes[bundle] for bundle in order]
+        nodes = [node_of[bundle] for bundle in order]
         return (*_across(slots, nodes, degrees), sum(a != b for a, b in pairwise(nodes)))
 
-    best = min(_orders(_stretches(slots, degrees), places), key=cost)
+    best = min(_orders(_stretches(slots, degrees), by_node), key=cost)
     return {stage: tuple(replace(s, bundle=best[s.bundle]) for s in of_stage) for stage, of_stage in slots.items()}
 
 
-def find_straddles(slots: Slots, homes: Sequence[int], degrees: Mapping[str, Degrees]) -> list[Straddle]:
+def find_straddles(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDegrees]) -> list[Straddle]:
     """For each stage and each axis of `INNER`, the groups that lie across nodes, if there are any."""
     found = []
     for stage, of_stage in slots.items():
-        nodes = [homes[slot.bundle] for slot in of_stage]
+        nodes = [node_of[slot.bundle] for slot in of_stage]
         shares = tuple(nodes.count(node) for node in sorted(set(nodes)))
         for axis in INNER:
             groups = ranks_by_group(degrees[stage], axis)
@@ -86,7 +89,7 @@ def describe_straddle(straddle: Straddle, names: Sequence[str]) -> str:
     )
 
 
-def refuse_straddle(straddle: Straddle, degrees: Degrees, names: Sequence[str]) -> str:
+def refuse_straddle(straddle: Straddle, degrees: AxisDegrees, names: Sequence[str]) -> str:
     """One paragraph of an error about a tensor group on GPUs: which groups, how the part is split, what would do."""
     key, stage = _key(straddle), straddle.stage
     split = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items())
@@ -98,26 +101,26 @@ def refuse_straddle(straddle: Straddle, degrees: Degrees, names: Sequence[str]) 
     )
 
 
-def ranks_by_group(degrees: Degrees, axis: str) -> list[tuple[int, ...]]:
+def ranks_by_group(degrees: AxisDegrees, axis: str) -> list[tuple[int, ...]]:
     """The ranks of each group of that axis; each group differs from the others in some other axis."""
     degree, stride = degrees[axis], _stride(degrees, axis)
     firsts = (rank for rank in range(prod(degrees.values())) if rank // stride % degree == 0)
     return [tuple(first + number * stride for number in range(degree)) for first in firsts]
 
 
-def _stride(degrees: Degrees, axis: str) -> int:
+def _stride(degrees: AxisDegrees, axis: str) -> int:
     """Ranks from one member of the axis to the next: what the axes inside it multiply to."""
     axes = list(degrees)
     return prod(degrees[inner] for inner in axes[axes.index(axis) + 1 :])
 
 
-def _places(slots: Slots, homes: Sequence[int]) -> list[list[int]]:
+def _bundles_by_node(slots: Slots, node_of: Sequence[int]) -> list[list[int]]:
     """The bundles of each node, in their own order, which is that of the node's GPUs."""
     bundles = sorted({slot.bundle for of_stage in slots.values() for slot in of_stage})
-    return [[bundle for bundle in bundles if homes[bundle] == node] for node in sorted(set(homes))]
+    return [[bundle for bundle in bundles if node_of[bundle] == node] for node in sorted(set(node_of))]
 
 
-def _stretches(slots: Slots, degrees: Mapping[str, Degrees]) -> list[_Stretch]:
+def _stretches(slots: Slots, degrees: Mapping[str, AxisDegrees]) -> list[_Stretch]:
     """Runs of bundles that no stage reaches across, with the blocks of the stages on each."""
     found: list[tuple[int, int, set[int]]] = []
     for stage, of_stage in sorted(slots.items(), key=lambda item: item[1][0].bundle):
@@ -134,12 +137,12 @@ def _stretches(slots: Slots, degrees: Mapping[str, Degrees]) -> list[_Stretch]:
     ]
 
 
-def _orders(stretches: Sequence[_Stretch], places: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+def _orders(stretches: Sequence[_Stretch], by_node: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
     """Orders worth comparing: node after node, and for each choice of block sizes whole blocks before what is left."""
-    yield tuple(bundle for place in places for bundle in place)
+    yield tuple(bundle for bundles in by_node for bundle in bundles)
     for sequence in permutations(stretches):
         for chosen in product(*(_subsets(stretch.sizes) for stretch in sequence)):
-            left = [list(place) for place in places]
+            left = [list(bundles) for bundles in by_node]
             filled = {s.first: _fill(s.count, sizes, left) for s, sizes in zip(sequence, chosen, strict=True)}
             yield tuple(bundle for first in sorted(filled) for bundle in filled[first])
 
@@ -159,7 +162,7 @@ def _fill(count: int, sizes: Sequence[int], left: list[list[int]]) -> list[int]:
     return taken
 
 
-def _across(slots: Slots, nodes: Sequence[int], degrees: Mapping[str, Degrees]) -> list[int]:
+def _across(slots: Slots, nodes: Sequence[int], degrees: Mapping[str, AxisDegrees]) -> list[int]:
     """How many groups lie across nodes, for each axis but the outermost, innermost first."""
     counts: dict[str, int] = {}
     for stage, of_stage in slots.items():
@@ -190,8 +193,8 @@ def _shares(straddle: Straddle) -> str:
 
 
 def _which(straddle: Straddle, names: Sequence[str]) -> str:
-    groups = "; ".join(_group(ranks, names) for ranks in straddle.across[:SHOWN])
-    more = len(straddle.across) - SHOWN
+    groups = "; ".join(_group(ranks, names) for ranks in straddle.across[:SHOWN_GROUPS])
+    more = len(straddle.across) - SHOWN_GROUPS
     return (
         f"{len(straddle.across)} of {straddle.groups} groups of {_key(straddle)}={straddle.degree}{_whose(straddle)} "
         f"lie across nodes: {groups}{f'; and {more} more' if more > 0 else ''}"

@@ -10,17 +10,16 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from dhp.base.errors import ConfigError
-from dhp.cluster.placement.nodes import read_nodes
+from dhp.cluster.placement.nodes import Resources, read_nodes
 from dhp.cluster.placement.shortage import describe_shortage
 
-Resources = dict[str, float]
 RAY_UNITS = 10_000  # Ray counts resources in ten-thousandths
 PATIENCE_S = 5.0  # how long a reservation may take before a person is told what it waits for
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One actor's place: its bundle, and its share of the bundle's resources."""
+    """Where one actor goes: its bundle, and its share of the bundle's resources."""
 
     bundle: int
     cpus: float

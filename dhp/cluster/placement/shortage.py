@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dhp.cluster.placement.nodes import Node, Resources
+from dhp.cluster.placement.nodes import ClusterNode, Resources
 
-SHOWN = 16  # nodes that a message lists
+SHOWN_NODES = 16  # nodes that a message lists
 
 
-def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequence[Node]) -> str:
+def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequence[ClusterNode]) -> str:
     """What keeps `count` bundles from fitting on the nodes, in sentences.
 
     apart: whether each actor has a bundle of its own, so that sharing would need fewer.
@@ -63,13 +63,13 @@ def _missing(bundle: Resources, count: int, has: Sequence[Resources]) -> str:
     return f"{' and '.join(lacking)} missing"
 
 
-def _shown(bundle: Resources, nodes: Sequence[Node]) -> str:
+def _shown(bundle: Resources, nodes: Sequence[ClusterNode]) -> str:
     told = [
         f"{node.name} has "
         + " and ".join(f"{node.total.get(name, 0.0):g} {name} ({node.free.get(name, 0.0):g} free)" for name in bundle)
-        for node in nodes[:SHOWN]
+        for node in nodes[:SHOWN_NODES]
     ]
-    more = [f"and {len(nodes) - SHOWN} more nodes"] if len(nodes) > SHOWN else []
+    more = [f"and {len(nodes) - SHOWN_NODES} more nodes"] if len(nodes) > SHOWN_NODES else []
     return f"Registered: {'; '.join([*told, *more])}" if told else "No node is registered"
 
 

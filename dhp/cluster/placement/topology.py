@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dhp.base.stages import part_of
-from dhp.cluster.placement.nodes import Node
+from dhp.cluster.placement.nodes import ClusterNode
 from dhp.cluster.placement.reservation import Slot
 
-SHOWN = 8  # nodes that the line about a run's start lists
+LISTED_NODES = 8  # in the line about a run's start
 
 
 @dataclass(frozen=True)
-class Homes:
-    """nodes: those that hold bundles, in the order of `read_nodes`; of_bundle: each bundle's node, by place there."""
+class Topology:
+    """The nodes of a run, and which bundle lies on which.
 
-    nodes: tuple[Node, ...]
+    nodes: those that hold bundles, in the order of `read_nodes`. of_bundle: for each bundle, the index of its node.
+    """
+
+    nodes: tuple[ClusterNode, ...]
     of_bundle: tuple[int, ...]
 
     def names(self, slots: Sequence[Slot]) -> list[str]:
@@ -40,27 +43,27 @@ class Homes:
     def describe(self, slots: Mapping[str, Sequence[Slot]]) -> str:
         """`10.0.0.5 (vision 0-3, text 0-3), 10.0.0.6 (…)`: the ranks on each node."""
         told = []
-        for number, node in enumerate(self.nodes[:SHOWN]):
+        for number, node in enumerate(self.nodes[:LISTED_NODES]):
             ranks = ((stage, self._ranks(of_stage, number)) for stage, of_stage in slots.items())
             told.append(f"{node.name} ({', '.join(f'{stage} {_ranges(own)}' for stage, own in ranks if own)})")
-        more = [f"and {len(self.nodes) - SHOWN} more"] if len(self.nodes) > SHOWN else []
+        more = [f"and {len(self.nodes) - LISTED_NODES} more"] if len(self.nodes) > LISTED_NODES else []
         return ", ".join([*told, *more])
 
     def gpus(self) -> str:
         """`10.0.0.5 has 8 GPUs, 10.0.0.6 …`: what each node has, used or not."""
-        told = [f"{node.name} has {node.total.get('GPU', 0.0):g} GPUs" for node in self.nodes[:SHOWN]]
-        more = [f"and {len(self.nodes) - SHOWN} more"] if len(self.nodes) > SHOWN else []
+        told = [f"{node.name} has {node.total.get('GPU', 0.0):g} GPUs" for node in self.nodes[:LISTED_NODES]]
+        more = [f"and {len(self.nodes) - LISTED_NODES} more"] if len(self.nodes) > LISTED_NODES else []
         return ", ".join([*told, *more])
 
     def _ranks(self, slots: Sequence[Slot], node: int) -> list[int]:
         return [rank for rank, slot in enumerate(slots) if self.of_bundle[slot.bundle] == node]
 
 
-def find_homes(node_ids: Sequence[str], nodes: Sequence[Node]) -> Homes:
-    """node_ids: the node of each bundle; nodes: all of the cluster, in order."""
+def find_topology(node_ids: Sequence[str], nodes: Sequence[ClusterNode]) -> Topology:
+    """The topology of a reservation. node_ids: the node of each bundle. nodes: all nodes of the cluster, in order."""
     holding = tuple(node for node in nodes if node.id in node_ids)
     numbers = {node.id: number for number, node in enumerate(holding)}
-    return Homes(holding, tuple(numbers[node_id] for node_id in node_ids))
+    return Topology(holding, tuple(numbers[node_id] for node_id in node_ids))
 
 
 def _ranges(ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dhp.base.errors import ConfigError, PartFailed
-from dhp.cluster.transport.shared_memory import SMALLEST
+from dhp.cluster.transport.shared_memory import SMALLEST_BYTES
 
 BACKEND = "UCX"
 EAGER_POLLS, PAUSE_S = 200, 50e-6  # a wait first spins, then leaves the core to others
@@ -25,14 +25,16 @@ EAGER_POLLS, PAUSE_S = 200, 50e-6  # a wait first spins, then leaves the core to
 
 @dataclass(frozen=True)
 class Region:
-    """A tensor that lies in another process's registered memory. metadata: how to reach that process; version: of the
-    metadata. place: which of a step's tensors of this sender it is."""
+    """A tensor that lies in another process's registered memory.
+
+    metadata: how to reach that process. version: of the metadata. buffer: which of the sender's buffers it lies in.
+    """
 
     agent: str
     metadata: bytes
     version: int
     descriptors: bytes
-    place: int
+    buffer: int
     device: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -79,10 +81,10 @@ class Exchange:
 
     def send(self, tensor: Tensor) -> Region | Tensor:
         """Copy `tensor` to where others can read it until `end_step`; small ones are returned as they are."""
-        if tensor.nbytes < SMALLEST:
+        if tensor.nbytes < SMALLEST_BYTES:
             return tensor.cpu()
-        place, self._used = self._used, self._used + 1
-        memory = self._memory_for(place, tensor)
+        buffer, self._used = self._used, self._used + 1
+        memory = self._memory_for(buffer, tensor)
         shape = tuple(tensor.shape)
         memory.tensor(shape, tensor.dtype).copy_(tensor)
         if tensor.is_cuda:
@@ -90,7 +92,7 @@ class Exchange:
         serialized = self._agent.get_serialized_descs(memory.descriptors(shape, tensor.dtype))
         metadata = self._agent.get_agent_metadata()
         return Region(
-            self._agent.name, metadata, self._version, serialized, place, tensor.device.type, shape, tensor.dtype
+            self._agent.name, metadata, self._version, serialized, buffer, tensor.device.type, shape, tensor.dtype
         )
 
     def open(self, value: Any) -> Any:
@@ -121,17 +123,17 @@ class Exchange:
             ) from error
         return memory.tensor(region.shape, region.dtype)
 
-    def _memory_for(self, place: int, tensor: Tensor) -> _Memory:
-        held = self._sending[place : place + 1]
+    def _memory_for(self, buffer: int, tensor: Tensor) -> _Memory:
+        held = self._sending[buffer : buffer + 1]
         if not held or held[0].bytes.nbytes < tensor.nbytes or held[0].bytes.device != tensor.device:
             for memory in held:
                 memory.close()
-            self._sending[place : place + 1] = [_Memory(self._agent, tensor.nbytes, str(tensor.device))]
+            self._sending[buffer : buffer + 1] = [_Memory(self._agent, tensor.nbytes, str(tensor.device))]
             self._version += 1
-        return self._sending[place]
+        return self._sending[buffer]
 
     def _buffer_for(self, region: Region) -> _Memory:
-        key, nbytes = (region.agent, region.place), _nbytes(region.shape, region.dtype)
+        key, nbytes = (region.agent, region.buffer), _nbytes(region.shape, region.dtype)
         memory = self._receiving.get(key)
         if memory is None or memory.bytes.nbytes < nbytes or memory.bytes.device.type != region.device:
             if memory is not None:

@@ -30,7 +30,7 @@ from dhp.base.errors import PartFailed
 from dhp.cluster.transport.pinned import pin, unpin, wait_for_transfers
 
 SHARED_MEMORY, OBJECT_STORE, CUDA_IPC, NIXL = "shared_memory", "object_store", "cuda_ipc", "nixl"
-SMALLEST = 64 << 10  # bytes; below, Ray sends a value inside the message that says it is ready
+SMALLEST_BYTES = 64 << 10  # bytes; below, Ray sends a value inside the message that says it is ready
 PAGE = 1 << 21
 
 
@@ -41,7 +41,7 @@ class Parcel:
     pid: int
     descriptor: int
     serial: int  # of the memory among all that the sender ever took; a descriptor is used again
-    place: int  # which of a step's tensors of this sender it is
+    buffer: int  # which of the sender's buffers: it has one for each tensor of a step
     capacity: int  # bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -94,17 +94,17 @@ class Outbox:
     def send(self, tensor: Tensor) -> Parcel | DeviceParcel | Tensor:
         """Copy `tensor` where others can map it; small ones are returned as they are. Device tensors are copied once,
         to host memory that is already the shared one, or not at all where receivers are on the same device."""
-        if tensor.nbytes < SMALLEST:
+        if tensor.nbytes < SMALLEST_BYTES:
             return tensor.cpu()
         if tensor.is_cuda and self._on_device:
             self._lent.append(tensor)  # its memory must not be given away before the receivers are done
             return DeviceParcel(*reduce_tensor(tensor))
-        place, self._used = self._used, self._used + 1
-        segment = self._segment(place, tensor.nbytes)
+        buffer, self._used = self._used, self._used + 1
+        segment = self._segment(buffer, tensor.nbytes)
         shape = tuple(tensor.shape)
         segment.tensor(shape, tensor.dtype).copy_(tensor, non_blocking=segment.pinned)
         self._under_way |= segment.pinned
-        return Parcel(os.getpid(), segment.descriptor, segment.serial, place, segment.capacity, shape, tensor.dtype)
+        return Parcel(os.getpid(), segment.descriptor, segment.serial, buffer, segment.capacity, shape, tensor.dtype)
 
     def flush(self) -> None:
         """Until all that was sent is where it can be read: before anybody is told."""
@@ -117,15 +117,15 @@ class Outbox:
         self._used = 0
         self._lent.clear()
 
-    def _segment(self, place: int, nbytes: int) -> _Segment:
-        if place == len(self._segments) or self._segments[place].capacity < nbytes:
+    def _segment(self, buffer: int, nbytes: int) -> _Segment:
+        if buffer == len(self._segments) or self._segments[buffer].capacity < nbytes:
             self._serial += 1
             # A quarter more than needed: steps differ in size, and memory that is exactly right is soon too small.
             fresh = _Segment(self._serial, nbytes + nbytes // 4, self._pinned)
-            for old in self._segments[place : place + 1]:
+            for old in self._segments[buffer : buffer + 1]:
                 old.close()
-            self._segments[place : place + 1] = [fresh]
-        return self._segments[place]
+            self._segments[buffer : buffer + 1] = [fresh]
+        return self._segments[buffer]
 
 
 class Inbox:
@@ -143,12 +143,12 @@ class Inbox:
             return value.rebuild(*value.arguments)
         if not isinstance(value, Parcel):
             return value
-        serial, memory, locked = self._mapped.get((value.pid, value.place), (0, None, False))
+        serial, memory, locked = self._mapped.get((value.pid, value.buffer), (0, None, False))
         if memory is None or serial != value.serial:
             if locked:
                 unpin(memory)
             memory = _map_of(value)
-            self._mapped[value.pid, value.place] = (value.serial, memory, self._pinned and pin(memory))
+            self._mapped[value.pid, value.buffer] = (value.serial, memory, self._pinned and pin(memory))
         return _tensor_in(memory, value.shape, value.dtype)
 
 

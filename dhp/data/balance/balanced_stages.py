@@ -1,8 +1,8 @@
 """Packs constant in vision and text, steps of packs that are alike: for a chain of stages that a pack passes through.
 
-Packs are completed exactly in both (`fill`), what is left over is exchanged until it is even (`exchange`). Samples
-with so much text for their images that no others could fill their pack's vision are packed by text alone. Nothing is
-dropped, nothing padded.
+Packs are completed exactly in both (`exact_fill`); samples left over are exchanged until their packs are even
+(`exchange`). Samples with so much text for their images that no others could fill their pack's vision are packed by
+text alone. Nothing is dropped, nothing padded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from dhp.data.balance.best_fit import best_fit
-from dhp.data.balance.exact_fill import fill
+from dhp.data.balance.exact_fill import exact_fill
 from dhp.data.balance.exchange import exchange
 from dhp.data.balance.pack_targets import (
     SMALL_UNITS,
@@ -24,13 +24,13 @@ from dhp.data.balance.pack_targets import (
 from dhp.data.balance.packs import Limits, Loads, Packs, from_groups, join
 
 PASSES, DIVISIONS = 20, 5
-VISION_WEIGHT = 16.0  # of a deviation in vision against one in text: vision comes in few, large pieces
+VISION_WEIGHT = 16.0  # a deviation in vision counts so many times one in text: vision comes in few, large pieces
 LIKE_VISION, LIKE_TEXT = 0.005, 0.002  # packs that differ by less than these shares are alike
-COSTLY = (0.93, 0.96, 0.98, 0.99)  # quantiles of Σ tokens² between which packs are put beside their like
-CHEAPEST = 0.05  # quantile of samples by text for their vision, that packs are taken to be completed with
+COSTLY = (0.93, 0.96, 0.98, 0.99)  # quantiles of Σ tokens² that bound the classes of costly packs
+CHEAPEST = 0.05  # quantile of text tokens for a unit of vision: what the samples that complete a pack are taken to cost
 
 
-def constant(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
+def balanced_stages(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
     """Packs within both limits, but for samples beyond one, which stand alone; steps in random order."""
     rng = np.random.default_rng(seed)
     samples = rng.permutation(len(loads))
@@ -54,8 +54,12 @@ def constant(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
 
 
 def group_alike(packs: Packs, vision: np.ndarray, text: np.ndarray, replicas: int, rng: np.random.Generator) -> Packs:
-    """Steps of packs alike: sorted by vision, then text, both no finer than needed, so that what else they hold is
-    mixed; each `replicas` neighbours a step, steps in random order."""
+    """Put packs of like vision and text into a step: each `replicas` neighbours of their sorted order. Steps come in
+    random order.
+
+    Packs are sorted by vision, then by text, both rounded as coarsely as steps allow: packs that are alike in both stay
+    in random order, so a step mixes all other properties of samples.
+    """
     v, t = packs.sums(vision), packs.sums(text)
     vision_class = np.round(v / max(np.median(v), 1) / LIKE_VISION)
     text_class = np.round(t / np.median(t) / LIKE_TEXT)
@@ -68,13 +72,13 @@ def _targets(vision: np.ndarray, text: np.ndarray, bins: int) -> np.ndarray:
 
 
 def _filled(vision: np.ndarray, text: np.ndarray, bins: int) -> Packs:
-    """Packs with exactly as much vision and text as all should have, as many as there are of them; where vision comes
-    in small units there are none."""
+    """As many packs as possible that hold exactly their share of vision and of text. None where vision comes in small
+    units."""
     share = round(vision.sum() / bins)
     if share >= SMALL_UNITS:
         return Packs(np.array([], dtype=np.int64), np.array([], dtype=np.int64))
     targets = whole_shares(int(text.sum()), bins)
-    number = fill(vision, text, np.full(bins, share), targets)
+    number = exact_fill(vision, text, np.full(bins, share), targets)
     held = np.flatnonzero(number >= 0)
     packs = from_groups(number[held])
     return Packs(held[packs.samples], packs.ends)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-LEVELS = 4096  # of remaining room, to which sizes are rounded up; whole sizes up to MOST are exact
-MOST = 65536
+LEVELS = 4096  # of a bin's room. Sizes are rounded up to them, but for whole sizes with a limit up to MOST_EXACT
+MOST_EXACT = 65536
 
 
 def best_fit(sizes: np.ndarray, limit: float) -> np.ndarray:
@@ -15,7 +15,7 @@ def best_fit(sizes: np.ndarray, limit: float) -> np.ndarray:
     Johnson et al. 1974. The fullest bin that has room takes the next largest item; bins are found by their room, so
     the cost is linear in the items for a fixed number of levels.
     """
-    whole = limit <= MOST and float(limit).is_integer() and not np.any(sizes % 1)
+    whole = limit <= MOST_EXACT and float(limit).is_integer() and not np.any(sizes % 1)
     levels = int(limit) if whole else LEVELS
     units = np.minimum(np.ceil(sizes * (levels / limit)), levels).astype(np.int64)
     number = np.empty(len(sizes), dtype=np.int64)

@@ -1,108 +1,146 @@
 """Bins of exact load: items at random until two are missing, then the two that complete the bin exactly.
 
-What an exact completion needs is at hand by its load, so it costs a look and no search: each bin tries a few items
-for the last place but one, and of those whose complement is there takes the one that brings the sum of squares
-nearest to its own target. Works where loads are whole numbers and many items have each; others stay for `exchange`.
+A table finds items by their load, so completing a bin needs no search. Each bin tries a few items for its last but
+one. Some of them have a complement, an item of just the load that is then missing; of these the bin takes the one that
+brings its sum of squares nearest to a target of its own. This works where loads are whole numbers and each load has
+many items; other items stay for `exchange`.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
-TRIED = 24  # items tried for the last place but one
-LOOKED_AT = 16 * TRIED  # items passed over, used ones included, before a bin is given up
-MISSING = 2.5  # mean items that a bin still has room for when its completion is tried
-BUCKETS = 1 << 23  # more different loads than this, and hardly any item has its complement
+TRIED_ITEMS = 24  # for the last item but one
+LOOKED_AT = 16 * TRIED_ITEMS  # items passed over, used ones included, before a bin is given up
+MISSING = 2.5  # times the mean load: once a bin has no more room than that, its completion is tried
+BUCKETS = 1 << 23  # with more different loads than this, hardly any item has its complement
 MOST_ITEMS = 512  # in a bin
-ROOMY = 1.15
-PLENTY = 0.95  # quantile of loads up to which there are items enough to count on
-UNUSED, GIVEN_UP = -1, -2
+PLENTY = 0.95  # quantile of the loads: items up to it are many, so a bin may count on getting one of them later
+ROOMY = 1.15  # bins may count on such items only where bins of nothing else would hold this many times their targets
+UNUSED, GIVEN_UP = -1, -2  # an item that is in no bin yet, and one that never will be
 
 
-def fill(count: np.ndarray, load: np.ndarray, counts: np.ndarray, targets: np.ndarray) -> np.ndarray:
+class _Items(NamedTuple):
+    """count, load: int64 [items]. number: int64 [items], the bin of each, written as bins are filled."""
+
+    count: np.ndarray
+    load: np.ndarray
+    number: np.ndarray
+
+
+class _Table(NamedTuple):
+    """Items by key, which is count × width + load.
+
+    order: int64 [items], sorted by key. starts: int64 [keys], where the items of a key start in the order. live: int64
+    [keys], how many of them are in no bin.
+    """
+
+    width: int
+    order: np.ndarray
+    starts: np.ndarray
+    live: np.ndarray
+
+
+class _Guide(NamedTuple):
+    """What the choice of items goes by.
+
+    mean: load of an item. squares: Σ load² over Σ load. most: largest load that a bin may expect of an item that it
+    does not have yet.
+    """
+
+    mean: float
+    squares: float
+    most: int
+
+
+def exact_fill(count: np.ndarray, load: np.ndarray, counts: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """The number of each item's bin, or −1: int64 [items]. Items must come in random order.
 
     count, load: int64 [items], not negative. counts, targets: int64 [bins], what a bin holds of them, exactly. Bins are
     filled in order; one that cannot be filled stays empty, and the items tried for it are left over.
     """
-    number = np.full(len(load), UNUSED, dtype=np.int64)
+    items = _Items(count, load, np.full(len(load), UNUSED, dtype=np.int64))
     width = int(load.max(initial=0)) + 1
     if not len(load) or (int(count.max()) + 1) * width > BUCKETS:
-        return number
-    squares = float((load.astype(np.float64) ** 2).sum() / max(load.sum(), 1))
+        return items.number
     keys = count * width + load
     live = np.bincount(keys, minlength=(int(count.max()) + 1) * width)
-    order = np.argsort(keys, kind="stable")
-    starts = np.cumsum(live) - live
+    table = _Table(width, np.argsort(keys, kind="stable"), np.cumsum(live) - live, live)
     most = int(np.quantile(load, PLENTY))
     # Only where what is counted are the items themselves, and where many are well above the mean: else small items
     # would have to wait for the last bins, which then are unlike all others.
     if not (count == 1).all() or most * counts.sum() < ROOMY * targets.sum():
         most = width * MOST_ITEMS
-    _fill(count, load, counts, targets, squares, float(load.mean()), most, width, order, starts, live, number)
-    return np.maximum(number, UNUSED)
+    squares = float((load.astype(np.float64) ** 2).sum() / max(load.sum(), 1))
+    _fill(items, table, _Guide(float(load.mean()), squares, most), counts, targets)
+    return np.maximum(items.number, UNUSED)
 
 
 @njit(cache=True)
 def _fill(
-    count: np.ndarray,
-    load: np.ndarray,
-    counts: np.ndarray,
-    targets: np.ndarray,
-    squares: float,
-    mean: float,
-    most: int,
-    width: int,
-    order: np.ndarray,
-    starts: np.ndarray,
-    live: np.ndarray,
-    number: np.ndarray,
+    items: _Items, table: _Table, guide: _Guide, counts: np.ndarray, targets: np.ndarray
 ) -> None:  # pragma: no cover - compiled
-    """Fills bin by bin, and writes `number`. squares: Σ load² over Σ load. order: the items by key, which is
-    count × width + load. starts, live: of each key, where its items start in the order, and how many are left."""
+    """Fill bin by bin; `items.number` and `table` say what is used."""
     first = 0
     held = np.empty(MOST_ITEMS, np.int64)
     for bin_ in range(len(targets)):
-        while first < len(load) and number[first] != UNUSED:
+        while first < len(items.load) and items.number[first] != UNUSED:
             first += 1
-        c, t, s = counts[bin_], targets[bin_], squares * targets[bin_]
-        size, cursor, complete = 0, first, False
-        while size < MOST_ITEMS:
-            if t <= MISSING * mean:
-                one, key = _completion(count, load, c, t, s, width, live, number, cursor)
-                if key >= 0:
-                    if one >= 0:
-                        number[one] = bin_
-                        live[count[one] * width + load[one]] -= 1
-                    while number[order[starts[key]]] != UNUSED:
-                        starts[key] += 1
-                    number[order[starts[key]]] = bin_
-                    live[key] -= 1
-                    complete = True
-                    break
-            cursor = _next(count, load, c, t, most, number, cursor)
-            if cursor < 0:
-                break
-            c, t, s = c - count[cursor], t - load[cursor], s - float(load[cursor]) ** 2
-            number[cursor] = bin_
-            live[count[cursor] * width + load[cursor]] -= 1
-            held[size] = cursor
-            size += 1
-        if not complete:
-            for place in range(size):
-                number[held[place]] = GIVEN_UP
-            if size == 0 and first < len(load):  # or the next bin would fail in the same place
-                number[first] = GIVEN_UP
-                live[count[first] * width + load[first]] -= 1
+        size, complete = _fill_bin(items, table, guide, bin_, counts[bin_], targets[bin_], first, held)
+        if complete:
+            continue
+        for n in range(size):
+            items.number[held[n]] = GIVEN_UP
+        if size == 0 and first < len(items.load):  # or the next bin would fail at the same item
+            _take(items, table, first, GIVEN_UP)
 
 
 @njit(cache=True)
-def _next(
-    count: np.ndarray, load: np.ndarray, c: int, t: int, most: int, number: np.ndarray, cursor: int
-) -> int:  # pragma: no cover - compiled
-    """The next item that fits and leaves room for another one; −1 if there is none near. most: load
-    that an item still to come may be counted on for: two small ones in a bin of few would never be completed."""
+def _fill_bin(
+    items: _Items, table: _Table, guide: _Guide, bin_: int, c: int, t: int, first: int, held: np.ndarray
+) -> tuple[int, bool]:  # pragma: no cover - compiled
+    """Put items from `first` on into a bin that is to hold c in count and t in load.
+
+    Returns how many items it took before the completing ones, which `held` lists, and whether it is complete.
+    """
+    s = guide.squares * t
+    size, cursor = 0, first
+    while size < MOST_ITEMS:
+        if t <= MISSING * guide.mean:
+            one, key = _completion(items, table, c, t, s, cursor)
+            if key >= 0:
+                if one >= 0:
+                    _take(items, table, one, bin_)
+                while items.number[table.order[table.starts[key]]] != UNUSED:
+                    table.starts[key] += 1
+                _take(items, table, table.order[table.starts[key]], bin_)
+                return size, True
+        cursor = _next(items, c, t, guide.most, cursor)
+        if cursor < 0:
+            break
+        c, t, s = c - items.count[cursor], t - items.load[cursor], s - float(items.load[cursor]) ** 2
+        _take(items, table, cursor, bin_)
+        held[size] = cursor
+        size += 1
+    return size, False
+
+
+@njit(cache=True)
+def _take(items: _Items, table: _Table, item: int, bin_: int) -> None:  # pragma: no cover - compiled
+    items.number[item] = bin_
+    table.live[items.count[item] * table.width + items.load[item]] -= 1
+
+
+@njit(cache=True)
+def _next(items: _Items, c: int, t: int, most: int, cursor: int) -> int:  # pragma: no cover - compiled
+    """The next item that fits and leaves room for another one; −1 if there is none near.
+
+    most: as in `_Guide`. A bin of few items that begins with small ones would never be completed.
+    """
+    count, load, number = items
     for item in range(cursor, min(cursor + LOOKED_AT, len(load))):
         if number[item] == UNUSED and load[item] < t and count[item] <= c:
             if t - load[item] <= max(c - count[item], 1) * most:
@@ -112,17 +150,11 @@ def _next(
 
 @njit(cache=True)
 def _completion(
-    count: np.ndarray,
-    load: np.ndarray,
-    c: int,
-    t: int,
-    s: float,
-    width: int,
-    live: np.ndarray,
-    number: np.ndarray,
-    cursor: int,
+    items: _Items, table: _Table, c: int, t: int, s: float, cursor: int
 ) -> tuple[int, int]:  # pragma: no cover - compiled
-    """An item, or −1 if one alone completes the bin, and the key of the last one; −1 as key if there is none."""
+    """The last item but one, −1 if one item alone completes the bin, and the key of the last item, −1 if no two do."""
+    count, load, number = items
+    width, live = table.width, table.live
     best, chosen, last = np.inf, -1, -1
     if t < width and c * width + t < len(live) and live[c * width + t] > 0:
         best, last = abs(s - float(t) ** 2), c * width + t
@@ -131,7 +163,7 @@ def _completion(
         if number[item] != UNUSED:
             continue
         tried += 1
-        if tried > TRIED:
+        if tried > TRIED_ITEMS:
             break
         left = t - load[item]
         if count[item] > c or left < 0 or left >= width:

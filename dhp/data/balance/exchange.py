@@ -8,17 +8,41 @@ in one pair of a pass, so a pass is linear in the items, but for sorting the bin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from dhp.data.balance.packs import Packs
 
-ROOM = 8  # items that a bin may have beyond the mean: what moves need
-TRIED = 10  # items of two bins, all divisions of which are tried
-ENOUGH = 1e-3  # relative deviation of a bin that no further pass is spent on
-RESOLUTION = 1e6  # of loads, relative to the target, when they are sorted
-NOTHING = -1
+SPARE_ITEMS = 8  # items that a bin may hold beyond the mean number: free slots for moves
+DIVIDED_ITEMS = 10  # two bins of no more items together are divided anew in all ways
+ENOUGH_DEVIATION = 1e-3  # of a bin's load from its target, relative: below it the bin counts as even
+RESOLUTION = 1e6  # loads are sorted in steps of 1 / RESOLUTION of the target
+EMPTY = -1  # no item: at an empty slot of a bin, or on one side of a move
+STAY = -2  # in the place of an item: no exchange is better
+
+
+class _Bins(NamedTuple):
+    """The items of each bin.
+
+    held: int32 [bins, slots], the items, then EMPTY. counts: int32 [bins], how many items. sums: float64 [bins,
+    features], their load.
+    """
+
+    held: np.ndarray
+    counts: np.ndarray
+    sums: np.ndarray
+
+
+class _Goal(NamedTuple):
+    """What bins should hold: 1 of each feature.
+
+    loads: float64 [items, features], relative to the target of a bin. weights: float64 [features], of deviations.
+    """
+
+    loads: np.ndarray
+    weights: np.ndarray
 
 
 def exchange(
@@ -30,22 +54,22 @@ def exchange(
     divisions: int = 0,
     moves: bool = True,
 ) -> Packs:
-    """Items in bins. loads: float64 [items, features]; targets and weights by feature, the most important one last.
+    """Items in bins. Bins that get no item are left out.
 
-    divisions: further passes, in which two bins of few items are divided anew in the best of all ways, unless both are
-    good ENOUGH after the first pass. moves: items may change bins alone; otherwise only swaps, so that counts stay
-    within one of each other. Bins that get no item are left out.
+    loads: float64 [items, features]. targets, weights: by feature, the most important one last. divisions: further
+    passes, in which two bins of few items are divided anew in the best of all ways; after the first of them, only where
+    one of the two deviates by ENOUGH_DEVIATION or more. moves: items may change bins alone; otherwise there are only
+    swaps, and the counts of bins stay within one of each other.
     """
-    relative = loads / np.asarray(targets, dtype=np.float64)
-    weights = np.asarray(weights, dtype=np.float64)
-    held, counts = _deal(_order(-(relative @ np.sqrt(weights))), bins)
-    sums = _sum_up(held, counts, relative)
+    goal = _Goal(loads / np.asarray(targets, dtype=np.float64), np.asarray(weights, dtype=np.float64))
+    held, counts = _deal(_order(-(goal.loads @ np.sqrt(goal.weights))), bins)
+    made = _Bins(held, counts, _sum_up(held, counts, goal.loads))
     views = _views(len(targets))
     for turn in range(passes):
-        _swap_pairs(_order(sums @ views[turn % len(views)]), held, counts, sums, relative, weights, moves)
+        _swap_pairs(_order(made.sums @ views[turn % len(views)]), made, goal, moves)
     for turn in range(divisions):
-        enough = ENOUGH if turn else 0.0
-        _divide_pairs(_order(sums @ views[turn % len(views)]), held, counts, sums, relative, weights, enough)
+        enough = ENOUGH_DEVIATION if turn else 0.0
+        _divide_pairs(_order(made.sums @ views[turn % len(views)]), made, goal, enough)
     inside = np.arange(held.shape[1]) < counts[:, None]
     full = counts > 0
     return Packs(held[inside].astype(np.int64), np.cumsum(counts[full], dtype=np.int64))
@@ -68,13 +92,13 @@ def _deal(order: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
     """Items in rounds over the bins, every other round backwards: [bins, room] and counts."""
     items = len(order)
     rounds = -(-items // bins)
-    held = np.full((bins, rounds + ROOM), NOTHING, dtype=np.int32)
-    padded = np.full(rounds * bins, NOTHING, dtype=np.int32)
+    held = np.full((bins, rounds + SPARE_ITEMS), EMPTY, dtype=np.int32)
+    padded = np.full(rounds * bins, EMPTY, dtype=np.int32)
     padded[:items] = order
     table = padded.reshape(rounds, bins)
     table[1::2] = table[1::2, ::-1]
     held[:, :rounds] = table.T
-    counts = (held[:, :rounds] != NOTHING).sum(axis=1).astype(np.int32)
+    counts = (held[:, :rounds] != EMPTY).sum(axis=1).astype(np.int32)
     return held, counts  # the last, shorter round is the only one with gaps, so each bin's items stand first
 
 
@@ -83,137 +107,176 @@ def _sum_up(held: np.ndarray, counts: np.ndarray, loads: np.ndarray) -> np.ndarr
     """Loads of the bins: [bins, features]."""
     sums = np.zeros((len(counts), loads.shape[1]))
     for bin_ in range(len(counts)):
-        for place in range(counts[bin_]):
+        for slot in range(counts[bin_]):
             for k in range(loads.shape[1]):
-                sums[bin_, k] += loads[held[bin_, place], k]
+                sums[bin_, k] += loads[held[bin_, slot], k]
     return sums
 
 
 @njit(cache=True)
-def _swap_pairs(
-    order: np.ndarray,
-    held: np.ndarray,
-    counts: np.ndarray,
-    sums: np.ndarray,
-    loads: np.ndarray,
-    weights: np.ndarray,
-    moves: bool,
-) -> None:  # pragma: no cover - compiled
+def _swap_pairs(order: np.ndarray, bins: _Bins, goal: _Goal, moves: bool) -> None:  # pragma: no cover - compiled
     """One pass: the best exchange of each pair of bins, in place."""
-    features = loads.shape[1]
-    room = held.shape[1]
     for index in range(len(order) // 2):
         one, other = order[index], order[len(order) - 1 - index]
-        best, best_i, best_j = 0.0, -2, -2
-        for k in range(features):
-            best += weights[k] * ((sums[one, k] - 1.0) ** 2 + (sums[other, k] - 1.0) ** 2)
-        best -= 1e-12  # only what is really better
-        first = -1 if moves else 0
-        for i in range(first, counts[one]):
-            for j in range(first, counts[other]):
-                if i < 0 and j < 0:
-                    continue
-                if (i < 0 and (counts[one] >= room or counts[other] < 2)) or (
-                    j < 0 and (counts[other] >= room or counts[one] < 2)
-                ):
-                    continue
-                cost = 0.0
-                for k in range(features):
-                    shift = 0.0
-                    if i >= 0:
-                        shift += loads[held[one, i], k]
-                    if j >= 0:
-                        shift -= loads[held[other, j], k]
-                    cost += weights[k] * ((sums[one, k] - shift - 1.0) ** 2 + (sums[other, k] + shift - 1.0) ** 2)
-                    if cost >= best:
-                        break
-                if cost < best:
-                    best, best_i, best_j = cost, i, j
-        if best_i == -2:
-            continue
-        for k in range(features):
-            shift = 0.0
-            if best_i >= 0:
-                shift += loads[held[one, best_i], k]
-            if best_j >= 0:
-                shift -= loads[held[other, best_j], k]
-            sums[one, k] -= shift
-            sums[other, k] += shift
-        if best_i >= 0 and best_j >= 0:
-            held[one, best_i], held[other, best_j] = held[other, best_j], held[one, best_i]
-        elif best_i >= 0:
-            held[other, counts[other]] = held[one, best_i]
-            counts[other] += 1
-            counts[one] -= 1
-            held[one, best_i] = held[one, counts[one]]
-            held[one, counts[one]] = -1
-        else:
-            held[one, counts[one]] = held[other, best_j]
-            counts[one] += 1
-            counts[other] -= 1
-            held[other, best_j] = held[other, counts[other]]
-            held[other, counts[other]] = -1
+        i, j = _best_exchange(bins, goal, one, other, moves)
+        if i != STAY:
+            _apply_exchange(bins, goal, one, other, i, j)
 
 
 @njit(cache=True)
-def _divide_pairs(
-    order: np.ndarray,
-    held: np.ndarray,
-    counts: np.ndarray,
-    sums: np.ndarray,
-    loads: np.ndarray,
-    weights: np.ndarray,
-    enough: float,
+def _best_exchange(
+    bins: _Bins, goal: _Goal, one: int, other: int, moves: bool
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """The slots of two bins whose items should change sides: EMPTY for a bin that gives none, STAY if nothing should
+    change."""
+    held, counts, sums = bins
+    loads, weights = goal
+    best, best_i, best_j = _cost(sums, goal, one, other) - 1e-12, STAY, STAY  # only what is really better
+    first = EMPTY if moves else 0
+    for i in range(first, counts[one]):
+        for j in range(first, counts[other]):
+            if (i < 0 or j < 0) and not _may_move(bins, one, other, i, j):
+                continue
+            cost = 0.0
+            for k in range(len(weights)):
+                shift = _shift(held, loads, one, other, i, j, k)
+                cost += weights[k] * ((sums[one, k] - shift - 1.0) ** 2 + (sums[other, k] + shift - 1.0) ** 2)
+                if cost >= best:
+                    break
+            if cost < best:
+                best, best_i, best_j = cost, i, j
+    return best_i, best_j
+
+
+@njit(cache=True)
+def _cost(sums: np.ndarray, goal: _Goal, one: int, other: int) -> float:  # pragma: no cover - compiled
+    """How far two bins are from the goal."""
+    cost = 0.0
+    for k in range(len(goal.weights)):
+        cost += goal.weights[k] * ((sums[one, k] - 1.0) ** 2 + (sums[other, k] - 1.0) ** 2)
+    return cost
+
+
+@njit(cache=True)
+def _may_move(bins: _Bins, one: int, other: int, i: int, j: int) -> bool:  # pragma: no cover - compiled
+    """Whether an item may change sides alone: its bin keeps another one, and the other bin has a free slot."""
+    counts, slots = bins.counts, bins.held.shape[1]
+    if i < 0 and j < 0:
+        return False
+    if i < 0:
+        return counts[one] < slots and counts[other] >= 2
+    return counts[other] < slots and counts[one] >= 2
+
+
+@njit(cache=True)
+def _shift(
+    held: np.ndarray, loads: np.ndarray, one: int, other: int, i: int, j: int, k: int
+) -> float:  # pragma: no cover - compiled
+    """Load of feature k that goes from one bin to the other."""
+    shift = 0.0
+    if i >= 0:
+        shift += loads[held[one, i], k]
+    if j >= 0:
+        shift -= loads[held[other, j], k]
+    return shift
+
+
+@njit(cache=True)
+def _apply_exchange(
+    bins: _Bins, goal: _Goal, one: int, other: int, i: int, j: int
 ) -> None:  # pragma: no cover - compiled
-    """One pass: of each pair of bins with few items, the best of all divisions, in place."""
-    features = loads.shape[1]
-    items = np.empty(TRIED, np.int32)
-    part = np.empty(features)
-    total = np.empty(features)
+    held = bins.held
+    for k in range(len(goal.weights)):
+        shift = _shift(held, goal.loads, one, other, i, j, k)
+        bins.sums[one, k] -= shift
+        bins.sums[other, k] += shift
+    if i >= 0 and j >= 0:
+        held[one, i], held[other, j] = held[other, j], held[one, i]
+    elif i >= 0:
+        _move(bins, one, i, other)
+    else:
+        _move(bins, other, j, one)
+
+
+@njit(cache=True)
+def _move(bins: _Bins, source: int, slot: int, target: int) -> None:  # pragma: no cover - compiled
+    """An item goes to the end of another bin, and the last one of its own takes its slot."""
+    held, counts = bins.held, bins.counts
+    held[target, counts[target]] = held[source, slot]
+    counts[target] += 1
+    counts[source] -= 1
+    held[source, slot] = held[source, counts[source]]
+    held[source, counts[source]] = EMPTY
+
+
+@njit(cache=True)
+def _divide_pairs(order: np.ndarray, bins: _Bins, goal: _Goal, enough: float) -> None:  # pragma: no cover - compiled
+    """One pass: of each pair of bins with few items, the best of all divisions, in place. enough: as in `_is_even`."""
+    held, counts = bins.held, bins.counts
+    items = np.empty(DIVIDED_ITEMS, np.int32)
     for index in range(len(order) // 2):
         one, other = order[index], order[len(order) - 1 - index]
         count = counts[one] + counts[other]
-        if count > TRIED or count > held.shape[1] or count < 2:
+        if count > DIVIDED_ITEMS or count > held.shape[1] or count < 2 or _is_even(bins.sums, one, other, enough):
             continue
-        best = 0.0
+        for slot in range(counts[one]):
+            items[slot] = held[one, slot]
+        for slot in range(counts[other]):
+            items[counts[one] + slot] = held[other, slot]
+        chosen = _best_division(bins.sums, goal, one, other, items, count)
+        if chosen:
+            _apply_division(bins, goal, one, other, items, count, chosen)
+
+
+@njit(cache=True)
+def _is_even(sums: np.ndarray, one: int, other: int, enough: float) -> bool:  # pragma: no cover - compiled
+    """Whether both bins deviate from 1 by less than `enough` in each feature."""
+    for k in range(sums.shape[1]):
+        if max(abs(sums[one, k] - 1.0), abs(sums[other, k] - 1.0)) >= enough:
+            return False
+    return True
+
+
+@njit(cache=True)
+def _best_division(
+    sums: np.ndarray, goal: _Goal, one: int, other: int, items: np.ndarray, count: int
+) -> int:  # pragma: no cover - compiled
+    """Which of the items of two bins should be in the first of them, a bit an item; 0: they should stay as they are."""
+    loads, weights = goal
+    features = len(weights)
+    total, part = np.empty(features), np.zeros(features)
+    for k in range(features):
+        total[k] = sums[one, k] + sums[other, k]
+    best, chosen = _cost(sums, goal, one, other), 0
+    # The last item stays where it is: a division and its mirror image are one.
+    for turn in range(1, 1 << (count - 1)):
+        bit = 0
+        while not (turn >> bit) & 1:  # Gray code: one item changes sides each time
+            bit += 1
+        sign = -1.0 if ((turn ^ (turn >> 1)) >> bit) & 1 == 0 else 1.0
+        cost = 0.0
         for k in range(features):
-            best += weights[k] * ((sums[one, k] - 1.0) ** 2 + (sums[other, k] - 1.0) ** 2)
-            total[k] = sums[one, k] + sums[other, k]
-            part[k] = 0.0
-        good = True
-        for k in range(features):
-            if max(abs(sums[one, k] - 1.0), abs(sums[other, k] - 1.0)) >= enough:
-                good = False
-        if good:
-            continue
-        for place in range(counts[one]):
-            items[place] = held[one, place]
-        for place in range(counts[other]):
-            items[counts[one] + place] = held[other, place]
-        chosen = 0
-        # The last item stays where it is: a division and its mirror image are one.
-        for turn in range(1, 1 << (count - 1)):
-            bit = 0
-            while not (turn >> bit) & 1:  # Gray code: one item changes sides each time
-                bit += 1
-            sign = -1.0 if ((turn ^ (turn >> 1)) >> bit) & 1 == 0 else 1.0
-            cost = 0.0
-            for k in range(features):
-                part[k] += sign * loads[items[bit], k]
-                cost += weights[k] * ((part[k] - 1.0) ** 2 + (total[k] - part[k] - 1.0) ** 2)
-            if cost < best:
-                best, chosen = cost, turn ^ (turn >> 1)
-        if chosen == 0:
-            continue
-        counts[one] = counts[other] = 0
-        for k in range(features):
-            sums[one, k] = sums[other, k] = 0.0
-        for place in range(count):
-            bin_ = one if (chosen >> place) & 1 else other
-            held[bin_, counts[bin_]] = items[place]
-            counts[bin_] += 1
-            for k in range(features):
-                sums[bin_, k] += loads[items[place], k]
-        for bin_ in (one, other):
-            for place in range(counts[bin_], held.shape[1]):
-                held[bin_, place] = -1
+            part[k] += sign * loads[items[bit], k]
+            cost += weights[k] * ((part[k] - 1.0) ** 2 + (total[k] - part[k] - 1.0) ** 2)
+        if cost < best:
+            best, chosen = cost, turn ^ (turn >> 1)
+    return chosen
+
+
+@njit(cache=True)
+def _apply_division(
+    bins: _Bins, goal: _Goal, one: int, other: int, items: np.ndarray, count: int, chosen: int
+) -> None:  # pragma: no cover - compiled
+    held, counts, sums = bins
+    counts[one] = counts[other] = 0
+    for k in range(len(goal.weights)):
+        sums[one, k] = sums[other, k] = 0.0
+    for n in range(count):
+        bin_ = one if (chosen >> n) & 1 else other
+        held[bin_, counts[bin_]] = items[n]
+        counts[bin_] += 1
+        for k in range(len(goal.weights)):
+            sums[bin_, k] += goal.loads[items[n], k]
+    for bin_ in (one, other):
+        for slot in range(counts[bin_], held.shape[1]):
+            held[bin_, slot] = EMPTY

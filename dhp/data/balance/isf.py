@@ -1,8 +1,8 @@
 """Iterative sampling and filtering (OmniBal, Yao et al. 2025, section 3.2): constant amounts of images and text.
 
 Each pass shuffles the samples that are left, fills packs in that order until a limit would be passed, keeps the packs
-that are full enough and gives the samples of the others back. What the last pass leaves stays as it was packed, as in
-the published code; what it does not do, and this does, is to keep samples beyond a limit, each in a pack of its own.
+that are full enough and gives the samples of the others back. The last pass keeps all its packs, as in the published
+code. Unlike that code, this one keeps samples that are beyond a limit, each in a pack of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PASSES = 10
 
 
 def isf(loads: Loads, limits: Limits, replicas: int, seed: int, passes: int = PASSES) -> Packs:
-    """Packs in random order; all samples are in one. replicas: not used, the method knows of no steps."""
+    """Packs in random order, which hold all samples. replicas: unused, for the method knows no steps."""
     rng = np.random.default_rng(seed)
     group = np.full(len(loads), -1, dtype=np.int64)
     made = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dhp.data.balance.balanced_stages import constant
+from dhp.data.balance.balanced_stages import balanced_stages
 from dhp.data.balance.fixed_count import device_group, length_group, random_batches
 from dhp.data.balance.isf import isf
 from dhp.data.balance.packs import Limits, Loads, Packs
@@ -18,6 +18,6 @@ METHODS: dict[str, Method] = {
     "device_group": device_group,
     "isf": isf,
     "balanced": per_modality,
-    "balanced_stages": constant,
+    "balanced_stages": balanced_stages,
 }
 PADDED = ("random", "length_group", "device_group")  # as the trainers that use them do

@@ -18,12 +18,25 @@ ENOUGH_STEPS = 30  # fewer say nothing of a variance
 
 
 @dataclass(frozen=True)
-class Balance:
-    """Fractions, but for counts. dist_flops: of the decoder's operations. cv: standard deviation over mean of a pack's
-    load, over the whole epoch; of vision, of a rank's share of a step where images go to any rank. stage_idle: what the
-    slower of two stages makes the other wait. bias: variance of the steps' means of samples a pack, over what packs in
-    random order would give (1.0); where steps are sorted it grows with the replicas, so compare it at one number of
-    them. critical: Σ over steps of the longest device's text, over an even share of all."""
+class BalanceMetrics:
+    """How balanced an epoch's packs are: counts of samples and packs, and ratios.
+
+    dropped: samples that no pack holds.
+
+    pad: PadRatio.
+
+    dist_vision, dist_text, dist_flops: DistRatio of vision, of text and of the decoder's operations.
+
+    cv_vision, cv_text: standard deviation of a pack's load over its mean, in the whole epoch. Where images go to any
+    rank, cv_vision is of a rank's share of a step instead.
+
+    stage_idle: share of the time that one of two stages spends waiting for the other.
+
+    bias: variance of the mean number of samples a pack in a step, over the variance that packs in random order would
+    give (1.0). Where steps are sorted it grows with the replicas, so compare it at one number of replicas.
+
+    critical: text of each step's longest device, summed over steps, over an even share of all text.
+    """
 
     samples: int
     packs: int
@@ -39,9 +52,12 @@ class Balance:
     critical: float
 
 
-def measure(packs: Packs, loads: Loads, replicas: int, padded: bool, dispatched: bool) -> Balance:
-    """padded: a batch is padded to its longest sample, and costs that. dispatched: images of a step go to any vision
-    rank, one by one, not to the rank of their pack."""
+def measure_balance(packs: Packs, loads: Loads, replicas: int, padded: bool, dispatched: bool) -> BalanceMetrics:
+    """Measure the packs of one epoch.
+
+    padded: a batch is padded to its longest sample, and costs that. dispatched: images of a step go to any vision rank,
+    one by one, not to the rank of their pack.
+    """
     counts = packs.counts
     vision = packs.sums(loads.vision).astype(np.float64)
     tokens = packs.sums(loads.text).astype(np.float64)
@@ -53,7 +69,7 @@ def measure(packs: Packs, loads: Loads, replicas: int, padded: bool, dispatched:
     in_steps = _steps(text, replicas).reshape(-1) if dispatched else text
     shares = of_ranks.reshape(-1) if dispatched else vision  # of what the two stages do at a time
     relative = np.maximum(shares / max(shares.mean(), 1e-9), in_steps / in_steps.mean())
-    return Balance(
+    return BalanceMetrics(
         samples=len(packs.samples),
         packs=len(packs),
         dropped=len(loads) - len(np.unique(packs.samples)),
@@ -107,8 +123,11 @@ def _cv(values: np.ndarray) -> float:
 
 
 def _bias(counts: np.ndarray, vision: np.ndarray | None, replicas: int) -> float:
-    """vision: of packs that are to hold the same; then over the steps whose packs all hold the usual amount, so that it
-    is the mixture that is compared. None: over all steps."""
+    """See `BalanceMetrics.bias`.
+
+    vision: load of each pack, where packs should be equal in it. Only steps count whose packs all hold the usual
+    amount, so that mixtures of samples are compared, not amounts of vision. None: all steps count.
+    """
     steps = _steps(counts.astype(np.float64), replicas)
     if vision is not None:
         values, numbers = np.unique(vision, return_counts=True)

@@ -9,11 +9,12 @@ import numpy as np
 
 from dhp.data.balance.packs import Limits, Packs
 
-SMALL_UNITS = 64  # vision units a pack below which a target must be whole to be met
+SMALL_UNITS = 64  # vision units a pack; with fewer, no pack can meet a target that is not whole
 
 
 def least_bins(vision: float, text: float, limits: Limits) -> int:
-    """Packs that hold these totals within the limits, so many that a pack's vision can be whole where that matters."""
+    """How many packs hold these totals within the limits. Where a pack has few units of vision, their mean number is
+    brought down to a whole one."""
     bins = max(1, ceil(vision / limits.vision), ceil(text / limits.text))
     target = vision / bins + 1e-3  # one bin more than needed must not cost a whole unit
     return ceil(vision / int(target)) if 1.0 <= target < SMALL_UNITS else bins
@@ -32,9 +33,10 @@ def others_than(chosen: np.ndarray, count: int) -> np.ndarray:
 
 
 def costly(squares: np.ndarray, quantiles: Sequence[float]) -> np.ndarray:
-    """Class of each pack by Σ tokens², what attention costs beyond the tokens: int64 [packs], 0 for the most.
+    """Class of each pack by Σ tokens², which is what attention costs: int64 [packs], 0 for most packs.
 
-    Few and small classes, since packs of one hold alike samples, and steps of these bias the order of training.
+    Classes are few and small: packs of one class hold samples that are alike, and steps of like samples bias the order
+    of training.
     """
     return np.searchsorted(np.quantile(squares, quantiles), squares)
 

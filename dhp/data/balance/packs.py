@@ -26,10 +26,15 @@ class Loads:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pack may hold; a sample beyond a limit gets a pack of its own. samples: of methods that fix the count.
+    """What a pack may hold; a sample beyond a limit gets a pack of its own.
 
-    full_vision, full_text: what ISF takes for full (Q'_v and Q'_t); None: as `full` has it. soft: text is what
-    packs are to hold in the mean, and one may have some tokens more where all others are even for it.
+    vision, text: the most of each.
+
+    samples: how many, for methods that fix the number.
+
+    full_vision, full_text: ISF keeps a pack that holds so much (Q'_v and Q'_t); None: see `full`.
+
+    soft: `text` is a mean, not a bound: a pack may hold some tokens more if that makes all others even.
     """
 
     vision: int
@@ -41,16 +46,16 @@ class Limits:
 
     @property
     def full(self) -> tuple[int, int]:
-        """From how much vision or text on a pack is full; as published, Q'_v = Q_v and Q'_t = Q_t − 128."""
+        """The vision and the text from which on ISF takes a pack for full; as published, Q_v and Q_t − 128."""
         vision = self.vision if self.full_vision is None else self.full_vision
         return vision, self.text - TEXT_ROOM if self.full_text is None else self.full_text
 
 
 @dataclass(frozen=True)
 class Packs:
-    """samples: int64, the samples of all packs one after another; ends: int64 [packs], where each pack ends in it.
+    """Packs in the order of training: one for each of `replicas`, then the next `replicas`.
 
-    Packs follow in the order of training: `replicas` of them, one for each, then the next `replicas`.
+    samples: int64, the samples of all packs one after another. ends: int64 [packs], where each pack ends in `samples`.
     """
 
     samples: np.ndarray

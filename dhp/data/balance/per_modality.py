@@ -1,9 +1,9 @@
 """Rows of constant text cost, steps of constant vision cost: for parts that share nothing but a step.
 
 The images of a step go to any vision rank, whatever row they belong to, so a row need not hold a set amount of both.
-Rows are completed exactly (`fill`), what is left over is exchanged until it is even (`exchange`); then rows are put
-into steps in the same way, by their vision. Nothing is dropped, nothing padded. Samples longer than a row stand alone
-in theirs; the other rows of their step are made as long, so that such steps hold images as all steps do.
+Rows are completed exactly (`exact_fill`); samples left over are exchanged until their rows are even (`exchange`). Then
+rows are put into steps in the same way, by their vision. Nothing is dropped, nothing padded. A sample longer than a row
+stands alone in its row; the other rows of its step are made as long, so that such steps hold images as all steps do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 
 from dhp.data.balance.best_fit import best_fit
-from dhp.data.balance.exact_fill import fill
+from dhp.data.balance.exact_fill import exact_fill
 from dhp.data.balance.exchange import exchange
 from dhp.data.balance.pack_targets import (
     divisible,
@@ -26,16 +26,16 @@ from dhp.data.balance.pack_targets import (
 from dhp.data.balance.packs import Limits, Loads, Packs, from_groups, join
 
 PASSES, DIVISIONS = 12, 30  # of the exchange; few items are left to it where loads are whole numbers
-FILLED = 0.97  # of the rows are completed exactly; to complete all would leave items that do not fit one another
-ALONE = 4  # rows a step to one that a sample has alone: its attention costs more than others of its length do
-RAISED = 0.1  # share of the rows that may be longer than the others for the sake of samples that are
-LEVELS = 50  # rows longer than the others differ from one another by at least this part of the others' length
-FILLS = 3  # times that steps are completed exactly from what the time before left over
-LIKE_TEXT = 0.004  # rows that differ by less are alike
+FILLED = 0.97  # share of the rows that are completed exactly; after more, the items left would not fit one another
+ALONE = 4  # rows of a step for each sample that stands alone: its attention costs more than a row of several samples
+RAISED = 0.1  # share of the rows that may be made longer than the usual, to stand beside samples that are
+LEVELS = 50  # lengths of raised rows are 1 / LEVELS of the shortest of them apart
+FILLS = 3  # times that steps are completed exactly, each from the rows that the time before left over
+LIKE_TEXT = 0.004  # rows whose text is within this share of the median are of usual length
 
 
 def per_modality(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
-    """Packs (rows) with one for each of `replicas` in a step, in random order; `limits.vision` holds in the mean."""
+    """Rows, one for each of `replicas` in a step; steps come in random order. `limits.vision` is kept in the mean."""
     rng = np.random.default_rng(seed)
     samples = rng.permutation(len(loads))
     vision, text = loads.vision[samples], loads.text[samples]
@@ -50,7 +50,7 @@ def per_modality(loads: Loads, limits: Limits, replicas: int, seed: int) -> Pack
 
 
 def _rows(vision: np.ndarray, text: np.ndarray, limits: Limits, replicas: int) -> tuple[np.ndarray, int]:
-    """Which samples must be alone, because they are longer than an even row, and the number of rows of the others."""
+    """The samples that are longer than an even row and so stand alone, and the number of rows for the others."""
     alone = np.zeros(len(text), dtype=np.bool_)
     while True:
         rest = ~alone
@@ -64,7 +64,7 @@ def _rows(vision: np.ndarray, text: np.ndarray, limits: Limits, replicas: int) -
 
 
 def _levels(lengths: np.ndarray, bins: int, replicas: int) -> list[tuple[int, int]]:
-    """Lengths of rows longer than the others, and how many of each: what fills the steps of the samples alone."""
+    """Lengths of raised rows, and how many of each: they fill the steps of the samples that stand alone."""
     if not len(lengths):
         return []
     in_step = min(max(1, replicas // ALONE, ceil(len(lengths) * replicas / (RAISED * bins))), replicas)
@@ -81,7 +81,8 @@ def _levels(lengths: np.ndarray, bins: int, replicas: int) -> list[tuple[int, in
 def _raised(
     levels: list[tuple[int, int]], vision: np.ndarray, lengths: np.ndarray, alone: np.ndarray, bins: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Vision and text of each row of the levels: with the samples alone, as much vision a row as in all others."""
+    """Vision and text of each raised row: together with the samples that stand alone they hold as much vision a row as
+    all others do."""
     share = round(vision.sum() / (bins + len(alone)))
     visions, below = [], 0
     for target, rows in levels:
@@ -96,15 +97,15 @@ def _raised(
 def _even_rows(
     vision: np.ndarray, text: np.ndarray, bins: int, raised: tuple[np.ndarray, np.ndarray], limits: Limits
 ) -> Packs:
-    """Rows of what `raised` says and, of all others, of one length."""
+    """Rows with the vision and text that `raised` says, and all other rows of one length."""
     parts = []
     left = np.arange(len(text))
     if len(raised[1]):
-        made = _chosen(fill(vision, text, *raised))
+        made = _chosen(exact_fill(vision, text, *raised))
         parts, left = [made], others_than(made.samples, len(text))
         bins -= len(made)
     targets = whole_shares(int(text[left].sum()), bins)[: int(FILLED * bins)]
-    made = _chosen(fill(np.zeros(len(left), dtype=np.int64), text[left], np.zeros(bins, dtype=np.int64), targets))
+    made = _chosen(exact_fill(np.zeros(len(left), dtype=np.int64), text[left], np.zeros(bins, dtype=np.int64), targets))
     parts.append(Packs(left[made.samples], made.ends))
     left = left[others_than(made.samples, len(left))]
     bins = max(bins - len(made), 1)
@@ -155,14 +156,16 @@ def _even_steps(packs: np.ndarray, vision: np.ndarray, replicas: int) -> np.ndar
     v = vision[packs]
     if not v.sum():
         return packs
-    # As much for each rank, as far as it goes: a unit more than that and all ranks of the step wait for one.
+    # The sum of a step is divisible by its ranks where possible: with one unit more, all ranks wait for one of them.
     made, left = [], np.arange(len(packs))
     for _ in range(FILLS):
         if len(left) < replicas:
             break
         targets = replicas * whole_shares(int(v[left].sum()) // replicas, len(left) // replicas)
         targets[-1] += int(v[left].sum()) % replicas
-        chosen = _chosen(fill(np.ones(len(left), dtype=np.int64), v[left], np.full(len(targets), replicas), targets))
+        chosen = _chosen(
+            exact_fill(np.ones(len(left), dtype=np.int64), v[left], np.full(len(targets), replicas), targets)
+        )
         made.append(left[chosen.samples])
         left = left[others_than(chosen.samples, len(left))]
     if len(left) > replicas:

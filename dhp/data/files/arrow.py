@@ -6,11 +6,11 @@ import threading
 from pathlib import Path
 
 from dhp.base.errors import ConfigError, DataError
-from dhp.data.files.rows import Entry
+from dhp.data.files.rows import RawSample
 
 
 class ArrowRows:
-    """See `dhp.data.files.rows.Rows`."""
+    """See `dhp.data.files.rows.RawSamples`."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError without the datasets package, DataError for a folder that it cannot read."""
@@ -33,9 +33,9 @@ class ArrowRows:
     def __len__(self) -> int:
         return len(self._table)
 
-    def place(self, index: int) -> tuple[int, str]:
+    def locate(self, index: int) -> tuple[int, str]:
         return index + 1, f"row {index + 1} of {self._folder}"
 
-    def read(self, index: int) -> Entry:
+    def read(self, index: int) -> RawSample:
         with self._lock:
-            return Entry(self._table[index : index + 1].to_pylist()[0])
+            return RawSample(self._table[index : index + 1].to_pylist()[0])

@@ -12,7 +12,8 @@ _NOT_UTF_8 = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "compre
 
 
 def decode_json(content: bytes, whole_file: bool) -> Any:
-    """The JSON value in `content`. DataError with (in a whole file) line and column, when it is not one in UTF-8."""
+    """The JSON value in `content`. Raises DataError when it is not JSON in UTF-8; of a whole file with line and
+    column."""
     try:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -7,12 +7,12 @@ from typing import Any
 
 from dhp.base.errors import DataError
 from dhp.data.files.decode import BYTE_ORDER_MARK, check_head, decode_json
-from dhp.data.files.rows import Entry
+from dhp.data.files.rows import RawSample
 from dhp.data.records import located
 
 
 class JsonRows:
-    """See `dhp.data.files.rows.Rows`."""
+    """See `dhp.data.files.rows.RawSamples`."""
 
     def __init__(self, path: Path) -> None:
         """Raises DataError for a file that is not one JSON array in UTF-8, with line and column."""
@@ -24,11 +24,11 @@ class JsonRows:
     def __len__(self) -> int:
         return len(self._values)
 
-    def place(self, index: int) -> tuple[int, str]:
+    def locate(self, index: int) -> tuple[int, str]:
         return index + 1, f"element {index + 1} of {self._path}"
 
-    def read(self, index: int) -> Entry:
-        return Entry(self._values[index])
+    def read(self, index: int) -> RawSample:
+        return RawSample(self._values[index])
 
 
 def _array(value: Any) -> list[Any]:

@@ -9,13 +9,13 @@ from dhp.data.files.arrow import ArrowRows
 from dhp.data.files.json import JsonRows
 from dhp.data.files.jsonl import JsonlRows
 from dhp.data.files.parquet import ParquetRows
-from dhp.data.files.rows import Rows
+from dhp.data.files.rows import RawSamples
 from dhp.data.files.tar import TarRows
 
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 
 
-def open_rows(path: Path) -> Rows:
+def open_rows(path: Path) -> RawSamples:
     """Open a file or a folder of shards. Raises DataError when it is missing, unreadable or of no known kind."""
     try:
         if path.is_dir():
@@ -32,7 +32,7 @@ def open_rows(path: Path) -> Rows:
         raise DataError(f"cannot read annotation file {path}: {error.strerror or error}") from error
 
 
-def _open_folder(folder: Path) -> Rows:
+def _open_folder(folder: Path) -> RawSamples:
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return ArrowRows(folder)
     tables, shards = sorted(folder.rglob("*.parquet")), sorted(folder.rglob("*.tar"))

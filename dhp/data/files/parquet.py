@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from dhp.base.errors import ConfigError, DataError
-from dhp.data.files.rows import Entry
+from dhp.data.files.rows import RawSample
 
-_KEPT = 2  # row groups in memory
+_KEPT_GROUPS = 2  # row groups in memory
 
 
 class ParquetRows:
-    """See `dhp.data.files.rows.Rows`. The last two row groups stay in memory."""
+    """See `dhp.data.files.rows.RawSamples`. The last two row groups stay in memory."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises ConfigError without pyarrow, DataError for a file that is not Parquet."""
@@ -28,22 +28,22 @@ class ParquetRows:
         sizes = [sum(rows for n, _, rows in groups if n == file) for file in range(len(paths))]
         self._file_starts = np.cumsum([0, *sizes[:-1]])
         self._lock = threading.Lock()  # or two threads read the same row group at once
-        self._table = lru_cache(maxsize=_KEPT)(self._read_group)
+        self._table = lru_cache(maxsize=_KEPT_GROUPS)(self._read_group)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def place(self, index: int) -> tuple[int, str]:
+    def locate(self, index: int) -> tuple[int, str]:
         file, _ = self._groups[self._group(index)]
         row = index - int(self._file_starts[file]) + 1
         return row, f"row {row} of {self._paths[file]}"
 
-    def read(self, index: int) -> Entry:
+    def read(self, index: int) -> RawSample:
         group = self._group(index)
         with self._lock:
             table = self._table(group)
         row = index - int(self._ends[group]) + table.num_rows
-        return Entry(table.slice(row, 1).to_pylist()[0])
+        return RawSample(table.slice(row, 1).to_pylist()[0])
 
     def _group(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, side="right"))
@@ -58,7 +58,7 @@ class ParquetRows:
 
 
 def _group_sizes(path: Path) -> list[int]:
-    """Rows of each row group."""
+    """RawSamples of each row group."""
     parquet = _pyarrow()
     try:
         about = parquet.ParquetFile(path).metadata

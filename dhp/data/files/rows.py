@@ -10,20 +10,20 @@ from dhp.data.media.sources import Member
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One raw sample. members: what lies beside it in its archive, by name; None: it is in no archive."""
+class RawSample:
+    """One raw sample. members: the files beside it in its archive, by name; None: it is in no archive."""
 
     value: Any
     members: Mapping[str, Member] | None = None
 
 
-class Rows(Protocol):
+class RawSamples(Protocol):
     """Random access to the raw samples of one dataset, 0-based. Safe to call from several threads."""
 
     def __len__(self) -> int: ...
 
-    def place(self, index: int) -> tuple[int, str]:
+    def locate(self, index: int) -> tuple[int, str]:
         """The 1-based position that a person would look up, and the place in words ("line 5 of FILE")."""
 
-    def read(self, index: int) -> Entry:
+    def read(self, index: int) -> RawSample:
         """One raw sample. Raises DataError, with the reason alone, if it cannot be read."""

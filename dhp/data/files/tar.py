@@ -14,7 +14,7 @@ import numpy as np
 
 from dhp.base.errors import DataError
 from dhp.data.files.decode import BYTE_ORDER_MARK, decode_json
-from dhp.data.files.rows import Entry
+from dhp.data.files.rows import RawSample
 from dhp.data.media.sources import Member
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
@@ -23,7 +23,7 @@ AUDIO = ("mp3", "wav", "flac", "ogg", "opus", "m4a", "aac")
 
 
 class TarRows:
-    """See `dhp.data.files.rows.Rows`. 8 bytes a sample stay in memory: where its first header begins."""
+    """See `dhp.data.files.rows.RawSamples`. 8 bytes a sample stay in memory: where its first header begins."""
 
     def __init__(self, shards: Sequence[Path]) -> None:
         """Raises DataError for a shard that is compressed, no tar file, or cut off."""
@@ -34,11 +34,11 @@ class TarRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def place(self, index: int) -> tuple[int, str]:
+    def locate(self, index: int) -> tuple[int, str]:
         shard, number = self._find(index)
         return number + 1, f"sample {number + 1} of {self._shards[shard]}"
 
-    def read(self, index: int) -> Entry:
+    def read(self, index: int) -> RawSample:
         shard, number = self._find(index)
         start, stop = self._starts[shard][number : number + 2].tolist()
         path = self._shards[shard]
@@ -51,7 +51,7 @@ class TarRows:
             file.seek(written[0].offset_data)
             content = file.read(written[0].size).removeprefix(BYTE_ORDER_MARK)
         value = decode_json(content, whole_file=True)
-        return Entry(_with_media(value, members), members)
+        return RawSample(_with_media(value, members), members)
 
     def _find(self, index: int) -> tuple[int, int]:
         """The shard of a sample, and its 0-based number there."""
@@ -78,7 +78,7 @@ def _sample_starts(shard: Path) -> np.ndarray:
 
 
 def _members(file: BinaryIO, start: int, stop: int | None) -> Iterator[tarfile.TarInfo]:
-    """Headers of the regular files between two places. Links are left out, so none is followed."""
+    """Headers of the regular files between two offsets. Links are left out, so none is followed."""
     file.seek(start)
     with tarfile.open(fileobj=file, mode="r:") as archive:
         while (info := archive.next()) is not None and (stop is None or info.offset < stop):
@@ -98,7 +98,7 @@ def _ending(name: str) -> str:
 
 
 def _with_media(value: Any, members: dict[str, Member]) -> Any:
-    """A sample that names no image or video shows all of its archive's, in their order. DataError for a sound."""
+    """A sample that names no image or video shows all those of its archive, in order. Raises DataError for a sound."""
     sounds = [name for name in members if _ending(name).rpartition(".")[2] in AUDIO]
     if sounds:
         raise DataError(f"{sounds[0]}: audio is not read; only text, images and videos are. Leave such samples out")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dhp.base.errors import DataError
-from dhp.data.media.resolver import Places
+from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import Video
 from dhp.data.records import Part, Turn
 
@@ -90,7 +90,7 @@ def count_tags(said: Sequence[Said], kind: str) -> int:
 
 
 def tagged_turns(
-    said: Sequence[Said], images: Sequence[Any], videos: Sequence[Any], places: Places
+    said: Sequence[Said], images: Sequence[Any], videos: Sequence[Any], media: MediaResolver
 ) -> tuple[Turn, ...]:
     """Turns with images and videos in place of their tags, in order. Raises DataError when the numbers differ."""
     check_order([role for role, _ in said])
@@ -99,8 +99,8 @@ def tagged_turns(
         if tags != len(names):
             raise DataError(f"{tags} <{kind}> tags in the human turns, but {len(names)} {kind}s: {_brief(names)}")
     found = {
-        "image": iter([places.find(name, "image") for name in images]),
-        "video": iter([Video(places.find(name, "video")) for name in videos]),
+        "image": iter([media.find(name, "image") for name in images]),
+        "video": iter([Video(media.find(name, "video")) for name in videos]),
     }
     return tuple(Turn(role, _parts(text, found) if role == "user" else (text,)) for role, text in said)
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from dhp.data.formats.dialogue import count_tags, entries_of, listed, statement, tagged_turns
-from dhp.data.media.resolver import Places
+from dhp.data.media.resolver import MediaResolver
 from dhp.data.records import Turn
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
 
-def read_llava(raw: Mapping[str, Any], places: Places) -> tuple[Turn, ...]:
+def read_llava(raw: Mapping[str, Any], media: MediaResolver) -> tuple[Turn, ...]:
     """The turns of a raw sample. Raises DataError, with the reason alone."""
     said = [
         statement(number, entry, ("from", "value"), ROLES)
@@ -22,4 +22,4 @@ def read_llava(raw: Mapping[str, Any], places: Places) -> tuple[Turn, ...]:
     if videos and not images and not count_tags(said, "video"):
         # LLaVA's own video sets write <image> where the video is.
         said = [(role, text.replace("<image>", "<video>") if role == "user" else text) for role, text in said]
-    return tagged_turns(said, images, videos, places)
+    return tagged_turns(said, images, videos, media)

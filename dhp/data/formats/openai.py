@@ -7,7 +7,7 @@ from typing import Any
 
 from dhp.base.errors import DataError
 from dhp.data.formats.dialogue import check_answer, check_order, entries_of, known_role
-from dhp.data.media.resolver import Places
+from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import Video
 from dhp.data.records import Part, Turn
 
@@ -15,14 +15,14 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 MEDIA = {"image_url": "image", "image": "image", "video_url": "video", "video": "video"}
 
 
-def read_openai(raw: Mapping[str, Any], places: Places) -> tuple[Turn, ...]:
+def read_openai(raw: Mapping[str, Any], media: MediaResolver) -> tuple[Turn, ...]:
     """The turns of a raw sample. Raises DataError, with the reason alone."""
-    turns = [_turn(number, entry, places) for number, entry in enumerate(entries_of(raw, "messages"), start=1)]
+    turns = [_turn(number, entry, media) for number, entry in enumerate(entries_of(raw, "messages"), start=1)]
     check_order([turn.role for turn in turns])
     return tuple(turns)
 
 
-def _turn(number: int, entry: Any, places: Places) -> Turn:
+def _turn(number: int, entry: Any, media: MediaResolver) -> Turn:
     if not isinstance(entry, Mapping):
         raise DataError(f"turn {number} must be an object with 'role' and 'content', got {type(entry).__name__}")
     if not isinstance(entry.get("role"), str):
@@ -33,22 +33,22 @@ def _turn(number: int, entry: Any, places: Places) -> Turn:
             raise DataError(f"turn {number}: {key!r} is not read; only text, images and videos are")
     if entry.get("weight", 1) not in (None, 1):
         raise DataError(f"turn {number}: 'weight' {entry['weight']!r:.20}; every answer is learned with weight 1 here")
-    parts = _parts(number, entry.get("content"), places)
+    parts = _parts(number, entry.get("content"), media)
     if role != "user" and not all(isinstance(part, str) for part in parts):
         raise DataError(f"turn {number}: images and videos can only be in user turns, not in one from the {role}")
     check_answer(number, role, "".join(part for part in parts if isinstance(part, str)))
     return Turn(role, parts if role == "user" else ("".join(map(str, parts)),))
 
 
-def _parts(number: int, content: Any, places: Places) -> tuple[Part, ...]:
+def _parts(number: int, content: Any, media: MediaResolver) -> tuple[Part, ...]:
     if isinstance(content, str):
         return (content,)
     if not isinstance(content, list):
         raise DataError(f"turn {number}: 'content' must be a string or a list of parts, got {content!r:.80}")
-    return tuple(_part(number, part, places) for part in content)
+    return tuple(_part(number, part, media) for part in content)
 
 
-def _part(number: int, part: Any, places: Places) -> Part:
+def _part(number: int, part: Any, media: MediaResolver) -> Part:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
         if not isinstance(part.get("text"), str):
@@ -61,5 +61,5 @@ def _part(number: int, part: Any, places: Places) -> Part:
         value = value.get("url")
     if value is None:
         raise DataError(f"turn {number}: a part of type {kind} must hold {kind!r}, got {part!r:.80}")
-    file = places.find(value, MEDIA[kind])
+    file = media.find(value, MEDIA[kind])
     return file if MEDIA[kind] == "image" else Video(file)

@@ -7,13 +7,13 @@ from typing import Any
 
 from dhp.base.errors import DataError
 from dhp.data.formats.dialogue import entries_of, listed, statement, tagged_turns
-from dhp.data.media.resolver import Places
+from dhp.data.media.resolver import MediaResolver
 from dhp.data.records import Turn
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 
 
-def read_sharegpt(raw: Mapping[str, Any], places: Places) -> tuple[Turn, ...]:
+def read_sharegpt(raw: Mapping[str, Any], media: MediaResolver) -> tuple[Turn, ...]:
     """The turns of a raw sample. Raises DataError, with the reason alone."""
     old = "conversations" in raw and "messages" not in raw
     keys = ("from", "value") if old else ("role", "content")
@@ -24,4 +24,4 @@ def read_sharegpt(raw: Mapping[str, Any], places: Places) -> tuple[Turn, ...]:
         if not isinstance(system, str):
             raise DataError(f"'system' must be a string, got {system!r:.80}")
         said = [("system", system), *said] if system else said
-    return tagged_turns(said, listed(raw, "images"), listed(raw, "videos"), places)
+    return tagged_turns(said, listed(raw, "images"), listed(raw, "videos"), media)

@@ -18,15 +18,15 @@ from dhp.base.errors import ConfigError, DataError
 from dhp.data.annotations import Annotations
 from dhp.data.preprocess import Preprocessor
 
-FORMAT = 1  # of the cache and of what is measured: raise it when either changes
+CACHE_FORMAT = 1  # of the cache and of what is measured: raise it when either changes
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
     """Lengths of rows of one dataset.
 
-    vision: int32 [samples], tokens of a sample's pictures; text: int32 [samples], all tokens of a sample, those
-    included; both 0 where the sample is defective. defects: by place in them, what is wrong and where it is.
+    vision: int32 [samples], tokens of a sample's pictures. text: int32 [samples], all tokens of a sample, those of its
+    pictures included. Both are 0 where the sample is defective. defects: by index in these, what is wrong and where.
     """
 
     vision: np.ndarray
@@ -37,20 +37,20 @@ class Lengths:
         return len(self.text)
 
 
-def measure(annotations: Annotations, preprocess: Preprocessor, rows: Sequence[int]) -> Lengths:
-    """Lengths of these rows (0-based) of a dataset, in their order; defects by place in it.
+def measure_lengths(annotations: Annotations, preprocess: Preprocessor, rows: Sequence[int]) -> Lengths:
+    """Lengths of these rows (0-based) of a dataset, in the order of `rows`.
 
     A defective sample is noted and raises nothing. One whose pixels are damaged counts as good: only decoding it tells.
     """
     vision, text = np.zeros((2, len(rows)), dtype=np.int32)
     defects = {}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         try:
             length = preprocess.measure(annotations.record(int(row)))
         except DataError as error:
-            defects[place] = str(error)
+            defects[index] = str(error)
         else:
-            vision[place], text[place] = length.vision, length.text
+            vision[index], text[index] = length.vision, length.text
     return Lengths(vision, text, defects)
 
 
@@ -89,7 +89,7 @@ class LengthCache:
 
     @contextmanager
     def _writing(self) -> Iterator[Path]:
-        """A name for a file that is to be given its own, and is removed otherwise."""
+        """A temporary name, under which a file is written before it is renamed; removed where that fails."""
         unfinished = self._folder / f".{uuid4().hex}.tmp"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def key_of(annotations: Annotations, preprocess: Preprocessor, path: Path) -> st
     """
     path, data_path = Path(os.path.abspath(path)), annotations.data_path
     about = {
-        "format": FORMAT,
+        "format": CACHE_FORMAT,
         "dataset": annotations.dataset,  # messages name it
         "path": str(path),
         "form": annotations.form,

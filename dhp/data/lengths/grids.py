@@ -7,24 +7,25 @@ from typing import Any
 
 from transformers.image_processing_utils import BaseImageProcessor
 
-Grid = tuple[int, int, int]  # (t, h, w) of an image or a video, in patches
+from dhp.base.geometry import Grid
+
 Size = tuple[int, int]  # (width, height) in pixels
 
-_KEPT = 1 << 16  # sizes whose grids stay in memory
+_KEPT_SIZES = 1 << 16  # sizes whose grids stay in memory
 _PROBES = ((50, 70), (640, 480), (3001, 1203))  # one is enlarged, one shrunk, by most bounds
 
 
 class Grids:
     """Grids of pictures by their size, for one image processor.
 
-    Where the processor counts patches by a formula (`get_number_of_image_patches`), by that; else by running it on a
-    blank picture, once a size.
+    They come from the processor's own formula (`get_number_of_image_patches`) where it has one that holds; else the
+    processor runs on a blank picture, once a size.
     """
 
     def __init__(
         self, processor: BaseImageProcessor, scaling: Mapping[str, Any], tokens: Callable[[Grid], int]
     ) -> None:
-        """scaling: what else the processor is called with. tokens: of a picture, by its grid."""
+        """scaling: further arguments of the processor. tokens: how many tokens a picture of a grid has."""
         self._processor, self._tokens = processor, tokens
         bounds = scaling.get("size", {})  # the formula knows the two bounds by other names than the processor
         names = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
@@ -46,7 +47,7 @@ class Grids:
                 return run(size)  # which raises it in the words of the true one
         grid = self._known.get(size)
         if grid is None:
-            if len(self._known) >= _KEPT:
+            if len(self._known) >= _KEPT_SIZES:
                 self._known.clear()
             grid = self._known[size] = run(size)
         return grid

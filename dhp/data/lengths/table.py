@@ -11,17 +11,17 @@ import numpy as np
 from dhp.base.errors import DataError
 from dhp.data.annotations import Annotations
 from dhp.data.balance.packs import Loads
-from dhp.data.lengths.cache import LengthCache, Lengths, key_of, measure
+from dhp.data.lengths.cache import LengthCache, Lengths, key_of, measure_lengths
 from dhp.data.preprocess import Preprocessor
 from dhp.data.source import Dataset
 
-CHUNK = 250  # samples that are measured in one go: a second, or minutes where videos must be counted or fetched
+MEASURED_ROWS = 250  # samples that are measured in one go: a second, or minutes where videos must be counted or fetched
 SAVE_S = 30.0  # between two writes while lengths are being measured: what a stopped run may lose
 UNKNOWN = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class RowChunk:
     """Rows of a dataset's annotations, int64, ascending."""
 
     dataset: str
@@ -44,18 +44,21 @@ class LengthTable:
         if self._missing:
             cache.check()
 
-    def missing(self, rows: np.ndarray | None = None) -> list[Chunk]:
+    def missing(self, rows: np.ndarray | None = None) -> list[RowChunk]:
         """What is to be measured of these rows (None: of all), in chunks."""
         rows = np.arange(len(self.text)) if rows is None else np.unique(rows)
         return self.chunks(rows[self.text[rows] == UNKNOWN])
 
-    def chunks(self, rows: np.ndarray) -> list[Chunk]:
+    def chunks(self, rows: np.ndarray) -> list[RowChunk]:
         """Rows in chunks, whatever is known of them."""
-        return [Chunk(self._annotations.dataset, rows[start : start + CHUNK]) for start in range(0, len(rows), CHUNK)]
+        return [
+            RowChunk(self._annotations.dataset, rows[start : start + MEASURED_ROWS])
+            for start in range(0, len(rows), MEASURED_ROWS)
+        ]
 
     def measure(self, rows: np.ndarray) -> Lengths:
         """Lengths of these rows."""
-        return measure(self._annotations, self._preprocess, rows)
+        return measure_lengths(self._annotations, self._preprocess, rows)
 
     def decode(self, rows: np.ndarray) -> dict[tuple[str, int], str]:
         """What decoding these rows finds to be wrong, by dataset and row."""
@@ -68,10 +71,10 @@ class LengthTable:
         return found
 
     def learn(self, rows: np.ndarray, lengths: Lengths) -> None:
-        """Take the lengths of these rows; now and then, and with the last ones, write all to disk."""
+        """Take the lengths of these rows. All lengths are written to disk now and then, and once all are known."""
         unknown = int((self.text[rows] == UNKNOWN).sum())
         self.vision[rows], self.text[rows] = lengths.vision, lengths.text
-        self.defects |= {int(rows[place]): message for place, message in lengths.defects.items()}
+        self.defects |= {int(rows[index]): message for index, message in lengths.defects.items()}
         self._missing -= unknown
         if unknown and (not self._missing or time.monotonic() - self._saved > SAVE_S):
             self._take_kept()  # another run may have measured what this one has not
@@ -80,7 +83,7 @@ class LengthTable:
 
     def leave_out(self, rows: Sequence[int]) -> None:
         """Count these rows as defective, whatever was measured."""
-        known = len(self.text)  # rows that are gone show in the order, which refuses to go on
+        known = len(self.text)  # a dataset that has lost rows is refused elsewhere: `Sampler.load_state_dict`
         fresh = np.array([row for row in rows if row < known and row not in self.defects], dtype=np.int64)
         self._missing -= int((self.text[fresh] == UNKNOWN).sum())
         self.vision[fresh] = self.text[fresh] = 0
@@ -108,7 +111,7 @@ class MeasuredDataset:
     """A dataset with a table for each of its annotations."""
 
     def __init__(self, dataset: Dataset, preprocess: Preprocessor, cache: LengthCache, whole: bool = True) -> None:
-        """whole: all is to be measured before the first step; else what a step needs, when it needs it."""
+        """whole: all lengths are measured before the first step; otherwise each when a step needs it."""
         self._dataset, self._whole = dataset, whole
         self.tables: Mapping[str, LengthTable] = {
             name: LengthTable(annotations, preprocess, cache) for name, annotations in dataset.annotations().items()
@@ -121,27 +124,27 @@ class MeasuredDataset:
     def loads(self, indices: np.ndarray, epoch: int) -> Loads:
         """Image tokens and tokens of samples of an epoch, int64; both 0 where a sample is defective."""
         vision, text = np.zeros((2, len(indices)), dtype=np.int64)
-        for portion, places, inside in self._dataset.portions(indices):
+        for portion, given, inside in self._dataset.portions(indices):
             table = self.tables[portion.annotations.dataset]
-            vision[places], text[places] = table.of(portion.rows(inside, epoch))
+            vision[given], text[given] = table.of(portion.rows(inside, epoch))
         return Loads(vision, text)
 
     def defects(self, indices: np.ndarray, epoch: int) -> list[str]:
         """What is wrong with each of these defective samples of an epoch."""
         found = [""] * len(indices)
-        for portion, places, inside in self._dataset.portions(indices):
+        for portion, given, inside in self._dataset.portions(indices):
             defects = self.tables[portion.annotations.dataset].defects
-            for place, row in zip(places.tolist(), portion.rows(inside, epoch).tolist(), strict=True):
-                found[place] = defects[row]
+            for index, row in zip(given.tolist(), portion.rows(inside, epoch).tolist(), strict=True):
+                found[index] = defects[row]
         return found
 
-    def measure(self, chunk: Chunk) -> Lengths:
+    def measure(self, chunk: RowChunk) -> Lengths:
         """Lengths of a chunk; whoever has the same dataset may do it."""
         return self.tables[chunk.dataset].measure(chunk.rows)
 
-    def missing(self, indices: np.ndarray) -> list[Chunk]:
-        """What is to be measured before the first step. indices: samples of the first epoch that are seen first; more
-        than these only where all is measured."""
+    def missing(self, indices: np.ndarray) -> list[RowChunk]:
+        """Rows to measure before the first step: with `whole` all rows of the datasets, else those of `indices`, which
+        are samples of the first epoch."""
         if self._whole:
             return [chunk for table in self.tables.values() for chunk in table.missing()]
         rows: dict[str, list[np.ndarray]] = {}
@@ -149,7 +152,7 @@ class MeasuredDataset:
             rows.setdefault(portion.annotations.dataset, []).append(portion.rows(inside, 0))
         return [chunk for name, found in rows.items() for chunk in self.tables[name].missing(np.concatenate(found))]
 
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[RowChunk]:
         """All samples, whatever is known of them."""
         return [chunk for table in self.tables.values() for chunk in table.chunks(np.arange(len(table.text)))]
 
@@ -163,10 +166,10 @@ class MeasuredDataset:
             if name in self.tables:
                 self.tables[name].leave_out(of_dataset)
 
-    def decode(self, chunk: Chunk) -> dict[tuple[str, int], str]:
+    def decode(self, chunk: RowChunk) -> dict[tuple[str, int], str]:
         """What decoding every sample of a chunk finds to be wrong, by dataset and row."""
         return self.tables[chunk.dataset].decode(chunk.rows)
 
-    def learn(self, chunk: Chunk, lengths: Lengths) -> None:
+    def learn(self, chunk: RowChunk, lengths: Lengths) -> None:
         """Take the lengths of a chunk."""
         self.tables[chunk.dataset].learn(chunk.rows, lengths)

@@ -17,7 +17,7 @@ MAX_PIXELS = 89_478_485  # a quarter of a GB in RGB: Pillow's own threshold for 
 # Pillow reads more. What is left out has no pixels of its own or is drawn by another program (EPS by Ghostscript).
 _KNOWN = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO")
 Image.init()
-FORMATS = tuple(name for name in _KNOWN if name in Image.OPEN)  # a Pillow built without one does not list it
+IMAGE_FORMATS = tuple(name for name in _KNOWN if name in Image.OPEN)  # a Pillow built without one does not list it
 _QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 
@@ -51,7 +51,7 @@ def _opened(file: File, max_pixels: int) -> Iterator[Image.Image]:
     name = name_of(file)
     content = open_media(file, "image")
     try:
-        with content, Image.open(content, formats=FORMATS) as image:
+        with content, Image.open(content, formats=IMAGE_FORMATS) as image:
             _check_size(image, name, max_pixels)
             if image.mode == "F":
                 raise ValueError("floating-point pixels have no defined white; convert to 8 or 16 bits")

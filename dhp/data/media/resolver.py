@@ -18,11 +18,11 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)://")
 
 
 @dataclass(frozen=True)
-class Places:
+class MediaResolver:
     """Where one sample's images and videos may come from.
 
-    data_path: the folder that paths start from; None: no files. members: of the sample's archive, by name; None: it
-    has none. allow_http: fetch http and https addresses.
+    data_path: the folder that paths start from; None: no files. members: files of the sample's archive, by name; None:
+    it has no archive. allow_http: fetch http and https addresses.
     """
 
     data_path: Path | None

@@ -24,11 +24,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Taking:
-    """Which frames are taken. fps: of each second; max_frames: at most; group: so many are one step in time.
+    """Which frames of a video are taken.
 
-    The number of frames is a multiple of `group`; a video that is shorter than one is filled up with its last frame.
-    both_ends: from the very first frame to the very last, as Qwen3-VL's processor has it, and as many as come out; then
-    the last group is what is filled up.
+    fps: frames of each second. max_frames: the most of a video.
+
+    group: so many frames are one step in time. The number of frames is a multiple of it; a video of fewer frames is
+    filled up with its last one.
+
+    both_ends: as Qwen3-VL's processor does, take frames from the very first to the very last, their number a multiple
+    of nothing, and fill up the last group.
     """
 
     fps: float
@@ -47,7 +51,7 @@ class Taking:
         return np.arange(count, dtype=np.int64) * total // count
 
     def pace(self, total: int, rate: float) -> Pace:
-        """When the groups are of what is taken of `total` frames, `rate` a second."""
+        """When the groups are, of a video with `total` frames, `rate` a second."""
         seconds = (self.indices(total, rate) / rate).tolist()
         groups = [seconds[first : first + self.group] for first in range(0, len(seconds), self.group)]
         return Pace(self.group * total / (len(seconds) * rate), tuple((g[0] + g[-1]) / 2 for g in groups))
@@ -55,8 +59,11 @@ class Taking:
 
 @dataclass(frozen=True)
 class Pace:
-    """Groups of frames in time. seconds: from one to the next, on average. times: seconds from the beginning of the
-    video to the middle of each, which lies between its first frame and its last."""
+    """When the groups of frames are.
+
+    seconds: from one group to the next, on average. times: of each group, seconds from the beginning of the video to
+    the middle between its first and its last frame.
+    """
 
     seconds: float
     times: tuple[float, ...]
@@ -64,8 +71,11 @@ class Pace:
 
 @dataclass(frozen=True)
 class Extent:
-    """What is taken of a video. frames: filled up to whole groups; width, height: of a frame as it is stored, in
-    pixels. A frame that is shown after a quarter turn has them exchanged."""
+    """What is taken of a video.
+
+    frames: how many, filled up to whole groups. width, height: pixels of a frame as it is stored; a frame that is shown
+    after a quarter turn has them exchanged.
+    """
 
     frames: int
     width: int

@@ -8,7 +8,7 @@ from math import ceil
 from dhp.data.balance.packs import TEXT_ROOM, Limits, Loads
 from dhp.data.order.sampler import RANDOM
 
-ROOM = 32  # a row is full with less than Q by this part of it: the published 128 of 4,096; for vision too
+FULL_SLACK = 32  # a row counts as full when it holds Q − Q / 32; published: Q − 128 for Q = 4,096, of text alone
 # ISF closes a pack at either limit. Images go to any vision rank of a step, so it is text that should be even, and the
 # limit of vision is there for packs of images alone.
 LOOSE = 2
@@ -16,9 +16,14 @@ LOOSE = 2
 
 @dataclass(frozen=True)
 class Balancing:
-    """See `dhp.config.schema.DataConfig.balance`. vision, text: what a row may hold, image tokens and tokens;
-    full_vision, full_text: from where on ISF keeps it; None: from the dataset. window: samples that are balanced
-    together; None: an epoch."""
+    """How rows are balanced; see `dhp.config.schema.DataConfig.balance`.
+
+    vision, text: image tokens and tokens that a row may hold; None: from the mean sample of the dataset.
+
+    full_vision, full_text: ISF keeps a row that holds so many; None: a little less than it may hold.
+
+    window: samples that are balanced together; None: an epoch.
+    """
 
     method: str = RANDOM
     vision: int | None = None
@@ -32,6 +37,6 @@ class Balancing:
         loose = LOOSE if self.method == "isf" else 1
         vision = self.vision or max(1, ceil(loose * samples * float(loads.vision.mean())))
         text = self.text or max(1, ceil(samples * float(loads.text.mean())))
-        full_vision = vision - vision // ROOM if self.full_vision is None else self.full_vision
-        full_text = text - min(text // ROOM, TEXT_ROOM) if self.full_text is None else self.full_text
+        full_vision = vision - vision // FULL_SLACK if self.full_vision is None else self.full_vision
+        full_text = text - min(text // FULL_SLACK, TEXT_ROOM) if self.full_text is None else self.full_text
         return Limits(vision, text, samples, full_vision, full_text, soft=self.text is None)

@@ -15,10 +15,10 @@ class Portion:
     """A dataset as epochs show it: `record(i, e)` depends on the arguments and the constructor's alone."""
 
     def __init__(self, annotations: Annotations, share: float, weight: float, seed: int, shuffle: bool) -> None:
-        """share: of the samples, 0 < share <= 1, drawn once; weight: how often an epoch shows each of them on average.
+        """share: of the samples, 0 < share <= 1, drawn once. weight: how often an epoch shows each of them on average.
 
-        shuffle: with a weight that is not whole, which samples come once more is drawn anew each time; else they come
-        in turn.
+        shuffle: which samples come once more, where the weight is not whole, is drawn anew for each cycle through them;
+        otherwise they take turns.
         """
         self.annotations = annotations
         self._seeds = [seed, crc32(annotations.dataset.encode())]
@@ -39,12 +39,12 @@ class Portion:
     def rows(self, indices: np.ndarray, epoch: int) -> np.ndarray:
         """Rows of the annotations (0-based) that an epoch shows at these indices: int64."""
         # Epochs go round through all samples again and again, so each is shown as often as any other, give or take one.
-        cycles, places = np.divmod(epoch * self._shown + indices, self._samples)
+        cycles, rows = np.divmod(epoch * self._shown + indices, self._samples)
         if self._shuffle:
             for cycle in np.unique(cycles):
                 of_cycle = cycles == cycle
-                places[of_cycle] = self._order(int(cycle))[places[of_cycle]]
-        return places if self._kept is None else self._kept[places]
+                rows[of_cycle] = self._order(int(cycle))[rows[of_cycle]]
+        return rows if self._kept is None else self._kept[rows]
 
     def _draw(self, share: float) -> np.ndarray:
         total = len(self.annotations)

@@ -43,11 +43,15 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Which samples a step trains on; cheap to send, where the samples are not.
+    """Which samples a step trains on. Unlike the samples it is cheap to send.
 
-    step, epoch: 0-based; done: epochs after this step, with a fraction. samples: [micro_batch][replica] -> indices
-    within the epoch. defects: one message for each sample that is left out before anything is read. measure_s: seconds
-    spent on finding them, lengths of samples among it.
+    step, epoch: 0-based. done: epochs after this step, with a fraction.
+
+    samples: [micro_batch][replica] -> indices within the epoch.
+
+    defects: one message for each sample that is left out before anything is read.
+
+    measure_s: seconds spent on choosing the samples, which includes measuring their lengths.
     """
 
     step: int
@@ -74,13 +78,14 @@ class Sampler:
         raise NotImplementedError
 
     def order(self, step: int = 0) -> dict[str, Any]:
-        """All that decides which samples the steps before `step` have, as plain values: two samplers that agree in it
-        have the same. The number of replicas is not in it."""
+        """All that decides which samples the steps before `step` have, as plain values.
+
+        Two samplers of equal order hand out the same steps, also to different numbers of replicas.
+        """
         raise NotImplementedError
 
     def first(self, step: int) -> np.ndarray:
-        """Samples of the first epoch whose lengths steps up to `step` need; without a window, none is known to be
-        needed before others."""
+        """Samples of the first epoch whose lengths steps up to `step` need, as far as is known; by default none."""
         return np.arange(0)
 
     def __iter__(self) -> Iterator[StepBatch]:

@@ -1,10 +1,13 @@
 """Recomputing parts of layers in backward instead of keeping what they computed, from outside an untouched model.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", by torch's non-reentrant checkpointing of each layer.
-What is not worth recomputing (matrix products, attention) is *kept*: its output is remembered, and when the layer is
-run again it is not. What a kept call saves for its own backward is either one of its inputs, which the layer's second
-run makes anew, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run
-once; all others run again in backward, on every rank in the same order. Layers must not draw random numbers.
+What is not worth recomputing (matrix products, attention) is *kept*: its output is saved, and the layer's second run
+takes it from there. What a kept call saves for its own backward is either one of its inputs, which the second run
+makes anew, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run once;
+all others run again in backward, on every rank in the same order. Layers must not draw random numbers.
+
+torch's own selective checkpointing (`create_selective_checkpoint_contexts`) decides operator by operator. Here a whole
+call is kept or not: an attention that is an autograd function of many kernels and collectives, or a module.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from dhp.parallel.activation.saved_tensors import detached, note, noting, top_ho
 
 ATTENTION, PROJECTIONS, MLP = "attention", "projections", "mlp"
 # What each choice keeps of a layer that is checkpointed.
-_KEPT = {
+_KEPT_BY_CHOICE = {
     "light": {ATTENTION, PROJECTIONS, MLP},
     "mlp": {ATTENTION, PROJECTIONS},
     "linear": {ATTENTION},
@@ -48,8 +51,8 @@ class Watcher(Protocol):
         """A context around a layer's second run, in backward."""
 
 
-class LayerParts(Protocol):
-    """What is in each layer of a part: see `dhp.models.family.LayerParts`."""
+class LayerMap(Protocol):
+    """Which modules of a part's layers do what: see `dhp.models.family.LayerParts`."""
 
     projections: tuple[str, ...]
     mlp: tuple[str, ...]
@@ -58,9 +61,7 @@ class LayerParts(Protocol):
 class RecomputedLayers:
     """Layers of a model, each of which recomputes what its choice says. Choices may change between steps."""
 
-    def __init__(
-        self, layers: Sequence[nn.Module], parts: LayerParts, choices: Choices, watcher: Watcher | None = None
-    ):
+    def __init__(self, layers: Sequence[nn.Module], parts: LayerMap, choices: Choices, watcher: Watcher | None = None):
         self._layers = [_Layer(layer, parts, index, watcher) for index, layer in enumerate(layers)]
         self.choose(choices)
 
@@ -81,13 +82,13 @@ class RecomputedLayers:
 
 
 class _Layer:
-    def __init__(self, module: nn.Module, parts: LayerParts, index: int, watcher: Watcher | None):
+    def __init__(self, module: nn.Module, parts: LayerMap, index: int, watcher: Watcher | None):
         self.choice = "none"
         self._index, self._watcher = index, watcher
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
             for name in names:
                 inner = module.get_submodule(name)
-                inner.forward = kept(what, inner.forward)
+                inner.forward = save_output(what, inner.forward)
         # `forward`, not the call: hooks of the layer (ZeRO's) stay outside and run once.
         self._forward = module.forward
 
@@ -107,15 +108,15 @@ class _Layer:
         if self.choice == "none" or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         flat, spec = tree_flatten((args, dict(kwargs)))
-        places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
+        positions = [position for position, value in enumerate(flat) if isinstance(value, Tensor)]
         rest = [None if isinstance(value, Tensor) else value for value in flat]
-        calls = _Calls(frozenset(_KEPT[self.choice]))
+        calls = _Calls(frozenset(_KEPT_BY_CHOICE[self.choice]))
 
         def layer(*tensors: Tensor) -> Any:
             # Tensors as arguments, so that the checkpoint saves them where they are seen and counted.
             values = rest.copy()
-            for place, tensor in zip(places, tensors, strict=True):
-                values[place] = tensor
+            for position, tensor in zip(positions, tensors, strict=True):
+                values[position] = tensor
             given, named = tree_unflatten(values, spec)
             if not calls.begun:
                 with calls.first():
@@ -123,7 +124,7 @@ class _Layer:
             with self._replay(), calls.again():
                 return self._forward(*given, **named)
 
-        return checkpoint(layer, *(flat[place] for place in places), use_reentrant=False)
+        return checkpoint(layer, *(flat[position] for position in positions), use_reentrant=False)
 
     @contextmanager
     def _replay(self) -> Iterator[None]:
@@ -190,10 +191,10 @@ def _in_force(calls: _Calls | None) -> Iterator[None]:
         _here.calls = outer
 
 
-def kept(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose results are kept where a layer that is recomputed keeps `what`; elsewhere as it is.
+def save_output(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which a recomputed layer does not run again where its choice keeps `what`.
 
-    It must be a function of its arguments and parameters that does not write to its inputs.
+    It must depend on its arguments and parameters alone, and not write to its inputs.
     """
 
     @wraps(function)

@@ -89,8 +89,10 @@ class _Stopwatch:
 
 @dataclass
 class _MicroBatch:
-    """One micro-batch's forward, in as many passes as the stage has chunks. held[layer], bytes; before, after: bytes
-    kept outside the layers. last: bytes when something was counted last."""
+    """One micro-batch's forward, in as many passes as the stage has chunks.
+
+    held: bytes that each layer keeps. before, after: bytes kept outside the layers. last: bytes at the last count.
+    """
 
     rows: int
     last: int = 0

@@ -2,9 +2,10 @@
 
 Images are independent, so replicas get whole images, and inside a replica the ranks that share a sequence get whole
 segments (images, frames of a video): these need no communication at all. Only segments too large for an even share
-are divided, between attention windows, into the room that the others leave. Both by cost, longest first to the least
-loaded (Graham 1969), because full attention makes one large image dearer than many small ones of as many patches.
-A rank without work gets no pieces; the feed gives it a dummy window, since it must stay in the collectives.
+are divided, between attention windows, into the room that the others leave. Images and segments go by cost, the
+dearest first and each to the least loaded (Graham 1969): full attention makes one large image dearer than many small
+ones of as many patches. A rank without work gets no pieces; `dhp.batching.scatter` gives it a dummy window, since it
+must take part in the collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import accumulate, pairwise
 
 from dhp.parallel.attention.locality import Locality, assign_near
 
-TOLERANCE = 1.05  # a rank's load over the mean up to which no further segment is divided
+TOLERANCE = 1.05  # while no rank has more than this many times the mean load, no further segment is divided
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,28 @@ class Piece:
 Pieces = tuple[Piece, ...]
 
 
-def segment_cost(patches: int, knee: float) -> float:
-    """Relative cost of a segment. knee: patches at which full attention costs as much as all the rest; inf: none."""
-    return patches * (1.0 + patches / knee)
+def segment_cost(patches: int, crossover: float) -> float:
+    """Relative cost of a segment. crossover: patches at which full attention costs as much as all the rest; inf: it
+    costs nothing."""
+    return patches * (1.0 + patches / crossover)
 
 
 def shard_images(
-    images: Sequence[ImageWork], replicas: int, ranks: int, knee: float = math.inf, locality: Locality | None = None
+    images: Sequence[ImageWork],
+    replicas: int,
+    ranks: int,
+    crossover: float = math.inf,
+    locality: Locality | None = None,
 ) -> list[list[Pieces]]:
     """Pieces for each vision replica and each of its sequence ranks, those of one text replica together.
 
     locality: which vision replicas are near which text replica; None: all alike.
     """
-    costs = [sum(segment_cost(n, knee) for n in image.segment_lengths) for image in images]
+    costs = [sum(segment_cost(n, crossover) for n in image.segment_lengths) for image in images]
     by_replica = assign_longest_first(costs, replicas)
     if locality is not None:
         by_replica = assign_near(costs, [image.replica for image in images], by_replica, locality)
-    return [_shard_replica(images, indices, ranks, knee) for indices in by_replica]
+    return [_shard_replica(images, indices, ranks, crossover) for indices in by_replica]
 
 
 def assign_longest_first(costs: Sequence[float], bins: int) -> list[list[int]]:
@@ -95,11 +101,11 @@ def fill_to_level(loads: Sequence[float], amount: float) -> list[float]:
     raise AssertionError("one bin alone always takes all")
 
 
-def _shard_replica(images: Sequence[ImageWork], indices: Sequence[int], ranks: int, knee: float) -> list[Pieces]:
+def _shard_replica(images: Sequence[ImageWork], indices: Sequence[int], ranks: int, crossover: float) -> list[Pieces]:
     segments = [segment for index in indices for segment in _segments(images, index)]
     # What has one window cannot be divided, so it comes after all that can.
-    segments.sort(key=lambda s: (s[0].last - s[0].first == 1, -segment_cost(s[1], knee)))
-    costs = [segment_cost(patches, knee) for _, patches in segments]
+    segments.sort(key=lambda s: (s[0].last - s[0].first == 1, -segment_cost(s[1], crossover)))
+    costs = [segment_cost(patches, crossover) for _, patches in segments]
     divisible = sum(piece.last - piece.first > 1 for piece, _ in segments)
     even = sum(costs) / ranks
     for divided in range(divisible + 1):
@@ -113,7 +119,7 @@ def _shard_replica(images: Sequence[ImageWork], indices: Sequence[int], ranks: i
     shards = [[segments[divided + i][0] for i in of_rank] for of_rank in whole]
     for shard, pieces in zip(shards, _divide(images, [s for s, _ in segments[:divided]], extra), strict=True):
         shard += pieces
-    return [tuple(_joined(sorted(s, key=lambda p: (images[p.image].replica, p.image, p.first)))) for s in shards]
+    return [tuple(_join_pieces(sorted(s, key=lambda p: (images[p.image].replica, p.image, p.first)))) for s in shards]
 
 
 def _segments(images: Sequence[ImageWork], index: int) -> list[tuple[Piece, int]]:
@@ -134,7 +140,7 @@ def _divide(images: Sequence[ImageWork], segments: Sequence[Piece], room: Sequen
     return [[Piece(image, w, w + 1) for image, w in windows[first:last]] for first, last in ranges]
 
 
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+def _join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """Neighbours of one image made one."""
     joined: list[Piece] = []
     for piece in pieces:

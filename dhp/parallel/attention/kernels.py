@@ -17,13 +17,14 @@ try:
 except ImportError:  # a GPU check on a machine with an older PyTorch of its own
     varlen_attn: Any = lambda: None
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+QkvGradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Block(NamedTuple):
-    """How queries see keys: all of them, or, where both are the same tokens of causal attention, those up to their own.
+    """How queries see keys.
 
-    scale: what scores are multiplied by.
+    diagonal: both are the same tokens under causal attention, and each query sees the keys up to its own; else each
+    query sees all keys. scale: factor of the scores.
     """
 
     diagonal: bool
@@ -38,7 +39,7 @@ class Kernel(Protocol):
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
-    ) -> Gradients:
+    ) -> QkvGradients:
         """This block's part of the gradients of query, key and value."""
 
 
@@ -54,7 +55,7 @@ class CpuFlash:
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
-    ) -> Gradients:
+    ) -> QkvGradients:
         given = (_heads_first(s) for s in (grad, query, key, value, output))
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, lse[None].contiguous(), 0.0, block.diagonal, scale=block.scale
@@ -64,7 +65,7 @@ class CpuFlash:
 
 
 class Dense:
-    """Written out in float32 (float64 for float64 inputs), on any device: the reference, and for what has no kernel."""
+    """Attention written out in float32 (float64 for float64 inputs): the reference, and what runs without a kernel."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         scores, _, _, v = self._scores(query, key, value, block)
@@ -74,7 +75,7 @@ class Dense:
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
-    ) -> Gradients:
+    ) -> QkvGradients:
         scores, q, k, v = self._scores(query, key, value, block)
         weights = (scores - lse[..., None]).exp()
         g, o = (s.transpose(0, 1).to(v.dtype) for s in (grad, output))
@@ -110,7 +111,7 @@ class CudaFlash:
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
-    ) -> Gradients:
+    ) -> QkvGradients:
         given = [_heads_first(s) for s in (grad, query, key, value, output)]
         none = torch.empty(0, dtype=torch.long, device=query.device)
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -143,8 +144,8 @@ def attend_varlen(
 ) -> Tensor:
     """Segments one behind another, each attending to itself: [tokens, heads, dim], keys maybe with fewer heads.
 
-    bounds: int32 [segments + 1]; longest: tokens. With gradients, by PyTorch's flash attention. No plan is built for a
-    new length, as cuDNN does it, and nothing is sorted.
+    bounds: int32 [segments + 1]. longest: tokens of the longest segment. PyTorch's flash attention, with gradients:
+    unlike cuDNN it builds no plan for each new length, and nothing is sorted.
     """
     window = (-1, 0) if causal else (-1, -1)
     grouped = query.shape[1] != key.shape[1]

@@ -14,8 +14,11 @@ SAME_DEVICE, SAME_NODE, ELSEWHERE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Locality:
-    """distances: from each text replica to each vision replica, one of the three above. slack: by which fraction the
-    busiest vision replica may have more to do than under the most even assignment known."""
+    """How near vision replicas are to text replicas, and what nearness may cost.
+
+    distances: from each text replica to each vision replica, one of the three above. slack: the busiest vision replica
+    may have more to do by this fraction than under the most even assignment known.
+    """
 
     distances: tuple[tuple[int, ...], ...]
     slack: float
@@ -29,11 +32,12 @@ class Locality:
 def assign_near(
     costs: Sequence[float], replicas: Sequence[int], even: Sequence[Sequence[int]], locality: Locality
 ) -> list[list[int]]:
-    """Indices of images for each vision replica. replicas: the text replica of each image; even: an assignment whose
-    busiest replica is the measure.
+    """Indices of images for each vision replica.
 
-    Each image begins at the least loaded of the nearest vision replicas, dearest first. Then what is too much for a
-    replica goes to where there is room, as near as there is any. Where that cannot be done within the slack, `even`.
+    replicas: the text replica of each image. even: an assignment whose busiest replica sets the limit, with the slack.
+
+    Each image begins at the least loaded of the nearest vision replicas, dearest first. Replicas beyond the limit then
+    give images to the nearest ones that have room. If some remain beyond it, the answer is `even`.
     """
     limit = (1 + locality.slack) * max((sum(costs[i] for i in indices) for indices in even), default=0.0)
     loads, assigned = [0.0] * len(even), [list[int]() for _ in even]
@@ -78,8 +82,8 @@ def _best_move(
     limit: float,
     locality: Locality,
 ) -> tuple[int, int] | None:
-    """An image of the fullest vision replica, and where it fits: the one that leaves least to be moved, then the
-    nearest place."""
+    """An image of the fullest vision replica, and a replica where it fits: the image that leaves least to be moved,
+    then the nearest replica."""
     excess = loads[fullest] - limit
     found: list[tuple[float, int, float, int, int]] = []
     for index in own:

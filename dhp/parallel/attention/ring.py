@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp.base.geometry import TokenRange
 from dhp.parallel.attention.kernels import Block, Kernel, choose_kernel
-from dhp.parallel.attention.shard_plan import Shard, Span, count_tokens
+from dhp.parallel.attention.shard_plan import Shard, count_tokens
 from dhp.parallel.comm.collectives import Shift, exchange_rows
 
 
@@ -32,7 +33,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """Ranks that pass keys and values around. chunks: the spans of each, in rank order.
+    """Ranks that pass keys and values around. chunks: the ranges of each, in rank order.
 
     gather: fetch all keys and values at once instead, which for short rings is one message instead of several.
     """
@@ -45,8 +46,8 @@ class Ring:
 
     @property
     def keeps(self) -> bool:
-        """Whether what came in forward stays for backward, not to be sent again: as much memory as the own keys and
-        values with two ranks, and only for short sequences with more."""
+        """Whether received keys and values stay for backward, and are not sent again. With two ranks this takes
+        as much memory as the own ones do; with more ranks it is done for short sequences alone."""
         return self.gather or len(self.chunks) == 2
 
     def tokens(self, rank: int) -> int:
@@ -62,9 +63,9 @@ class Ring:
 
 
 def visible_pairs(queries: Shard, keys: Shard, causal: bool) -> Iterator[Pair]:
-    """Pairs of spans of the same segment of which the queries see the keys.
+    """Pairs of ranges of the same segment of which the queries see the keys.
 
-    Raises ValueError for spans that overlap without being the same: no token lies on two ranks.
+    Raises ValueError for ranges that overlap without being the same: no token lies on two ranks.
     """
     for query, rows in _with_rows(queries):
         for key, columns in _with_rows(keys):
@@ -176,7 +177,7 @@ def _blocks(own: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
 
 
 def _kept(own: Tensor, others: Sequence[Tensor], ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """As `_blocks`, of what came before; this rank's own last, while the others' gradients are on their way."""
+    """As `_blocks`, from what forward kept; this rank's own last, while the others' gradients are on their way."""
     yield from ((ring.source(step), states) for step, states in enumerate(others, 1))
     yield ring.rank, own
 
@@ -204,7 +205,7 @@ def _gather_home(shares: Iterator[tuple[int, Tensor]], ring: Ring, key: Tensor) 
     return received.view(ranks, own, 2, *key.shape[1:]).sum(0).transpose(0, 1)
 
 
-def _with_rows(spans: Shard) -> Iterator[tuple[Span, slice]]:
-    starts = [0, *accumulate(span.count for span in spans)]
-    for span, start in zip(spans, starts):
-        yield span, slice(start, start + span.count)
+def _with_rows(ranges: Shard) -> Iterator[tuple[TokenRange, slice]]:
+    starts = [0, *accumulate(piece.count for piece in ranges)]
+    for piece, start in zip(ranges, starts):
+        yield piece, slice(start, start + piece.count)

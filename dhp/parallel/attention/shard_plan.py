@@ -1,7 +1,7 @@
 """Which tokens of a flattened sequence each rank of a ring × Ulysses mesh holds: data, made without any process group.
 
 A sequence is made of segments (images, frames, documents); a token attends within its own segment. A shard is a list
-of spans, so uneven shards, many segments, and layouts that deal a segment out in pieces are all the same thing.
+of ranges, so uneven shards, many segments, and layouts that deal a segment out in pieces are all the same thing.
 """
 
 from __future__ import annotations
@@ -10,26 +10,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from dhp.base.geometry import TokenRange
 
-@dataclass(frozen=True)
-class Span:
-    """`count` consecutive tokens of a segment, from its `first`-th on."""
-
-    segment: int
-    first: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        return self.first + self.count
-
-
-Shard = tuple[Span, ...]
+Shard = tuple[TokenRange, ...]
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """shards[ring rank][Ulysses rank]: the spans of a rank, in the order of its rows. lengths: of the segments."""
+    """What each rank of a mesh holds.
+
+    lengths: tokens of each segment. shards: [ring rank][Ulysses rank], the ranges of a rank in the order of its rows.
+    """
 
     lengths: tuple[int, ...]
     shards: tuple[tuple[Shard, ...], ...]
@@ -48,7 +39,7 @@ class ShardPlan:
 
     def chunk(self, ring_rank: int) -> Shard:
         """What the Ulysses ranks of a ring rank hold together, in the order of their rows."""
-        return _joined(span for shard in self.shards[ring_rank] for span in shard)
+        return _join_ranges(piece for shard in self.shards[ring_rank] for piece in shard)
 
     def count_tokens(self) -> int:
         """Tokens on all ranks together."""
@@ -57,16 +48,16 @@ class ShardPlan:
     def without_whole_segments(self) -> ShardPlan:
         """The plan of the segments that no rank holds whole."""
         shards = (
-            tuple(tuple(span for span in shard if not is_whole(span, self.lengths)) for shard in ring)
+            tuple(tuple(piece for piece in shard if not is_whole(piece, self.lengths)) for shard in ring)
             for ring in self.shards
         )
         return ShardPlan(self.lengths, tuple(shards))
 
-    def places(self, ring_rank: int, ulysses_rank: int) -> list[int]:
-        """For each row of a rank, its place in the whole sequence, segments one behind another."""
+    def positions(self, ring_rank: int, ulysses_rank: int) -> list[int]:
+        """For each row of a rank, its position in the whole sequence, segments one behind another."""
         starts = [0, *accumulate(self.lengths)]
         shard = self.shards[ring_rank][ulysses_rank]
-        return [starts[s.segment] + place for s in shard for place in range(s.first, s.end)]
+        return [starts[s.segment] + token for s in shard for token in range(s.first, s.end)]
 
 
 def contiguous_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
@@ -81,8 +72,8 @@ def given_plan(lengths: Sequence[int], rank_tokens: Sequence[int], ring: int) ->
     """
     if sum(rank_tokens) != sum(lengths):
         raise ValueError(f"the ranks hold {sum(rank_tokens)} tokens, but the segments have {sum(lengths)}")
-    whole = tuple(Span(segment, 0, length) for segment, length in enumerate(lengths) if length)
-    shards = cut_spans(whole, rank_tokens)
+    whole = tuple(TokenRange(segment, 0, length) for segment, length in enumerate(lengths) if length)
+    shards = cut_ranges(whole, rank_tokens)
     ulysses = len(rank_tokens) // ring
     return ShardPlan(tuple(lengths), tuple(tuple(shards[r * ulysses : (r + 1) * ulysses]) for r in range(ring)))
 
@@ -93,37 +84,37 @@ def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
 
     Pieces of a segment are equal to within one token: no length has to be a multiple of anything.
     """
-    chunks: list[list[Span]] = [[] for _ in range(ring)]
+    chunks: list[list[TokenRange]] = [[] for _ in range(ring)]
     for segment, length in enumerate(lengths):
-        pieces = cut_spans((Span(segment, 0, length),), _even(length, 2 * ring))
+        pieces = cut_ranges((TokenRange(segment, 0, length),), _even(length, 2 * ring))
         for r in range(ring):
             chunks[r] += [*pieces[r], *pieces[2 * ring - 1 - r]]
     return ShardPlan(
         tuple(lengths),
-        tuple(tuple(cut_spans(_joined(chunk), _even(count_tokens(chunk), ulysses))) for chunk in chunks),
+        tuple(tuple(cut_ranges(_join_ranges(chunk), _even(count_tokens(chunk), ulysses))) for chunk in chunks),
     )
 
 
-def count_tokens(spans: Iterable[Span]) -> int:
-    """Tokens of all spans together."""
-    return sum(span.count for span in spans)
+def count_tokens(ranges: Iterable[TokenRange]) -> int:
+    """Tokens of all ranges together."""
+    return sum(piece.count for piece in ranges)
 
 
-def is_whole(span: Span, lengths: Sequence[int]) -> bool:
-    """Whether the span is all of its segment."""
-    return span.count == lengths[span.segment]
+def is_whole(piece: TokenRange, lengths: Sequence[int]) -> bool:
+    """Whether the range is all of its segment."""
+    return piece.count == lengths[piece.segment]
 
 
-def cut_spans(spans: Sequence[Span], counts: Sequence[int]) -> list[Shard]:
+def cut_ranges(ranges: Sequence[TokenRange], counts: Sequence[int]) -> list[Shard]:
     """Consecutive parts of the given numbers of tokens."""
-    starts = [0, *accumulate(span.count for span in spans)]
+    starts = [0, *accumulate(piece.count for piece in ranges)]
     parts = []
     for begin, end in pairwise((0, *accumulate(counts))):
         cut = []
-        for span, start in zip(spans, starts):
-            first, last = max(begin - start, 0), min(end - start, span.count)
+        for piece, start in zip(ranges, starts):
+            first, last = max(begin - start, 0), min(end - start, piece.count)
             if first < last:
-                cut.append(Span(span.segment, span.first + first, last - first))
+                cut.append(TokenRange(piece.segment, piece.first + first, last - first))
         parts.append(tuple(cut))
     return parts
 
@@ -132,12 +123,12 @@ def _even(total: int, parts: int) -> tuple[int, ...]:
     return tuple(total * (i + 1) // parts - total * i // parts for i in range(parts))
 
 
-def _joined(spans: Iterable[Span]) -> Shard:
+def _join_ranges(ranges: Iterable[TokenRange]) -> Shard:
     """Neighbours that continue each other made one."""
-    joined: list[Span] = []
-    for span in spans:
-        if joined and joined[-1].segment == span.segment and joined[-1].end == span.first:
-            joined[-1] = Span(span.segment, joined[-1].first, joined[-1].count + span.count)
+    joined: list[TokenRange] = []
+    for piece in ranges:
+        if joined and joined[-1].segment == piece.segment and joined[-1].end == piece.first:
+            joined[-1] = TokenRange(piece.segment, joined[-1].first, joined[-1].count + piece.count)
         else:
-            joined.append(span)
+            joined.append(piece)
     return tuple(joined)

@@ -20,19 +20,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from dhp.base.geometry import TokenRange
 from dhp.parallel.attention.kernels import attend_varlen
 from dhp.parallel.attention.ring import Ring, ring_attention
-from dhp.parallel.attention.shard_plan import ShardPlan, Span, is_whole
+from dhp.parallel.attention.shard_plan import ShardPlan, is_whole
 from dhp.parallel.comm.collectives import AllToAll
 
-# Tokens of divided segments up to which keys and values are better gathered at once than passed around: one message's
-# delay counts for more than what it carries (`python -m experiments.ring_or_gather`).
+# Keys and values of at most so many tokens of divided segments are gathered at once, not passed around: the delay of a
+# message then counts for more than its size (`python -m experiments.ring_or_gather`).
 GATHER_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Exchange:
+class UlyssesGroup:
     """The Ulysses ranks that share one sequence: tokens on each of them, in rank order, and their group."""
 
     rank_tokens: tuple[int, ...]
@@ -86,12 +88,19 @@ def key_copies(heads: int, kv_heads: int, degree: int) -> int:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Which tokens attend to each other: every segment to itself; causal: only to what came before, itself included.
+    """Which tokens attend to each other: those of a segment.
 
-    groups: (length, count) of the segments that are here whole, equal lengths together. Without `bounds` each group is
-    one batched kernel call. bounds: where each of them begins and the last ends, int32 [segments + 1], for one call
-    over all. order: tokens in the order of the calls, those of divided segments last; None when they already are in it.
-    inverse: its inverse. rest: what the tokens of divided segments do, if any rank has some.
+    groups: (length, count) of the segments that this rank has whole, equal lengths together. Without `bounds` each
+    group is one batched kernel call.
+
+    order: tokens in the order of the calls, those of divided segments last; None when they already lie so. inverse: the
+    inverse permutation.
+
+    causal: a token attends to itself and to what comes before it in its segment.
+
+    rest: what the tokens of divided segments do; None where no rank has any.
+
+    bounds: where each whole segment begins and the last ends, int32 [segments + 1], for one call over all of them.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -111,30 +120,36 @@ class SegmentPlan:
 class Ulysses:
     """Divided segments are exchanged with the Ulysses ranks, and attend as `plan` says between the two exchanges."""
 
-    exchange: Exchange
+    exchange: UlyssesGroup
     plan: SegmentPlan
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's place in the ring × Ulysses mesh, and its neighbours there."""
+class MeshPosition:
+    """A rank's position in the ring × Ulysses mesh, and its neighbours there."""
 
     ring_rank: int
     ring_group: dist.ProcessGroup
     ulysses_rank: int
     ulysses_group: dist.ProcessGroup
 
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshPosition:
+        """This rank's, on a mesh with the axes "ring" and "ulysses"."""
+        ring, ulysses = mesh["ring"], mesh["ulysses"]
+        return cls(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
+
 
 def plan_segments(
     lengths: Sequence[int], device: torch.device, causal: bool = False, varlen: bool = False
 ) -> SegmentPlan:
     """Consecutive segments of the given lengths (tokens), all of them here. varlen: for one call over all of them."""
-    return _plan([Span(i, 0, length) for i, length in enumerate(lengths)], lengths, device, causal, None, varlen)
+    return _plan([TokenRange(i, 0, length) for i, length in enumerate(lengths)], lengths, device, causal, None, varlen)
 
 
 def plan_shard(
     shards: ShardPlan,
-    place: Place,
+    position: MeshPosition,
     device: torch.device,
     causal: bool = False,
     gather: bool = False,
@@ -150,12 +165,14 @@ def plan_shard(
     if divided.count_tokens():
         chunks = [divided.chunk(rank) for rank in range(divided.ring)]
         ringed = tuple(tuple(s for s in chunk if not is_whole(s, shards.lengths)) for chunk in chunks)
-        ring = Ring(ringed, place.ring_rank, place.ring_group, causal, gather) if any(ringed) else None
+        ring = Ring(ringed, position.ring_rank, position.ring_group, causal, gather) if any(ringed) else None
         rest = ring
         if divided.ulysses > 1:
-            exchange = Exchange(divided.rank_tokens(place.ring_rank), place.ulysses_rank, place.ulysses_group)
-            rest = Ulysses(exchange, _plan(chunks[place.ring_rank], shards.lengths, device, causal, ring, varlen))
-    return _plan(shards.shards[place.ring_rank][place.ulysses_rank], shards.lengths, device, causal, rest, varlen)
+            exchange = UlyssesGroup(
+                divided.rank_tokens(position.ring_rank), position.ulysses_rank, position.ulysses_group
+            )
+            rest = Ulysses(exchange, _plan(chunks[position.ring_rank], shards.lengths, device, causal, ring, varlen))
+    return _plan(shards.shards[position.ring_rank][position.ulysses_rank], shards.lengths, device, causal, rest, varlen)
 
 
 def index_tensors(plan: SegmentPlan) -> list[Tensor]:
@@ -227,27 +244,28 @@ def _attend_rest(query: Tensor, key: Tensor, value: Tensor, rest: Ulysses | Ring
 
 
 def _plan(
-    spans: Sequence[Span],
+    ranges: Sequence[TokenRange],
     lengths: Sequence[int],
     device: torch.device,
     causal: bool,
     rest: Ulysses | Ring | None,
     varlen: bool = False,
 ) -> SegmentPlan:
-    """For `spans`, in the order of rows: what is whole, by length unless one call takes them all, then the rest."""
+    """The plan of a rank with these ranges, in the order of its rows: whole segments first, by length unless one call
+    takes them all, then the tokens of divided ones."""
     starts: dict[int, list[int]] = defaultdict(list)
     divided: list[Tensor] = []
-    for span, start in zip(spans, accumulate((span.count for span in spans), initial=0)):
-        if is_whole(span, lengths):
-            starts[span.count].append(start)
+    for piece, start in zip(ranges, accumulate((piece.count for piece in ranges), initial=0)):
+        if is_whole(piece, lengths):
+            starts[piece.count].append(start)
         else:
-            divided.append(torch.arange(start, start + span.count))
-    groups = tuple((length, len(places)) for length, places in starts.items())
+            divided.append(torch.arange(start, start + piece.count))
+    groups = tuple((length, len(firsts)) for length, firsts in starts.items())
     whole = [(torch.tensor(p)[:, None] + torch.arange(n)).flatten() for n, p in starts.items()]
     bounds = None
     if varlen:
         whole = [torch.cat([torch.empty(0, dtype=torch.long), *whole]).sort().values]
-        ends = accumulate((span.count for span in spans if is_whole(span, lengths)), initial=0)
+        ends = accumulate((piece.count for piece in ranges if is_whole(piece, lengths)), initial=0)
         bounds = torch.tensor(list(ends), dtype=torch.int32).to(device)
     order = torch.cat([torch.empty(0, dtype=torch.long), *whole, *divided])
     if bool((order[1:] > order[:-1]).all()):
@@ -283,10 +301,8 @@ def packed_attention(
     segments: SegmentPlan,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface for one packed row; shapes as in `segment_attention`.
+    """`segment_attention` for one packed row of a decoder, to which `segments` carries the plan.
 
-    `segments` is a keyword of the model's forward that reaches every layer as it is. No mask of tokens × tokens
-    is built.
+    It is a keyword of the model's forward that reaches every layer as it is. No mask of tokens × tokens is built.
     """
-    states = (s[0].transpose(0, 1) for s in (query, key, value))  # [tokens, heads, dim]
-    return attend_segments(*states, segments, scaling)[None], None
+    return segment_attention(module, query, key, value, attention_mask, scaling, segments)

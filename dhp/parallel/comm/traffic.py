@@ -104,7 +104,7 @@ _kernels: list[torch.library.Library] = []
 
 
 def _counted(operator: Any, kind: str, group_at: int, count: Count) -> Callable[..., Any]:
-    """The kernel in front: group_at is the place of the group among the operator's arguments."""
+    """The kernel in front: group_at is the index of the group among the operator's arguments."""
     tagged = operator is torch.ops.c10d.send.default
 
     def kernel(keys: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
@@ -150,7 +150,7 @@ def _message(given: Sequence[Any], group: ProcessGroup) -> float:
     return _nbytes(given[0])
 
 
-# By operator: the kind, the place of the group among the arguments, and what a rank sends. Those that are not here send
+# By operator: the kind, the index of the group among the arguments, and what a rank sends. Those that are not here send
 # no data: barriers, receiving.
 _COUNTS: dict[str, tuple[str, int, Count]] = {
     "allreduce_": (ALL_REDUCE, 1, _whole(0, 2)),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dhp.parallel.optimizer.precision import cast_parameters, exact_dtype
 from dhp.parallel.optimizer.state import STEP, StateSink, StateSource
-from dhp.parallel.tensor.local_shards import all_laid_out
+from dhp.parallel.tensor.local_shards import as_dtensors
 
 
 class Frozen:
@@ -56,7 +56,7 @@ class Frozen:
 
     def save_weights(self, sink: StateSink) -> None:
         """Hand over the weights, so that a checkpoint is whole."""
-        for name, weight in all_laid_out(self._module).items():
+        for name, weight in as_dtensors(self._module).items():
             if name != self._others:
                 sink.add(name, weight)
 

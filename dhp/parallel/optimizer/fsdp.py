@@ -22,17 +22,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dhp.parallel.comm.collectives import sum_in_place
 from dhp.parallel.optimizer.clipped_step import clipped_step
-from dhp.parallel.optimizer.fsdp_blocks import Block, held_blocks, shard_rows
+from dhp.parallel.optimizer.fsdp_blocks import RowBlock, held_blocks, shard_rows
 from dhp.parallel.optimizer.fsdp_entry import Computation
 from dhp.parallel.optimizer.precision import exact_dtype
 from dhp.parallel.optimizer.replicated import MakeOptimizer, sum_of_squares
-from dhp.parallel.optimizer.state import MASTER, MOMENTS, STEP, StateSink, StateSource, step_of, steps_taken
+from dhp.parallel.optimizer.state import MASTER, MOMENTS, STEP, StateSink, StateSource, step_for, steps_taken
 from dhp.parallel.tensor.local_shards import Cut, cut_of, owned_parameters
 from dhp.parallel.tensor.styles import PARTIAL_OVER
 
 
 class _Shard:
-    """This rank's rows of one parameter: the optimizer's weight, which is FSDP's memory, and where it lies."""
+    """This rank's rows of one parameter: the optimizer's weight, on FSDP's memory, and its extent."""
 
     def __init__(self, name: str, owner: nn.Module, own: str, mesh: DeviceMesh):
         parameter = owner.get_parameter(own)
@@ -41,7 +41,7 @@ class _Shard:
         self.cut: Cut | None = None if cut is None or all(p.is_replicate() for p in cut.placements) else cut
         self.partial: dist.ProcessGroup | None = owner.__dict__.get(PARTIAL_OVER)
         self.shape = tuple(parameter.shape if self.cut is None else self.cut.shape)
-        self.blocks: Sequence[Block] = held_blocks(shard_rows(parameter.shape, mesh), parameter.shape, self.cut)
+        self.blocks: Sequence[RowBlock] = held_blocks(shard_rows(parameter.shape, mesh), parameter.shape, self.cut)
 
     def adopt(self, parameter: Tensor) -> None:
         """Take the parameter that FSDP has made."""
@@ -55,12 +55,15 @@ class _Shard:
 
 
 class FullySharded:
-    """Every rank of `mesh` keeps its rows of the optimizer's state and of the gradients; with stage 3 of the weights
-    too, which are gathered for each layer's forward and backward, with stage 2 once a step.
+    """Every rank of `mesh` keeps its rows of the optimizer's state and of the gradients. With stage 3 it keeps its rows
+    of the weights too: they are gathered for each layer's forward and backward; with stage 2, once a step.
 
-    layers: of the module, each of which is gathered as one. tensor_rank: this rank's place among those that hold other
-    slices. The module's parameters come in `exact_dtype(dtype)`, stay so as master weights, and are gathered in
-    `dtype`.
+    layers: of the module, each of which is gathered as one.
+
+    tensor_rank: this rank's number among those that hold other slices.
+
+    dtype: in which weights are gathered. The module's parameters come in `exact_dtype(dtype)` and stay so as master
+    weights.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ class FullySharded:
                 state = {kind: torch.zeros_like(shard.weight) for kind in MOMENTS}
                 for kind, values in state.items():
                     _fill(shard, values, source, kind)
-                self.optimizer.state[shard.weight] = {STEP: step_of(self.optimizer, shard.weight, step), **state}
+                self.optimizer.state[shard.weight] = {STEP: step_for(self.optimizer, shard.weight, step), **state}
 
     def _tied_shard(self) -> _Shard:
         return next(shard for shard in self._trained if shard.name == self._tied[0])

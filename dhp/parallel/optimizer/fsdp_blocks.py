@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dhp.parallel.tensor.local_shards import Cut
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows `first` to `first + rows` of what this rank holds are the block of the whole that begins at `offset`."""
 
     first: int
@@ -33,13 +33,13 @@ def shard_rows(slice_shape: torch.Size, mesh: DeviceMesh) -> range:
     return range(offset[0], offset[0] + shape[0])
 
 
-def held_blocks(rows: range, slice_shape: torch.Size, cut: Cut | None) -> list[Block]:
+def held_blocks(rows: range, slice_shape: torch.Size, cut: Cut | None) -> list[RowBlock]:
     """Blocks of the whole parameter that `rows` of a slice of `slice_shape` are; cut: how slices are cut, None: not."""
     found = []
     for begin, offset in _runs(slice_shape, cut):
         first, last = max(rows.start, begin.start), min(rows.stop, begin.stop)
         if first < last:
-            found.append(Block(first - rows.start, last - first, (offset[0] + first - begin.start, *offset[1:])))
+            found.append(RowBlock(first - rows.start, last - first, (offset[0] + first - begin.start, *offset[1:])))
     return found
 
 

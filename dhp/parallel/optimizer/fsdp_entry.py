@@ -32,7 +32,7 @@ class Computation(nn.Module):
 
 
 class _Boundary(torch.autograd.Function):
-    """The same values on the same memory as another tensor, and no view of it."""
+    """A tensor with the values and the memory of another one, which autograd does not take for a view of it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

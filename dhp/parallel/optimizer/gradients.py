@@ -24,23 +24,24 @@ class _Bucket:
         self.begun: dist.Work | None = None
 
     def open(self, shapes: Sequence[torch.Size], like: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Take memory for the gradients: each member and the place of its gradient."""
+        """Take memory for the gradients: each member and its gradient's slice of it."""
         self.flat = like.new_zeros(sum(self.sizes), dtype=dtype)
         self.missing = len(self.members)
-        for member, shape, place in zip(self.members, shapes, self.flat.split(list(self.sizes)), strict=True):
-            yield member, place.view(shape)
+        for member, shape, own in zip(self.members, shapes, self.flat.split(list(self.sizes)), strict=True):
+            yield member, own.view(shape)
 
 
 class Gradients:
     """Sums of the gradients of `parameters`, in `dtype`, over micro-batches and over the ranks of `group`.
 
-    partial: by a parameter's id, further ranks over which its gradients are parts of a sum. overlap: begin the sum of
-    a bucket over the ranks as soon as its last gradient is there, not when all are. exclusive: let nothing that is
-    computed after backward begin before the sums are done. Ranks of two parts that share GPUs take turns on them: a sum
-    needs all GPUs at once, and spins on those that already have come to it while the other part computes on the rest.
+    partial: by a parameter's id, further ranks over which its gradients are summed.
 
-    Where there is nothing to sum over and the parameters' own format is `dtype`, gradients stay where autograd
-    accumulates them and nothing is copied.
+    overlap: the sum of a bucket over the ranks begins as soon as its last gradient is there, not when all are.
+
+    exclusive: no computation after backward begins before the sums are done. Ranks of two parts that share GPUs need
+    it: a sum needs all GPUs at once, and spins on those that have come to it while the other part computes on the rest.
+
+    With one rank and parameters in `dtype`, gradients stay where autograd accumulates them and nothing is copied.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Gradients:
     ):
         self._parameters, self._dtype, self._group = parameters, dtype, group
         self._partial, self._overlap, self._exclusive = partial_over, overlap, exclusive
-        self._places: list[Tensor] | None = None
+        self._sums: list[Tensor] | None = None
         self._reducing = self._unfinished = False
         self._direct = dist.get_world_size(group) == 1 and all(p.dtype == dtype for p in parameters)
         if not self._direct:
@@ -64,7 +65,7 @@ class Gradients:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of `loss`; with `last`, begin to sum what has accumulated over the ranks."""
-        if not self._direct and self._places is None:
+        if not self._direct and self._sums is None:
             self._open()
         self._reducing = last and self._overlap
         loss.backward()
@@ -79,7 +80,7 @@ class Gradients:
         Waits for the sums. `backward` does not: what it hands to the other part need not wait for them.
         """
         self._finish()
-        return self._places
+        return self._sums
 
     def nbytes(self) -> int:
         """Memory that the step's gradients take."""
@@ -92,7 +93,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget the step's gradients, and give their memory back."""
         self._finish()
-        self._places = None
+        self._sums = None
         for parameter in self._parameters:
             parameter.grad = None
         for bucket in () if self._direct else self._buckets:
@@ -100,16 +101,16 @@ class Gradients:
 
     def _open(self) -> None:
         shapes = [parameter.shape for parameter in self._parameters]
-        places: dict[int, Tensor] = {}
+        slices: dict[int, Tensor] = {}
         for bucket in self._buckets:
             like = self._parameters[bucket.members[0]].detach()
-            places |= bucket.open([shapes[m] for m in bucket.members], like, self._dtype)
-        self._places = [places[index] for index in range(len(self._parameters))]
+            slices |= bucket.open([shapes[m] for m in bucket.members], like, self._dtype)
+        self._sums = [slices[index] for index in range(len(self._parameters))]
         self._next = 0
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
-        """Autograd has finished a parameter's gradient: add it to its place, and forget it."""
-        self._places[index] += _gradient_of(parameter)
+        """Autograd has finished a parameter's gradient: add it to its sum, and forget it."""
+        self._sums[index] += _gradient_of(parameter)
         parameter.grad = None
         if self._reducing:
             self._buckets[self._bucket_of[index]].missing -= 1
@@ -139,10 +140,10 @@ class Gradients:
             return
         self._unfinished = False
         if self._direct:
-            self._places = [_gradient_of(parameter) for parameter in self._parameters]
-            for parameter, place in zip(self._parameters, self._places, strict=True):
+            self._sums = [_gradient_of(parameter) for parameter in self._parameters]
+            for parameter, part in zip(self._parameters, self._sums, strict=True):
                 if id(parameter) in self._partial:
-                    sum_in_place(place, self._partial[id(parameter)])
+                    sum_in_place(part, self._partial[id(parameter)])
             return
         with span("sums of gradients", COLLECTIVE):
             for bucket in self._buckets[self._next :]:

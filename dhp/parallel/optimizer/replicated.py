@@ -17,7 +17,7 @@ from dhp.parallel.optimizer.clipped_step import clipped_step
 from dhp.parallel.optimizer.gradients import Gradients
 from dhp.parallel.optimizer.precision import cast_parameters, exact_dtype
 from dhp.parallel.optimizer.state import MASTER, MOMENTS, STEP, StateSink, StateSource, steps_taken
-from dhp.parallel.tensor.local_shards import all_laid_out
+from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.parallel.tensor.styles import partial_parameters
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -48,7 +48,7 @@ class Replicated:
         self._module = module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
-        layouts = all_laid_out(module)
+        layouts = as_dtensors(module)
         self._layouts = [layouts[name].detach() for name in self._names]
         self.optimizer = make_optimizer(self._masters)
         partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
@@ -122,7 +122,7 @@ class Replicated:
 
     def save_weights(self, sink: StateSink) -> None:
         """Hand over the weights as the module has them. Ranks that share parameters by slices call it together."""
-        for name, weight in all_laid_out(self._module).items():
+        for name, weight in as_dtensors(self._module).items():
             if not self._is_others(name):
                 sink.add(name, weight)
 
@@ -136,7 +136,7 @@ class Replicated:
             kinds = {MASTER: master.detach()} if self._cast else {}
             kinds |= {kind: state[kind] for kind in MOMENTS if state}
             for kind, values in kinds.items():
-                sink.add(f"{name}.{kind}", _laid_out_as(layout, values))
+                sink.add(f"{name}.{kind}", _as_dtensor_like(layout, values))
 
     def load_state(self, source: StateSource) -> None:
         """Take back what `save_state` handed over."""
@@ -166,7 +166,7 @@ class Replicated:
             torch._foreach_copy_([parameter.detach() for parameter in self._parameters], self._masters)
 
 
-def _laid_out_as(layout: Tensor, local: Tensor) -> Tensor:
+def _as_dtensor_like(layout: Tensor, local: Tensor) -> Tensor:
     """This rank's values of something that is sharded as `layout` is."""
     if not isinstance(layout, DTensor):
         return local

@@ -1,7 +1,7 @@
-"""How an update hands over its optimizer's state to be saved, and takes it back: named tensors, each with its place.
+"""How an optimizer hands over its state to be saved, and takes it back: named tensors, each with its extent.
 
 Each moment goes by its parameter's name, `<parameter>.exp_avg`; where a rank holds a range of a parameter's elements,
-the range says which. So the names and places tell what belongs where for any number of ranks.
+the range says which. So the names and extents tell what belongs where for any number of ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StateSource(Protocol):
         """The block of a tensor that begins at `offset` and has `shape`."""
 
 
-def step_of(optimizer: torch.optim.Optimizer, weight: Tensor, step: Tensor) -> Tensor:
+def step_for(optimizer: torch.optim.Optimizer, weight: Tensor, step: Tensor) -> Tensor:
     """The state's own count of `step`s for `weight`: beside it where the optimizer is fused, else on the host, as torch
     has it."""
     device = weight.device if optimizer.defaults.get("fused") else torch.device("cpu")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dhp.parallel.comm.collectives import sum_in_place
 from dhp.parallel.optimizer.fsdp_entry import Computation
 from dhp.parallel.optimizer.replicated import MakeOptimizer
-from dhp.parallel.optimizer.state import MASTER, MOMENTS, STEP, StateSink, StateSource, step_of, steps_taken
+from dhp.parallel.optimizer.state import MASTER, MOMENTS, STEP, StateSink, StateSource, step_for, steps_taken
 from dhp.parallel.optimizer.zero_partitions import ScatteredPartitions, partitions_of
 
 BUCKET_ELEMENTS = 1 << 26  # gradients reduced in one message; DeepSpeed's own 5e8 take 2 GB of each device
@@ -132,7 +132,7 @@ class ZeroSharded:
                 for kind, flat in ({MASTER: weights.detach()} | state).items():
                     flat[here : here + count].copy_(source.flat(f"{name}.{kind}", start, count))
             if step:
-                inner.state[weights] = {STEP: step_of(inner, weights, step), **state}
+                inner.state[weights] = {STEP: step_for(inner, weights, step), **state}
         self._partitions.spread()
 
     def _clear(self) -> None:

@@ -1,7 +1,7 @@
 """Slices of matrices as ordinary parameters, and what they are slices of: who holds which, told in one way.
 
 A module computes with plain tensors, which costs a tenth of DTensor's dispatch on the host. Checkpoints, the norm and
-the loss ask `laid_out` for the DTensor that a slice is part of.
+the loss ask `as_dtensor` for the DTensor that a slice is part of.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def cut_of(module: nn.Module, name: str) -> Cut | None:
     return module.__dict__.get(_CUTS, {}).get(name)
 
 
-def laid_out(module: nn.Module, name: str) -> Tensor:
+def as_dtensor(module: nn.Module, name: str) -> Tensor:
     """The module's own parameter `name`; the DTensor that it is a slice of where it is one."""
     parameter, cut = module.get_parameter(name), cut_of(module, name)
     return parameter if cut is None else cut.around(parameter)
 
 
-def all_laid_out(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter as `laid_out` has it, in the order and by the names of `named_parameters`."""
-    return {name: laid_out(owner, own) for name, owner, own in owned_parameters(module)}
+def as_dtensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter as `as_dtensor` has it, in the order and by the names of `named_parameters`."""
+    return {name: as_dtensor(owner, own) for name, owner, own in owned_parameters(module)}
 
 
 def owned_parameters(module: nn.Module) -> Sequence[tuple[str, nn.Module, str]]:

@@ -101,11 +101,11 @@ def _chunk(
         largest_in_place(highest, group)
     exponentials = (logits - highest[:, None]).exp()
     mine = (target >= 0) & (target < len(weight))
-    place = target.clamp(0, len(weight) - 1)[:, None]
-    wanted = torch.where(mine, logits.gather(1, place)[:, 0] - highest, 0.0)
+    column = target.clamp(0, len(weight) - 1)[:, None]
+    wanted = torch.where(mine, logits.gather(1, column)[:, 0] - highest, 0.0)
     sums = torch.stack([exponentials.sum(-1), wanted])  # [2, rows]
     if group is not None:
         sum_in_place(sums, group)
     slopes = exponentials / sums[0][:, None]
-    slopes.scatter_add_(1, place, -mine.to(exact)[:, None])
+    slopes.scatter_add_(1, column, -mine.to(exact)[:, None])
     return (sums[0].log() - sums[1]).sum(), slopes

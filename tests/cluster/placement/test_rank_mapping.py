@@ -6,10 +6,10 @@ import pytest
 
 from dhp.base.errors import ConfigError
 from dhp.cluster.cluster import tell_straddles
-from dhp.cluster.placement.nodes import Node
-from dhp.cluster.placement.rank_mapping import arrange, describe_straddle, find_straddles, ranks_by_group
+from dhp.cluster.placement.nodes import ClusterNode
+from dhp.cluster.placement.rank_mapping import describe_straddle, find_straddles, map_ranks, ranks_by_group
 from dhp.cluster.placement.reservation import plan_placement
-from dhp.cluster.placement.topology import find_homes
+from dhp.cluster.placement.topology import find_topology
 
 AXES = ("data", "ring", "ulysses", "tensor")
 
@@ -19,24 +19,24 @@ def mesh(data: int = 1, ring: int = 1, ulysses: int = 1, tensor: int = 1) -> dic
 
 
 def nodes_by_rank(
-    homes: str, vision: dict[str, int], text: dict[str, int], collocate: bool = True
+    node_of: str, vision: dict[str, int], text: dict[str, int], collocate: bool = True
 ) -> tuple[dict[str, str], list[str]]:
     """The node of each rank of both parts, a letter a node, and `part.axis` of what lies across nodes."""
     degrees = {"vision": vision, "text": text}
     sizes = {part: d["data"] * d["ring"] * d["ulysses"] * d["tensor"] for part, d in degrees.items()}
-    numbers = ["ABCDEF".index(letter) for letter in homes]
+    numbers = ["ABCDEF".index(letter) for letter in node_of]
     first = 0 if collocate else sizes["vision"]
     devices = {"vision": range(sizes["vision"]), "text": range(first, first + sizes["text"])}
-    plan = plan_placement(devices, gpus=len(homes))
-    slots = arrange(plan.slots, numbers, degrees)
+    plan = plan_placement(devices, gpus=len(node_of))
+    slots = map_ranks(plan.slots, numbers, degrees)
     used = sorted({slot.bundle for of_part in slots.values() for slot in of_part})
-    assert used == list(range(len(homes)))
-    found = {part: "".join(homes[slot.bundle] for slot in of_part) for part, of_part in slots.items()}
+    assert used == list(range(len(node_of)))
+    found = {part: "".join(node_of[slot.bundle] for slot in of_part) for part, of_part in slots.items()}
     return found, [f"{s.stage}.{s.axis}" for s in find_straddles(slots, numbers, degrees)]
 
 
 @pytest.mark.parametrize(
-    ("homes", "vision", "text", "wanted", "across"),
+    ("node_of", "vision", "text", "wanted", "across"),
     [
         # Ray hands bundles out in any order; neighbours end up on one node.
         ("AABB", mesh(ulysses=2, data=2), mesh(tensor=2, data=2), "AABB", []),
@@ -58,16 +58,16 @@ def nodes_by_rank(
     ],
 )
 def test_collocated_ranks_stay_together(
-    homes: str, vision: dict[str, int], text: dict[str, int], wanted: str, across: list[str]
+    node_of: str, vision: dict[str, int], text: dict[str, int], wanted: str, across: list[str]
 ) -> None:
-    found, straddling = nodes_by_rank(homes, vision, text)
+    found, straddling = nodes_by_rank(node_of, vision, text)
     assert max(found.values(), key=len) == wanted
     assert wanted.startswith(min(found.values(), key=len))
     assert straddling == across
 
 
 @pytest.mark.parametrize(
-    ("homes", "vision", "text", "wanted", "across"),
+    ("node_of", "vision", "text", "wanted", "across"),
     [
         ("ABAB", mesh(ulysses=2), mesh(tensor=2), {"vision": "AA", "text": "BB"}, []),
         # Vision first would take two devices of the only node that holds the text group.
@@ -77,27 +77,27 @@ def test_collocated_ranks_stay_together(
     ],
 )
 def test_parts_apart_leave_each_other_whole_nodes(
-    homes: str, vision: dict[str, int], text: dict[str, int], wanted: dict[str, str], across: list[str]
+    node_of: str, vision: dict[str, int], text: dict[str, int], wanted: dict[str, str], across: list[str]
 ) -> None:
-    assert nodes_by_rank(homes, vision, text, collocate=False) == (wanted, across)
+    assert nodes_by_rank(node_of, vision, text, collocate=False) == (wanted, across)
 
 
 def test_devices_of_a_node_keep_their_order() -> None:
     plan = plan_placement({"text": range(4)}, gpus=4)
-    slots = arrange(plan.slots, [1, 0, 1, 0], {"text": mesh(data=4)})
+    slots = map_ranks(plan.slots, [1, 0, 1, 0], {"text": mesh(data=4)})
     assert [slot.bundle for slot in slots["text"]] == [1, 3, 0, 2]
 
 
 def test_shares_of_a_device_go_along() -> None:
     plan = plan_placement({"vision": range(2), "text": range(2)}, gpus=2)
-    slots = arrange(plan.slots, [1, 0], {"vision": mesh(data=2), "text": mesh(tensor=2)})
+    slots = map_ranks(plan.slots, [1, 0], {"vision": mesh(data=2), "text": mesh(tensor=2)})
     assert slots["vision"] == slots["text"]
     assert {(slot.cpus, slot.gpus) for slot in slots["text"]} == {(0.5, 0.5)}
 
 
 def test_many_nodes_are_arranged_in_no_time() -> None:
-    homes = "".join(letter * 8 for letter in "ABCDEF") * 20
-    found, across = nodes_by_rank(homes, mesh(ulysses=4, data=240), mesh(tensor=8, data=120))
+    node_of = "".join(letter * 8 for letter in "ABCDEF") * 20
+    found, across = nodes_by_rank(node_of, mesh(ulysses=4, data=240), mesh(tensor=8, data=120))
     assert found["text"] == "".join(letter * 160 for letter in "ABCDEF") and across == []
 
 
@@ -108,12 +108,12 @@ def test_groups_follow_the_mesh_with_tensor_innermost() -> None:
     assert ranks_by_group(degrees, "data") == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
-def warning(homes: list[int], tensor: int) -> str:
-    degrees = {"text": mesh(tensor=tensor, data=len(homes) // tensor)}
-    plan = plan_placement({"text": range(len(homes))}, gpus=len(homes))
-    slots = arrange(plan.slots, homes, degrees)
-    (straddle,) = find_straddles(slots, homes, degrees)
-    return describe_straddle(straddle, [f"10.0.0.{5 + homes[slot.bundle]}" for slot in slots["text"]])
+def warning(node_of: list[int], tensor: int) -> str:
+    degrees = {"text": mesh(tensor=tensor, data=len(node_of) // tensor)}
+    plan = plan_placement({"text": range(len(node_of))}, gpus=len(node_of))
+    slots = map_ranks(plan.slots, node_of, degrees)
+    (straddle,) = find_straddles(slots, node_of, degrees)
+    return describe_straddle(straddle, [f"10.0.0.{5 + node_of[slot.bundle]}" for slot in slots["text"]])
 
 
 def test_a_warning_names_groups_nodes_and_a_way_out() -> None:
@@ -134,15 +134,15 @@ def test_a_warning_stays_short() -> None:
 
 
 def test_a_run_warns_once_of_all_that_lies_across(recwarn: pytest.WarningsRecorder) -> None:
-    nodes = [Node(name, name, name, {"CPU": 1.0}, {}) for name in ("10.0.0.5", "10.0.0.6")]
-    homes = find_homes(["10.0.0.5", "10.0.0.6"], nodes)
+    nodes = [ClusterNode(name, name, name, {"CPU": 1.0}, {}) for name in ("10.0.0.5", "10.0.0.6")]
+    topology = find_topology(["10.0.0.5", "10.0.0.6"], nodes)
     slots = plan_placement({"vision": range(2), "text": range(2)}, gpus=0).slots
     with pytest.warns(UserWarning) as caught:
-        tell_straddles(slots, homes, {"vision": mesh(ulysses=2), "text": mesh(tensor=2)}, "cpu")
+        tell_straddles(slots, topology, {"vision": mesh(ulysses=2), "text": mesh(tensor=2)}, "cpu")
     (told,) = [str(warning.message) for warning in caught]
     assert "vision.ulysses=2 lie across" in told and "text.tensor=2 lie across" in told
     for device in ("cpu", "cuda"):
-        tell_straddles(slots, homes, {"vision": mesh(data=2), "text": mesh(data=2)}, device)
+        tell_straddles(slots, topology, {"vision": mesh(data=2), "text": mesh(data=2)}, device)
     assert not recwarn.list
 
 
@@ -158,13 +158,13 @@ def test_a_tensor_group_of_gpus_across_nodes_is_refused_with_a_degree_that_would
     ranks: tuple[int, int], tensor: int, remedy: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     names = ("10.0.0.5", "10.0.0.6")
-    nodes = [Node(name, name, name, {"GPU": 8.0}, {}) for name in names]
-    homes = find_homes([name for name, count in zip(names, ranks, strict=True) for _ in range(count)], nodes)
+    nodes = [ClusterNode(name, name, name, {"GPU": 8.0}, {}) for name in names]
+    topology = find_topology([name for name, count in zip(names, ranks, strict=True) for _ in range(count)], nodes)
     total = sum(ranks)
     degrees = {"vision": mesh(ulysses=total), "text": mesh(data=total // tensor, tensor=tensor)}
     slots = plan_placement({"vision": range(total), "text": range(total)}, gpus=total).slots
     with pytest.raises(ConfigError) as caught:
-        tell_straddles(slots, homes, degrees, "cuda")
+        tell_straddles(slots, topology, degrees, "cuda")
     told = str(caught.value)
     assert told.startswith(f"1 of {total // tensor} groups of text.tensor={tensor} lie across nodes: ranks ")
     assert f"text, split by data {total // tensor}, ring 1, ulysses 1, tensor {tensor}, would" in told
@@ -173,16 +173,16 @@ def test_a_tensor_group_of_gpus_across_nodes_is_refused_with_a_degree_that_would
     smaller = int(remedy.partition("text.tensor=")[2].partition(",")[0])
     fitting = degrees | {"text": mesh(data=total // smaller, tensor=smaller)}
     with pytest.warns(UserWarning, match="^1 of 1 groups of vision.ulysses="):
-        tell_straddles(arrange(slots, homes.of_bundle, fitting), homes, fitting, "cuda")
+        tell_straddles(map_ranks(slots, topology.of_bundle, fitting), topology, fitting, "cuda")
 
 
-@pytest.mark.parametrize("homes", ["AABB", "ABAB"])
-def test_stages_of_a_pipeline_keep_their_own_groups_inside_a_node(homes: str) -> None:
-    numbers = ["AB".index(letter) for letter in homes]
+@pytest.mark.parametrize("node_of", ["AABB", "ABAB"])
+def test_stages_of_a_pipeline_keep_their_own_groups_inside_a_node(node_of: str) -> None:
+    numbers = ["AB".index(letter) for letter in node_of]
     degrees = {"vision": mesh(data=4), "text.0": mesh(tensor=2), "text.1": mesh(tensor=2)}
     plan = plan_placement({"vision": range(4), "text.0": range(2), "text.1": range(2, 4)}, gpus=4)
-    slots = arrange(plan.slots, numbers, degrees)
-    found = {stage: "".join(homes[slot.bundle] for slot in of_stage) for stage, of_stage in slots.items()}
+    slots = map_ranks(plan.slots, numbers, degrees)
+    found = {stage: "".join(node_of[slot.bundle] for slot in of_stage) for stage, of_stage in slots.items()}
     assert found == {"vision": "AABB", "text.0": "AA", "text.1": "BB"}
     assert find_straddles(slots, numbers, degrees) == []
 

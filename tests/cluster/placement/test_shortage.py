@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dhp.cluster.placement.nodes import Node, natural
+from dhp.cluster.placement.nodes import ClusterNode, natural
 from dhp.cluster.placement.reservation import plan_placement
 from dhp.cluster.placement.shortage import describe_shortage
-from dhp.cluster.placement.topology import find_homes
+from dhp.cluster.placement.topology import find_topology
 
 DEVICE = {"CPU": 1.0, "GPU": 1.0}
 
 
-def node(last: int, total: tuple[float, float], free: tuple[float, float] | None = None) -> Node:
+def node(last: int, total: tuple[float, float], free: tuple[float, float] | None = None) -> ClusterNode:
     """CPU and GPU."""
     amounts = [dict(zip(("CPU", "GPU"), pair, strict=True)) for pair in (total, free or total)]
-    return Node(f"id{last}", f"10.0.0.{last}", f"10.0.0.{last}", *amounts)
+    return ClusterNode(f"id{last}", f"10.0.0.{last}", f"10.0.0.{last}", *amounts)
 
 
 def test_a_cluster_that_is_too_small() -> None:
@@ -72,9 +72,9 @@ def test_addresses_are_sorted_as_numbers() -> None:
 
 
 def test_ranks_by_node_in_words() -> None:
-    homes = find_homes(["id6", "id5", "id5", "id6"], [node(4, (9, 9)), node(5, (8, 2)), node(6, (6, 2))])
+    topology = find_topology(["id6", "id5", "id5", "id6"], [node(4, (9, 9)), node(5, (8, 2)), node(6, (6, 2))])
     slots = plan_placement({"vision": range(1), "text": range(4)}, gpus=4).slots
-    assert homes.describe(slots) == "10.0.0.5 (text 1-2), 10.0.0.6 (vision 0, text 0+3)"
-    assert homes.names(slots["text"]) == ["10.0.0.6", "10.0.0.5", "10.0.0.5", "10.0.0.6"]
-    assert homes.threads(slots) == 3
-    assert not homes.only("id5") and find_homes(["id5"], homes.nodes).only("id5")
+    assert topology.describe(slots) == "10.0.0.5 (text 1-2), 10.0.0.6 (vision 0, text 0+3)"
+    assert topology.names(slots["text"]) == ["10.0.0.6", "10.0.0.5", "10.0.0.5", "10.0.0.6"]
+    assert topology.threads(slots) == 3
+    assert not topology.only("id5") and find_topology(["id5"], topology.nodes).only("id5")

@@ -16,9 +16,9 @@ import torch
 
 from dhp.base.errors import ConfigError, PartFailed
 from dhp.cluster.transport.nixl import Exchange, Region
-from dhp.cluster.transport.shared_memory import SMALLEST
+from dhp.cluster.transport.shared_memory import SMALLEST_BYTES
 
-LARGE = SMALLEST  # elements
+LARGE = SMALLEST_BYTES  # elements
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="the optional package nixl is not installed")
 
 
@@ -69,7 +69,7 @@ def test_values_cross_in_place_for_several_receivers() -> None:
             # Two tensors a step; the second shrinks, the first outgrows its memory.
             sizes = (LARGE * (1 + 3 * step), LARGE - 100 * step)
             regions = [exchange.send(torch.full((size, 2), step + 1, dtype=dtype)) for size in sizes]
-            assert [region.place for region in regions] == [0, 1]
+            assert [region.buffer for region in regions] == [0, 1]
             told = list(zip(sizes, regions))
             for receiver, in_turn in ((one, told), (other, told[::-1])):  # the later one knows more of the sender
                 for size, region in in_turn:

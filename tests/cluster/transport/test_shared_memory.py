@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dhp.base.errors import ConfigError, PartFailed
 from dhp.cluster.cluster import choose_transport
-from dhp.cluster.transport.shared_memory import PAGE, SMALLEST, Inbox, Outbox, Parcel
+from dhp.cluster.transport.shared_memory import PAGE, SMALLEST_BYTES, Inbox, Outbox, Parcel
 from tests.helpers.ranks import context
 
-LARGE = SMALLEST  # elements
+LARGE = SMALLEST_BYTES  # elements
 
 
 def _receive(pipe: Connection) -> None:
@@ -49,9 +49,9 @@ def test_values_cross_and_memory_is_mapped_once_for_all_steps(receiver: Connecti
     for step in range(3):
         # Two tensors a step, which shrink: both find room in what was mapped first.
         tensors = [torch.full((LARGE - 100 * step, 2), step + k + 1, dtype=dtype) for k in range(2)]
-        for place, tensor in enumerate(tensors):
+        for buffer, tensor in enumerate(tensors):
             parcel = outbox.send(tensor)
-            assert (parcel.place, parcel.serial) == (place, place + 1)
+            assert (parcel.buffer, parcel.serial) == (buffer, buffer + 1)
             total, shape, found, mapped = _crossed(receiver, parcel)
             assert (total, shape, found) == (float(tensor.double().sum()), tuple(tensor.shape), dtype)
         assert mapped == 2
@@ -91,7 +91,7 @@ def test_all_tensors_of_a_step_lie_apart_until_it_ends() -> None:
     for step in range(2):
         tensors = [torch.arange(LARGE) + 1000 * step + number for number in range(7)]
         parcels = [outbox.send(tensor) for tensor in tensors]
-        assert [parcel.place for parcel in parcels] == list(range(7))
+        assert [parcel.buffer for parcel in parcels] == list(range(7))
         assert all(torch.equal(inbox.open(p), t) for p, t in zip(parcels, tensors, strict=True))
         outbox.end_step()
 
@@ -109,8 +109,8 @@ def test_more_memory_is_taken_than_is_needed_and_never_less() -> None:
 
 
 def test_the_smallest_that_goes_through_memory() -> None:
-    assert isinstance(Outbox().send(torch.ones(SMALLEST, dtype=torch.uint8)), Parcel)
-    assert isinstance(Outbox().send(torch.ones(SMALLEST - 1, dtype=torch.uint8)), Tensor)
+    assert isinstance(Outbox().send(torch.ones(SMALLEST_BYTES, dtype=torch.uint8)), Parcel)
+    assert isinstance(Outbox().send(torch.ones(SMALLEST_BYTES - 1, dtype=torch.uint8)), Tensor)
 
 
 def test_small_tensors_and_other_values_travel_as_they_are() -> None:
@@ -126,7 +126,7 @@ def test_the_sender_keeps_what_it_sends_until_the_step_ends() -> None:
     assert [float(inbox.open(parcel)[0]) for parcel in (first, second)] == [1.0, 2.0]
     outbox.end_step()
     third = outbox.send(torch.full((LARGE,), 3.0))
-    assert (third.place, third.descriptor) == (first.place, first.descriptor)
+    assert (third.buffer, third.descriptor) == (first.buffer, first.descriptor)
     assert float(inbox.open(third)[0]) == 3.0
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dhp.data.balance.methods import METHODS, PADDED
-from dhp.data.balance.metrics import measure
+from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from tests.data.balance.made import LIMITS, mixture
 
@@ -44,8 +44,8 @@ def test_text_alone(name: str) -> None:
 
 
 def test_rows_of_constant_text_and_steps_of_constant_vision() -> None:
-    found = measure(METHODS["balanced"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=True)
-    published = measure(METHODS["isf"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
+    found = measure_balance(METHODS["balanced"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=True)
+    published = measure_balance(METHODS["isf"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
     assert found.pad == 0 and found.dropped == 0
     assert found.dist_text < 0.004 < published.dist_text / 10
     assert found.dist_vision < 0.006
@@ -63,9 +63,9 @@ def test_only_samples_beyond_the_limit_make_packs_beyond_it(name: str) -> None:
 
 
 def test_packs_constant_in_both() -> None:
-    found = measure(METHODS["balanced_stages"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
+    found = measure_balance(METHODS["balanced_stages"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
     assert found.dist_text < 0.006 and found.dist_vision < 0.003
-    published = measure(METHODS["isf"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
+    published = measure_balance(METHODS["isf"](LOADS, LIMITS, 8, 0), LOADS, 8, padded=False, dispatched=False)
     assert found.stage_idle < 0.6 * published.stage_idle
 
 
@@ -74,7 +74,7 @@ def test_native_resolution_where_vision_comes_in_small_units() -> None:
     merged = rng.lognormal(5.6, 0.5, 10_000).clip(64, 1280).round()
     loads = Loads((4 * merged).astype(np.int64), (merged + rng.lognormal(5, 0.6, 10_000)).astype(np.int64))
     limits = Limits(vision=9216, text=4096)
-    found = measure(METHODS["balanced_stages"](loads, limits, 8, 0), loads, 8, padded=False, dispatched=False)
+    found = measure_balance(METHODS["balanced_stages"](loads, limits, 8, 0), loads, 8, padded=False, dispatched=False)
     assert found.dist_vision < 0.01 and found.dist_text < 0.04
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dhp.data.balance.metrics import dist_ratio, measure
+from dhp.data.balance.metrics import dist_ratio, measure_balance
 from dhp.data.balance.packs import Loads, Packs
 
 LOADS = Loads(np.array([1, 3, 2, 2]), np.array([100, 300, 200, 100]))
@@ -13,7 +13,7 @@ PACKS = Packs(np.array([0, 1, 2, 3]), np.array([2, 4]))  # 4 and 4 tiles, 400 an
 
 
 def test_without_padding() -> None:
-    found = measure(PACKS, LOADS, 2, padded=False, dispatched=False)
+    found = measure_balance(PACKS, LOADS, 2, padded=False, dispatched=False)
     assert (found.packs, found.samples, found.dropped) == (2, 4, 0)
     assert found.pad == 0 and found.dist_vision == 0
     assert found.dist_text == pytest.approx(100 / (400 * 2))
@@ -23,30 +23,30 @@ def test_without_padding() -> None:
 
 
 def test_with_padding() -> None:
-    found = measure(PACKS, LOADS, 2, padded=True, dispatched=False)
-    assert found.pad == pytest.approx(300 / 1000)  # 200 of 600 places, 100 of 400
+    found = measure_balance(PACKS, LOADS, 2, padded=True, dispatched=False)
+    assert found.pad == pytest.approx(300 / 1000)  # 200 of 600 padded tokens, 100 of 400
     assert found.dist_text == pytest.approx(200 / (600 * 2))
 
 
 def test_images_that_go_to_any_rank() -> None:
     loads = Loads(np.array([5, 0, 1, 1]), np.array([9, 9, 9, 9]))
-    found = measure(PACKS, loads, 2, padded=False, dispatched=True)
+    found = measure_balance(PACKS, loads, 2, padded=False, dispatched=True)
     assert found.dist_vision == pytest.approx(1 / (4 * 2))  # 7 tiles: 4 and 3
-    assert measure(PACKS, loads, 2, padded=False, dispatched=False).dist_vision == pytest.approx(3 / (5 * 2))
+    assert measure_balance(PACKS, loads, 2, padded=False, dispatched=False).dist_vision == pytest.approx(3 / (5 * 2))
 
 
 def test_samples_that_are_missing_are_dropped_ones() -> None:
-    assert measure(Packs(np.array([0, 1]), np.array([1, 2])), LOADS, 2, False, False).dropped == 2
+    assert measure_balance(Packs(np.array([0, 1]), np.array([1, 2])), LOADS, 2, False, False).dropped == 2
 
 
 def test_fewer_packs_than_replicas_leave_some_without_work() -> None:
-    found = measure(PACKS, LOADS, 4, padded=False, dispatched=True)
+    found = measure_balance(PACKS, LOADS, 4, padded=False, dispatched=True)
     assert found.critical == pytest.approx(400 / 175)
     assert found.dist_text == pytest.approx((4 * 400 - 700) / (400 * 4))
 
 
 def test_text_alone() -> None:
-    found = measure(PACKS, Loads(np.zeros(4, np.int64), LOADS.text), 2, padded=False, dispatched=True)
+    found = measure_balance(PACKS, Loads(np.zeros(4, np.int64), LOADS.text), 2, padded=False, dispatched=True)
     assert found.dist_vision == found.cv_vision == 0
 
 
@@ -60,6 +60,6 @@ def test_packs_in_random_order_have_no_bias_and_sorted_ones_have() -> None:
     counts = rng.integers(1, 9, 8000)
     loads = Loads(np.ones(counts.sum(), np.int64), np.ones(counts.sum(), np.int64))
     packs = Packs(np.arange(counts.sum()), np.cumsum(counts))
-    assert measure(packs, loads, 8, False, True).bias == pytest.approx(1.0, abs=0.15)
+    assert measure_balance(packs, loads, 8, False, True).bias == pytest.approx(1.0, abs=0.15)
     alike = packs.reordered(np.argsort(counts, kind="stable"))
-    assert measure(alike, loads, 8, False, True).bias == pytest.approx(8.0, rel=0.02)
+    assert measure_balance(alike, loads, 8, False, True).bias == pytest.approx(8.0, rel=0.02)

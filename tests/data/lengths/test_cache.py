@@ -23,7 +23,7 @@ from transformers import (
 
 from dhp.base.errors import ConfigError, DataError
 from dhp.data.annotations import Annotations, read_annotations
-from dhp.data.lengths.cache import LengthCache, Lengths, key_of, measure
+from dhp.data.lengths.cache import LengthCache, Lengths, key_of, measure_lengths
 from dhp.data.media.video import Taking
 from dhp.data.preprocess import Preprocessor, Videos
 from dhp.data.tiny_dataset import ANNOTATIONS, make_dataset
@@ -114,7 +114,7 @@ def test_the_generated_dataset(tmp_path, make, undecodable):
     expected = of_samples(annotations, make())
     assert expected.vision.min() == 0 < expected.vision.max() and not expected.defects
     undecodable()
-    check_same(measure(annotations, make(), range(64)), expected)
+    check_same(measure_lengths(annotations, make(), range(64)), expected)
 
 
 SIZES = [
@@ -139,7 +139,7 @@ def test_many_sizes(tmp_path, tokenizer, undecodable, make, bounds, write_json):
     annotations = read_annotations("set", write_json([shown(name) for name in names]), tmp_path)
     expected = of_samples(annotations, make(tokenizer, **bounds))
     undecodable()
-    check_same(measure(annotations, make(tokenizer, **bounds), range(len(SIZES))), expected)
+    check_same(measure_lengths(annotations, make(tokenizer, **bounds), range(len(SIZES))), expected)
 
 
 def test_every_kind_of_sample(tmp_path, make, undecodable, write_json, images):
@@ -165,7 +165,7 @@ def test_every_kind_of_sample(tmp_path, make, undecodable, write_json, images):
     expected = of_samples(annotations, make())
     assert not expected.defects
     undecodable()
-    check_same(measure(annotations, make(), range(len(samples))), expected)
+    check_same(measure_lengths(annotations, make(), range(len(samples))), expected)
 
 
 @pytest.mark.parametrize("video_pixels", [None, 60 * 60])
@@ -177,7 +177,7 @@ def test_videos(tokenizer, write_json, images, write_video, video_pixels):
     preprocess = qwen(tokenizer, video_pixels=video_pixels)
     expected = of_samples(annotations, preprocess)
     assert not expected.defects and expected.vision.min() > 0
-    check_same(measure(annotations, preprocess, range(3)), expected)
+    check_same(measure_lengths(annotations, preprocess, range(3)), expected)
 
 
 @pytest.mark.parametrize("kind", LINES)
@@ -185,7 +185,7 @@ def test_defects_are_told_in_the_same_words(tmp_path, images, tokenizer, kind):
     path = write(tmp_path / "a.jsonl", LINES[kind][0], GOOD, images)
     annotations = read_annotations("set", path, images)
     preprocess = qwen(tokenizer, max_tokens=500)
-    expected, found = of_samples(annotations, preprocess), measure(annotations, preprocess, range(3))
+    expected, found = of_samples(annotations, preprocess), measure_lengths(annotations, preprocess, range(3))
     assert list(expected.defects) == [1] and expected.defects[1].startswith(f"dataset 'set', line 2 of {path}: ")
     if kind in DAMAGED_PIXELS:
         assert not found.defects and found.text.min() > 0
@@ -199,7 +199,7 @@ def test_a_video_for_a_model_without(tmp_path, images, tokenizer, write_video):
     preprocess = llava(tokenizer)
     expected = of_samples(annotations, preprocess)
     assert "sees images only" in expected.defects[1]
-    check_same(measure(annotations, preprocess, range(3)), expected)
+    check_same(measure_lengths(annotations, preprocess, range(3)), expected)
 
 
 @pytest.fixture
@@ -209,11 +209,13 @@ def annotations(tmp_path: Path, images: Path) -> Annotations:
 
 
 def test_rows_in_any_order(annotations, preprocessor):
-    whole = measure(annotations, preprocessor(), range(3))
+    whole = measure_lengths(annotations, preprocessor(), range(3))
     assert len(whole) == 3 and list(whole.defects) == [1]
-    turned = measure(annotations, preprocessor(), np.array([2, 1]))
+    turned = measure_lengths(annotations, preprocessor(), np.array([2, 1]))
     assert turned.text.tolist() == [whole.text[2], 0] and turned.defects == {1: whole.defects[1]}
-    check_same(measure(annotations, preprocessor(), []), Lengths(np.zeros(0, np.int32), np.zeros(0, np.int32), {}))
+    check_same(
+        measure_lengths(annotations, preprocessor(), []), Lengths(np.zeros(0, np.int32), np.zeros(0, np.int32), {})
+    )
 
 
 LENGTHS = Lengths(np.array([4, 0, 8], np.int32), np.array([20, 0, 30], np.int32), {1: "line 2 of \udcff: “no”"})
@@ -293,7 +295,7 @@ def test_the_key_stays_the_same(annotations, tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     key = key_of(annotations, qwen(tokenizer), path)
     used = qwen(tokenizer)
-    measure(annotations, used, range(3))
+    measure_lengths(annotations, used, range(3))
     again = read_annotations("set", path, annotations.data_path)
     assert key_of(again, used, path) == key
     assert key_of(again, used, Path(os.path.relpath(path))) == key

@@ -11,7 +11,7 @@ from dhp.base.errors import DataError
 from dhp.config.schema import DatasetEntry
 from dhp.data.lengths import table as length_table
 from dhp.data.lengths.cache import LengthCache
-from dhp.data.lengths.table import Chunk, MeasuredDataset
+from dhp.data.lengths.table import MeasuredDataset, RowChunk
 from dhp.data.order.balance_settings import Balancing
 from dhp.data.order.balanced_sampler import BalancedSampler
 from dhp.data.order.sampler import BatchLayout
@@ -71,7 +71,7 @@ def test_lengths_of_each_epoch_equal_the_samples_own(make, dataset: Dataset, pre
 
 
 def test_chunks_are_learned_in_any_order_and_kept(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(length_table, "CHUNK", 3)
+    monkeypatch.setattr(length_table, "MEASURED_ROWS", 3)
     table = make()
     chunks = table.missing(NONE)
     told = [("pictures", [0, 1, 2]), ("pictures", [3]), ("words", [0, 1, 2]), ("words", [3, 4, 5])]
@@ -177,7 +177,7 @@ def test_decoding_finds_what_headers_do_not_show(make, images: Path) -> None:
     table = make()
     name = images / "b.jpg"
     name.write_bytes(name.read_bytes()[:-20] if len(name.read_bytes()) > 700 else name.read_bytes()[:600])
-    chunk = Chunk("pictures", np.arange(4))
+    chunk = RowChunk("pictures", np.arange(4))
     from_headers = {row for row in table.measure(chunk).defects}
     assert from_headers == {1, 2}
     assert {row for _, row in table.decode(chunk)} == {1, 2, 3}

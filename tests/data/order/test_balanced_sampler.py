@@ -11,7 +11,7 @@ import pytest
 from dhp.base.errors import DataError
 from dhp.data.balance.isf import isf
 from dhp.data.balance.packs import Limits, Loads
-from dhp.data.order import balanced_sampler
+from dhp.data.order import window_planner
 from dhp.data.order.balance_settings import Balancing
 from dhp.data.order.balanced_sampler import BalancedSampler
 from dhp.data.order.sampler import BatchLayout, RandomSampler, Sampler, StepBatch, epoch_order
@@ -155,7 +155,7 @@ def test_windows_of_bad_samples_at_the_end_of_an_epoch(bad: int) -> None:
 
 def test_a_state_of_other_rows_of_the_same_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = sampler(made(), "isf").state_dict()
-    monkeypatch.setitem(balanced_sampler.METHODS, "isf", lambda *given: isf(*given, passes=3))
+    monkeypatch.setitem(window_planner.METHODS, "isf", lambda *given: isf(*given, passes=3))
     with pytest.raises(DataError, match=r"checksum of the rows was \d+ and is \d+ \(another release of dhp"):
         sampler(made(), "isf").load_state_dict(state)
 
@@ -180,16 +180,16 @@ def test_a_window_is_measured_while_the_one_before_it_is_trained_on() -> None:
     assert set(np.concatenate(dataset.asked).tolist()) <= set(order[:720].tolist())
 
 
-@pytest.mark.parametrize("place", [5, 300])  # in the first window, in the second; the checkpoint is in the third
-def test_lengths_that_changed_in_any_window_seen_are_noticed(place: int) -> None:
+@pytest.mark.parametrize("number", [5, 300])  # in the first window, in the second; the checkpoint is in the third
+def test_lengths_that_changed_in_any_window_seen_are_noticed(number: int) -> None:
     """Such a run would lose samples and repeat others."""
     dataset, other = made(), made()
     source = sampler(dataset, "balanced", window=240)
     early = [next(source) for _ in range(3)] and source.state_dict()
     late = [next(source) for _ in range(20)] and source.state_dict()
     assert (early["step"], late["step"]) == (3, 23)
-    other.text[epoch_order(1003, 7, 0, True)[place]] += 1
-    if place > 240:
+    other.text[epoch_order(1003, 7, 0, True)[number]] += 1
+    if number > 240:
         sampler(other, "balanced", window=240).load_state_dict(early)
     with pytest.raises(DataError, match="checksum of the lengths was .* .images, the tokenizer or what decides"):
         sampler(other, "balanced", window=240).load_state_dict(late)
@@ -213,6 +213,17 @@ def test_a_resumed_run_catches_up_with_the_window_it_is_in() -> None:
     source.batch(8)  # without the eight before it
     order = epoch_order(1003, 7, 0, True)
     assert set(np.concatenate(dataset.asked).tolist()) >= set(order[: 240 + 24 * 7].tolist())
+
+
+def test_a_step_asked_for_again_asks_for_the_same_lengths() -> None:
+    """A step depends on its number alone, and so does what it looks up: not on which steps came before."""
+    dataset = made()
+    source = sampler(dataset, "balanced", window=240)
+    asked = []
+    for step in (3, 5, 3):
+        source.batch(step)
+        asked.append(dataset.asked[-1].tolist())
+    assert asked[0] == asked[2] and asked[0] == asked[1][: len(asked[0])] != asked[1]
 
 
 def test_what_is_planned_is_balanced() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dhp.config.recompute import CHOICES
 from dhp.parallel.activation import meter as meter_module
-from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, kept
+from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, save_output
 from dhp.parallel.activation.meter import Meter
 from dhp.parallel.activation.saved_tensors import SavedTensors
 
@@ -45,7 +45,7 @@ class Layer(nn.Module):
         self.qkv, self.proj = Counted(WIDTH, 3 * WIDTH), Counted(WIDTH, WIDTH)
         self.gate, self.up, self.down = Counted(WIDTH, INNER), Counted(WIDTH, INNER), Counted(INNER, WIDTH)
         self.attentions = 0
-        self.attend = kept(ATTENTION, self._attend)
+        self.attend = save_output(ATTENTION, self._attend)
 
     def forward(self, states: Tensor, *, turn: Tensor) -> Tensor:
         query, key, value = self.qkv(self.norm1(states)).split(WIDTH, dim=-1)

@@ -79,11 +79,11 @@ def test_buffers_do_not_count_and_integers_do() -> None:
     model = nn.Embedding(5, 8)
     model.register_buffer("scale", torch.randn(8))
     saved = SavedTensors(model)
-    places = torch.tensor([1, 2, 3])
+    indices = torch.tensor([1, 2, 3])
     with saved.counting():
-        output = model(places) * model.scale
-    assert saved.bytes == 3 * 8  # the places, 8 bytes each
-    del output, places
+        output = model(indices) * model.scale
+    assert saved.bytes == 3 * 8  # the indices, 8 bytes each
+    del output, indices
     assert saved.bytes == 0
 
 

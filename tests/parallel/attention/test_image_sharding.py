@@ -98,9 +98,9 @@ def test_pieces_of_a_text_replica_lie_together() -> None:
 
 def test_full_attention_makes_one_large_image_dearer_than_many_small_ones() -> None:
     large, small = [image(0, *[64] * 16)], [image(0, 64) for _ in range(16)]
-    knee = 512.0
-    first, second = (set(p.image for p in shard[0]) for shard in shard_images(large + small, 2, 1, knee))
-    assert segment_cost(1024, knee) == 3 * 1024
+    crossover = 512.0
+    first, second = (set(p.image for p in shard[0]) for shard in shard_images(large + small, 2, 1, crossover))
+    assert segment_cost(1024, crossover) == 3 * 1024
     # 3072 against 16 × 72: the large one alone, without any of the small ones.
     assert {frozenset(first), frozenset(second)} == {frozenset({0}), frozenset(range(1, 17))}
 
@@ -109,8 +109,8 @@ def _covered(images: list[ImageWork], shards: list[list[Pieces]]) -> list[tuple[
     return sorted((p.image, w) for r in shards for pieces in r for p in pieces for w in range(p.first, p.last))
 
 
-@pytest.mark.parametrize("knee", [float("inf"), 100.0])
-def test_every_window_goes_somewhere_once_and_loads_are_even(knee: float) -> None:
+@pytest.mark.parametrize("crossover", [float("inf"), 100.0])
+def test_every_window_goes_somewhere_once_and_loads_are_even(crossover: float) -> None:
     rng = random.Random(0)
     for _ in range(300):
         images = [
@@ -118,12 +118,12 @@ def test_every_window_goes_somewhere_once_and_loads_are_even(knee: float) -> Non
             for _ in range(rng.randint(0, 8))
         ]
         ranks = rng.randint(1, 4)
-        shards = shard_images(images, 1, ranks, knee)
+        shards = shard_images(images, 1, ranks, crossover)
         every = [(i, w) for i, one in enumerate(images) for w in range(len(one.window_lengths))]
         assert _covered(images, shards) == every
         for pieces in shards[0]:
             assert [images[p.image].replica for p in pieces] == sorted(images[p.image].replica for p in pieces)
-        if knee == float("inf"):
+        if crossover == float("inf"):
             loads = [sum(sum(images[p.image].window_lengths[p.first : p.last]) for p in s) for s in shards[0]]
             # Within the tolerance, or within what a cut between two windows may miss at both ends.
             assert max(loads) <= max(TOLERANCE * sum(loads) / ranks, sum(loads) / ranks + 64)

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp.base.geometry import TokenRange
 from dhp.parallel.attention import ring
 from dhp.parallel.attention.kernels import Block, CpuFlash, Dense
 from dhp.parallel.attention.ring import Pair, merge, visible_pairs
-from dhp.parallel.attention.shard_plan import Span, contiguous_plan, given_plan, zigzag_plan
+from dhp.parallel.attention.shard_plan import contiguous_plan, given_plan, zigzag_plan
 from dhp.parallel.attention.sharded import key_copies
 from dhp.parallel.comm.collectives import AllToAll, Shift, sum_in_place
 from tests.helpers.attention import Attention, dense_results, sharded_results, whole_results
@@ -26,14 +27,14 @@ def test_layouts_hold_every_token_once() -> None:
     lengths = (3, 30, 4, 1, 7)
     plans = [contiguous_plan(lengths, 2, 3), zigzag_plan(lengths, 2, 3), given_plan(lengths, (1, 0, 40, 0, 4, 0), 2)]
     for plan in plans:
-        places = [p for r in range(2) for u in range(3) for p in plan.places(r, u)]
-        assert sorted(places) == list(range(45))
+        positions = [p for r in range(2) for u in range(3) for p in plan.positions(r, u)]
+        assert sorted(positions) == list(range(45))
 
 
 def test_zigzag_gives_every_ring_rank_the_same_causal_work() -> None:
     plan = zigzag_plan((64,), 4, 1)
-    assert plan.chunk(1) == (Span(0, 8, 8), Span(0, 48, 8))
-    work = [sum(place + 1 for place in plan.places(r, 0)) for r in range(4)]
+    assert plan.chunk(1) == (TokenRange(0, 8, 8), TokenRange(0, 48, 8))
+    work = [sum(position + 1 for position in plan.positions(r, 0)) for r in range(4)]
     assert max(work) == min(work)
 
 
@@ -43,13 +44,13 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
 
 
 def test_causal_pairs_are_whole_diagonal_or_not_there() -> None:
-    mine, before, after = Span(0, 8, 4), Span(0, 0, 8), Span(0, 12, 4)
-    assert list(visible_pairs((mine,), (before, Span(1, 0, 3)), True)) == [Pair(slice(0, 4), slice(0, 8), False)]
+    mine, before, after = TokenRange(0, 8, 4), TokenRange(0, 0, 8), TokenRange(0, 12, 4)
+    assert list(visible_pairs((mine,), (before, TokenRange(1, 0, 3)), True)) == [Pair(slice(0, 4), slice(0, 8), False)]
     assert list(visible_pairs((mine,), (mine,), True)) == [Pair(slice(0, 4), slice(0, 4), True)]
     assert list(visible_pairs((mine,), (after,), True)) == []
     assert list(visible_pairs((mine,), (after,), False)) == [Pair(slice(0, 4), slice(0, 4), False)]
     with pytest.raises(ValueError, match="overlap"):
-        list(visible_pairs((mine,), (Span(0, 10, 4),), True))
+        list(visible_pairs((mine,), (TokenRange(0, 10, 4),), True))
 
 
 @pytest.mark.parametrize("far", [150.0, -150.0, 1e4, -1e4])

@@ -69,8 +69,8 @@ def test_causal_segments_with_shared_keys_equal_dense_attention(
     q, k, v = (s.transpose(0, 1) for s in theirs)  # [heads, tokens, dim]
     k, v = (s.repeat_interleave(HEADS // kv_heads, 0) for s in (k, v))
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(tokens)
-    hidden = (segment[:, None] != segment) | (place[:, None] < place)
+    token = torch.arange(tokens)
+    hidden = (segment[:, None] != segment) | (token[:, None] < token)
     scores = (q @ k.transpose(1, 2) * DIM**-0.5).masked_fill(hidden, float("-inf"))
     expected = (scores.softmax(-1) @ v).transpose(0, 1)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)

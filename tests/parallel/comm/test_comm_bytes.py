@@ -14,7 +14,7 @@ from dhp.base.byte_counter import take_sent
 from dhp.parallel.attention.sharded import attend_segments, plan_shard
 from dhp.parallel.comm.traffic import count_collectives
 from experiments.two_hosts.formula import Shape
-from tests.helpers.attention import CPU, DIM, Attention, _place
+from tests.helpers.attention import CPU, DIM, Attention, _position
 from tests.parallel.conftest import RunOnRanks
 
 Sent = dict[str, int]
@@ -26,11 +26,11 @@ def _sent(cases: Sequence[Attention]) -> list[tuple[Sent, Sent]]:
     count_collectives()
     found = []
     for case in cases:
-        shards, place = case.plan(), _place(case, {})
-        own = shards.places(place.ring_rank, place.ulysses_rank)
+        shards, position = case.plan(), _position(case, {})
+        own = shards.positions(position.ring_rank, position.ulysses_rank)
         *states, grad = (s[own].to(case.dtype) for s in case.states())
         leaves = [s.clone().requires_grad_() for s in states]
-        plan = plan_shard(shards, place, CPU, case.causal, case.gather)
+        plan = plan_shard(shards, position, CPU, case.causal, case.gather)
         take_sent()
         output = attend_segments(*leaves, plan, DIM**-0.5)
         forward = take_sent()

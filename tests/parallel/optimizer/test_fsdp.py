@@ -45,9 +45,9 @@ def test_blocks_of_all_ranks_are_the_whole(shape: tuple[int, ...], placement: Pl
     whole = torch.full(shape, -1)
     for of_rank in on_ranks(_blocks, 4, shape, placement):
         for offset, values in of_rank.items():
-            place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
-            assert bool((whole[place] == -1).all())
-            whole[place] = values
+            block = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+            assert bool((whole[block] == -1).all())
+            whole[block] = values
     assert torch.equal(whole, torch.arange(whole.numel()).view(shape))
 
 

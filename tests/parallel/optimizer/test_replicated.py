@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dhp.parallel.optimizer.replicated import Replicated
-from dhp.parallel.tensor.local_shards import all_laid_out, cut_of, use_local_slices
+from dhp.parallel.tensor.local_shards import as_dtensors, cut_of, use_local_slices
 from tests.helpers.ranks import run_on_ranks
 
 MICRO, STEPS = 3, 4
@@ -128,7 +128,7 @@ def _split_update() -> tuple[float, dict[str, Tensor]]:
     norm_sq = update.norm_sq()
     update.step(0.1, 0.5)
     whole = lambda p: p.full_tensor() if isinstance(p, DTensor) else p
-    return norm_sq, {name: whole(p.detach()) for name, p in all_laid_out(module).items()}
+    return norm_sq, {name: whole(p.detach()) for name, p in as_dtensors(module).items()}
 
 
 def test_weights_split_in_any_way_are_summed_measured_and_updated_as_whole_ones() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 from dhp.parallel.tensor.autotp import split_by_autotp
-from dhp.parallel.tensor.local_shards import all_laid_out
+from dhp.parallel.tensor.local_shards import as_dtensors
 from tests.parallel.conftest import RunOnRanks
 
 
@@ -24,11 +24,11 @@ def whole_model(directory: str) -> Any:
 def _slices(directory: str) -> dict[str, Any]:
     whole, model = whole_model(directory), whole_model(directory)
     split_by_autotp(model, init_device_mesh("cpu", (dist.get_world_size(),)))
-    laid_out, wanted = all_laid_out(model), dict(whole.named_parameters())
-    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in laid_out.items()}
+    dtensors, wanted = as_dtensors(model), dict(whole.named_parameters())
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in dtensors.items()}
     return {
         "same": list(full) == list(wanted) and all(torch.equal(full[name], wanted[name]) for name in wanted),
-        "whole": sorted({name.split(".")[-2] for name, t in laid_out.items() if not isinstance(t, DTensor)}),
+        "whole": sorted({name.split(".")[-2] for name, t in dtensors.items() if not isinstance(t, DTensor)}),
         "trained": all(p.requires_grad for p in model.parameters()),
         "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     }

@@ -16,7 +16,7 @@ from dhp.base.errors import ModelError
 from dhp.models.registry import load_family
 from dhp.models.split import load_part, model_class
 from dhp.parallel.comm.collectives import sum_in_place
-from dhp.parallel.tensor.local_shards import all_laid_out, use_local_slices
+from dhp.parallel.tensor.local_shards import as_dtensors, use_local_slices
 from dhp.parallel.tensor.plan import OURS, REFUSED, local_plan
 from dhp.parallel.tensor.styles import COLWISE, HEAD, PART, ROWWISE, Entry
 from tests.helpers.ranks import run_on_ranks
@@ -126,7 +126,7 @@ def _padding_row(directory: str) -> tuple[float, float]:
     embedding = model.get_input_embeddings()
     embedding.padding_idx = 2
     embedding(torch.tensor([[2, 3, 300]])).sum().backward()
-    cut = all_laid_out(model)["model.language_model.embed_tokens.weight"]
+    cut = as_dtensors(model)["model.language_model.embed_tokens.weight"]
     grad = embedding.weight.grad
     whole = torch.zeros(cut.shape, dtype=grad.dtype)
     first = dist.get_rank() * len(grad)

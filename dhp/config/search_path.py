@@ -16,14 +16,14 @@ _SCHEMA = "_dhp_schema"
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """A configuration's name and the directories it is looked up in, first match first."""
 
     name: str | None
     directories: tuple[Path, ...]
 
     @classmethod
-    def find(cls, name: str | None, config_path: str | None, more: tuple[str, ...] = ()) -> "Source":
+    def find(cls, name: str | None, config_path: str | None, more: tuple[str, ...] = ()) -> "ConfigSource":
         """Check that the directories and the named YAML exist; `name` None means the schema's defaults alone.
 
         `config_path` (relative to the working directory) is searched before dhp's own configs, `more` after
@@ -51,8 +51,8 @@ class Source:
     def choices(self, group: str) -> list[str]:
         """The configurations in the folder `group`."""
         files = [file for directory in self.directories for file in (directory / group).rglob("*.yaml")]
-        places = [(file, next(d for d in self.directories if file.is_relative_to(d / group))) for file in files]
-        return sorted({str(file.relative_to(d / group).with_suffix("")) for file, d in places})
+        located = [(file, next(d for d in self.directories if file.is_relative_to(d / group))) for file in files]
+        return sorted({str(file.relative_to(d / group).with_suffix("")) for file, d in located})
 
     def file(self) -> Path | None:
         """The named YAML."""

@@ -23,11 +23,11 @@ def check_part(folder: Path) -> None:
     for file in files:
         weights = file.with_suffix(".safetensors")
         shapes = read_header(weights)
-        for name, place in read_places(file).items():
+        for name, extent in read_extents(file).items():
             if name not in shapes:
                 raise damaged(weights, f"{name} is missing, which {file.name} has")
             held[name] += prod(shapes[name])
-            wanted[name] = prod(place["shape"])
+            wanted[name] = prod(extent["shape"])
     for name, count in wanted.items():
         if held[name] < count:
             raise CheckpointError(
@@ -36,7 +36,7 @@ def check_part(folder: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, list[int]]:
-    """The shapes in a safetensors file by name. Raises CheckpointError when it is cut, empty or none."""
+    """The shapes in a safetensors file by name. Raises CheckpointError when it is cut, empty or of another kind."""
     with reading(file), open(file, "rb") as opened:
         size = file.stat().st_size
         length = int.from_bytes(opened.read(8), "little")
@@ -54,21 +54,21 @@ def read_header(file: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def read_places(file: Path) -> dict[str, dict[str, Any]]:
-    """Where the pieces of a rank's file lie, by name. Raises CheckpointError when that is not what the file says."""
-    places = read_json(file)
-    for name, place in places.items():
-        if not _is_place(place):
+def read_extents(file: Path) -> dict[str, dict[str, Any]]:
+    """The extent of each piece of a rank's file, by name. Raises CheckpointError when the file says something else."""
+    extents = read_json(file)
+    for name, extent in extents.items():
+        if not _is_extent(extent):
             raise damaged(file, f"{name} has no shape with an offset or a beginning in it")
-    return places
+    return extents
 
 
-def _is_place(place: object) -> bool:
-    if not isinstance(place, dict) or not _are_numbers(place.get("shape")):
+def _is_extent(extent: object) -> bool:
+    if not isinstance(extent, dict) or not _are_numbers(extent.get("shape")):
         return False
-    if "flat" in place:
-        return isinstance(place["flat"], int)
-    return _are_numbers(place.get("offset")) and len(place["offset"]) == len(place["shape"])
+    if "flat" in extent:
+        return isinstance(extent["flat"], int)
+    return _are_numbers(extent.get("offset")) and len(extent["offset"]) == len(extent["shape"])
 
 
 def _are_numbers(values: object) -> bool:
