@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from dhp.base.errors import DataError
 from dhp.data.media.sources import Video
 from dhp.data.records import Part, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # {"role": …, "content": [{"type": "image"} | {"type": "video"} | {"type": "text", "text": …}, …]}
 Message = dict[str, Any]
@@ -70,6 +71,8 @@ def _content(part: Part) -> dict[str, str]:
 
 
 def _render_marked(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rendered:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     texts, spans = render_jinja_template(
         conversations=[messages],
         chat_template=tokenizer.chat_template,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
-from transformers.image_processing_utils import BaseImageProcessor
 
 from dhp.base.errors import ConfigError, DataError
 from dhp.base.geometry import Grid
@@ -16,6 +15,9 @@ from dhp.data.lengths.grids import Grids, Size
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Video, name_of
 from dhp.data.media.video import Pace, Taking, map_frames, read_extent
+
+if TYPE_CHECKING:
+    from transformers.image_processing_utils import BaseImageProcessor
 
 Output = Mapping[str, np.ndarray]  # of the image processor
 

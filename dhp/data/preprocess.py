@@ -7,12 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import transformers
-from transformers import PreTrainedTokenizerBase
-from transformers.image_processing_utils import BaseImageProcessor
 
 from dhp.base.errors import DataError, ModelError
 from dhp.base.geometry import IGNORED, Grid
@@ -21,6 +19,10 @@ from dhp.data.media.video import Pace
 from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
 from dhp.data.sample import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.image_processing_utils import BaseImageProcessor
 
 Seen = TypeVar("Seen", PicturePatches, Outline)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from dhp.config.checks import check_autotp, check_tensor
 from dhp.config.part import PartConfig
@@ -18,6 +17,9 @@ from dhp.models.flops import TextWork, text_work
 from dhp.models.part import HeadShape, Part
 from dhp.models.slice import Chunk, held_layers
 from dhp.models.tower import EMBEDDINGS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PATH = "model.language_model"
 

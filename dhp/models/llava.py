@@ -7,12 +7,11 @@ two-stage sharding (LongVILA, Chen et al. 2024, section 3.2), without any commun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from dhp.base.errors import ModelError
 from dhp.models.decoder import Decoder
@@ -21,6 +20,9 @@ from dhp.models.flops import VisionWork
 from dhp.models.patches import project_as_product
 from dhp.models.processor import Processor
 from dhp.models.tower import EMBEDDINGS, Tower
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _TOWER = "model.vision_tower.encoder.layers.*"
 

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from dhp.models.family import Grid
 from dhp.models.patches import project_as_product
 from dhp.models.processor import Processor
 from dhp.models.tower import Tower
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class QwenProcessor(Processor):
     """Images and videos of any size. A grid is (steps in time, rows, columns) of patches."""
-
-    model: type[PreTrainedModel]  # whose positions they are
 
     def __init__(self, config: Any):
         super().__init__(config)
         vision = config.vision_config
         self.video_token_id, self.frames_per_patch = config.video_token_id, vision.temporal_patch_size
         self.patch_dim, self.merge_unit = patch_values(vision), vision.spatial_merge_size**2
+
+    @abstractmethod
+    def model(self) -> type[PreTrainedModel]:
+        """Whose positions they are. Imported here: modeling code takes a second, and a driver runs no model."""
 
     def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
         t, h, w = (int(n) for n in output["image_grid_thw"][0])
@@ -50,9 +55,9 @@ class QwenProcessor(Processor):
         video_seconds: Tensor | None = None,
     ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
-        model = SimpleNamespace(config=self.config)
-        model.get_vision_position_ids = MethodType(self.model.get_vision_position_ids, model)
-        positions, _ = self.model.get_rope_index(
+        kind, model = self.model(), SimpleNamespace(config=self.config)
+        model.get_vision_position_ids = MethodType(kind.get_vision_position_ids, model)
+        positions, _ = kind.get_rope_index(
             model,
             input_ids,
             mm_token_type_ids,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
-from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family, Grid, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
 from dhp.models.qwen import QwenProcessor, QwenTower, patch_values
 from dhp.models.tower import EMBEDDINGS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def qwen2_5_vl(config: Any) -> Family:
@@ -25,7 +25,10 @@ def qwen2_5_vl(config: Any) -> Family:
 class Qwen25VlProcessor(QwenProcessor):
     """A video is one run of placeholders; its positions in time go by seconds."""
 
-    model = Qwen2_5_VLModel
+    def model(self) -> type[PreTrainedModel]:
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+        return Qwen2_5_VLModel
 
 
 class Qwen25VlTower(QwenTower):
@@ -51,6 +54,8 @@ class Qwen25VlTower(QwenTower):
         )
 
     def image_layout(self, grid: Grid) -> ImageLayout:
+        from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+
         vision, thw = self.config.vision_config, torch.tensor([grid])
         unit, merge = self.merge_unit, vision.spatial_merge_size
         order, window_bounds = get_vision_window_index(thw, merge, vision.window_size, vision.patch_size)

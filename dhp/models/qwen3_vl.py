@@ -5,19 +5,19 @@ prompt, a time in words before each.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
-from transformers.vision_utils import get_vision_position_ids
 
 from dhp.models.decoder import PATH, Decoder
 from dhp.models.family import Family, Grid, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
 from dhp.models.qwen import QwenProcessor, QwenTower, patch_values
 from dhp.models.tower import EMBEDDINGS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def qwen3_vl(config: Any) -> Family:
@@ -28,12 +28,16 @@ def qwen3_vl(config: Any) -> Family:
 class Qwen3VlProcessor(QwenProcessor):
     """A step in time of a video has placeholders of its own, with text before them."""
 
-    model = Qwen3VLModel
     takes_both_ends = True
 
     def __init__(self, config: Any):
         super().__init__(config)
         self.step_tokens = (config.vision_start_token_id, config.vision_end_token_id)
+
+    def model(self) -> type[PreTrainedModel]:
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+
+        return Qwen3VLModel
 
     def step_time(self, seconds: float) -> str:
         return f"<{seconds:.1f} seconds>"
@@ -71,6 +75,8 @@ class Qwen3VlTower(QwenTower):
         )
 
     def image_layout(self, grid: Grid) -> ImageLayout:
+        from transformers.vision_utils import get_vision_position_ids
+
         t, h, w = grid
         merge = self.config.vision_config.spatial_merge_size
         places = get_vision_position_ids(torch.tensor([grid]), merge)  # [patches, 2]

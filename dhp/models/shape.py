@@ -9,18 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers import AutoConfig
 
-from dhp.base.errors import ModelError
-from dhp.config.shipped import shipped_directory
 from dhp.models.registry import load_family
 from dhp.models.slice import Chunk, held_layers
 from dhp.models.split import ReadPlan, drop_modules, is_dropped, model_class, without_dropped
@@ -39,43 +36,6 @@ class PartShape:
     per_rank: int
     replicated: int
     trained: int | None = None
-
-
-def config_source(model_name: str) -> str:
-    """Where transformers reads the configuration without weights: a directory, a hub id, or a file that dhp ships.
-
-    A directory and a hub id in the local cache are taken as they are. For other hub ids the shipped shape, which holds
-    the fields of config.json that say how large the model is, comes before a download.
-    Raises ModelError when there is none of these.
-    """
-    if Path(model_name).is_dir() or _readable(model_name, local_files_only=True) is None:
-        return model_name
-    shipped = shapes_directory() / f"{model_name}.json"
-    if shipped.is_file():
-        return str(shipped)
-    failure = _readable(model_name)
-    if failure is None:
-        return model_name
-    folder = shapes_directory()
-    known = sorted(str(file.relative_to(folder)).removesuffix(".json") for file in folder.rglob("*.json"))
-    raise ModelError(
-        f"{model_name}: its configuration cannot be read ({failure}), and dhp ships no shape of it. "
-        f"Give a directory with a config.json, or one of {', '.join(known)}"
-    )
-
-
-def _readable(model_name: str, local_files_only: bool = False) -> str | None:
-    """None when transformers can read the model's configuration, else the first line of its complaint."""
-    try:
-        AutoConfig.from_pretrained(model_name, local_files_only=local_files_only)
-    except (OSError, ValueError) as error:
-        return str(error).strip().splitlines()[0].rstrip(".")
-    return None
-
-
-def shapes_directory() -> Path:
-    """Shipped shapes, each below it under its hub id."""
-    return shipped_directory() / "model" / "shapes"
 
 
 def part_shape(
@@ -152,7 +112,7 @@ def check_tensor_plan(
     read_plan(model, model._expand_parallel_plan(model.tp_plan | without_dropped(added_plan, dropped)))
 
 
-def _without_weights(source: str, dropped: Sequence[str]) -> PreTrainedModel:
+def _without_weights(source: str, dropped: Sequence[str]) -> Any:
     with torch.device("meta"):
         model = model_class(source)(AutoConfig.from_pretrained(source))
     drop_modules(model, dropped)
@@ -166,6 +126,8 @@ def _sharded(model: nn.Module, name: str, plan: dict[str, str], mesh: DeviceMesh
     keys = (name, module_name, _generic(name), _generic(module_name))
     style = next((plan[key] for key in keys if key in plan), None)
     if style is not None:
+        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
         ALL_PARALLEL_STYLES[style].shard_param(module, own, mesh)
     return module.get_parameter(own)
 

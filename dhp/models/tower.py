@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from dhp.config.checks import check_tower
 from dhp.config.part import PartConfig
@@ -14,6 +13,9 @@ from dhp.config.resolved import resolved
 from dhp.models.family import Grid, ImageLayout
 from dhp.models.flops import VisionWork
 from dhp.models.part import Part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 EMBEDDINGS = "embeddings"  # the tensor whose rows stand in the places of placeholder tokens
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dhp.models.shape import part_shape, shapes_directory
+from dhp.models.config_source import shapes_directory
 
 SLOW_DISK = 100_000_000  # bytes a second that even a slow disk, shared by nodes, gives
 VALUE_BYTES = 2  # of a published weight
@@ -19,7 +19,11 @@ def weight_bytes(model_name: str, checkpoint: Path | None = None) -> int:
     if Path(model_name).is_dir():
         return continued + _sizes(Path(model_name), "*.safetensors")
     shape = shapes_directory() / f"{model_name}.json"
-    return continued + (VALUE_BYTES * part_shape(str(shape), ()).total if shape.is_file() else 0)
+    if not shape.is_file():
+        return continued
+    from dhp.models.shape import part_shape  # brings modeling code along, which takes a second
+
+    return continued + VALUE_BYTES * part_shape(str(shape), ()).total
 
 
 def start_limit_s(base_s: float, nbytes: int) -> float:

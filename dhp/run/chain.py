@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from dhp.base.degrees import Degrees
 from dhp.base.stages import HIDDEN_STATES, Chain, Edge, Node, StageSpec, Tie
@@ -13,11 +14,13 @@ from dhp.config.parts import parts
 from dhp.config.resolved import resolved
 from dhp.config.schema import Config, PartConfig
 from dhp.models.family import Family
-from dhp.models.shape import DecoderSizes, decoder_sizes
+
+if TYPE_CHECKING:
+    from dhp.models.shape import DecoderSizes
 
 
 def make_chain(config: Config, family: Family, source: str) -> Chain:
-    """The stages of a resolved configuration for the model of `source`, as `dhp.models.shape.config_source` gives it.
+    """The stages of a resolved configuration for the model of `source`, as `dhp.models.config_source` gives it.
 
     Raises ConfigError for cuts that the model's layers do not admit.
     """
@@ -25,7 +28,7 @@ def make_chain(config: Config, family: Family, source: str) -> Chain:
     ties: list[Tie] = []
     for name, section in parts(config).items():
         part = family.parts[name]
-        sizes = decoder_sizes(source) if resolved(section.pipeline) > 1 else None
+        sizes = _sizes(source) if resolved(section.pipeline) > 1 else None
         chunks = _chunks(section, len(part.layers.kinds), sizes)
         first = 0 if config.cluster.collocate or not stages else stages[-1].devices.stop
         own = _stages(name, section, chunks, first)
@@ -33,6 +36,12 @@ def make_chain(config: Config, family: Family, source: str) -> Chain:
         if part.tied and len(own) > 1:
             ties.append(Tie(own[0].name, own[-1].name))
     return Chain(tuple(stages), tuple(_edges(family, stages)), tuple(ties))
+
+
+def _sizes(source: str) -> DecoderSizes:
+    from dhp.models.shape import decoder_sizes  # brings modeling code along, which takes a second
+
+    return decoder_sizes(source)
 
 
 def degrees(part: PartConfig) -> Degrees:

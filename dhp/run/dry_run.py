@@ -8,9 +8,10 @@ from dhp.base.stages import Chain, StageSpec
 from dhp.config.parts import DECODER, decoder, model_name, parts
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config, PartConfig
+from dhp.models.config_source import config_source
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.models.shape import PartShape, config_source, part_shape
+from dhp.models.shape import PartShape, part_shape
 from dhp.models.slice import chunks_of
 from dhp.parallel.tensor.styles import with_fused
 from dhp.run.chain import make_chain

@@ -85,7 +85,7 @@ def _check_model(config: Config) -> None:
 
     source = model_name(config)
     if config.training.dry_run:
-        from dhp.models.shape import config_source
+        from dhp.models.config_source import config_source
 
         source = config_source(source)
     family = load_family(source)

@@ -27,7 +27,7 @@ from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.run.locality import find_localities
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, stage_settings
 from dhp.step.stages import Batch, Stages, make_stages
-from dhp.trainers.kinds import trainer_of
+from dhp.trainers.kinds import make_rank
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Session:
         """Load every stage on its actors, for a run of that many steps."""
         for spec in self.chain.stages:
             settings = stage_settings(self.config, self.chain, spec, self.device, steps, self.start.checkpoint)
-            self.groups[spec.name].start(trainer_of(spec), settings)
+            self.groups[spec.name].start(make_rank, settings)
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.chain, self.groups)
 

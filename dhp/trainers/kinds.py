@@ -1,15 +1,26 @@
-"""Which trainer runs the stages of a part."""
+"""What runs the stages of each part: a kind of rank by the part's name."""
 
 from __future__ import annotations
 
-from dhp.base.stages import StageSpec
-from dhp.trainers.stage import StageRank
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
+from typing import TYPE_CHECKING
 
-_KINDS: dict[str, type[StageRank]] = {"vision": VisionTrainer, "text": TextTrainer}
+from dhp.trainers.settings import StageSettings
+
+if TYPE_CHECKING:
+    from dhp.trainers.stage import StageRank
 
 
-def trainer_of(stage: StageSpec) -> type[StageRank]:
-    """The class of a stage's ranks."""
-    return _KINDS[stage.part]
+def make_rank(settings: StageSettings) -> StageRank:
+    """One rank of a stage, in its own process. Kinds are imported here: a driver, which makes none, starts seconds
+    sooner without them. Raises what the kind's constructor raises."""
+    match settings.spec.part:
+        case "vision":
+            from dhp.trainers.vision import VisionTrainer
+
+            return VisionTrainer(settings)
+        case "text":
+            from dhp.trainers.text import TextTrainer
+
+            return TextTrainer(settings)
+        case part:
+            raise ValueError(f"stage {settings.spec.name} is of part {part!r}, which no trainer runs")

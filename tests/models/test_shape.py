@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dhp.base.errors import ModelError
+from dhp.models.config_source import config_source
 from dhp.models.registry import load_family
-from dhp.models.shape import DecoderSizes, PartShape, config_source, decoder_sizes, part_shape
+from dhp.models.shape import DecoderSizes, PartShape, decoder_sizes, part_shape
 from dhp.models.split import load_part
 from dhp.parallel.tensor.styles import with_fused
 from tests.helpers.chain import cut_layers

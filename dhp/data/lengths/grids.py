@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from transformers.image_processing_utils import BaseImageProcessor
+from typing import TYPE_CHECKING, Any
 
 from dhp.base.geometry import Grid
+
+if TYPE_CHECKING:
+    from transformers.image_processing_utils import BaseImageProcessor
 
 Size = tuple[int, int]  # (width, height) in pixels
 
