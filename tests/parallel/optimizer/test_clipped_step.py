@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dhp.parallel.optimizer.clipped_step import clipped_step
-from dhp.parallel.optimizer.state import step_of
+from dhp.parallel.optimizer.state import step_for
 
 
 def after(fused: bool, coefficients: list[float], ours: bool) -> list[torch.Tensor]:
@@ -45,8 +45,8 @@ def test_counts_of_steps_lie_where_the_optimizer_looks_for_them() -> None:
     weight = nn.Parameter(torch.ones(2, device="meta"))
     step = torch.tensor(3.0)
     plain, fused = torch.optim.AdamW([weight]), torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=True)
-    assert step_of(plain, weight, step).device.type == "cpu"
-    assert step_of(fused, weight, step).device.type == "meta"
-    copy = step_of(plain, weight, step)
+    assert step_for(plain, weight, step).device.type == "cpu"
+    assert step_for(fused, weight, step).device.type == "meta"
+    copy = step_for(plain, weight, step)
     copy += 1  # as an optimizer does
     assert float(step) == 3.0
