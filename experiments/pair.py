@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.base.stages import Chain, Edge, Node, StageSpec
-from dhp.cluster.dispatch import PerRank, spread
+from dhp.cluster.dispatch import Call, PerRank, spread
 from dhp.config.recompute import read_choices
 from dhp.models.family import Family
 from dhp.step.stages import Batch
@@ -90,6 +90,15 @@ class Here:
         result = getattr(self._trainer, method)(*spread(arguments, 1)[0])
         (count,) = spread((returns,), 1)[0]
         return [[] if count == 0 else list(result) if isinstance(result, tuple) else [result]]
+
+    def execute_in_turn_async(self, *calls: Call) -> list[list[Any]]:
+        """As `dhp.step.stages.Group`, with values for refs."""
+        found: list[list[Any]] = [[] for _ in range(self.size)]
+        for call in calls:
+            answers = self.execute_all_async(call.method, *call.arguments, returns=call.returns)
+            for results, more in zip(found, answers, strict=True):
+                results += more
+        return found
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dhp.cluster.clock import ClockReading, offset_ns
-from dhp.cluster.dispatch import PerRank, spread
+from dhp.cluster.dispatch import Call, PerRank, spread
 from dhp.cluster.placement.reservation import Slot
 from dhp.cluster.watch import Watched, wait_all
 from dhp.cluster.worker import GroupSettings, Worker
@@ -36,14 +36,22 @@ class ActorGroup:
     ) -> list[list[Any]]:
         """Submit a verb of the trainer, by name or as a method, on every rank; for each rank, the refs of its `returns`
         results."""
-        method = method if isinstance(method, str) else method.__name__
-        counts = spread((returns,), self.size)
+        return self.execute_in_turn_async(Call(method, arguments, returns))
+
+    def execute_in_turn_async(self, *calls: Call) -> list[list[Any]]:
+        """Submit verbs that each rank runs one behind another, in one call of the actor, which begins once the
+        arguments of all are there; for each rank, the refs of all results."""
+        names = "+".join(call.name for call in calls)
+        given = [spread(call.arguments, self.size) for call in calls]
+        counts = [spread((call.returns,), self.size) for call in calls]
         refs = []
-        for actor, given, (count,) in zip(self._actors, spread(arguments, self.size), counts, strict=True):
-            call = actor.call.options(num_returns=1 + count, name=f"{self.settings.stage}.{method}")
-            answer = call.remote(method, *given)
+        for rank, actor in enumerate(self._actors):
+            verbs = tuple((call.name, len(of_ranks[rank])) for call, of_ranks in zip(calls, given))
+            count = sum(of_ranks[rank][0] for of_ranks in counts)
+            remote = actor.call.options(num_returns=1 + count, name=f"{self.settings.stage}.{names}")
+            answer = remote.remote(verbs, *(value for of_ranks in given for value in of_ranks[rank]))
             refs.append(list(answer) if count else [answer])
-        self._submit(method, [of_rank[0] for of_rank in refs])
+        self._submit(names, [of_rank[0] for of_rank in refs])
         return [of_rank[1:] for of_rank in refs]
 
     def execute_all(self, method: str, *arguments: Any, timeout_s: float, returns: int = 1) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,23 @@ class Several:
     """For each rank, in rank order, any number of arguments, which follow one another in its call."""
 
     values: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A verb of the trainer, for every rank of a group.
+
+    method: by name or as a method. arguments: as `spread` takes them. returns: how many results each rank has.
+    """
+
+    method: str | Callable[..., Any]
+    arguments: tuple[Any, ...]
+    returns: int | PerRank = 1
+
+    @property
+    def name(self) -> str:
+        """The method's."""
+        return self.method if isinstance(self.method, str) else self.method.__name__
 
 
 def per_rank(values: Iterable[Any]) -> PerRank:

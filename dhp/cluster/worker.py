@@ -136,8 +136,17 @@ class Worker:
         with named_errors(self._who, "loading the stage"):
             self._trainer = factory(*arguments)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Run a verb of the trainer. Answers (status, *results) as far as there are results."""
+    def call(self, verbs: tuple[tuple[str, int], ...], *arguments: Any) -> Any:
+        """Run verbs of the trainer one behind another, each with so many of the arguments. Answers (status, *results)
+        as far as there are results."""
+        results: list[Any] = []
+        for method, count in verbs:
+            results += self._run(method, arguments[:count])
+            arguments = arguments[count:]
+        return (None, *results) if results else None
+
+    def _run(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The results of one verb."""
         name = f"{method} {arguments[0]}" if arguments and isinstance(arguments[0], int) else method
         add_span(f"for {name}", WAIT, self._idle_since, time.perf_counter_ns())
         with named_errors(self._who, method):
@@ -153,7 +162,7 @@ class Worker:
         if method == _ENDS_STEP and self._outbox is not None:
             self._outbox.end_step()
         self._idle_since = time.perf_counter_ns()
-        return (None, *results) if results else None
+        return results
 
     def take_spans(self) -> list[Span]:
         """What this rank did since the last time, if the run is traced."""

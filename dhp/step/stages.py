@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from dhp.base.messages import Bundle, Choices, StageReport, StepInfo
 from dhp.base.routes import Route, straight
 from dhp.base.stages import Chain, Edge, Node, StageSpec
-from dhp.cluster.dispatch import PerRank, Several, per_rank, several
+from dhp.cluster.dispatch import Call, PerRank, Several, per_rank, several
 from dhp.step.schedule import Action, Forward
 
 Ref = Any  # an ObjectRef, or the value itself where a group runs in the test process
@@ -57,6 +57,9 @@ class Group(Protocol):
     ) -> list[list[Ref]]:
         """Call a verb of `StageTrainer` on every rank; for each rank the refs of its `returns` results."""
 
+    def execute_in_turn_async(self, *calls: Call) -> list[list[Ref]]:
+        """Call verbs one behind another, at once; for each rank the refs of all results."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -71,6 +74,7 @@ class Batch:
     routes: Mapping[str, Sequence[Route]]
 
 
+Pairs = list[list[tuple[Edge, int, int]]]  # for each shard of a stage, (edge, source, target)
 Sent = dict[tuple[Edge, int], dict[tuple[int, int], Ref]]  # by edge and micro-batch, by route's pair
 
 
@@ -84,7 +88,12 @@ class InFlight:
 
 
 class Stage:
-    """One stage's group of actors, with typed calls of its trainer's verbs."""
+    """One stage's group of actors, with typed calls of its trainer's verbs.
+
+    An action that hands nothing over waits for the stage's next one. Where that needs nothing from other stages, both
+    go in one call: nobody waits longer for anything, and a call is what a step costs the driver and each actor. So an
+    encoder goes back and then forward in one call, and the last stage of a pipeline forward and back.
+    """
 
     def __init__(self, spec: StageSpec, chain: Chain, group: Group):
         self.spec, self.group = spec, group
@@ -93,6 +102,7 @@ class Stage:
         self._outputs = {node: chain.outputs(node) for node in spec.nodes}
         self._straight = straight(spec.degrees.shards)
         self._tensor = spec.degrees.tensor
+        self._waiting: list[Call] = []
 
     def is_idle(self, action: Action, batch: Batch) -> bool:
         """Whether nobody gets anything from this stage in a micro-batch: an encoder without pictures stands still."""
@@ -100,7 +110,7 @@ class Stage:
         return bool(outputs) and not any(self._route(edge, action.micro_batch, batch).pairs for edge in outputs)
 
     def run(self, action: Action, last: bool, in_flight: InFlight) -> None:
-        """Submit one action on all ranks. last: the stage's last backward in the step."""
+        """Submit one action on all ranks, or keep it for the next. last: the stage's last backward in the step."""
         if isinstance(action, Forward):
             self._run_forward(action.node, action.micro_batch, in_flight)
         else:
@@ -110,20 +120,32 @@ class Stage:
         incoming = self._given(self._inputs[node], m, in_flight.batch, in_flight.forward, receives=True)
         sent = self._pairs(self._outputs[node], m, in_flight.batch, sends=True)
         work = per_rank(ref for ref in in_flight.batch.work[self.spec.part][m] for _ in range(self._tensor))
-        answers = self.group.execute_all_async(
-            StageTrainer.forward_step, m, node.chunk, work, incoming, returns=self._counts(sent)
-        )
-        self._file(answers, sent, m, in_flight.forward)
+        call = Call(StageTrainer.forward_step, (m, node.chunk, work, incoming), self._counts(sent))
+        self._submit(call, bool(self._inputs[node]), sent if self._outputs[node] else None, m, in_flight.forward)
 
     def _run_backward(self, node: Node, m: int, last: bool, in_flight: InFlight) -> None:
         outputs = [edge for edge in self._outputs[node] if edge.gradients]
         inputs = [edge for edge in self._inputs[node] if edge.gradients]
         incoming = self._given(outputs, m, in_flight.batch, in_flight.backward, receives=False)
         sent = self._pairs(inputs, m, in_flight.batch, sends=False)
-        answers = self.group.execute_all_async(
-            StageTrainer.backward_step, m, node.chunk, last, incoming, returns=self._counts(sent)
-        )
-        self._file(answers, sent, m, in_flight.backward)
+        call = Call(StageTrainer.backward_step, (m, node.chunk, last, incoming), self._counts(sent))
+        self._submit(call, bool(outputs), sent if inputs else None, m, in_flight.backward)
+
+    def flush(self) -> None:
+        """Submit what waits for a next action."""
+        if self._waiting:
+            self.group.execute_in_turn_async(*self._waiting)
+            self._waiting = []
+
+    def _submit(self, call: Call, receives: bool, sent: Pairs | None, m: int, into: Sent) -> None:
+        """receives: it needs what other stages send. sent: what it hands over, by shard; None: nothing to anyone."""
+        if receives:
+            self.flush()
+        self._waiting.append(call)
+        if sent is not None:
+            answers = self.group.execute_in_turn_async(*self._waiting)
+            self._waiting = []
+            self._file(answers, sent, m, into)
 
     def tied_gradient(self, info: Ref) -> list[Ref]:
         """Each rank's share of the gradient of a weight that another stage holds too."""
@@ -149,12 +171,12 @@ class Stage:
             return self._straight
         return batch.routes[source.part][m]
 
-    def _pairs(self, edges: Sequence[Edge], m: int, batch: Batch, sends: bool) -> list[list[tuple[Edge, int, int]]]:
+    def _pairs(self, edges: Sequence[Edge], m: int, batch: Batch, sends: bool) -> Pairs:
         """For each shard of this stage, in the order of its arguments or results, (edge, source, target).
 
         sends: the stage is the edge's source.
         """
-        found: list[list[tuple[Edge, int, int]]] = [[] for _ in range(self.spec.degrees.shards)]
+        found: Pairs = [[] for _ in range(self.spec.degrees.shards)]
         for edge in edges:
             route = self._route(edge, m, batch)
             for shard, others in (route.targets if sends else route.sources).items():
@@ -168,13 +190,11 @@ class Stage:
         refs = [tuple(taken[edge][source, target] for edge, source, target in shard) for shard in shards]
         return several(of_shard for of_shard in refs for _ in range(self._tensor))
 
-    def _counts(self, sent: Sequence[Sequence[Any]]) -> PerRank:
+    def _counts(self, sent: Pairs) -> PerRank:
         """How many results each rank has: those of its shard on the first tensor rank, none on the others."""
         return per_rank(len(of_shard) if lead else 0 for of_shard in sent for lead in _leads(self._tensor))
 
-    def _file(
-        self, answers: list[list[Ref]], sent: Sequence[Sequence[tuple[Edge, int, int]]], m: int, into: Sent
-    ) -> None:
+    def _file(self, answers: list[list[Ref]], sent: Pairs, m: int, into: Sent) -> None:
         for of_shard, refs in zip(sent, self.leaders(answers), strict=True):
             for (edge, source, target), ref in zip(of_shard, refs, strict=True):
                 into.setdefault((edge, m), {})[source, target] = ref

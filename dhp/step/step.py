@@ -31,6 +31,8 @@ def accumulate_gradients(stages: Stages, schedule: Schedule, batch: Batch) -> No
     last = last_backwards(actions)
     for at, action in enumerate(actions):
         stages[action.node.stage].run(action, at in last, in_flight)
+    for stage in stages.values():
+        stage.flush()
 
 
 def update_weights(stages: Stages, ties: tuple[Tie, ...], batch: Batch) -> StepRefs:

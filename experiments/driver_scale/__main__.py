@@ -12,8 +12,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.routes import Route, dense
 from dhp.base.stages import Chain, Edge, StageSpec
 from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.dispatch import PerRank, per_rank, spread
+from dhp.cluster.dispatch import Call, per_rank, spread
 from dhp.cluster.watch import wait_all
 from dhp.parallel.attention.image_sharding import assign_longest_first
 from dhp.parallel.attention.locality import assign_near
@@ -49,13 +50,14 @@ class EmptyGroup(ActorGroup):
     def _create(self, slot: Any, rank: int, reserved: Any) -> Any:
         return ray.remote(Empty).options(num_cpus=0, max_restarts=0).remote()
 
-    def execute_all_async(
-        self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
-    ) -> list[list[Any]]:
-        counts = [count for (count,) in spread((returns,), self.size)]
-        given = sum(isinstance(value, ray.ObjectRef) for of_rank in spread(arguments, self.size) for value in of_rank)
-        self.calls, self.refs = self.calls + self.size, self.refs + given + sum(counts)
-        return super().execute_all_async(method, per_rank(counts), *arguments, returns=returns)
+    def execute_in_turn_async(self, *calls: Call) -> list[list[Any]]:
+        of_calls = [spread((call.returns,), self.size) for call in calls]
+        counts = [sum(count for (count,) in of_rank) for of_rank in zip(*of_calls)]
+        given = [value for call in calls for of_rank in spread(call.arguments, self.size) for value in of_rank]
+        self.calls += self.size
+        self.refs += sum(isinstance(value, ray.ObjectRef) for value in given) + sum(counts)
+        first = replace(calls[0], arguments=(per_rank(counts), *calls[0].arguments))
+        return super().execute_in_turn_async(first, *calls[1:])
 
 
 def make_chain(ranks: int) -> Chain:

@@ -8,6 +8,6 @@ from typing import Any
 class Empty:
     """Answers each call with as many results as are expected of it."""
 
-    def call(self, method: str, count: int, *arguments: Any) -> Any:
+    def call(self, verbs: Any, count: int, *arguments: Any) -> Any:
         """A status, and `count` results, each a few bytes."""
         return (None, *range(count)) if count else None

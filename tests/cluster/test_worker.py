@@ -42,6 +42,11 @@ class Trainer:
         raise OSError(folder)
 
 
+def call(worker: Worker, method: str, *arguments: Any) -> Any:
+    """One verb."""
+    return worker.call(((method, len(arguments)),), *arguments)
+
+
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     yield from made()
@@ -62,44 +67,53 @@ def test_what_was_sent_stays_until_the_optimizer_step(worker: Worker) -> None:
     for _ in range(2):
         sent: list[Parcel] = []
         for micro_batch in range(4):  # in the order of `vision_ahead`
-            status, *parcels = worker.call("forward_step", micro_batch, 2)
+            status, *parcels = call(worker, "forward_step", micro_batch, 2)
             assert status is None
             sent += parcels
             if micro_batch:
-                assert worker.call("backward_step", micro_batch - 1) is None
-        worker.call("grad_norm_sq")  # the other part may still read until it has answered with its own
-        assert worker.call("forward_step", 4, 1)[1].buffer == 8
+                assert call(worker, "backward_step", micro_batch - 1) is None
+        call(worker, "grad_norm_sq")  # the other part may still read until it has answered with its own
+        assert call(worker, "forward_step", 4, 1)[1].buffer == 8
         assert [parcel.buffer for parcel in sent] == list(range(8))
         values = [float(inbox.open(parcel).double().mean()) for parcel in sent]
         assert values == [10 * micro_batch + n for micro_batch in range(4) for n in range(2)]
-        assert worker.call("optimizer_step", 3.0, 4.0) == (None, {"norm": 7.0})
+        assert call(worker, "optimizer_step", 3.0, 4.0) == (None, {"norm": 7.0})
+
+
+def test_verbs_of_one_call_run_in_turn(worker: Worker) -> None:
+    _, first = call(worker, "forward_step", 1, 1)
+    verbs = (("backward_step", 2), ("grad_norm_sq", 0), ("forward_step", 2))
+    answered, gradient, norm, *parcels = worker.call(verbs, 0, first, 2, 2)
+    assert (answered, gradient, norm, len(parcels)) == (None, 10.0, 2.0, 2)
+    assert [float(Inbox().open(parcel).double().mean()) for parcel in parcels] == [20.0, 21.0]
+    assert worker.call((("backward_step", 1), ("backward_step", 1)), 0, 1) is None
 
 
 def test_parcels_are_opened_before_a_verb_sees_them(worker: Worker) -> None:
-    _, first, second = worker.call("forward_step", 3, 2)
+    _, first, second = call(worker, "forward_step", 3, 2)
     assert isinstance(first, Parcel)
-    assert worker.call("backward_step", 0, first, torch.ones(2), second) == (None, 30.0, 1.0, 31.0)
+    assert call(worker, "backward_step", 0, first, torch.ones(2), second) == (None, 30.0, 1.0, 31.0)
 
 
 def test_what_is_handed_over_is_counted_once_with_every_norm(worker: Worker) -> None:
-    worker.call("forward_step", 0, 3)
+    call(worker, "forward_step", 0, 3)
     assert take_sent() == {HANDOFF: 3 * SMALLEST_BYTES}
-    worker.call("grad_norm_sq")
-    worker.call("optimizer_step", 1.0)
+    call(worker, "grad_norm_sq")
+    call(worker, "optimizer_step", 1.0)
     assert take_sent() == {HANDOFF: 8}
 
 
 def test_through_the_object_store_tensors_travel_as_they_are() -> None:
     (worker,) = made(transport=OBJECT_STORE)
-    _, sent = worker.call("forward_step", 2, 1)
+    _, sent = call(worker, "forward_step", 2, 1)
     assert isinstance(sent, Tensor) and bool((sent == 20).all())
 
 
 def test_errors_name_the_rank_unless_they_are_meant_for_a_person(worker: Worker) -> None:
     with pytest.raises(RankRaised, match="^vision rank 0 failed in save: OSError: full\\n"):
-        worker.call("save", "full")
+        call(worker, "save", "full")
     with pytest.raises(DataError, match="^as it is$"):
-        worker.call("save", "refused")
+        call(worker, "save", "refused")
 
 
 def test_a_process_with_one_device_is_the_first_of_its_devices_whatever_started_it(

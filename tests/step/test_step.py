@@ -9,6 +9,7 @@ from typing import Any
 from dhp.base.degrees import Degrees
 from dhp.base.routes import Route, dense
 from dhp.base.stages import Chain
+from dhp.cluster.dispatch import Call as Verb
 from dhp.cluster.dispatch import PerRank, spread
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
@@ -32,6 +33,7 @@ class FakeGroup:
 
     def __init__(self, stage: str, size: int, log: list[Call]):
         self.stage, self.size, self.log = stage, size, log
+        self.turns: list[str] = []  # verbs of each actor call, in short
 
     def execute_all_async(
         self, method: Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
@@ -43,11 +45,22 @@ class FakeGroup:
         short = {"forward_step": "e", "backward_step": "g"}.get(name, name)
         return [[f"{short}{where}:{self.stage}{rank}#{k}" for k in range(counts[rank])] for rank in range(self.size)]
 
+    def execute_in_turn_async(self, *calls: Verb) -> list[list[str]]:
+        """The calls of one actor call have its number."""
+        short = {"forward_step": "F", "backward_step": "B"}
+        self.turns.append(" ".join(f"{short.get(c.name, c.name)}{c.arguments[0]}" for c in calls))
+        found: list[list[str]] = [[] for _ in range(self.size)]
+        for call in calls:
+            for refs, more in zip(found, self.execute_all_async(call.method, *call.arguments, returns=call.returns)):
+                refs += more
+        return found
+
 
 @dataclass(frozen=True)
 class Recorded:
     calls: list[Call]
     refs: StepRefs
+    turns: dict[str, list[str]]
 
     def of(self, stage: str, method: str) -> list[tuple[Any, ...]]:
         """Arguments of that method, rank after rank, call after call."""
@@ -60,7 +73,8 @@ class Recorded:
 def step(chain: Chain, routes: Sequence[Route], kind: str = "sequential") -> Recorded:
     """routes: for each micro-batch."""
     calls: list[Call] = []
-    stages = make_stages(chain, {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in chain.stages})
+    groups = {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in chain.stages}
+    stages = make_stages(chain, groups)
     micro_batches = len(routes)
     shards = {part: chain.of_part(part)[0].degrees.shards for part in chain.parts()}
     work = {
@@ -68,7 +82,8 @@ def step(chain: Chain, routes: Sequence[Route], kind: str = "sequential") -> Rec
         for part, count in shards.items()
     }
     schedule = make_schedule(kind, chain, micro_batches)
-    return Recorded(calls, train_step(stages, schedule, chain.ties, Batch("info", work, {"vision": routes})))
+    refs = train_step(stages, schedule, chain.ties, Batch("info", work, {"vision": routes}))
+    return Recorded(calls, refs, {name: group.turns for name, group in groups.items()})
 
 
 def pair(vision: Degrees, text: Degrees, *routes: Route) -> Recorded:
@@ -197,3 +212,22 @@ def test_calls_are_submitted_in_the_order_of_the_schedule() -> None:
     ]
     update = [(s, m) for m in ("grad_norm_sq", "optimizer_step") for s in ("vision", "text")]
     assert order == there_and_back * 2 + update
+
+
+def test_actions_that_need_nothing_from_others_go_with_the_one_before() -> None:
+    """An encoder's backward hands nothing over, and its forward takes nothing; so do forward and backward of a last
+    stage."""
+    three = (dense(1, 1),) * 3
+    assert step(make_chain(), three).turns == {
+        "vision": ["F0", "B0 F1", "B1 F2", "B2"],
+        "text": ["F0 B0", "F1 B1", "F2 B2"],
+    }
+    assert step(make_chain(), three, "vision_ahead").turns["vision"] == ["F0", "F1", "B0 F2", "B1", "B2"]
+    pipeline = step(make_chain(stages=2), three, "gpipe").turns
+    assert pipeline == {
+        "vision": ["F0", "F1", "F2", "B0", "B1", "B2"],
+        "text.0": ["F0", "F1", "F2", "B0", "B1", "B2"],
+        "text.1": ["F0", "F1", "F2 B0", "B1", "B2"],
+    }
+    frozen = step(make_chain(vision_trains=False), three).turns  # text hands no gradients over
+    assert frozen == {"vision": ["F0", "F1", "F2"], "text": ["F0 B0", "F1 B1", "F2 B2"]}
