@@ -27,7 +27,7 @@ _ENVIRONMENT = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
 # Of a Ray of our own. It has no dashboard, so nobody could ask for the events of tasks, and its control store would
 # keep them: 3 KiB a call, up to 100,000 calls.
-_OWN_SYSTEM = {"task_events_report_interval_ms": 0}
+OWN_SYSTEM = {"task_events_report_interval_ms": 0}
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def ray_session(address: str, cpus: int, gpus: int | None = None, timeout_s: flo
         with within(timeout_s):
             if address == LOCAL:
                 with _on_loopback():  # workers inherit the environment; a runtime_env would only delay them
-                    own = {"include_dashboard": False, "_system_config": _OWN_SYSTEM}
+                    own = {"include_dashboard": False, "_system_config": OWN_SYSTEM}
                     ray.init(address=LOCAL, num_cpus=cpus, num_gpus=gpus, **own, **common)
             else:
                 _attach(address, common)

@@ -27,6 +27,7 @@ from dhp.base.routes import Route, dense
 from dhp.base.stages import Chain, Edge, StageSpec
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dispatch import Call, per_rank, spread
+from dhp.cluster.runtime import OWN_SYSTEM
 from dhp.cluster.watch import wait_all
 from dhp.parallel.attention.image_sharding import assign_longest_first
 from dhp.parallel.attention.locality import assign_near
@@ -135,7 +136,7 @@ def main() -> None:
     answers = sys.stdout
     with redirect_stdout(sys.stderr):  # Ray's warnings of many processes
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        ray.init(address="local", num_cpus=4, include_dashboard=False, **quiet)
+        ray.init(address="local", num_cpus=4, include_dashboard=False, _system_config=OWN_SYSTEM, **quiet)
         for ranks in given.ranks:
             for line in measure(ranks, given.rounds):
                 print(json.dumps(line), file=answers, flush=True)
