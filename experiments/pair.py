@@ -17,7 +17,7 @@ from dhp.cluster.dispatch import Call, PerRank, spread
 from dhp.config.recompute import read_choices
 from dhp.models.family import Family
 from dhp.step.stages import Batch
-from dhp.trainers.settings import ALL, NOTHING, StageSettings, UpdateSettings
+from dhp.trainers.settings import ALL, NOTHING, OptimizerSettings, StageSettings
 
 VISION, TEXT = "vision", "text"
 ONE = Degrees()
@@ -48,7 +48,7 @@ def pair_of(
 
 
 def settings_of(
-    chain: Chain, stage: str, model: str, update: UpdateSettings, recompute: str = "none", **changes: Any
+    chain: Chain, stage: str, model: str, update: OptimizerSettings, recompute: str = "none", **changes: Any
 ) -> StageSettings:
     """Of one stage: float32 on a CPU, packed rows, all of it trained, nothing cut. recompute: as a part's key says it;
     changes: of any other setting."""

@@ -20,10 +20,10 @@ from dhp.config.schema import DatasetEntry
 from dhp.data.lengths.cache import LengthCache, Lengths
 from dhp.data.lengths.table import MeasuredDataset, RowChunk
 from dhp.data.media.video import Taking
-from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler, StepBatch
 from dhp.data.preprocess import Preprocessor, Videos
-from dhp.data.read_settings import Reading
+from dhp.data.read_settings import ReadSettings
 from dhp.data.source import BatchSource, StepSamples, open_dataset
 from dhp.models.family import Family
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
@@ -69,8 +69,8 @@ class FeedSettings:
     on_bad_sample: str
     packing: bool
     cache_dir: str
-    reading: Reading = Reading()
-    balancing: Balancing = Balancing()
+    reading: ReadSettings = ReadSettings()
+    balancing: BalanceSettings = BalanceSettings()
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -117,7 +117,7 @@ def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
     return BalancedSampler(dataset, settings.balancing, settings.layout, settings.seed, settings.on_bad_sample)
 
 
-def _videos(family: Family, reading: Reading) -> Videos | None:
+def _videos(family: Family, reading: ReadSettings) -> Videos | None:
     """How the model sees videos; None: not at all."""
     own = family.processor
     if own.video_token_id is None:

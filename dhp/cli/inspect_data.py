@@ -25,7 +25,7 @@ from dhp.data.balance.metrics import BalanceMetrics, measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from dhp.data.lengths.cache import Lengths
 from dhp.data.lengths.table import RowChunk
-from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.balance_settings import BalanceSettings
 from dhp.models.registry import load_family
 from dhp.observe.histogram import draw_histograms
 from dhp.parallel.attention.locality import Locality
@@ -169,7 +169,7 @@ def _tell_lengths(loads: Loads, limits: Limits) -> None:
     print(f"{told}; {beyond} samples ({beyond / len(loads):.1%}) are beyond that and stand alone")
 
 
-def _balance(loads: Loads, balancing: Balancing, config: Config) -> Iterator[dict[str, float | str]]:
+def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterator[dict[str, float | str]]:
     """Each method on this data, rows dealt to this configuration's replicas."""
     rows, replicas = _rows(config), config.text.data
     few = Loads(loads.vision[:100], loads.text[:100])

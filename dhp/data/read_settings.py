@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadSettings:
     """See `dhp.config.schema.DataConfig`.
 
     max_tokens: of a sample; None: no bound. video_max_pixels: area of a frame; None: as of an image.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from dhp.models.processor import Processor
     from dhp.models.tower import Tower
 
-Grid = tuple[int, int, int]  # temporal, height and width of an image in patches
-
 
 @dataclass(frozen=True)
 class Family:

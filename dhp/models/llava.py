@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dhp.base.errors import ModelError
+from dhp.base.geometry import Grid
 from dhp.models.decoder import Decoder
-from dhp.models.family import Family, Grid, ImageLayout, LayerParts
+from dhp.models.family import Family, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
 from dhp.models.patches import project_as_product
 from dhp.models.processor import Processor

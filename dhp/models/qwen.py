@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.models.family import Grid
+from dhp.base.geometry import Grid
 from dhp.models.patches import project_as_product
 from dhp.models.processor import Processor
 from dhp.models.tower import Tower

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dhp.base.geometry import Grid
 from dhp.models.decoder import Decoder
-from dhp.models.family import Family, Grid, ImageLayout, LayerParts
+from dhp.models.family import Family, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
 from dhp.models.qwen import QwenProcessor, QwenTower, patch_values
 from dhp.models.tower import EMBEDDINGS

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dhp.base.geometry import Grid
 from dhp.models.decoder import PATH, Decoder
-from dhp.models.family import Family, Grid, ImageLayout, LayerParts
+from dhp.models.family import Family, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
 from dhp.models.qwen import QwenProcessor, QwenTower, patch_values
 from dhp.models.tower import EMBEDDINGS
@@ -79,14 +80,14 @@ class Qwen3VlTower(QwenTower):
 
         t, h, w = grid
         merge = self.config.vision_config.spatial_merge_size
-        places = get_vision_position_ids(torch.tensor([grid]), merge)  # [patches, 2]
-        size = torch.tensor([[h, w]]).expand(len(places), 2)
+        coordinates = get_vision_position_ids(torch.tensor([grid]), merge)  # [patches, 2]
+        size = torch.tensor([[h, w]]).expand(len(coordinates), 2)
         return ImageLayout(
             order=torch.arange(t * h * w // self.merge_unit),
             unit=self.merge_unit,
             window_lengths=(merge * w,) * (t * h // merge),  # where a frame may be divided: between rows of tokens
             frame_lengths=(h * w,) * t,
-            positions=torch.cat([places, size], dim=1),
+            positions=torch.cat([coordinates, size], dim=1),
         )
 
     def encode(
@@ -135,8 +136,8 @@ def interpolate(positions: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
     The corners of the table are those of the frame. positions: row, column, rows, columns.
     """
-    places, sizes = positions[:, :2], positions[:, 2:]
-    exact = places.float() * (side - 1) / (sizes - 1).clamp(min=1)
+    coordinates, sizes = positions[:, :2], positions[:, 2:]
+    exact = coordinates.float() * (side - 1) / (sizes - 1).clamp(min=1)
     before = exact.floor()
     beyond = (exact - before)[..., None]  # [patches, 2, 1]
     near = before.long()[..., None]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dhp.base.errors import ModelError
+from dhp.config.nearest import nearest
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
@@ -51,8 +51,8 @@ def load_family(model_name: str) -> Family:
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable model configuration: {error}") from error
     if config.model_type not in FAMILIES:
-        near = difflib.get_close_matches(config.model_type, FAMILIES, n=1)
-        hint = f"; the nearest known one is {near[0]}" if near else ""
+        near = nearest(config.model_type, FAMILIES)
+        hint = f"; the nearest known one is {near}" if near else ""
         raise ModelError(
             f"{model_name}: model_type {config.model_type!r} has no adapter in dhp.models.registry "
             f"(known: {', '.join(sorted(FAMILIES))}{hint})"

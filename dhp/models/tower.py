@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dhp.base.geometry import Grid
 from dhp.config.checks import check_tower
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
-from dhp.models.family import Grid, ImageLayout
+from dhp.models.family import ImageLayout
 from dhp.models.flops import VisionWork
 from dhp.models.part import Part
 
@@ -29,7 +30,7 @@ class Tower(Part):
     merge_unit: int = 1  # patches that become one token of the text part
     patch_dim: int  # values in one patch
     position_columns: int = 2  # of `ImageLayout.positions`
-    dummy_patches: int  # patches of the least that the tower takes, for ranks without work
+    dummy_patches: int  # of the smallest image that the tower takes: the input of a rank without work
     attention_crossover_patches: float = float("inf")  # of a segment whose full attention costs as much as all the rest
     work: VisionWork
 

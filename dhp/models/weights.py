@@ -7,7 +7,7 @@ from pathlib import Path
 from dhp.models.config_source import shapes_directory
 
 SLOW_DISK = 100_000_000  # bytes a second that even a slow disk, shared by nodes, gives
-VALUE_BYTES = 2  # of a published weight
+PUBLISHED_BYTES = 2  # of a weight as models are published, in 16 bits
 
 
 def weight_bytes(model_name: str, checkpoint: Path | None = None) -> int:
@@ -23,7 +23,7 @@ def weight_bytes(model_name: str, checkpoint: Path | None = None) -> int:
         return continued
     from dhp.models.shape import part_shape  # brings modeling code along, which takes a second
 
-    return continued + VALUE_BYTES * part_shape(str(shape), ()).total
+    return continued + PUBLISHED_BYTES * part_shape(str(shape), ()).total
 
 
 def start_limit_s(base_s: float, nbytes: int) -> float:

@@ -10,7 +10,7 @@ TOLERATED_WAIT = 0.02  # of the step time may be spent waiting for data
 SPARE_SPEED = 1.1  # times the mean: reading should be so much faster, because steps differ
 
 
-class KeepingUp:
+class DataStall:
     """One run's waits for data. workers, prefetch: data.num_workers, and the steps that are read ahead.
 
     windows: samples are measured while the run goes on.

@@ -30,14 +30,14 @@ def probes(kinds: Sequence[str], base: str = "all") -> list[Choices]:
     of_kind: dict[str, list[int]] = defaultdict(list)
     for index in reversed(range(len(kinds))):
         of_kind[kinds[index]].append(index)
-    usable = [places[:-1] if places[-1] == 0 and len(places) > 1 else places for places in of_kind.values()]
+    usable = [layers[:-1] if layers[-1] == 0 and len(layers) > 1 else layers for layers in of_kind.values()]
     others = [choice for choice in CHOICES if choice != base]
     found = []
-    for first in range(0, len(others), min(len(places) for places in usable)):
+    for first in range(0, len(others), min(map(len, usable))):
         choices = [base] * len(kinds)
-        for places in usable:
-            for place, choice in zip(places, others[first:]):
-                choices[place] = choice
+        for layers in usable:
+            for layer, choice in zip(layers, others[first:]):
+                choices[layer] = choice
         found.append(tuple(choices))
     return found
 

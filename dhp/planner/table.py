@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from dhp.base.table import aligned
 from dhp.planner.costs import Plan, StageCosts
 
 _HEADINGS = ("stage", "kind", "recomputed", "layers", "held a layer", "recomputing a layer")
@@ -17,8 +18,7 @@ def plan_table(costs: Mapping[str, StageCosts], plan: Plan) -> list[str]:
         for (kind, choice), count in Counter(zip(known.kinds, plan[stage], strict=True)).items():
             cost = known.layers[kind][choice]
             rows.append((stage, kind, choice, str(count), mebibytes(cost.held_bytes), f"{cost.replay_s * 1e3:.1f} ms"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return aligned(rows, left=len(_HEADINGS))
 
 
 def mebibytes(count: float) -> str:

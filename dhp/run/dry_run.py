@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from dhp.base.stages import Chain, StageSpec
+from dhp.base.table import aligned
 from dhp.config.parts import DECODER, decoder, model_name, parts
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config, PartConfig
@@ -37,7 +36,14 @@ def dry_run(config: Config) -> str:
     lines = [f"dry run of {config.name}", f"model          {name}"]
     if source != name:
         lines.append(f"its shape      {source}")
-    lines += ["", *_aligned([_HEADINGS, *rows]), "", *_zero_stages(config, chain, shapes), "", *_devices(chain, memory)]
+    lines += [
+        "",
+        *aligned([_HEADINGS, *rows], left=2),
+        "",
+        *_zero_stages(config, chain, shapes),
+        "",
+        *_devices(chain, memory),
+    ]
     lines += _pipeline(config, chain)
     training = config.training
     lines.append(
@@ -85,7 +91,7 @@ def _zero_stages(config: Config, chain: Chain, shapes: dict[str, PartShape]) -> 
         found = {zero: "-" if held is None else gigabytes(held) for zero, held in sizes.items()}
         found[part.zero_stage] = f"[{gigabytes(rank_bytes(part, stage, shape).total)}]"
         rows.append((stage.name, *found.values()))
-    return _aligned(rows)
+    return aligned(rows, left=2)
 
 
 def _row(config: Config, stage: StageSpec, shape: PartShape, memory: RankBytes) -> tuple[str, ...]:
@@ -148,12 +154,3 @@ def _told(taken: Footprint) -> str:
 def gigabytes(count: int) -> str:
     """`26.7 GB` of 10⁹ bytes, or megabytes below one."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest entry; text to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(w) if at < 2 else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths))).rstrip()
-        for row in rows
-    ]

@@ -19,7 +19,7 @@ from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.models.registry import auxiliary_files, load_family
-from dhp.observe.data_stall import KeepingUp
+from dhp.observe.data_stall import DataStall
 from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
 from dhp.run.chain import make_chain
@@ -127,7 +127,7 @@ class TrainLoop:
         if start.checkpoint is not None:
             self.recorder.say(f"continuing after step {start.step} from {start.checkpoint}")
         session.data_state(start.step)  # asking for it plans the first steps
-        self._keeping_up = KeepingUp(plan.workers, plan.ahead, self.config.data.balance_window is not None)
+        self._data_stall = DataStall(plan.workers, plan.ahead, self.config.data.balance_window is not None)
         return plan
 
     def _tell_measuring(self, done: int, parts: int) -> None:
@@ -192,7 +192,7 @@ class TrainLoop:
         self._tell_skipped(info)
         reports = {name: self.session.values(refs) for name, refs in pending.refs.reports.items()}
         self.recorder.record(step_metrics(info, reports, timing, self.session.stages, self._skipped))
-        advice = self._keeping_up.add(timing.step_s, timing.data_s, info.data_s, info.measure_s)
+        advice = self._data_stall.add(timing.step_s, timing.data_s, info.data_s, info.measure_s)
         if advice is not None:
             self.recorder.say(advice)
         if self.recomputing is not None:

@@ -17,12 +17,12 @@ from dhp.config.recompute import read_choices
 from dhp.config.resolve import micro_batches, warmup_steps
 from dhp.config.resolved import resolved
 from dhp.config.schema import Config, PartConfig
-from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import BatchLayout
-from dhp.data.read_settings import Reading
+from dhp.data.read_settings import ReadSettings
 from dhp.parallel.attention.locality import Locality
 from dhp.run.chain import degrees
-from dhp.trainers.settings import NOTHING, StageSettings, UpdateSettings
+from dhp.trainers.settings import NOTHING, OptimizerSettings, StageSettings
 
 
 def feed_settings(config: Config, localities: Mapping[str, Locality] | None = None) -> FeedSettings:
@@ -41,14 +41,14 @@ def feed_settings(config: Config, localities: Mapping[str, Locality] | None = No
         on_bad_sample=config.data.on_bad_sample,
         packing=config.data.packing,
         cache_dir=resolved(config.data.cache_dir),
-        reading=Reading(
+        reading=ReadSettings(
             allow_http=config.data.allow_http,
             max_tokens=config.data.max_tokens,
             video_fps=config.data.video_fps,
             video_max_frames=config.data.video_max_frames,
             video_max_pixels=config.data.video_max_pixels,
         ),
-        balancing=Balancing(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
+        balancing=BalanceSettings(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
     )
 
 
@@ -135,7 +135,7 @@ def stage_settings(
         zero_engine=part.zero_engine,
         autotp=part.parallelism == "autotp",
         packing=config.data.packing,
-        update=_update_settings(config, steps),
+        update=_optimizer_settings(config, steps),
         seed=config.seed,
         exclusive_sums=chain.sharing() > 1 and device == "cuda",
         trace=config.training.trace,
@@ -150,9 +150,9 @@ def stage_choices(recompute: str, chain: Chain, stage: StageSpec) -> Choices:
     return tuple(choices[layer] for layer in stage.layers)
 
 
-def _update_settings(config: Config, steps: int) -> UpdateSettings:
+def _optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
     training = config.training
-    return UpdateSettings(
+    return OptimizerSettings(
         learning_rate=training.learning_rate,
         betas=(training.betas[0], training.betas[1]),
         eps=training.eps,

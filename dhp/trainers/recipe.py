@@ -16,7 +16,7 @@ from dhp.parallel.optimizer.protocol import StageOptimizer, TiedOptimizer
 from dhp.parallel.optimizer.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optimizer.zero import ZeroSharded
 from dhp.trainers.optimizer import make_adamw
-from dhp.trainers.settings import PROJECTOR, StageSettings, UpdateSettings
+from dhp.trainers.settings import PROJECTOR, OptimizerSettings, StageSettings
 
 DEEPSPEED = "deepspeed"  # a zero_engine; the other is fsdp
 
@@ -57,7 +57,7 @@ def tie_weight(optimizer: TiedOptimizer, model: nn.Module, settings: StageSettin
             optimizer.tie(name, owns=settings.spec.name == tie.owner)
 
 
-def optimizer_maker(settings: UpdateSettings) -> MakeOptimizer:
+def optimizer_maker(settings: OptimizerSettings) -> MakeOptimizer:
     """AdamW as configured, for whatever parameters an optimizer hands it."""
     return partial(
         make_adamw,

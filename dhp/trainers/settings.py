@@ -11,7 +11,7 @@ ALL, PROJECTOR, NOTHING = "all", "projector", "nothing"  # what of a stage is tr
 
 
 @dataclass(frozen=True)
-class UpdateSettings:
+class OptimizerSettings:
     """AdamW and its schedule; `total_steps` and `warmup_steps` in optimizer steps."""
 
     learning_rate: float
@@ -61,7 +61,7 @@ class StageSettings:
     zero_engine: str
     autotp: bool
     packing: bool
-    update: UpdateSettings
+    update: OptimizerSettings
     seed: int
     exclusive_sums: bool = False
     trace: bool = False

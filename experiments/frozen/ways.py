@@ -14,12 +14,12 @@ from dhp.parallel.optimizer.frozen import Frozen
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from dhp.trainers.settings import UpdateSettings
+from dhp.trainers.settings import OptimizerSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 
-UPDATE = UpdateSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
+UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _PHASES = {
     "forward_step": FORWARD,

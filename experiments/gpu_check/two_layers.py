@@ -23,7 +23,7 @@ from dhp.config.shipped import shipped_directory
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
-from dhp.trainers.settings import StageSettings, UpdateSettings
+from dhp.trainers.settings import OptimizerSettings, StageSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from experiments.gpu_check.setting import Setting
@@ -33,7 +33,7 @@ SHAPE = "model/shapes/Qwen/Qwen2.5-VL-3B-Instruct.json"
 LAYERS = 2  # of the tower, the first attends to windows and the second to whole images
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
 TINY_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64}
-UPDATE = UpdateSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)
+UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)
 
 
 def make_model(setting: Setting) -> str:

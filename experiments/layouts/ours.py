@@ -27,7 +27,7 @@ from dhp.run.adaptive_recompute import arrange
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, Stages, make_stages
 from dhp.step.step import train_step
-from dhp.trainers.settings import UpdateSettings
+from dhp.trainers.settings import OptimizerSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from experiments.layouts.peers import LEARNING_RATE
@@ -62,7 +62,7 @@ LAYOUTS = {
     "TP+replicas": Spread(*FOUR),
     "TP+FSDP": Spread(*FOUR, text_stage=3, text_engine=FSDP),
 }
-UPDATE = UpdateSettings(LEARNING_RATE, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)
+UPDATE = OptimizerSettings(LEARNING_RATE, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, None)
 
 
 def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample]) -> StepData:

@@ -24,14 +24,14 @@ from dhp.run.adaptive_recompute import arrange, usage_of
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Group, make_stages
 from dhp.step.step import train_step
-from dhp.trainers.settings import StageSettings, UpdateSettings
+from dhp.trainers.settings import OptimizerSettings, StageSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, pair_of, settings_of
 
 TIMEOUT_S = 900.0
 TRAINERS = {VISION: VisionTrainer, TEXT: TextTrainer}
-UPDATE = UpdateSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
+UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
 Usages = dict[str, StageUsage | None]
 
 

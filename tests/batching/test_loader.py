@@ -20,7 +20,7 @@ from dhp.batching.loader import FeedSettings, Split
 from dhp.batching.loader import make_feed as make_real_feed
 from dhp.config.schema import DatasetEntry
 from dhp.data.order.sampler import BatchLayout
-from dhp.data.read_settings import Reading
+from dhp.data.read_settings import ReadSettings
 from dhp.models.registry import load_family
 from dhp.models.tiny import make_tiny_model
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
@@ -227,7 +227,7 @@ def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Pa
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, "videos": ["v.mp4"]}))
     entry = DatasetEntry(str(tmp_path / "a.jsonl"), str(tmp_path))
     layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
-    model_name, reading = str(tiny_assets / "model"), Reading(video_fps=1.0)
+    model_name, reading = str(tiny_assets / "model"), ReadSettings(video_fps=1.0)
     feed = make_real_feed(
         FeedSettings(
             model_name,

@@ -1,4 +1,4 @@
-"""Reading YAML and overrides in-process: what they mean, and what a mistake is answered with."""
+"""ReadSettings YAML and overrides in-process: what they mean, and what a mistake is answered with."""
 
 import pytest
 

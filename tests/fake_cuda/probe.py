@@ -57,12 +57,12 @@ def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulys
     from dhp.base.messages import Bundle
     from dhp.config.recompute import read_choices
     from dhp.models.registry import load_family
-    from dhp.trainers.settings import ALL, StageSettings, UpdateSettings
+    from dhp.trainers.settings import ALL, OptimizerSettings, StageSettings
     from dhp.trainers.text import TextTrainer
     from dhp.trainers.vision import VisionTrainer
     from tests.helpers.chains import make_chain
 
-    update = UpdateSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10, 1.0)
+    update = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10, 1.0)
     family = load_family(model)
     layers = {"vision": len(family.tower.layers.kinds), "text": len(family.decoder.layers.kinds)}
     chain = make_chain(

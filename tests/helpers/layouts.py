@@ -31,7 +31,7 @@ from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
 from dhp.step.step import accumulate_gradients, update_weights
-from dhp.trainers.settings import ALL, NOTHING, PROJECTOR, StageSettings, UpdateSettings
+from dhp.trainers.settings import ALL, NOTHING, PROJECTOR, OptimizerSettings, StageSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import VisionTrainer
 from tests.helpers.chains import make_chain
@@ -41,7 +41,7 @@ from tests.helpers.ranks import LocalGroup
 if TYPE_CHECKING:
     from dhp.batching.loader import Feed
 
-UPDATE = UpdateSettings(
+UPDATE = OptimizerSettings(
     learning_rate=1e-3,
     betas=(0.85, 0.97),  # no default of torch, so that one that is ignored shows
     eps=1e-7,

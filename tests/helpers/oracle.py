@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, get_scheduler
 from dhp.data.sample import Sample
 from dhp.models.patches import project_as_product
 from dhp.models.registry import load_family
-from dhp.trainers.settings import UpdateSettings
+from dhp.trainers.settings import OptimizerSettings
 
 Weights = dict[str, Tensor]
 
@@ -33,7 +33,7 @@ class Oracle:
         self,
         model_name: str,
         dtype: torch.dtype,
-        update: UpdateSettings,
+        update: OptimizerSettings,
         device: str = "cpu",
         trained: Sequence[str] | None = None,
     ):

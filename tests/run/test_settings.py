@@ -13,9 +13,9 @@ from dhp.batching.loader import Split
 from dhp.config.load import compose_config, to_yaml
 from dhp.config.resolve import resolve
 from dhp.config.run_dir import check_run_dir
-from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import BatchLayout
-from dhp.data.read_settings import Reading
+from dhp.data.read_settings import ReadSettings
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 from dhp.run.settings import feed_settings, kept_settings, resume_line, stage_settings
@@ -27,7 +27,7 @@ OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.
 def test_how_samples_are_read_reaches_the_dataset_actor() -> None:
     settings = feed_settings(resolve(compose_config("tiny", overrides=OVERRIDES)))
     assert settings.datasets == ("shapes", "shapes%50")
-    assert settings.reading == Reading(allow_http=True, max_tokens=900, video_fps=1.0)
+    assert settings.reading == ReadSettings(allow_http=True, max_tokens=900, video_fps=1.0)
 
 
 NOTHING_AS_BY_DEFAULT = [
@@ -117,8 +117,8 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "on_bad_sample": "skip",
         "packing": False,
         "cache_dir": "somewhere",
-        "reading": Reading(True, 900, 1.5, 12, 7000),
-        "balancing": Balancing(),
+        "reading": ReadSettings(True, 900, 1.5, 12, 7000),
+        "balancing": BalanceSettings(),
     }
 
 
@@ -126,7 +126,7 @@ def test_how_rows_are_balanced_reaches_the_dataset_actor() -> None:
     limits = {"text": 5000, "vision": 3000, "full_text": 4800, "full_vision": 2900}
     own = ["data.balance=isf", "data.balance_window=500", *(f"data.limits.{key}={n}" for key, n in limits.items())]
     settings = feed_settings(resolve(compose_config("tiny", overrides=own)))
-    assert settings.balancing == Balancing("isf", 3000, 5000, 2900, 4800, 500)
+    assert settings.balancing == BalanceSettings("isf", 3000, 5000, 2900, 4800, 500)
 
 
 def test_a_resumed_run_keeps_shares_and_weights() -> None:

@@ -8,10 +8,10 @@ from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.run.settings import stage_settings
 from dhp.trainers.recipe import optimizer_maker
-from dhp.trainers.settings import UpdateSettings
+from dhp.trainers.settings import OptimizerSettings
 from tests.helpers.chains import make_chain
 
-UPDATE = UpdateSettings(
+UPDATE = OptimizerSettings(
     learning_rate=0.02,
     betas=(0.7, 0.95),
     eps=1e-3,
@@ -41,7 +41,7 @@ def test_what_is_configured_reaches_every_stage() -> None:
         "warmup_steps": 3,
     }
     config = resolve(compose_config("tiny", overrides=[f"training.{name}={value}" for name, value in values.items()]))
-    expected = UpdateSettings(0.002, (0.7, 0.95), 1e-3, 0.3, "cosine", 3, 40, 0.25)
+    expected = OptimizerSettings(0.002, (0.7, 0.95), 1e-3, 0.3, "cosine", 3, 40, 0.25)
     chain = make_chain()
     for stage in chain.stages:
         settings = stage_settings(config, chain, stage, "cpu", 40)

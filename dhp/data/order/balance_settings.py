@@ -15,7 +15,7 @@ LOOSE = 2
 
 
 @dataclass(frozen=True)
-class Balancing:
+class BalanceSettings:
     """How rows are balanced; see `dhp.config.schema.DataConfig.balance`.
 
     vision, text: image tokens and tokens that a row may hold; None: from the mean sample of the dataset.

@@ -10,7 +10,7 @@ import numpy as np
 
 from dhp.base.errors import DataError
 from dhp.data.balance.packs import Limits
-from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.epoch_plan import EpochPlan
 from dhp.data.order.sampler import LENGTHS, ROWS, BatchLayout, Sampler, StepBatch, epoch_order
 from dhp.data.order.window_planner import Measured, WindowPlanner
@@ -28,7 +28,12 @@ class BalancedSampler(Sampler):
     """
 
     def __init__(
-        self, dataset: Measured, balancing: Balancing, layout: BatchLayout, seed: int, on_bad_sample: str = "error"
+        self,
+        dataset: Measured,
+        balancing: BalanceSettings,
+        layout: BatchLayout,
+        seed: int,
+        on_bad_sample: str = "error",
     ) -> None:
         """on_bad_sample: "error" raises DataError for the first defective sample, "skip" leaves it out."""
         super().__init__(layout, seed)

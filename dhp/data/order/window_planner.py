@@ -10,7 +10,7 @@ import numpy as np
 from dhp.base.errors import DataError
 from dhp.data.balance.methods import METHODS
 from dhp.data.balance.packs import Limits, Loads, Packs
-from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import BatchLayout
 
 
@@ -31,7 +31,9 @@ class WindowPlanner:
     """Plans windows, from the first window of the first epoch on: its lengths decide what all rows hold where the
     settings leave that open, and digests go on from window to window."""
 
-    def __init__(self, dataset: Measured, balancing: Balancing, layout: BatchLayout, seed: int, skip: bool) -> None:
+    def __init__(
+        self, dataset: Measured, balancing: BalanceSettings, layout: BatchLayout, seed: int, skip: bool
+    ) -> None:
         """skip: leave defective samples out; else the first one raises DataError."""
         self._dataset, self._balancing, self._layout = dataset, balancing, layout
         self._seed, self._skip = seed, skip

@@ -12,7 +12,7 @@ from dhp.config.schema import DatasetEntry
 from dhp.data.lengths import table as length_table
 from dhp.data.lengths.cache import LengthCache
 from dhp.data.lengths.table import MeasuredDataset, RowChunk
-from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.balanced_sampler import BalancedSampler
 from dhp.data.order.sampler import BatchLayout
 from dhp.data.source import Dataset, open_dataset
@@ -122,7 +122,7 @@ def test_a_run_is_resumed_though_a_sample_was_mended(make, images: Path) -> None
     """In the same steps; without leaving it out again, it is refused."""
 
     def sampler(table: MeasuredDataset) -> BalancedSampler:
-        return BalancedSampler(table, Balancing("length_group", window=12), BatchLayout(1, 2, 1), 0, "skip")
+        return BalancedSampler(table, BalanceSettings("length_group", window=12), BatchLayout(1, 2, 1), 0, "skip")
 
     whole = make(whole=False)
     stopped = sampler(whole)

@@ -12,7 +12,7 @@ from dhp.base.errors import DataError
 from dhp.data.balance.isf import isf
 from dhp.data.balance.packs import Limits, Loads
 from dhp.data.order import window_planner
-from dhp.data.order.balance_settings import Balancing
+from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.balanced_sampler import BalancedSampler
 from dhp.data.order.sampler import BatchLayout, RandomSampler, Sampler, StepBatch, epoch_order
 
@@ -48,7 +48,7 @@ def made(samples: int = 1003, bad: tuple[int, ...] = (), seed: int = 0) -> Made:
 
 
 def sampler(dataset: Made, method: str, layout: BatchLayout = LAYOUT, skip: bool = False, **more) -> BalancedSampler:
-    return BalancedSampler(dataset, Balancing(method, **more), layout, 7, "skip" if skip else "error")
+    return BalancedSampler(dataset, BalanceSettings(method, **more), layout, 7, "skip" if skip else "error")
 
 
 def seen(batch: StepBatch) -> list[int]:
@@ -245,9 +245,9 @@ def test_what_is_planned_is_balanced() -> None:
 
 def test_limits_come_from_the_lengths_or_are_given() -> None:
     loads = Loads(np.array([0, 100, 200]), np.array([10, 150, 290]))
-    assert Balancing("isf").limits(loads, 4) == Limits(800, 600, 4, 775, 582, soft=True)
-    assert Balancing("balanced").limits(loads, 4) == Limits(400, 600, 4, 388, 582, soft=True)
-    given = Balancing("isf", vision=9, text=8192, full_vision=8, full_text=8000)
+    assert BalanceSettings("isf").limits(loads, 4) == Limits(800, 600, 4, 775, 582, soft=True)
+    assert BalanceSettings("balanced").limits(loads, 4) == Limits(400, 600, 4, 388, 582, soft=True)
+    given = BalanceSettings("isf", vision=9, text=8192, full_vision=8, full_text=8000)
     assert given.limits(loads, 4) == Limits(9, 8192, 4, 8, 8000)
-    assert Balancing("isf", vision=9, text=4096).limits(loads, 4).full == (9, 3968)  # as published
+    assert BalanceSettings("isf", vision=9, text=4096).limits(loads, 4).full == (9, 3968)  # as published
     assert Limits(9, 4096).full == (9, 3968)
