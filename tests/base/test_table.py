@@ -9,7 +9,7 @@ from dhp.base.table import aligned
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:
     rows = [("stage", "kind", "bytes"), ("vision", "", "7"), ("text", "causal", "12,345")]
-    assert aligned(rows, left=2) == ["stage   kind     bytes", "vision              7", "text    causal  12,345"]
+    assert aligned(rows, left=2) == ["stage   kind     bytes", "vision               7", "text    causal  12,345"]
     assert aligned(rows, left=3) == ["stage   kind    bytes", "vision          7", "text    causal  12,345"]
 
 
