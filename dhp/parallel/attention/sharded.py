@@ -1,15 +1,12 @@
 """Attention over many segments of one flattened sequence, on one rank or split over a ring × Ulysses mesh.
 
-Ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3): each rank holds part of the sequence with all heads;
-an all-to-all turns that into the whole sequence with part of the heads, attention runs, and a second all-to-all
-turns it back. Shards may be of any length: the all-to-all carries split sizes, nothing is padded. With a ring around it
-(USP, Fang and Zhao 2024) "the whole sequence" is a ring rank's chunk, and `dhp.parallel.attention.ring` does the
-rest. Segments that lie in one chunk whole never enter the ring.
+Divided segments go through Ulysses' exchange (`dhp.parallel.attention.ulysses`). With a ring around it (USP, Fang and
+Zhao 2024) what it gathers is a ring rank's chunk, and `dhp.parallel.attention.ring` does the rest. Segments that lie in
+one chunk whole never enter the ring.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,64 +23,11 @@ from dhp.base.geometry import TokenRange
 from dhp.parallel.attention.kernels import attend_varlen
 from dhp.parallel.attention.ring import Ring, ring_attention
 from dhp.parallel.attention.shard_plan import ShardPlan, is_whole
-from dhp.parallel.comm.collectives import AllToAll
+from dhp.parallel.attention.ulysses import UlyssesGroup
 
 # Keys and values of at most so many tokens of divided segments are gathered at once, not passed around: the delay of a
 # message then counts for more than its size (`python -m experiments.ring_or_gather`).
 GATHER_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class UlyssesGroup:
-    """The Ulysses ranks that share one sequence: tokens on each of them, in rank order, and their group."""
-
-    rank_tokens: tuple[int, ...]
-    rank: int
-    group: dist.ProcessGroup
-
-    @property
-    def degree(self) -> int:
-        return len(self.rank_tokens)
-
-    def heads_to_rank(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each [own tokens, heads, dim] → [all tokens, heads / degree, dim], in one exchange.
-
-        Key and value may have fewer heads; with fewer than ranks, or a number that the degree does not divide, they are
-        repeated first, and autograd sums the gradients of the copies. Raises ValueError when heads cannot be dealt out.
-        """
-        copies = key_copies(query.shape[1], key.shape[1], self.degree)
-        if copies > 1:
-            key, value = (s.repeat_interleave(copies, dim=1) for s in (key, value))
-        tokens, _, dim = query.shape
-        widths = [s.shape[1] // self.degree for s in (query, key, value)]
-        states = zip((query, key, value), widths, strict=True)
-        by_rank = [s.reshape(tokens, self.degree, width, dim) for s, width in states]
-        rows = torch.cat(by_rank, dim=2).transpose(0, 1).reshape(self.degree * tokens, sum(widths), dim)
-        exchanged = AllToAll.apply(rows, (tokens,) * self.degree, self.rank_tokens, self.group)
-        query, key, value = exchanged.split(widths, dim=1)
-        return query, key, value
-
-    def tokens_to_rank(self, output: Tensor) -> Tensor:
-        """[all tokens, heads / degree, dim] → [own tokens, heads, dim]."""
-        own = self.rank_tokens[self.rank]
-        rows = AllToAll.apply(output, self.rank_tokens, (own,) * self.degree, self.group)
-        return rows.view(self.degree, own, *output.shape[1:]).transpose(0, 1).flatten(1, 2)
-
-
-def key_copies(heads: int, kv_heads: int, degree: int) -> int:
-    """How often each key/value head is repeated so that every Ulysses rank gets whole heads, query and key alike.
-
-    Raises ValueError, naming the numbers, when there is no way.
-    """
-    copies = degree // math.gcd(kv_heads, degree)
-    if heads % degree or heads % (kv_heads * copies):
-        raise ValueError(
-            f"{heads} query heads and {kv_heads} key/value heads cannot be dealt out to ulysses={degree} ranks whole: "
-            f"heads % ulysses = {heads % degree}, "
-            f"heads % (kv_heads × {copies} copies) = {heads % (kv_heads * copies)}. "
-            "Use a degree that divides the query heads, and more ring ranks instead"
-        )
-    return copies
 
 
 @dataclass(frozen=True)

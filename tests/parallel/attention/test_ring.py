@@ -17,7 +17,7 @@ from dhp.parallel.attention import ring
 from dhp.parallel.attention.kernels import Block, CpuFlash, Dense
 from dhp.parallel.attention.ring import Pair, merge, visible_pairs
 from dhp.parallel.attention.shard_plan import contiguous_plan, given_plan, zigzag_plan
-from dhp.parallel.attention.sharded import key_copies
+from dhp.parallel.attention.ulysses import key_copies
 from dhp.parallel.comm.collectives import AllToAll, Shift, sum_in_place
 from tests.helpers.attention import Attention, dense_results, sharded_results, whole_results
 from tests.helpers.ranks import run_on_ranks
