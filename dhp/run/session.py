@@ -26,8 +26,9 @@ from dhp.config.schema import Config
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.run.locality import find_localities
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, stage_settings
-from dhp.step.stages import Batch, Stages, make_stages
+from dhp.step.stages import Batch, Stages, StageTrainer, make_stages
 from dhp.trainers.kinds import make_rank
+from dhp.trainers.settings import StageSettings
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,10 @@ class Session:
 
     def start_stages(self, steps: int) -> None:
         """Load every stage on its actors, for a run of that many steps."""
+        make: Callable[[StageSettings], StageTrainer] = make_rank  # every kind of rank has the verbs of the step
         for spec in self.chain.stages:
             settings = stage_settings(self.config, self.chain, spec, self.device, steps, self.start.checkpoint)
-            self.groups[spec.name].start(make_rank, settings)
+            self.groups[spec.name].start(make, settings)
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.chain, self.groups)
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,14 @@ class StageRank(ABC):
     def is_active(self, info: StepInfo) -> bool:
         """Whether the step has gradients for this stage. Where it has none, weights stay as they are, as plain torch
         leaves parameters whose gradient is None."""
+
+    @abstractmethod
+    def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
+        """A chunk's forward: see `dhp.step.stages.StageTrainer`."""
+
+    @abstractmethod
+    def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
+        """A chunk's backward: see `dhp.step.stages.StageTrainer`."""
 
     def tied_gradient(self, info: StepInfo) -> Bundle:
         """The summed gradient of the weight that another stage holds too, as this rank has it."""

@@ -97,6 +97,40 @@ def test_two_steps_and_two_more_are_four_however_torch_cuts(case: Case, made_mod
     test_two_steps_and_two_more_are_four(case, made_model, tmp_path)
 
 
+VISION = {"none": Degrees(), "data": Degrees(data=2), "sequence": Degrees(ulysses=2)}
+PIPELINES = [
+    pytest.param(
+        Case(VISION[vision], Degrees(data=data, tensor=tensor), micro, stages=stages, schedule="1f1b"),
+        id=f"{stages}-tensor{tensor}-data{data}-{vision}-{micro}",
+    )
+    for stages, tensor, data, vision, micro in product((2, 4), (1, 2), (1, 2), VISION, (1, 4))
+]
+FEW = [Case(Degrees(ulysses=2), Degrees(tensor=2), 2, stages=2, schedule="1f1b")]
+
+
+def assert_written_alike(folder: Path, other: Path) -> None:
+    """The same names, which is what an export writes, and the same values but for the order of sums."""
+    for kind in ("vision", "text", "vision/optimizer", "text/optimizer"):
+        mine, theirs = read_shards(folder / kind), read_shards(other / kind)
+        assert mine.keys() == theirs.keys()
+        for name, values in theirs.items():
+            torch.testing.assert_close(mine[name], values, rtol=1e-6, atol=1e-12, msg=f"{kind}: {name}")
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_a_pipeline_goes_on_and_writes_what_one_process_does(case: Case, tied_model: str, tmp_path: Path) -> None:
+    """Its embedding is its head, which the first stage writes and both read."""
+    test_two_steps_and_two_more_are_four(case, tied_model, tmp_path)
+    train(tied_model, Case(Degrees(), Degrees(), case.micro_batches), range(4), tmp_path / "one")
+    assert_written_alike(tmp_path / "whole", tmp_path / "one")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", PIPELINES)
+def test_every_pipeline_goes_on_and_writes_what_one_process_does(case: Case, tied_model: str, tmp_path: Path) -> None:
+    test_a_pipeline_goes_on_and_writes_what_one_process_does(case, tied_model, tmp_path)
+
+
 def test_the_state_of_any_layout_is_one_set_of_named_tensors(made_model: str, tmp_path: Path) -> None:
     """ZeRO's flat ranges and tensor slices put together have each parameter's moments in its own shape."""
     train(made_model, CASES[0], range(1), tmp_path)
@@ -114,11 +148,7 @@ def test_what_fsdp_writes_is_what_replicas_write(made_model: str, tmp_path: Path
     layouts = (Case(Degrees(), Degrees(), dtype="float64"), replace(CASES[6], dtype="float64"))
     for case, name in zip(layouts, ("plain", "fsdp"), strict=True):
         train(made_model, case, range(2), tmp_path / name)
-    for folder in ("vision", "text", "vision/optimizer", "text/optimizer"):
-        plain, cut = (read_shards(tmp_path / name / folder) for name in ("plain", "fsdp"))
-        assert plain.keys() == cut.keys()
-        for name, values in plain.items():
-            torch.testing.assert_close(cut[name], values, rtol=1e-6, atol=1e-12, msg=f"{folder}: {name}")
+    assert_written_alike(tmp_path / "fsdp", tmp_path / "plain")
 
 
 def test_another_models_checkpoint_is_refused(made_model: str, few_keys_model: str, tmp_path: Path) -> None:
