@@ -31,7 +31,7 @@ class ByParcel:
     def __getattr__(self, name: str) -> Any:
         if name not in VERBS:
             return getattr(self._worker._trainer, name)
-        return lambda *arguments: (self._worker.call(name, *arguments) or (None,))[1:]
+        return lambda *arguments: (self._worker.call(((name, len(arguments)),), *arguments) or (None,))[1:]
 
 
 class Vision(ByParcel):

@@ -74,6 +74,7 @@ def traffic(model: str, case: Case, samples: list[Sample]) -> Traffic:
         for at, action in enumerate(running.schedule):
             stage = action.node.stage
             running.stages[stage].run(action, at in last, in_flight)
+            running.stages[stage].flush()  # nothing waits for the next action
             direction = "forward" if isinstance(action, Forward) else "backward"
             found[direction][stage] = running.groups[stage].execute_all("sent")
         _, reports = running.update(batch)
