@@ -86,6 +86,9 @@ class GroupSettings:
     shares_gpu: bool = False
 
 
+GIVEN = ...  # in the place of an argument that travels on its own
+
+
 class Worker:
     """The actor. Every method answers with a status first, so that a call without results can be watched too."""
 
@@ -136,13 +139,12 @@ class Worker:
         with named_errors(self._who, "loading the stage"):
             self._trainer = factory(*arguments)
 
-    def call(self, verbs: tuple[tuple[str, int], ...], *arguments: Any) -> Any:
-        """Run verbs of the trainer one behind another, each with so many of the arguments. Answers (status, *results)
-        as far as there are results."""
-        results: list[Any] = []
-        for method, count in verbs:
-            results += self._run(method, arguments[:count])
-            arguments = arguments[count:]
+    def call(self, verbs: tuple[tuple[str, tuple[Any, ...]], ...], *values: Any) -> Any:
+        """Run verbs of the trainer one behind another, each with its arguments; the next of `values` stands wherever
+        one is GIVEN. Answers (status, *results) as far as there are results."""
+        left, results = iter(values), []
+        for method, arguments in verbs:
+            results += self._run(method, tuple(next(left) if value is GIVEN else value for value in arguments))
         return (None, *results) if results else None
 
     def _run(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

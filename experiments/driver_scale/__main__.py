@@ -47,11 +47,15 @@ class EmptyGroup(ActorGroup):
     """A group of empty actors, which counts what passes the driver."""
 
     calls = refs = 0
+    apart = False  # a call for each verb
 
     def _create(self, slot: Any, rank: int, reserved: Any) -> Any:
         return ray.remote(Empty).options(num_cpus=0, max_restarts=0).remote()
 
     def execute_in_turn_async(self, *calls: Call) -> list[list[Any]]:
+        if self.apart and len(calls) > 1:
+            of_calls = [self.execute_in_turn_async(call) for call in calls]
+            return [[ref for refs in of_rank for ref in refs] for of_rank in zip(*of_calls)]
         of_calls = [spread((call.returns,), self.size) for call in calls]
         counts = [sum(count for (count,) in of_rank) for of_rank in zip(*of_calls)]
         given = [value for call in calls for of_rank in spread(call.arguments, self.size) for value in of_rank]
@@ -86,12 +90,15 @@ def measure(ranks: int, rounds: int) -> Iterator[dict[str, Any]]:
     groups = {s.stage: EmptyGroup(s, [None] * ranks, None) for s in settings}
     stages, schedule = make_stages(chain, groups), make_schedule("sequential", chain, MICRO_BATCHES)
     routes = {
+        "dense, apart": lambda: dense(ranks, ranks // TENSOR),
         "dense": lambda: dense(ranks, ranks // TENSOR),
         "sparse": lambda: sparse(chain, rng),
     }
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in routes}
     for _ in range(rounds + 1):
         for kind, make in routes.items():
+            for group in groups.values():
+                group.apart = kind == "dense, apart"
             batch = Batch(ray.put("info"), _work(chain), {"vision": [make() for _ in range(MICRO_BATCHES)]})
             found[kind].append(_step(stages, groups, schedule, batch))
     for group in groups.values():

@@ -18,7 +18,7 @@ from dhp.cluster.environment import ALLOCATOR, OLD_ALLOCATOR
 from dhp.cluster.gpus import Gpu
 from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SMALLEST_BYTES, Inbox, Parcel
 from dhp.cluster.watch import RankRaised
-from dhp.cluster.worker import GroupSettings, Worker
+from dhp.cluster.worker import GIVEN, GroupSettings, Worker
 
 
 class Trainer:
@@ -44,7 +44,7 @@ class Trainer:
 
 def call(worker: Worker, method: str, *arguments: Any) -> Any:
     """One verb."""
-    return worker.call(((method, len(arguments)),), *arguments)
+    return worker.call(((method, (GIVEN,) * len(arguments)),), *arguments)
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def test_what_was_sent_stays_until_the_optimizer_step(worker: Worker) -> None:
 
 def test_verbs_of_one_call_run_in_turn(worker: Worker) -> None:
     _, first = call(worker, "forward_step", 1, 1)
-    verbs = (("backward_step", 2), ("grad_norm_sq", 0), ("forward_step", 2))
-    answered, gradient, norm, *parcels = worker.call(verbs, 0, first, 2, 2)
+    verbs = (("backward_step", (0, GIVEN)), ("grad_norm_sq", ()), ("forward_step", (2, GIVEN)))
+    answered, gradient, norm, *parcels = worker.call(verbs, first, 2)
     assert (answered, gradient, norm, len(parcels)) == (None, 10.0, 2.0, 2)
     assert [float(Inbox().open(parcel).double().mean()) for parcel in parcels] == [20.0, 21.0]
-    assert worker.call((("backward_step", 1), ("backward_step", 1)), 0, 1) is None
+    assert worker.call((("backward_step", (0,)), ("backward_step", (1,)))) is None
 
 
 def test_parcels_are_opened_before_a_verb_sees_them(worker: Worker) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dhp.base.degrees import Degrees
 from dhp.cluster.transport import shared_memory
-from dhp.cluster.worker import GroupSettings, Worker
+from dhp.cluster.worker import GIVEN, GroupSettings, Worker
 from dhp.trainers.settings import StageSettings
 from tests.helpers.batches import mixed_step, step_with_one_window
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare
@@ -31,7 +31,7 @@ class ByParcel:
     def __getattr__(self, name: str) -> Any:
         if name not in VERBS:
             return getattr(self._worker._trainer, name)
-        return lambda *arguments: (self._worker.call(((name, len(arguments)),), *arguments) or (None,))[1:]
+        return lambda *arguments: (self._worker.call(((name, (GIVEN,) * len(arguments)),), *arguments) or (None,))[1:]
 
 
 class Vision(ByParcel):
