@@ -80,6 +80,7 @@ def make_feed(settings: FeedSettings) -> Feed:
     Raises DataError for an annotation file that cannot be read, ModelError for a model without the needed parts.
     """
     family = load_family(settings.model_name)
+    family.processor.load()
     tokenizer = load_tokenizer(settings.model_name)
     _check_vocabulary(settings.model_name, tokenizer, family)
     preprocess = Preprocessor(

@@ -52,7 +52,7 @@ class ActorGroup:
             values = (value for of_ranks in given for value in of_ranks[rank] if isinstance(value, ray.ObjectRef))
             answer = remote.remote(verbs, *values)
             refs.append(list(answer) if count else [answer])
-        self._submit(names, [of_rank[0] for of_rank in refs])
+        self._submit(", then ".join(call.name for call in calls), [of_rank[0] for of_rank in refs])
         return [of_rank[1:] for of_rank in refs]
 
     def execute_all(self, method: str, *arguments: Any, timeout_s: float, returns: int = 1) -> list[Any]:

@@ -1,6 +1,7 @@
 """Rules between keys of several sections, and between degrees and a model's shape, which come as plain numbers."""
 
 from dhp.base.errors import ConfigError
+from dhp.config.parts import parts
 from dhp.config.recompute import read_choices
 from dhp.config.schema import Config, LimitsConfig, PartConfig
 
@@ -12,7 +13,7 @@ def check_schedule(config: Config) -> None:
     Otherwise it loses gradients without a word. Raises ConfigError.
     """
     schedule = config.training.schedule
-    for name, part in (("vision", config.vision), ("text", config.text)):
+    for name, part in parts(config).items():
         if part.zero_stage == 3 and part.zero_engine == "deepspeed" and schedule != "sequential":
             raise ConfigError(
                 f"{name}.zero_stage=3 with {name}.zero_engine=deepspeed and training.schedule={schedule}: with two "
@@ -40,7 +41,7 @@ def check_pipeline_schedule(config: Config) -> None:
 
 def check_trained(config: Config) -> None:
     """Something must be trained. Raises ConfigError."""
-    if not (config.vision.trainable or config.text.trainable):
+    if not any(part.trainable for part in parts(config).values()):
         raise ConfigError(
             "vision.trainable=false with text.trainable=false: nothing would be trained. Set one of them to true, or "
             "vision.train=projector with vision.trainable=true to train the projector alone."
@@ -89,8 +90,8 @@ def check_tied(text: PartConfig) -> None:
 
 def check_budget(config: Config) -> None:
     """A plan is made for a number of bytes. Raises ConfigError where a part is to have one and there is no number."""
-    for name, recompute in (("vision", config.vision.recompute), ("text", config.text.recompute)):
-        if recompute == "auto" and config.memory.budget_gib is None:
+    for name, part in parts(config).items():
+        if part.recompute == "auto" and config.memory.budget_gib is None:
             raise ConfigError(
                 f"{name}.recompute=auto without memory.budget_gib: how much may be kept? Set memory.budget_gib to what "
                 "activations may take on one device, GiB: its memory less what a dry run (training.dry_run=true) "

@@ -5,6 +5,7 @@ import os
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dhp.base.errors import ConfigError
 from dhp.config.checks import (
@@ -15,6 +16,7 @@ from dhp.config.checks import (
     check_trained,
 )
 from dhp.config.degrees import resolve_part
+from dhp.config.parts import parts
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
 from dhp.config.resolved import resolved
 from dhp.config.schema import Config
@@ -32,11 +34,10 @@ def resolve(config: Config) -> Config:
     check_memory(config.memory)
     check_cluster(config.cluster)
     model_name = _shared_model_name(config)
-    resolved = replace(
-        deepcopy(config),
-        vision=replace(resolve_part("vision", config.vision), model_name=model_name),
-        text=replace(resolve_part("text", config.text), model_name=model_name),
-    )
+    sections: dict[str, Any] = {
+        n: replace(resolve_part(n, part), model_name=model_name) for n, part in parts(config).items()
+    }
+    resolved = replace(deepcopy(config), **sections)
     check_schedule(resolved)
     check_pipeline_schedule(resolved)
     check_trained(resolved)

@@ -12,11 +12,12 @@ import yaml
 
 from dhp.base.errors import ConfigError
 from dhp.config.mixing import split_share
+from dhp.config.parts import parts
 from dhp.config.schema import Config
 
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
 _RECORD = (*_MARKS, "trace.json", "tb")
-_RANK_LOG = re.compile(r"(vision|text|data)(-\w+)*\.log")
+_RANK_LOG = re.compile(r"(vision|text|data)(\.\d+)?(-\w+)*\.log")
 _CHECKPOINT = re.compile(r"step_\d+(\.partial)?")
 _SECTIONS = {"run_dir", "vision", "text", "training", "data", "cluster"}  # config.yaml of a run has all of them
 
@@ -121,8 +122,7 @@ def _refuse_to_remove_what_is_read(config: Config) -> None:
 
 def _read_paths(config: Config) -> Iterator[tuple[str, str]]:
     """What the run needs, by key; hub ids and words such as auto are no paths that exist."""
-    yield "vision.model_name", config.vision.model_name
-    yield "text.model_name", config.text.model_name
+    yield from ((f"{name}.model_name", part.model_name) for name, part in parts(config).items())
     yield "training.resume", config.training.resume
     own = Path(config.run_dir) / "checkpoints"
     if config.training.checkpoint_dir and Path(config.training.checkpoint_dir).absolute() != own.absolute():

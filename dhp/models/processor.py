@@ -30,6 +30,9 @@ class Processor(ABC):
         self.config = config
         self.image_token_id = config.image_token_id
 
+    def load(self) -> None:
+        """Import what samples need, so that a broken installation shows before a run begins."""
+
     @abstractmethod
     def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
         """What the image processor gave for one image, as rows [patches, values], float32, and its grid."""

@@ -29,6 +29,10 @@ class QwenProcessor(Processor):
         self.video_token_id, self.frames_per_patch = config.video_token_id, vision.temporal_patch_size
         self.patch_dim, self.merge_unit = patch_values(vision), vision.spatial_merge_size**2
 
+    def load(self) -> None:
+        """See `Processor`."""
+        self.model()
+
     @abstractmethod
     def model(self) -> type[PreTrainedModel]:
         """Whose positions they are. Imported here: modeling code takes a second, and a driver runs no model."""

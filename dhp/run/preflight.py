@@ -92,6 +92,7 @@ def _check_model(config: Config) -> None:
     for name, part in parts(config).items():
         family.parts[name].check(part)
         check_layers(f"{name}.recompute", resolved(part.recompute), len(family.parts[name].layers.kinds))
+    for name, part in parts(config).items():
         _check_plan(name, part, source, family)
     _check_stages(config, family, source)
 

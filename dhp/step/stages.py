@@ -90,9 +90,10 @@ class InFlight:
 class Stage:
     """One stage's group of actors, with typed calls of its trainer's verbs.
 
-    An action that hands nothing over waits for the stage's next one. Where that needs nothing from other stages, both
-    go in one call: nobody waits longer for anything, and a call is what a step costs the driver and each actor. So an
-    encoder goes back and then forward in one call, and the last stage of a pipeline forward and back.
+    A forward that hands nothing over waits for the stage's next action. Where that is a backward that needs nothing
+    from other stages, both go in one call: nobody waits longer for anything, and a call is what a step costs the driver
+    and each actor. So the last stage of a pipeline goes forward and back in one call. A forward never joins what is
+    before it: a call begins when all that it needs has come, and a forward's own data come while the stage works.
     """
 
     def __init__(self, spec: StageSpec, chain: Chain, group: Group):
@@ -121,7 +122,11 @@ class Stage:
         sent = self._pairs(self._outputs[node], m, in_flight.batch, sends=True)
         work = per_rank(ref for ref in in_flight.batch.work[self.spec.part][m] for _ in range(self._tensor))
         call = Call(StageTrainer.forward_step, (m, node.chunk, work, incoming), self._counts(sent))
-        self._submit(call, bool(self._inputs[node]), sent if self._outputs[node] else None, m, in_flight.forward)
+        self.flush()
+        if not self._outputs[node]:
+            self._waiting = [call]
+            return
+        self._file(self.group.execute_in_turn_async(call), sent, m, in_flight.forward)
 
     def _run_backward(self, node: Node, m: int, last: bool, in_flight: InFlight) -> None:
         outputs = [edge for edge in self._outputs[node] if edge.gradients]
@@ -129,23 +134,16 @@ class Stage:
         incoming = self._given(outputs, m, in_flight.batch, in_flight.backward, receives=False)
         sent = self._pairs(inputs, m, in_flight.batch, sends=False)
         call = Call(StageTrainer.backward_step, (m, node.chunk, last, incoming), self._counts(sent))
-        self._submit(call, bool(outputs), sent if inputs else None, m, in_flight.backward)
+        if outputs:
+            self.flush()
+        waiting, self._waiting = self._waiting, []
+        self._file(self.group.execute_in_turn_async(*waiting, call), sent, m, in_flight.backward)
 
     def flush(self) -> None:
         """Submit what waits for a next action."""
         if self._waiting:
             self.group.execute_in_turn_async(*self._waiting)
             self._waiting = []
-
-    def _submit(self, call: Call, receives: bool, sent: Pairs | None, m: int, into: Sent) -> None:
-        """receives: it needs what other stages send. sent: what it hands over, by shard; None: nothing to anyone."""
-        if receives:
-            self.flush()
-        self._waiting.append(call)
-        if sent is not None:
-            answers = self.group.execute_in_turn_async(*self._waiting)
-            self._waiting = []
-            self._file(answers, sent, m, into)
 
     def tied_gradient(self, info: Ref) -> list[Ref]:
         """Each rank's share of the gradient of a weight that another stage holds too."""

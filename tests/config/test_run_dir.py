@@ -42,7 +42,7 @@ def test_overwriting_removes_what_a_run_left_and_nothing_else(tmp_path):
     for name in ("tb", "logs", "mine", *(f"checkpoints/{name}" for name in ("step_2", "step_4.partial", "pretrained"))):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").write_text("")
-    for name in ("vision-0.log", "text-12.log", "data.log", "data-1.log", "slurm-1.log"):
+    for name in ("vision-0.log", "text-12.log", "text.1-0.log", "data.log", "data-1.log", "slurm-1.log"):
         (tmp_path / "logs" / name).write_text("")
     config = Config(run_dir=str(tmp_path), overwrite=True)
     config.training.checkpoint_dir = str(tmp_path / "checkpoints")

@@ -58,7 +58,7 @@ class ParquetRows:
 
 
 def _group_sizes(path: Path) -> list[int]:
-    """RawSamples of each row group."""
+    """Rows of each row group."""
     parquet = _pyarrow()
     try:
         about = parquet.ParquetFile(path).metadata

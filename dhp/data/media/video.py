@@ -31,8 +31,8 @@ class Taking:
     group: so many frames are one step in time. The number of frames is a multiple of it; a video of fewer frames is
     filled up with its last one.
 
-    both_ends: as Qwen3-VL's processor does, take frames from the very first to the very last, their number a multiple
-    of nothing, and fill up the last group.
+    both_ends: as Qwen3-VL's processor does, take frames from the very first to the very last, any number of
+    them; the last group is then filled up.
     """
 
     fps: float
