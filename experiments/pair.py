@@ -13,10 +13,10 @@ import torch.distributed as dist
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.base.stages import Chain, Edge, Node, StageSpec
-from dhp.cluster.dispatch import Call, PerRank, spread
+from dhp.cluster.dispatch import PerRank, spread
 from dhp.config.recompute import read_choices
 from dhp.models.family import Family
-from dhp.step.stages import Batch
+from dhp.step.stages import Batch, Group
 from dhp.trainers.settings import ALL, NOTHING, OptimizerSettings, StageSettings
 
 VISION, TEXT = "vision", "text"
@@ -74,7 +74,7 @@ def as_batch(data: StepData, put: Callable[[Any], Any] = lambda value: value) ->
     return Batch(put(data.info), work, data.routes)
 
 
-class Here:
+class Here(Group):
     """A stage of one rank in this process, where nothing else takes time."""
 
     size = 1
@@ -90,15 +90,6 @@ class Here:
         result = getattr(self._trainer, method)(*spread(arguments, 1)[0])
         (count,) = spread((returns,), 1)[0]
         return [[] if count == 0 else list(result) if isinstance(result, tuple) else [result]]
-
-    def execute_in_turn_async(self, *calls: Call) -> list[list[Any]]:
-        """As `dhp.step.stages.Group`, with values for refs."""
-        found: list[list[Any]] = [[] for _ in range(self.size)]
-        for call in calls:
-            answers = self.execute_all_async(call.method, *call.arguments, returns=call.returns)
-            for results, more in zip(found, answers, strict=True):
-                results += more
-        return found
 
 
 @contextmanager

@@ -17,9 +17,10 @@ from dhp.checkpoint.folder import (
     read_about,
     step_of,
 )
+from dhp.config.parts import PARTS
 
 AUTO, NEVER = "auto", "never"
-LAYOUT = ("vision.", "text.")  # beginnings of the settings that say how a part is split
+LAYOUT = tuple(f"{part}." for part in PARTS)  # beginnings of the settings that say how a part is split
 
 
 @dataclass(frozen=True)

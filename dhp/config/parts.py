@@ -17,6 +17,9 @@ def parts(config: Config) -> dict[str, PartConfig]:
     return {name: section for name, section in found.items() if name != DECODER} | {DECODER: found[DECODER]}
 
 
+PARTS = tuple(parts(Config()))  # names of all that a configuration can have
+
+
 def encoders(config: Config) -> dict[str, PartConfig]:
     """The parts before the decoder, by name."""
     return {name: section for name, section in parts(config).items() if name != DECODER}

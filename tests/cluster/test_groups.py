@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from dhp.base.errors import DataError, ModelError, PartFailed
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dataset_actor import DatasetActor
-from dhp.cluster.dispatch import per_rank
+from dhp.cluster.dispatch import Call, per_rank
 from dhp.cluster.placement.reservation import plan_placement, reserve
 from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
@@ -108,6 +108,17 @@ def test_results_come_as_one_ref_each(group: ActorGroup) -> None:
     refs = group.execute_all_async("spread", per_rank([2, 0]), returns=per_rank([2, 0]))
     assert [ray.get(of_rank) for of_rank in refs] == [[0, 1], []]
     wait_all(group.take_watched(), WAIT_S)
+
+
+def test_verbs_go_in_one_call_in_turn(group: ActorGroup) -> None:
+    """Arguments that are refs stand where they were among plain ones; only one call is watched."""
+    import ray
+
+    own = per_rank([1, 2])
+    calls = Call("nothing", (), 0), Call("several", (ray.put(3), 2), 2), Call("spread", (own,), own)
+    refs = group.execute_in_turn_async(*calls)
+    assert [ray.get(of_rank) for of_rank in refs] == [[30, 31, 0], [30, 31, 0, 1]]
+    assert [w.what for w in group.take_watched()] == ["nothing, then several, then spread"] * 2
 
 
 def test_calls_are_named_alike_in_every_step(group: ActorGroup, monkeypatch: pytest.MonkeyPatch) -> None:

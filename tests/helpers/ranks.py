@@ -14,7 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from dhp.cluster.dispatch import Call, PerRank, spread
+from dhp.cluster.dispatch import PerRank, spread
+from dhp.step.stages import Group
 
 WARM = "tests.helpers.warm"
 TIMEOUT_S = 240
@@ -29,7 +30,7 @@ def context() -> Any:
     return server
 
 
-class LocalGroup:
+class LocalGroup(Group):
     """`size` processes with one trainer each; calls run on all of them at once and return values."""
 
     def __init__(self, factory: Callable[..., Any], size: int, *arguments: Any):
@@ -59,15 +60,6 @@ class LocalGroup:
             [] if count == 0 else [result] if count == 1 and not isinstance(result, tuple) else list(result)
             for result, (count,) in zip(self._gather(), counts, strict=True)
         ]
-
-    def execute_in_turn_async(self, *calls: Call) -> list[list[Any]]:
-        """As `dhp.step.stages.Group`, with values for refs."""
-        found: list[list[Any]] = [[] for _ in range(self.size)]
-        for call in calls:
-            answers = self.execute_all_async(call.method, *call.arguments, returns=call.returns)
-            for results, more in zip(found, answers, strict=True):
-                results += more
-        return found
 
     def execute_all(self, method: str, *arguments: Any) -> list[Any]:
         """The result of each rank, in rank order."""

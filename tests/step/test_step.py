@@ -12,7 +12,7 @@ from dhp.base.stages import Chain
 from dhp.cluster.dispatch import Call as Verb
 from dhp.cluster.dispatch import PerRank, spread
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Batch, make_stages
+from dhp.step.stages import Batch, Group, make_stages
 from dhp.step.step import StepRefs, train_step
 from tests.helpers.chains import make_chain
 
@@ -28,7 +28,7 @@ class Call:
     returns: int
 
 
-class FakeGroup:
+class FakeGroup(Group):
     """Stands in for an actor group: writes down what each rank gets, answers with names for refs."""
 
     def __init__(self, stage: str, size: int, log: list[Call]):
@@ -49,11 +49,7 @@ class FakeGroup:
         """The calls of one actor call have its number."""
         short = {"forward_step": "F", "backward_step": "B"}
         self.turns.append(" ".join(f"{short.get(c.name, c.name)}{c.arguments[0]}" for c in calls))
-        found: list[list[str]] = [[] for _ in range(self.size)]
-        for call in calls:
-            for refs, more in zip(found, self.execute_all_async(call.method, *call.arguments, returns=call.returns)):
-                refs += more
-        return found
+        return super().execute_in_turn_async(*calls)
 
 
 @dataclass(frozen=True)
