@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers import forks
+
 
 @pytest.fixture(scope="package")
 def local_ray() -> Iterator[None]:
     from dhp.cluster.runtime import LOCAL, ray_session
 
-    with ray_session(LOCAL, cpus=4, gpus=2):
+    with forks.of_rays_here(), ray_session(LOCAL, cpus=4, gpus=2):
         yield

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from tests.helpers import forks
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240  # against hangs; nothing here should take a quarter of it
 MARK = "DHP_TEST_RUN"
@@ -36,12 +38,16 @@ class Outcome:
 
 
 def train(*arguments: str, meanwhile: Callable[[subprocess.Popen[str]], None] | None = None) -> Outcome:
-    """`python -m dhp.train_ray` with the arguments; `meanwhile` is called with the started process."""
+    """`python -m dhp.train_ray` with the arguments; `meanwhile` is called with the started process.
+
+    Its processes are forks of one with the imports done, but with `meanwhile`, which may look for them, real ones.
+    """
     mark = uuid4().hex
+    start = forks.environment() if meanwhile is None else {}
     process = subprocess.Popen(
         [sys.executable, "-m", "dhp.train_ray", *arguments],
         cwd=ROOT,
-        env={**os.environ, MARK: mark},
+        env={**os.environ, **start, MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

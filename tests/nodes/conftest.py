@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers import forks
+
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
 
 
@@ -18,9 +20,10 @@ def two_nodes() -> Iterator[str]:
     token._enable_token_auth()
     token.ensure_token_if_auth_enabled()
     size = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"node_ip_address": ADDRESSES[0], **size})
-    try:
-        cluster.add_node(node_ip_address=ADDRESSES[1], **size)
-        yield cluster.address
-    finally:
-        cluster.shutdown()
+    with forks.of_rays_here():
+        cluster = Cluster(initialize_head=True, head_node_args={"node_ip_address": ADDRESSES[0], **size})
+        try:
+            cluster.add_node(node_ip_address=ADDRESSES[1], **size)
+            yield cluster.address
+        finally:
+            cluster.shutdown()
