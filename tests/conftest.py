@@ -119,6 +119,6 @@ def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def first_run(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """The embedded default through the real entry: the directory of the run and how it ended."""
+    """The embedded default as a user starts it: the directory of the run and how it ended."""
     run_dir = tmp_path_factory.mktemp("run") / "first"
-    return run_dir, train(*tiny(tiny_assets, run_dir, *FIRST))
+    return run_dir, train(*tiny(tiny_assets, run_dir, *FIRST), real=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dhp.base.interrupts import end, interruptible, was_interrupted
-from tests.helpers.runs import LIMIT_S, ROOT, mark_of, marked_processes, tiny, train
+from tests.helpers.runs import LIMIT_S, ROOT, processes_of, tiny, train
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
@@ -91,7 +91,7 @@ def test_imports_are_interrupted_in_one_line(tiny_assets: Path, tmp_path: Path, 
         wait_for(lambda: b"libtorch" in Path(f"/proc/{process.pid}/maps").read_bytes())
         process.send_signal(number)
 
-    outcome = train(*tiny(tiny_assets, tmp_path / "run"), meanwhile=interrupt)
+    outcome = train(*tiny(tiny_assets, tmp_path / "run"), meanwhile=interrupt, real=True)
     assert (outcome.status, outcome.stderr) == (130, f"interrupted ({number.name})\n")
     assert not (tmp_path / "run").exists() and outcome.left == ()
 
@@ -101,8 +101,7 @@ def test_the_start_of_ray_is_interrupted(tiny_assets: Path, tmp_path: Path, prog
     run_dir = tmp_path / "run"
 
     def interrupt(process: subprocess.Popen[str]) -> None:
-        mark = mark_of(process)
-        wait_for(lambda: any(program in command.split()[0] for command in marked_processes(mark).values()))
+        wait_for(lambda: any(program in command.split()[0] for command in processes_of(process).values()))
         process.send_signal(signal.SIGTERM)
 
     outcome = train(*tiny(tiny_assets, run_dir), meanwhile=interrupt)

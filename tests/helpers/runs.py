@@ -13,10 +13,10 @@ from pathlib import Path
 from uuid import uuid4
 
 from tests.helpers import forks
+from tests.helpers.marks import MARK, mark_of, marked_processes
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240  # against hangs; nothing here should take a quarter of it
-MARK = "DHP_TEST_RUN"
 ONE_ACTOR_EACH = (  # for runs in which nothing depends on how many there are: each takes seconds to start
     *("vision.parallelism=none", "vision.num_actors=1", "vision.zero_stage=0"),
     *("text.parallelism=none", "text.num_actors=1"),
@@ -37,13 +37,15 @@ class Outcome:
     left: tuple[str, ...]  # command lines of its processes that were still there some seconds after its end
 
 
-def train(*arguments: str, meanwhile: Callable[[subprocess.Popen[str]], None] | None = None) -> Outcome:
+def train(
+    *arguments: str, meanwhile: Callable[[subprocess.Popen[str]], None] | None = None, real: bool = False
+) -> Outcome:
     """`python -m dhp.train_ray` with the arguments; `meanwhile` is called with the started process.
 
-    Its processes are forks of one with the imports done, but with `meanwhile`, which may look for them, real ones.
+    Its processes are forks of one with the imports done; with `real` they are started as a user's are.
     """
     mark = uuid4().hex
-    start = forks.environment() if meanwhile is None else {}
+    start = {} if real else forks.environment()
     process = subprocess.Popen(
         [sys.executable, "-m", "dhp.train_ray", *arguments],
         cwd=ROOT,
@@ -75,29 +77,14 @@ def _heed_interrupts() -> None:
 def _left(mark: str) -> tuple[str, ...]:
     """Ray's processes take a moment to end after their driver."""
     deadline = time.monotonic() + 20
-    while (found := marked_processes(mark)) and time.monotonic() < deadline:
+    while (found := marked_processes(mark, forks.folder())) and time.monotonic() < deadline:
         time.sleep(0.5)
     return tuple(found.values())
 
 
-def marked_processes(mark: str) -> dict[int, str]:
-    """Running processes that inherited the mark: command line by process id."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue  # it ended while we looked
-    return {pid: command for pid, command in found.items() if command}
-
-
-def mark_of(process: subprocess.Popen[str]) -> str:
-    """The mark that a process started by `train` carries."""
-    environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-    return next(e.decode().partition("=")[2] for e in environment if e.startswith(MARK.encode()))
+def processes_of(process: subprocess.Popen[str]) -> dict[int, str]:
+    """Running processes of a run that `train` started, by its mark: command line by process id."""
+    return marked_processes(mark_of(process), forks.folder())
 
 
 def wait_for_steps(run_dir: Path, steps: int) -> None:

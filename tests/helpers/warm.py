@@ -10,6 +10,12 @@ import gc
 import torch.utils.cpp_extension  # noqa: F401
 import transformers.generation.utils  # noqa: F401
 import transformers.models.auto.processing_auto  # noqa: F401
+import transformers.models.clip.modeling_clip
+import transformers.models.llama.modeling_llama
+import transformers.models.llava.modeling_llava
+import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+import transformers.models.qwen3_vl.modeling_qwen3_vl
+import transformers.optimization  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import dhp.batching.loader

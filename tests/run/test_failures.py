@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.helpers.runs import ONE_ACTOR_EACH, mark_of, marked_processes, tiny, train, wait_for_steps
+from tests.helpers.runs import ONE_ACTOR_EACH, processes_of, tiny, train, wait_for_steps
 
 FOUR = ["training.batch_size=4", "training.micro_batch_size=2", "training.max_steps=2", "data.shuffle=false"]
 
@@ -61,7 +61,7 @@ def test_a_broken_image_ends_the_run_by_name(tiny_assets: Path, broken_set: Path
 def kill_a_rank(run_dir: Path, process: subprocess.Popen[str]) -> None:
     """SIGKILL to one of the run's worker processes, once it trains."""
     wait_for_steps(run_dir, 1)
-    workers = [pid for pid, command in marked_processes(mark_of(process)).items() if "ray::Worker" in command]
+    workers = [pid for pid, command in processes_of(process).items() if "ray::Worker" in command]
     os.kill(workers[0], signal.SIGKILL)
 
 

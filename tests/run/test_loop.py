@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from dhp.__main__ import main as dhp
-from tests.helpers.runs import mark_of, marked_processes, tiny, train, wait_for_steps
+from tests.helpers.runs import processes_of, tiny, train, wait_for_steps
 from tests.helpers.sockets import LOOPBACK, listening_addresses
 
 ONE_ACTOR_EACH = [
@@ -92,7 +92,7 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_weights_are_lost(tiny
 def stop_a_rank(run_dir: Path, process: subprocess.Popen[str], listening: set[str]) -> None:
     """Note where the run listens once it trains, then freeze its last text rank."""
     wait_for_steps(run_dir, 1)
-    pids = marked_processes(mark_of(process))
+    pids = processes_of(process)
     listening |= listening_addresses(pids)
     log = os.fspath(run_dir / "logs" / "text-1.log")
     (frozen,) = [pid for pid in pids if os.readlink(f"/proc/{pid}/fd/1") == log]

@@ -1,14 +1,12 @@
 """Drivers and Ray workers of tests as forks of one process with the imports done, which are most of a short run.
 
-What a process computes does not depend on whether it imports its modules or finds them imported. Runs whose processes
-are looked at, killed or interrupted are started as users start them.
+What a process computes does not depend on whether it imports its modules or finds them imported.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import subprocess
 import sys
@@ -21,15 +19,30 @@ import pytest
 
 _START = Path(__file__).parent / "start"
 _ROOT = Path(__file__).parents[3]
+_ADDRESS = "server"
 _LIMIT_S = 120
 
 
-@functools.cache
+_SERVER: list[Path] = []  # its folder, once there is one
+
+
 def environment() -> dict[str, str]:
     """What the environment of a run or of a Ray must say for its processes to be forks. The first call starts the
     server."""
+    if not _SERVER:
+        _SERVER.append(_start())
+    path = os.pathsep.join(filter(None, [os.fspath(_START), os.environ.get("PYTHONPATH")]))
+    return {"DHP_TEST_FORKS": os.fspath(_SERVER[0] / _ADDRESS), "PYTHONPATH": path}
+
+
+def folder() -> Path | None:
+    """Where the server keeps a file for each fork; None: there is no server."""
+    return _SERVER[0] if _SERVER else None
+
+
+def _start() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="forks")
-    address = Path(folder.name) / "server"
+    address = Path(folder.name) / _ADDRESS
     server = subprocess.Popen([sys.executable, "-m", f"{__name__}.server", address], cwd=_ROOT, stdin=subprocess.PIPE)
     atexit.register(lambda: (server.communicate(), folder.cleanup()))
     deadline = time.monotonic() + _LIMIT_S
@@ -37,8 +50,7 @@ def environment() -> dict[str, str]:
         if server.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the fork server did not start within {_LIMIT_S} s (status {server.poll()})")
         time.sleep(0.05)
-    path = os.pathsep.join(filter(None, [os.fspath(_START), os.environ.get("PYTHONPATH")]))
-    return {"DHP_TEST_FORKS": os.fspath(address), "PYTHONPATH": path}
+    return Path(folder.name)
 
 
 @contextlib.contextmanager

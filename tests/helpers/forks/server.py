@@ -1,9 +1,10 @@
-"""A process that has the imports of a run done, and whose forks are drivers and Ray forks.
+"""A process that has the imports of a run done, and whose forks are drivers and Ray workers.
 
 `python -m tests.helpers.forks.server ADDRESS` listens on a Unix socket and ends with its standard input. Whoever
-connects sends the arguments, environment, folder and standard streams with which Python was started, and is told the
-status with which the fork ended. A fork ends with the line to whom it stands for. Ray itself is imported in the
-fork: its C++ half reads the environment when it is loaded.
+connects sends how Python was started and its standard streams, and is told the status with which the fork ended. Each
+byte that it sends later is a signal to the fork, and the end of the line is SIGKILL. Beside the socket, a file
+MARK-PID stands for each fork whose environment has a mark (tests/helpers/runs.py): /proc shows the server's environment
+for all of them. Ray itself is imported in the fork, as its C++ half reads the environment when it is loaded.
 """
 
 from __future__ import annotations
@@ -18,69 +19,121 @@ import socket
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 import tests.helpers.warm  # noqa: F401
+from tests.helpers.forks.start.sitecustomize import HANDED_ON
+from tests.helpers.marks import MARK
 
 
-def serve(address: str) -> None:
-    """Fork for each connection until standard input ends."""
-    assert threading.active_count() == 1, "a fork has only the thread that forked"
-    waits = selectors.DefaultSelector()
-    ended, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    forks: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(address)
-        server.listen(64)
-        for file in (0, server, ended):
-            waits.register(file, selectors.EVENT_READ)
+class Server:
+    """Forks, each with the line to whoever waits for it."""
+
+    def __init__(self, address: Path) -> None:
+        assert threading.active_count() == 1, "a fork has only the thread that forked"
+        self._folder = address.parent
+        self._lines: dict[int, socket.socket] = {}
+        self._files: dict[int, Path] = {}
+        self._ended, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        signal.set_wakeup_fd(self._wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(os.fspath(address))
+        self._server.listen(64)
+        self._waits = selectors.DefaultSelector()
+        for file in (0, self._server, self._ended):
+            self._waits.register(file, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Fork for each connection until standard input ends."""
         while True:
-            for key, _ in waits.select():
+            for key, _ in self._waits.select():
                 if key.fileobj == 0:
-                    return _end(forks)
-                if key.fileobj is server:
-                    line, _ = server.accept()
-                    forks[_fork(line, [server.fileno(), ended, wake, waits.fileno()], forks)] = line
-                    waits.register(line, selectors.EVENT_READ)
-                elif key.fileobj == ended:
-                    os.read(ended, 4096)
-                    _bury(forks, waits)
-                else:  # the place-holder was killed: so is the fork, which `_bury` will see
-                    os.kill(next(pid for pid, line in forks.items() if line is key.fileobj), signal.SIGKILL)
+                    return self._kill_all()
+                if key.fileobj is self._server:
+                    self._fork(self._server.accept()[0])
+                elif key.fileobj == self._ended:
+                    os.read(self._ended, 4096)
+                    self._bury()
+                else:
+                    self._hand_on(key.fileobj)
 
-
-def _fork(line: socket.socket, ours: list[int], forks: dict[int, socket.socket]) -> int:
-    """The process id of a new fork. `ours` are files of the server alone."""
-    _, rights, _, _ = line.recvmsg(1, socket.CMSG_SPACE(3 * array.array("i").itemsize))
-    streams = array.array("i", rights[0][2])
-    with line.makefile("rb") as file:
-        about = json.loads(file.readline())
-    pid = os.fork()
-    if pid == 0:
-        for number in (*ours, line.fileno(), *(other.fileno() for other in forks.values())):
+    def _fork(self, line: socket.socket) -> None:
+        _, rights, _, _ = line.recvmsg(1, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+        streams = array.array("i", rights[0][2])
+        with line.makefile("rb") as file:
+            start = json.loads(file.readline())
+        pid = os.fork()
+        if pid == 0:
+            line.close()
+            self._close()
+            _work(start, streams)
+        for number in streams:
             os.close(number)
-        _work(about, streams)
-    for number in streams:
-        os.close(number)
-    return pid
+        self._lines[pid] = line
+        self._waits.register(line, selectors.EVENT_READ)
+        if MARK in start["environment"]:
+            self._files[pid] = self._folder / f"{start['environment'][MARK]}-{pid}"
+            self._files[pid].touch()
+
+    def _close(self) -> None:
+        """Give up what is the server's, in a fork."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._waits.close()
+        for file in (self._server, *self._lines.values()):
+            file.close()
+        os.close(self._ended)
+        os.close(self._wake)
+
+    def _bury(self) -> None:
+        """Tell of the forks that have ended."""
+        while self._lines:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self._files.pop(pid, self._folder / "none").unlink(missing_ok=True)
+            with self._lines.pop(pid) as line:
+                self._waits.unregister(line)
+                try:
+                    line.sendall(bytes([os.waitstatus_to_exitcode(status) & 255]))
+                except OSError:
+                    pass  # whoever waited was killed
+
+    def _hand_on(self, line: Any) -> None:
+        """Signals from whoever waits; a fork that was killed is buried when it has ended."""
+        pid = next(pid for pid, other in self._lines.items() if other is line)
+        try:
+            numbers = line.recv(64)
+        except ConnectionResetError:
+            numbers = b""
+        for number in numbers or [signal.SIGKILL]:
+            os.kill(pid, number)
+
+    def _kill_all(self) -> None:
+        for pid in self._lines:
+            os.kill(pid, signal.SIGKILL)
 
 
-def _work(about: dict[str, Any], streams: array.array[int]) -> None:
+def _work(start: dict[str, Any], streams: array.array[int]) -> None:
     """What Python was started for; never returns."""
     status = 1
     try:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # The server's own know what its files were: those of a log can be sought in, those of a pipe cannot.
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", buffering=1, closefd=False)
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        for number in HANDED_ON:
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if number in start["ignored"] else usual)
         os.environ.clear()
-        os.environ.update(about["environment"])
-        os.chdir(about["folder"])
-        _run(about["words"])
+        os.environ.update(start["environment"])
+        os.chdir(start["folder"])
+        _run(start["words"])
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -104,25 +157,5 @@ def _run(words: list[str]) -> None:
         runpy.run_path(words[at], run_name="__main__")
 
 
-def _bury(forks: dict[int, socket.socket], waits: selectors.BaseSelector) -> None:
-    """Tell of the forks that have ended."""
-    while forks:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        line = forks.pop(pid)
-        waits.unregister(line)
-        with line:
-            try:
-                line.sendall(bytes([os.waitstatus_to_exitcode(status) & 255]))
-            except OSError:
-                pass  # who waited was killed meanwhile
-
-
-def _end(forks: dict[int, socket.socket]) -> None:
-    for pid in forks:
-        os.kill(pid, signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    Server(Path(sys.argv[1])).serve()

@@ -1,8 +1,12 @@
-"""Python imports this as it starts where this folder is on PYTHONPATH. A driver or a Ray worker hands its arguments,
-environment and standard streams to the server of tests/helpers/forks, and waits: a fork of the server does the work."""
+"""Python imports this as it starts where this folder is on PYTHONPATH. A driver or a Ray worker tells the server of
+tests/helpers/forks how it was started: a fork of the server does the work. This process waits for its end, hands on
+what interrupts it, and is not survived by it."""
 
 import os
+import signal
 import sys
+
+HANDED_ON = (signal.SIGINT, signal.SIGTERM)
 
 
 def _hand_over(address: str) -> None:
@@ -10,11 +14,15 @@ def _hand_over(address: str) -> None:
     import json
     import socket
 
-    about = {"words": sys.orig_argv, "environment": dict(os.environ), "folder": os.getcwd()}
+    ignored = [int(number) for number in HANDED_ON if signal.getsignal(number) is signal.SIG_IGN]
+    start = {"words": sys.orig_argv, "environment": dict(os.environ), "folder": os.getcwd(), "ignored": ignored}
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(address)
         line.sendmsg([b"\n"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
-        line.sendall(json.dumps(about).encode() + b"\n")
+        line.sendall(json.dumps(start).encode() + b"\n")
+        for number in HANDED_ON:
+            if number not in ignored:
+                signal.signal(number, lambda number, _: line.sendall(bytes([number])))
         status = line.recv(1)  # when the fork has ended
     os._exit(status[0] if status else 1)
 
