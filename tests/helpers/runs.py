@@ -42,7 +42,8 @@ def train(
 ) -> Outcome:
     """`python -m dhp.train_ray` with the arguments; `meanwhile` is called with the started process.
 
-    Its processes are forks of one with the imports done; with `real` they are started as a user's are.
+    Its processes are forks of one with the imports done. With `real` they are started as a user's are, and Ray itself
+    can kill one that has stopped.
     """
     mark = uuid4().hex
     start = {} if real else forks.environment()

@@ -105,7 +105,7 @@ def test_a_frozen_rank_ends_the_run_and_nothing_ever_listened_beyond_this_host(
 ) -> None:
     run_dir, listening = tmp_path / "run", set()
     arguments = tiny(tiny_assets, run_dir, "training.max_steps=1000", "cluster.step_timeout_s=8")
-    outcome = train(*arguments, meanwhile=lambda process: stop_a_rank(run_dir, process, listening))
+    outcome = train(*arguments, meanwhile=lambda process: stop_a_rank(run_dir, process, listening), real=True)
     assert outcome.status == 1
     assert "PartFailed: no call finished for 8 s. Unfinished: " in outcome.stderr
     for rank in ("text rank 0", "text rank 1"):
