@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -16,8 +17,8 @@ install: $(VENV)/.installed  ## make .venv and install requirements.txt, once
 train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=runs/mine' overrides its configuration
 	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
 
-test: install  ## run the tests; ARGS='tests/config -x' chooses some
-	@$(VENV)/bin/python -m pytest -q $(ARGS)
+test: install  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
+	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.lint-installed  ## check format, style and types: ruff, and mypy in strict mode over the rooms that plan
 	@$(VENV)/bin/ruff check $(ARGS)

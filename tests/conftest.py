@@ -32,11 +32,23 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End with pytest's own status. Ray's libraries leave threads in a process that was a driver, and one of them once
     ended it with a segmentation fault on its way out, after all tests had passed."""
-    if _STATUS in config.stash and "ray" in sys.modules:
+    if _STATUS in config.stash and "ray" in sys.modules and not hasattr(config, "workerinput"):
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(config.stash[_STATUS])
+
+
+_ONE_RAY = ("tests/cluster/", "tests/nodes/")  # their tests share one
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers (`pytest -n 2 --dist loadgroup`), tests that share what is made once a file, or one Ray, go
+    to the same worker."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        group = next((folder for folder in _ONE_RAY if file.startswith(folder)), file)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session", autouse=True)
