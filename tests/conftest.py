@@ -42,6 +42,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 _ONE_RAY = ("tests/cluster/", "tests/nodes/")  # their tests share one
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers (`pytest -n 2 --dist loadgroup`), tests that share what is made once a file, or one Ray, go
     to the same worker."""

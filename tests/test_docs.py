@@ -19,7 +19,7 @@ DISTRIBUTIONS = {
     "PIL": "pillow", "hydra": "hydra-core", "huggingface_hub": "huggingface-hub", "yaml": "pyyaml", "jinja2": "jinja2",
 }  # fmt: skip
 # Required although no file imports them (yet); docs/architecture.md says why.
-NOT_IMPORTED = {"ninja", "pytest-timeout"}
+NOT_IMPORTED = {"ninja", "pytest-timeout", "pytest-xdist"}
 # Of requirements-gpu.txt and requirements-data.txt; imported only where a setting or a file asks for it.
 OPTIONAL = {"nixl", "pyarrow", "datasets", "webdataset"}
 
