@@ -160,7 +160,8 @@ class Cluster:
     def describe(self) -> str:
         """One line: how many actors of each stage, where."""
         chain = self._layout.chain
-        actors = " and ".join(f"{stage.degrees.world} {stage.name}" for stage in chain.stages)
+        *first, last = (f"{stage.degrees.world} {stage.name}" for stage in chain.stages)
+        actors = f"{', '.join(first)} and {last}" if first else last
         where = "sharing devices" if chain.sharing() > 1 else "each on a device of its own"
         return f"{actors} actors on {self.device}, {where}{self._where}"
 

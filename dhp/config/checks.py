@@ -63,10 +63,13 @@ def check_stages(layers: int, pipeline: int, virtual: int) -> None:
     """Every run of layers has one at least, and runs of virtual stages have as many each. Raises ConfigError."""
     runs = pipeline * virtual
     if runs > layers:
+        fewer = (
+            f"text.virtual_stages to {layers // pipeline} at most, or " if virtual > 1 and layers >= pipeline else ""
+        )
         raise ConfigError(
             f"text.pipeline={pipeline} with text.virtual_stages={virtual} needs a layer for each run of layers, but "
             f"the text decoder has {layers}: pipeline({pipeline}) × virtual_stages({virtual}) = {runs} > "
-            f"layers({layers}). Set text.pipeline to {layers // virtual} at most."
+            f"layers({layers}). Set {fewer}text.pipeline to {layers // virtual} at most."
         )
     if virtual > 1 and layers % runs:
         possible = [n for n in _divisors(layers // pipeline)] if layers % pipeline == 0 else []

@@ -94,12 +94,15 @@ def _check_product(name: str, num_actors: int, degrees: dict[str, int]) -> None:
 
 
 def _check_none(name: str, part: PartConfig) -> None:
-    if part.parallelism == "none" and part.num_actors != 1:
-        others = " or ".join(f"{name}.parallelism={other}" for other in PARALLELISMS[name][1:])
-        raise ConfigError(
-            f"{name}.num_actors={part.num_actors} with {name}.parallelism=none: none means num_actors = 1. "
-            f"Set {name}.num_actors=1, or {others}."
-        )
+    if part.parallelism != "none" or part.num_actors == 1:
+        return
+    others = " or ".join(f"{name}.parallelism={other}" for other in PARALLELISMS[name][1:])
+    remedy = f"Set {name}.num_actors=1, or {others}"
+    if (part.pipeline or 1) > 1 and "pipeline" in PARALLELISMS[name]:
+        remedy = f"Set {name}.parallelism=pipeline for {name}.pipeline={part.pipeline}"
+    raise ConfigError(
+        f"{name}.num_actors={part.num_actors} with {name}.parallelism=none: none means num_actors = 1. {remedy}."
+    )
 
 
 def _check_existing(name: str, degrees: dict[str, int]) -> None:

@@ -22,7 +22,7 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
 from dhp.parallel.attention.locality import Locality
 from dhp.run.chain import degrees
-from dhp.trainers.settings import NOTHING, OptimizerSettings, StageSettings
+from dhp.trainers.settings import ALL, NOTHING, OptimizerSettings, StageSettings
 
 
 def feed_settings(config: Config, localities: Mapping[str, Locality] | None = None) -> FeedSettings:
@@ -77,6 +77,7 @@ def world(config: Config) -> dict[str, dict[str, Any]]:
             **_pipeline(part),
             "zero_stage": part.zero_stage,
             **({"zero_engine": part.zero_engine} if part.zero_stage else {}),
+            **({"train": trained(part)} if trained(part) != ALL else {}),
         }
         for name, part in parts(config).items()
     }

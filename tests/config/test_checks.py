@@ -3,7 +3,7 @@
 import pytest
 
 from dhp.base.errors import ConfigError
-from dhp.config.checks import check_autotp, check_balance, check_tensor, check_tower
+from dhp.config.checks import check_autotp, check_balance, check_stages, check_tensor, check_tower
 from dhp.config.schema import Config, DataConfig, LimitsConfig, TrainingConfig
 
 
@@ -95,3 +95,19 @@ def test_what_balanced_rows_need(data, steps, message):
 )
 def test_balanced_rows_that_have_it(data):
     check_balance(Config(data=DataConfig(**data), training=TrainingConfig(max_steps=9)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "virtual", "remedy"),
+    [
+        (4, 2, 3, "text.virtual_stages to 2 at most, or text.pipeline to 1 at most."),
+        (4, 5, 1, "text.pipeline to 4 at most."),
+        (4, 2, 2, None),
+    ],
+)
+def test_each_run_of_layers_has_one(layers: int, pipeline: int, virtual: int, remedy: str | None) -> None:
+    if remedy is None:
+        return check_stages(layers, pipeline, virtual)
+    with pytest.raises(ConfigError) as caught:
+        check_stages(layers, pipeline, virtual)
+    assert str(caught.value).endswith(f"> layers({layers}). Set {remedy}")

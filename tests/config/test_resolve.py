@@ -151,6 +151,10 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             {"text__parallelism": "tensor", "text__num_actors": 4, "text__pipeline": 3},
             ["pipeline(3) × data(1) × ulysses(1) × ring(1) = 3 does not divide num_actors(4)"],
         ),
+        (
+            {"text__parallelism": "none", "text__num_actors": 3, "text__pipeline": 3},
+            ["none means num_actors = 1. Set text.parallelism=pipeline for text.pipeline=3."],
+        ),
         ({"text__virtual_stages": 2}, ["text.virtual_stages=2 with text.pipeline=1", "Set text.pipeline to 2 or more"]),
         (
             {"text__parallelism": "pipeline", "text__num_actors": 2, "text__cuts": [1, 2]},

@@ -18,7 +18,7 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
-from dhp.run.settings import feed_settings, kept_settings, resume_line, stage_settings
+from dhp.run.settings import feed_settings, kept_settings, resume_line, stage_settings, world
 from tests.helpers.chains import make_chain
 
 OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]
@@ -158,3 +158,13 @@ def test_the_line_to_resume_reads_the_stopped_runs_own_configuration(tmp_path: P
     again = resolve(compose_config(name.partition("=")[2], path.partition("=")[2], overrides))
     assert (again.seed, again.training.resume, again.run_dir) == (5, "auto", str(run_dir))
     check_run_dir(again)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [("vision.trainable=true", None), ("vision.train=projector", "projector"), ("vision.trainable=false", "nothing")],
+)
+def test_a_summary_says_what_is_not_trained(override: str, told: str | None) -> None:
+    config = resolve(compose_config("tiny", overrides=[override, "vision.zero_stage=0"]))
+    assert world(config)["vision"].get("train") == told
+    assert kept_settings(config)["vision.train"] == (told or "all")
