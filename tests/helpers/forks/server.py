@@ -26,6 +26,8 @@ import tests.helpers.warm  # noqa: F401
 from tests.helpers.forks.start.sitecustomize import HANDED_ON
 from tests.helpers.marks import MARK
 
+_LIMIT_S = 10  # a stopped process must not hold up all others
+
 
 class Server:
     """Forks, each with the line to whoever waits for it."""
@@ -61,10 +63,10 @@ class Server:
                     self._hand_on(key.fileobj)
 
     def _fork(self, line: socket.socket) -> None:
-        _, rights, _, _ = line.recvmsg(1, socket.CMSG_SPACE(3 * array.array("i").itemsize))
-        streams = array.array("i", rights[0][2])
-        with line.makefile("rb") as file:
-            start = json.loads(file.readline())
+        try:
+            start, streams = _receive(line)
+        except (OSError, ValueError):
+            return line.close()  # whoever connected was killed on the way
         pid = os.fork()
         if pid == 0:
             line.close()
@@ -104,7 +106,9 @@ class Server:
 
     def _hand_on(self, line: Any) -> None:
         """Signals from whoever waits; a fork that was killed is buried when it has ended."""
-        pid = next(pid for pid, other in self._lines.items() if other is line)
+        pid = next((pid for pid, other in self._lines.items() if other is line), None)
+        if pid is None:
+            return  # it was buried a moment ago
         try:
             numbers = line.recv(64)
         except ConnectionResetError:
@@ -115,6 +119,24 @@ class Server:
     def _kill_all(self) -> None:
         for pid in self._lines:
             os.kill(pid, signal.SIGKILL)
+
+
+def _receive(line: socket.socket) -> tuple[dict[str, Any], array.array[int]]:
+    """How Python was started, and its standard streams. Raises OSError or ValueError when the line ends before."""
+    line.settimeout(_LIMIT_S)
+    streams = array.array("i")
+    _, rights, _, _ = line.recvmsg(1, socket.CMSG_SPACE(3 * streams.itemsize))
+    for _, _, numbers in rights:
+        streams.frombytes(numbers)
+    try:
+        with line.makefile("rb") as file:
+            start = json.loads(file.readline())
+    except (OSError, ValueError):
+        for number in streams:
+            os.close(number)
+        raise
+    line.settimeout(None)
+    return start, streams
 
 
 def _work(start: dict[str, Any], streams: array.array[int]) -> None:
