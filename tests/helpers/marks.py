@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 MARK = "DHP_TEST_RUN"
@@ -29,5 +30,9 @@ def marked_processes(mark: str, forked: Path | None = None) -> dict[int, str]:
 
 def mark_of(process: subprocess.Popen[str]) -> str:
     """The mark that a started process carries."""
-    environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-    return next(e.decode().partition("=")[2] for e in environment if e.startswith(MARK.encode()))
+    file = Path(f"/proc/{process.pid}/environ")
+    environment = file.read_bytes()
+    while not environment and process.poll() is None:
+        time.sleep(0.001)  # the kernel closes the files of the old program before it writes the new one's environment
+        environment = file.read_bytes()
+    return next(e.decode().partition("=")[2] for e in environment.split(b"\0") if e.startswith(MARK.encode()))
