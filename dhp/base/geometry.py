@@ -6,6 +6,23 @@ from dataclasses import dataclass
 
 Grid = tuple[int, int, int]  # (t, h, w) of an image or a video, in patches
 
+
+@dataclass(frozen=True)
+class Form:
+    """A picture that is not a grid: what its image processor gave, without the numbers of the pixels.
+
+    pixels: names and shapes of the arrays of pixels, which travel as [rows, values], one behind another. arrays: the
+    other arguments of the encoder: name, dtype, shape and bytes of each. tokens: placeholders. written: what a prompt
+    has in the picture's place.
+    """
+
+    pixels: tuple[tuple[str, tuple[int, ...]], ...]
+    arrays: tuple[tuple[str, str, tuple[int, ...], bytes], ...]
+    rows: int
+    tokens: int
+    written: str = ""
+
+
 IGNORED = -100  # the label of a token that is not a target
 
 

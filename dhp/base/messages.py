@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dhp.base.geometry import Form
 from dhp.base.routes import Route
 
 
@@ -71,6 +72,8 @@ class VisionInput:
 
     rows: merged rows for each text replica that gets any, in order. Rows beyond their sum come from a dummy window and
     are dropped.
+
+    forms: of its pictures, in order, where the tower takes pictures whole.
     """
 
     pixels: Tensor
@@ -79,6 +82,7 @@ class VisionInput:
     segment_lengths: tuple[int, ...]
     shards: tuple[tuple[tuple[int, int, int], ...], ...]
     rows: tuple[int, ...]
+    forms: tuple[Form, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.base.geometry import IGNORED
+from dhp.base.geometry import IGNORED, Form
 from dhp.data.sample import Sample
 from dhp.models.family import Family
 
@@ -57,6 +57,7 @@ class Collator:
             lengths,
             named.get(VIDEO_GRIDS),
             named.get(VIDEO_SECONDS),
+            [grid for sample in row for grid in sample.grids if isinstance(grid, Form)],
         )
         return named
 
@@ -78,7 +79,8 @@ def _with_targets(named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _grids(row: Row) -> dict[str, Tensor]:
-    seen = [pair for sample in row for pair in zip(sample.grids, sample.video_seconds, strict=True)]
+    every = [pair for sample in row for pair in zip(sample.grids, sample.video_seconds, strict=True)]
+    seen = [(grid, seconds) for grid, seconds in every if not isinstance(grid, Form)]
     values = {
         GRIDS: [grid for grid, seconds in seen if seconds is None],
         VIDEO_GRIDS: [grid for grid, seconds in seen if seconds is not None],

@@ -93,6 +93,8 @@ def make_feed(settings: FeedSettings) -> Feed:
         settings.max_pixels,
         _videos(family, settings.reading),
         settings.reading.max_tokens,
+        None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
+        family.processor.about(),
     )
     allow_http = settings.reading.allow_http
     dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)

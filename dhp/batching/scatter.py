@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Grid
+from dhp.base.geometry import Form, Grid
 from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
 from dhp.base.routes import Route
 from dhp.batching.collate import Collator, Row
@@ -84,9 +84,10 @@ class Dealer:
                 found += [Picture(replica, torch.from_numpy(pixels), self._layout(grid)) for pixels, grid in pairs]
         return found
 
-    def _layout(self, grid: Grid) -> ImageLayout:
+    def _layout(self, grid: Grid | Form) -> ImageLayout:
         """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
-        return self._known_layout(grid) if grid[0] == 1 else self._family.tower.image_layout(grid)
+        video = not isinstance(grid, Form) and grid[0] > 1
+        return self._family.tower.image_layout(grid) if video else self._known_layout(grid)
 
     def _shard(self, pictures: Sequence[Picture]) -> list[Pieces]:
         """Pieces for each vision rank, sequence ranks innermost."""
@@ -97,16 +98,17 @@ class Dealer:
 
     def _vision(self, pictures: Sequence[Picture], shards: Sequence[Pieces], rank: int) -> VisionInput:
         tower = self._family.tower
-        unit, dummy = tower.merge_unit, tower.dummy_patches
+        dummy = tower.dummy_patches
         first = rank - rank % self._ranks
         group = shards[first : first + self._ranks]
         cuts = [_cut(pictures[piece.image], piece.first, piece.last) for piece in shards[rank]]
         rows = Counter[int]()  # by text replica
         for piece, cut in zip(shards[rank], cuts, strict=True):
-            rows[pictures[piece.image].replica] += len(cut.pixels) // unit
+            rows[pictures[piece.image].replica] += cut.tokens
         if not cuts:
             positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
-            cuts = [_Cut(torch.zeros(dummy, tower.patch_dim), positions, (dummy,))]
+            pixels = torch.full((dummy, tower.patch_dim), 0.5)  # a black picture is padding to some towers
+            cuts = [_Cut(pixels, positions, (dummy,), 0, tower.dummy_form)]
         segment_lengths, shards = _lay_out(pictures, group, dummy)
         return VisionInput(
             pixels=torch.cat([cut.pixels for cut in cuts]).to(self._pixel_dtype),
@@ -115,6 +117,7 @@ class Dealer:
             segment_lengths=segment_lengths,
             shards=shards,
             rows=tuple(rows[replica] for replica in sorted(rows)),
+            forms=tuple(cut.form for cut in cuts if cut.form is not None),
         )
 
     def _text(
@@ -143,18 +146,22 @@ class _Cut:
     pixels: Tensor
     positions: Tensor
     window_lengths: tuple[int, ...]
+    tokens: int
+    form: Form | None
 
 
 def _cut(picture: Picture, first: int, last: int) -> _Cut:
     layout = picture.layout
     lengths = layout.window_lengths
     begin, end = sum(lengths[:first]), sum(lengths[:last])
-    return _Cut(picture.pixels[layout.patch_order()[begin:end]], layout.positions[begin:end], lengths[first:last])
+    pixels = picture.pixels[layout.patch_order()[begin:end]]
+    tokens = sum(layout.window_tokens[first:last])
+    return _Cut(pixels, layout.positions[begin:end], lengths[first:last], tokens, layout.form)
 
 
 def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
     """Merged tokens of windows `first` to `last`, as indices in processor order."""
-    begin, end = (sum(layout.window_lengths[:w]) // layout.unit for w in (first, last))
+    begin, end = (sum(layout.window_tokens[:w]) for w in (first, last))
     return layout.order[begin:end]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from dhp.base.errors import ConfigError, DataError
-from dhp.base.geometry import Grid
+from dhp.base.geometry import Form, Grid
 from dhp.data.lengths.grids import Grids, Size
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Video, name_of
@@ -47,7 +47,7 @@ class PicturePatches:
     """An image or a video as the model gets it. pixels: float32 [patches, dim]; pace: of a video's steps."""
 
     pixels: np.ndarray
-    grid: Grid
+    grid: Grid | Form
     pace: Pace | None = None
 
 
@@ -55,7 +55,7 @@ class PicturePatches:
 class Outline:
     """A picture without its pixels."""
 
-    grid: Grid
+    grid: Grid | Form
     pace: Pace | None = None
 
 
@@ -92,9 +92,11 @@ class Pictures:
         """Tokens of each run of placeholders: of a picture, or of each step of a video whose steps stand apart."""
         runs = []
         for one in seen:
-            t, h, w = one.grid
-            apart = one.pace is not None and self._videos.step_tokens is not None
-            runs += [self._image_tokens((1, h, w))] * t if apart else [self._image_tokens(one.grid)]
+            if one.pace is None or self._videos.step_tokens is None:
+                runs.append(self._image_tokens(one.grid))
+            else:
+                t, h, w = one.grid
+                runs += [self._image_tokens((1, h, w))] * t
         return runs
 
     def about(self) -> list[Any]:
@@ -102,7 +104,7 @@ class Pictures:
         videos = self._videos
         told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_time(12.345)]
         processor = self._image_processor.to_json_string()
-        return [processor, self._scaling, self._video_scaling, self._image_tokens((2, 12, 12)), told]
+        return [processor, self._scaling, self._video_scaling, told]
 
     def _image(self, file: File) -> PicturePatches:
         return PicturePatches(*self._as_patches(self._process([open_image(file)], file, self._scaling)))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from transformers.image_processing_utils import BaseImageProcessor
 
+Written = tuple[str, Callable[[Any], str]]  # an image's placeholder in a prompt, and what goes there for its form
 Seen = TypeVar("Seen", PicturePatches, Outline)
 
 # Templates are compiled once and then shared, and one that tracks its answers is not reentrant.
@@ -61,11 +62,14 @@ class Preprocessor:
         max_pixels: int | None = None,
         videos: Videos | None = None,
         max_tokens: int | None = None,
+        written: Written | None = None,
+        about: Sequence[Any] = (),
     ) -> None:
         """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
         processor gave for one image → (rows float32 [patches, dim], grid).
         min_pixels, max_pixels: width × height bounds of a scaled image; None: the image processor's own.
-        videos: None for a model that sees none. max_tokens: of a sample, those of its pictures included.
+        videos: None for a model that sees none. max_tokens: of a sample, those of its pictures included. written: how a
+        prompt shows an image; None: by its placeholder again and again. about: all else that decides lengths.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
@@ -75,7 +79,7 @@ class Preprocessor:
             raise ModelError(f"tokenizer {tokenizer.name_or_path!r} has no chat template, so answers have no place")
         self._tokenizer = tokenizer
         self._image_token_id = image_token_id
-        self._videos, self._max_tokens = videos, max_tokens
+        self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)
         self._pictures = Pictures(image_processor, image_tokens, patches, min_pixels, max_pixels, videos)
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
@@ -94,7 +98,8 @@ class Preprocessor:
         with located(record.where):
             tokens, outlines = self._read(record, self._pictures.outline)
             runs = self._pictures.runs(outlines)
-            length = Length(sum(runs), len(tokens.ids) - len(runs) + sum(runs))
+            shown = self._written is not None
+            length = Length(sum(runs), len(tokens.ids) + (0 if shown else sum(runs) - len(runs)))
             self._check_length(length)
             return length
 
@@ -109,6 +114,7 @@ class Preprocessor:
             "template": [tokenizer.chat_template, tokenizer.special_tokens_map],
             "pictures": [self._image_token_id, *self._pictures.about()],
             "max_tokens": self._max_tokens,
+            "family": self._about,
         }
         return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -122,21 +128,34 @@ class Preprocessor:
         if apart and len(record.images) < len(record.media):
             seen = look(record.media)
             return self._tokens(record, [one.pace for one in seen if one.pace is not None]), seen
+        if self._written is not None and record.media:
+            seen = look(record.media)
+            return self._tokens(record, [], seen), seen
         return self._tokens(record, []), look(record.media)
 
-    def _tokens(self, record: Record, told: Sequence[Pace]) -> Tokens:
-        """told: of the videos whose times the prompt tells."""
+    def _tokens(self, record: Record, told: Sequence[Pace], shown: Sequence[PicturePatches | Outline] = ()) -> Tokens:
+        """told: of the videos whose times the prompt tells. shown: pictures that the prompt shows in their own way."""
         with _TEXT:
             rendered = render(self._tokenizer, to_messages(record.turns))
             rendered = self._with_times(rendered, told) if told else rendered
+            rendered = self._with_pictures(rendered, shown) if shown else rendered
             encoding = self._tokenizer(
                 rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
         ids = np.array(encoding["input_ids"], dtype=np.int64)
         offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         tokens = Tokens(ids, self._targets(ids, offsets, rendered))
-        self._check(record, tokens, told)
+        self._check(record, tokens, told, shown)
         return tokens
+
+    def _with_pictures(self, rendered: Rendered, shown: Sequence[PicturePatches | Outline]) -> Rendered:
+        """Replace the placeholder of each image by what the family's processor writes for it: in the text, as that
+        processor does, because tokens are not always those of the pieces."""
+        placeholder, text_of = self._written
+        found = rendered.text.count(placeholder)
+        if found != len(shown):
+            raise _miscounted("image", found, len(shown), placeholder)
+        return replace_each(rendered, placeholder, [text_of(one.grid) for one in shown])
 
     def _with_times(self, rendered: Rendered, told: Sequence[Pace]) -> Rendered:
         """Replace the placeholder of each video by one for each step in time. This is done in the text, not among its
@@ -171,8 +190,10 @@ class Preprocessor:
             return last + 1
         return last
 
-    def _check(self, record: Record, tokens: Tokens, told: Sequence[Pace]) -> None:
-        images = len(record.images)
+    def _check(
+        self, record: Record, tokens: Tokens, told: Sequence[Pace], shown: Sequence[PicturePatches | Outline]
+    ) -> None:
+        images = sum(self._pictures.runs(shown)) if shown else len(record.images)
         videos = sum(len(pace.times) for pace in told) or len(record.media) - images
         counts = {"image": (self._image_token_id, images), "video": (None, videos)}
         if self._videos is not None:
@@ -190,7 +211,8 @@ class Preprocessor:
         if self._videos is not None:
             kinds[tokens.ids == self._videos.token_id] = 2
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
-        repeats[kinds > 0] = self._pictures.runs(pictures)
+        if self._written is None:  # else the prompt has them all
+            repeats[kinds > 0] = self._pictures.runs(pictures)
         self._check_length(Length(int(repeats[kinds > 0].sum()), int(repeats.sum())))
         labels = np.where(tokens.target, tokens.ids, IGNORED)
         return Sample(

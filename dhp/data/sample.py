@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dhp.base.geometry import IGNORED, Grid
+from dhp.base.geometry import IGNORED, Form, Grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Sample:
     labels: np.ndarray  # int64 [L], IGNORED outside answers; not shifted: labels[i] is input_ids[i]
     mm_token_type_ids: np.ndarray  # int64 [L], 0 at text, 1 at tokens of images, 2 of videos
     pixels: tuple[np.ndarray, ...]  # one float32 [patches, channels × frames × patch × patch] a picture
-    grids: tuple[Grid, ...]  # one a picture: t × h × w = patches
+    grids: tuple[Grid | Form, ...]  # one a picture: t × h × w = patches, or the form of one that is no grid
     seconds: tuple[float | None, ...] = ()  # one a picture: of one step in t of a video, None: an image; (): all images
 
     @property

@@ -27,6 +27,7 @@ PATH = "model.language_model"
 class Decoder(Part):
     """A decoder with gated MLPs and grouped keys, as those of Qwen and Llama, and its head."""
 
+    path: str = PATH
     modules: tuple[str, ...] = (PATH, "lm_head")
     embedding, norm, head = f"{PATH}.embed_tokens", f"{PATH}.norm", "lm_head"
     kv_projections: tuple[str, ...] = tuple(f"{PATH}.layers.*.self_attn.{p}_proj" for p in "kv")
@@ -90,7 +91,7 @@ class Decoder(Part):
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make it call the registered attention function `name`, and build no mask."""
-        model.get_submodule(PATH).config._attn_implementation_internal = name
+        model.get_submodule(self.path).config._attn_implementation_internal = name
 
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
         """The states that a chunk, which `model` holds, makes of its inputs, [rows, tokens, hidden].
@@ -98,7 +99,7 @@ class Decoder(Part):
         `extra` reaches the attention function as it is. The library's own forward runs, and so its rotary embeddings,
         on the chunk's layers alone.
         """
-        decoder = model.get_submodule(PATH)
+        decoder = model.get_submodule(self.path)
         states = self._embed(model, inputs) if chunk.first else inputs.hidden
         layers = [self._layer(decoder, chunk, index, inputs) for index in self.whole.layers]
         with _having(decoder, layers=layers, **({} if chunk.last else {"norm": _unchanged})):

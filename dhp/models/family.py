@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dhp.base.geometry import Form
+
 if TYPE_CHECKING:
     from dhp.models.decoder import Decoder
     from dhp.models.part import Part
@@ -51,6 +53,8 @@ class ImageLayout:
     frame_lengths: patches of each full-attention segment, in tower order.
     positions: where each patch lies, in tower order; int64 [patches, columns]. Row and column come first, a tower may
     need more.
+    tokens: of each attention window, merged; None: its patches / unit.
+    form: of a picture that the tower takes whole.
     """
 
     order: Tensor
@@ -58,13 +62,22 @@ class ImageLayout:
     window_lengths: tuple[int, ...]
     frame_lengths: tuple[int, ...]
     positions: Tensor
+    tokens: tuple[int, ...] | None = None
+    form: Form | None = None
 
     @property
     def patches(self) -> int:
         return len(self.positions)
 
+    @property
+    def window_tokens(self) -> tuple[int, ...]:
+        """Merged tokens of each attention window."""
+        return self.tokens or tuple(length // self.unit for length in self.window_lengths)
+
     def patch_order(self) -> Tensor:
         """Patch index in processor order for each place in tower order; int64 [patches]."""
+        if self.form is not None:
+            return torch.arange(self.patches)
         return (self.order[:, None] * self.unit + torch.arange(self.unit)).flatten()
 
 
@@ -86,7 +99,8 @@ class LayerParts:
 class DecoderInputs:
     """What the decoder computes with, on its device.
 
-    input_ids: [rows, tokens], which a first chunk reads; position_ids: as the family makes them. images: what the tower
+    input_ids: [rows, tokens], which a first chunk reads; position_ids: as the family makes them. kinds: of each token,
+    [rows, tokens]: 0 text, 1 of an image, 2 of a video. images: what the tower
     made of images and videos, [n, hidden] each, by the name of the tower's tensor: those that enter here, none where
     there are no images. image_positions: of each of the n among the flattened rows × tokens; int64 [n], None without
     images. hidden: states that the chunk before gave, [rows, tokens, hidden]; None for a first chunk.
@@ -97,3 +111,4 @@ class DecoderInputs:
     images: Mapping[str, Tensor] = field(default_factory=dict)
     image_positions: Tensor | None = None
     hidden: Tensor | None = None
+    kinds: Tensor | None = None

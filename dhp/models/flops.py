@@ -47,7 +47,7 @@ class VisionWork:
         for layout in layouts:
             segments = [length + self.beside for length in layout.frame_lengths]
             entering += self.patch * layout.patches
-            rest += self.token * sum(segments) + self.embedding * (layout.patches // layout.unit)
+            rest += self.token * sum(segments) + self.embedding * len(layout.order)
             rest += self.window_pair * _squares(layout.window_lengths) + self.segment_pair * _squares(segments)
         if not backward:
             return FORWARD * (entering + rest)

@@ -6,7 +6,7 @@ two-stage sharding (LongVILA, Chen et al. 2024, section 3.2), without any commun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dhp.base.errors import ModelError
-from dhp.base.geometry import Grid
+from dhp.base.geometry import Form, Grid
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
@@ -85,14 +85,20 @@ class LlavaTower(Tower):
             ("image",) * vision.num_hidden_layers,
         )
 
-    def image_layout(self, grid: Grid) -> ImageLayout:
+    def image_layout(self, grid: Grid | Form) -> ImageLayout:
         t, h, w = grid
         patches = t * h * w
         each = (h * w,) * t
         return ImageLayout(torch.arange(patches), 1, each, each, torch.zeros(patches, 2, dtype=torch.long))
 
     def encode(
-        self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any
+        self,
+        model: PreTrainedModel,
+        pixels: Tensor,
+        positions: Tensor,
+        windows: Any,
+        frames: Any,
+        forms: Sequence[Form] = (),
     ) -> dict[str, Tensor]:
         images = self._shape.images(pixels.to(model.dtype))
         return {EMBEDDINGS: torch.cat(model.model.get_image_features(images, return_dict=True).pooler_output)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Grid
+from dhp.base.geometry import Form, Grid
 
 
 class Processor(ABC):
@@ -34,8 +34,8 @@ class Processor(ABC):
         """Import what samples need, so that a broken installation shows before a run begins."""
 
     @abstractmethod
-    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
-        """What the image processor gave for one image, as rows [patches, values], float32, and its grid."""
+    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid | Form]:
+        """What the image processor gave for one image, as rows [patches, values], float32, and its grid or form."""
 
     def video_patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
         """What the image processor gave for `frames_per_patch` frames of a video, as rows [patches, values], float32,
@@ -51,9 +51,23 @@ class Processor(ABC):
         """Padded rows and patches [patches, values] as the arguments of the plain model."""
         return dict(named)
 
-    def image_tokens(self, grid: Grid) -> int:
+    def image_tokens(self, grid: Grid | Form) -> int:
         """Placeholder tokens of an image or video."""
-        return prod(grid) // self.merge_unit
+        return grid.tokens if isinstance(grid, Form) else prod(grid) // self.merge_unit
+
+    @property
+    def placeholder(self) -> str | None:
+        """What stands for an image in a prompt that a chat template wrote, where `written` says what goes there."""
+        return None
+
+    def written(self, grid: Grid | Form) -> str | None:
+        """What a prompt has in the place of an image's one placeholder, where that is not the placeholder again and
+        again."""
+        return None
+
+    def about(self) -> list[Any]:
+        """All that decides the number of tokens of a picture, beside its file and the image processor."""
+        return [self.image_token_id, self.image_tokens((2, 12, 12))]
 
     def position_ids(
         self,
@@ -63,10 +77,12 @@ class Processor(ABC):
         lengths: Tensor,
         video_grids: Tensor | None = None,
         video_seconds: Tensor | None = None,
+        forms: Sequence[Form] = (),
     ) -> Tensor:
         """Rotary positions of right-padded rows; int64 [rows, tokens], or [3, rows, tokens] with three axes, where
         padding has zeros.
 
-        grids: of the images; video_grids: of the videos, and video_seconds: of a step in time of each.
+        grids: of the images; video_grids: of the videos, and video_seconds: of a step in time of each. forms: of
+        pictures that are no grids.
         """
         return torch.arange(input_ids.shape[1]).expand_as(input_ids).contiguous()

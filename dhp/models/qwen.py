@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Grid
+from dhp.base.geometry import Form, Grid
 from dhp.models.patches import project_as_product
 from dhp.models.processor import Processor
 from dhp.models.tower import Tower
@@ -57,6 +57,7 @@ class QwenProcessor(Processor):
         lengths: Tensor,
         video_grids: Tensor | None = None,
         video_seconds: Tensor | None = None,
+        forms: Sequence[Form] = (),
     ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
         kind, model = self.model(), SimpleNamespace(config=self.config)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Grid
+from dhp.base.geometry import Form, Grid
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
@@ -54,7 +55,7 @@ class Qwen25VlTower(QwenTower):
             "model.visual.blocks", ("attn.qkv", "attn.proj"), ("mlp.gate_proj", "mlp.up_proj"), tuple(kinds)
         )
 
-    def image_layout(self, grid: Grid) -> ImageLayout:
+    def image_layout(self, grid: Grid | Form) -> ImageLayout:
         from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
         vision, thw = self.config.vision_config, torch.tensor([grid])
@@ -72,7 +73,13 @@ class Qwen25VlTower(QwenTower):
         )
 
     def encode(
-        self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any
+        self,
+        model: PreTrainedModel,
+        pixels: Tensor,
+        positions: Tensor,
+        windows: Any,
+        frames: Any,
+        forms: Sequence[Form] = (),
     ) -> dict[str, Tensor]:
         tower = model.model.visual
         rows = len(pixels) // self.merge_unit

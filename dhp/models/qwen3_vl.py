@@ -5,12 +5,13 @@ prompt, a time in words before each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Grid
+from dhp.base.geometry import Form, Grid
 from dhp.models.decoder import PATH, Decoder
 from dhp.models.family import Family, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
@@ -75,7 +76,7 @@ class Qwen3VlTower(QwenTower):
             "model.visual.blocks", ("attn.qkv", "attn.proj"), ("mlp.linear_fc1",), ("full",) * vision.depth
         )
 
-    def image_layout(self, grid: Grid) -> ImageLayout:
+    def image_layout(self, grid: Grid | Form) -> ImageLayout:
         from transformers.vision_utils import get_vision_position_ids
 
         t, h, w = grid
@@ -91,7 +92,13 @@ class Qwen3VlTower(QwenTower):
         )
 
     def encode(
-        self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any
+        self,
+        model: PreTrainedModel,
+        pixels: Tensor,
+        positions: Tensor,
+        windows: Any,
+        frames: Any,
+        forms: Sequence[Form] = (),
     ) -> dict[str, Tensor]:
         tower = model.model.visual
         indices, weights = interpolate(positions, tower.num_grid_per_side)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dhp.base.errors import ModelError
-from dhp.config.nearest import nearest
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
@@ -50,14 +49,14 @@ def load_family(model_name: str) -> Family:
         config = AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable model configuration: {error}") from error
-    if config.model_type not in FAMILIES:
-        near = nearest(config.model_type, FAMILIES)
-        hint = f"; the nearest known one is {near}" if near else ""
-        raise ModelError(
-            f"{model_name}: model_type {config.model_type!r} has no adapter in dhp.models.registry "
-            f"(known: {', '.join(sorted(FAMILIES))}{hint})"
-        )
     _require_plain_attention(model_name, config)
+    if config.model_type not in FAMILIES:
+        from dhp.models.generic.family import generic
+
+        try:
+            return generic(config, model_name)
+        except ModelError as error:
+            raise ModelError(f"{model_name}: {error}") from error
     return FAMILIES[config.model_type](config)
 
 
@@ -65,7 +64,7 @@ def _require_plain_attention(model_name: str, config: Any) -> None:
     """Attention here sees all that a causal mask shows, and drops nothing. Raises ModelError for a model that asks for
     less: it would train as another one."""
     text = config.get_text_config()
-    for part in (config.vision_config, text):
+    for part in (getattr(config, "vision_config", None), text):
         dropout = getattr(part, "attention_dropout", 0.0)
         if dropout:
             raise ModelError(

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from dhp.models.registry import load_family
 from dhp.models.slice import Chunk, held_layers
-from dhp.models.split import ReadPlan, drop_modules, is_dropped, model_class, without_dropped
+from dhp.models.split import ReadPlan, drop_modules, drop_parameters, is_dropped, model_class, without_dropped
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ def _without_weights(source: str, dropped: Sequence[str]) -> Any:
     with torch.device("meta"):
         model = model_class(source)(AutoConfig.from_pretrained(source))
     drop_modules(model, dropped)
+    drop_parameters(model, dropped)
     return model
 
 

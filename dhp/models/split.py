@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -86,7 +87,7 @@ def load_part(
         model, info = part.from_pretrained(
             model_name,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=attention_for(model_name),
             distributed_config=distributed,
             ignore_mismatched_sizes=True,  # reported below, by name, instead of by transformers without one
             output_loading_info=True,
@@ -94,7 +95,22 @@ def load_part(
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{model_name}: the weights cannot be read: {error}") from error
     _refuse_incomplete(model_name, info)
+    drop_parameters(model, dropped)
     return model.train()
+
+
+@lru_cache(maxsize=8)
+def attention_for(model_name: str) -> str:
+    """sdpa, or eager for a model that refuses it: Gemma 2 would lose its soft cap. Our own attention takes the place of
+    either in the decoder."""
+    with torch.device("meta"):
+        try:
+            model_class(model_name)._from_config(AutoConfig.from_pretrained(model_name), attn_implementation="sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            return "eager"
+    return "sdpa"
 
 
 def _by_kind(plan: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -153,6 +169,8 @@ def drop_modules(model: PreTrainedModel, dropped: Sequence[str]) -> None:
     for name in dropped:
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)
+        if child in owner._parameters:
+            continue  # the model's constructor and its first weights need it: see `drop_parameters`
         if isinstance(owner, nn.ModuleList):
             delattr(owner, child)
         else:
@@ -160,6 +178,15 @@ def drop_modules(model: PreTrainedModel, dropped: Sequence[str]) -> None:
     model.init_parallel_plans()
     # A child keeps the rules of its own children as they were when it was made.
     model._tp_plan = without_dropped(model._tp_plan, dropped)
+
+
+def drop_parameters(model: PreTrainedModel, dropped: Sequence[str]) -> None:
+    """Take those of `dropped` out of `model` that are parameters, not modules (LLaVA-NeXT's newline)."""
+    for name in dropped:
+        parent, _, child = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if child in owner._parameters:
+            owner._parameters[child] = None
 
 
 def without_dropped(plan: Mapping[str, str], dropped: Sequence[str]) -> dict[str, str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dhp.base.geometry import Grid
+from dhp.base.geometry import Form, Grid
 from dhp.config.checks import check_tower
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
@@ -41,18 +42,30 @@ class Tower(Part):
         """See `Part`."""
         check_tower(self.heads, resolved(asked.ulysses), resolved(asked.tensor))
 
+    @property
+    def dummy_form(self) -> Form | None:
+        """Of the picture of a rank without work, where the tower takes pictures whole."""
+        return None
+
     @abstractmethod
-    def image_layout(self, grid: Grid) -> ImageLayout:
+    def image_layout(self, grid: Grid | Form) -> ImageLayout:
         """How the tower walks through an image or video."""
 
     @abstractmethod
     def encode(
-        self, model: PreTrainedModel, pixels: Tensor, positions: Tensor, windows: Any, frames: Any
+        self,
+        model: PreTrainedModel,
+        pixels: Tensor,
+        positions: Tensor,
+        windows: Any,
+        frames: Any,
+        forms: Sequence[Form] = (),
     ) -> dict[str, Tensor]:
         """What becomes of patches in tower order: [patches / unit, hidden] by name, in the order of `tensors`.
 
         `windows` and `frames` reach the registered attention function as they are, in place of the cumulative
-        lengths of window layers and full-attention layers.
+        lengths of window layers and full-attention layers. `forms`: of the pictures that `pixels` hold, where the
+        tower takes pictures whole.
         """
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:

@@ -148,11 +148,12 @@ class TextTrainer(StageRank):
         if work.lengths is not None:
             plans.append(plan_segments(work.lengths, CPU, causal=True, varlen=has_varlen(self.device, self.dtype)))
         named = work.tensors
-        given = (named["input_ids"], named["position_ids"], *find_targets(named["targets"]), _image_rows(work))
-        (input_ids, position_ids, *targets, image_rows), moved = move_with_plans(given, plans, self.device)
+        told = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
+        given = (*told, *find_targets(named["targets"]), _image_rows(work))
+        (input_ids, position_ids, kinds, *targets, image_rows), moved = move_with_plans(given, plans, self.device)
         names = pictures[0] if pictures else ()
         images = {name: joined([bundle[name] for bundle in pictures]).to(self.dtype) for name in names}
-        inputs = DecoderInputs(input_ids, position_ids, images, image_rows, hidden)
+        inputs = DecoderInputs(input_ids, position_ids, images, image_rows, hidden, kinds)
         return inputs, Targets(*targets), dict(zip(["segments"], moved))  # no segments where rows are padded
 
 

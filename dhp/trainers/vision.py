@@ -69,7 +69,7 @@ class VisionTrainer(StageRank):
         (positions,), (windows, frames) = move_with_plans((work.positions,), plans, self.device)
         with self.metered_forward(len(pixels), micro_batch):
             output: dict[str, Tensor] = self.optimizer.forward(
-                lambda: self.family.tower.encode(self.model, pixels, positions, windows, frames)
+                lambda: self.family.tower.encode(self.model, pixels, positions, windows, frames, work.forms)
             )
         if self.spec.trains:
             self._outputs[micro_batch] = (output, work.rows)

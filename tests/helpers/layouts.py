@@ -195,7 +195,7 @@ def chain_of(model: str, case: Case) -> Chain:
         len(family.tower.layers.kinds),
         case.vision_train != NOTHING,
         case.text_trains,
-        enters=dict(family.decoder.enters),
+        enters=dict(family.decoder.takes),
         tied=family.decoder.tied,
     )
 

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, get_scheduler
 
+from dhp.base.geometry import Form
 from dhp.data.sample import Sample
+from dhp.models.generic.forms import unpack
+from dhp.models.generic.pictures import joined
+from dhp.models.generic.rows import kinds_for
 from dhp.models.patches import project_as_product
 from dhp.models.registry import load_family
 from dhp.trainers.settings import OptimizerSettings
@@ -105,13 +109,23 @@ class Oracle:
 
     def _loss_sum(self, sample: Sample) -> Tensor:
         inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
-        if sample.pixels:
+        kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
+        if sample.pixels and isinstance(sample.grids[0], Form):
+            inputs |= _whole_pictures(sample, self.model.dtype)
+        elif sample.pixels:
             inputs |= _pictures(sample)
-            inputs["mm_token_type_ids"] = torch.from_numpy(sample.mm_token_type_ids)[None]
-        inputs = {name: tensor.to(self.device) for name, tensor in self._family.processor.plain_inputs(inputs).items()}
+            inputs["mm_token_type_ids"] = kinds
+        inputs = self._family.processor.plain_inputs(inputs) | kinds_for(type(self.model).forward, kinds)
+        inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
         targets = torch.from_numpy(sample.labels)[1:].to(self.device)
         return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+
+def _whole_pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Pictures as arguments of one call, as their image processor would give them."""
+    pairs = zip(sample.grids, sample.pixels, strict=True)
+    return joined([unpack(form, torch.from_numpy(pixels), dtype) for form, pixels in pairs])
 
 
 def _pictures(sample: Sample) -> dict[str, Tensor]:

@@ -152,9 +152,21 @@ def test_weights_of_another_shape_are_refused(made_model: str, tmp_path: Path) -
         load_part(str(folder), load_family(str(folder)).tower.modules, torch.float32)
 
 
-def test_unknown_family_is_refused_with_what_is_known(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(ModelError, match="'bert' has no adapter .*known: llava, qwen2_5_vl"):
+@pytest.mark.parametrize(
+    ("model_type", "told"),
+    [
+        ("bert", "'bert' is no vision-language model .* nearest by name is"),
+        (
+            "mllama",
+            "'mllama': MllamaForConditionalGeneration.forward takes no mm_encoder_outputs.* nearest by name is lla",
+        ),
+    ],
+)
+def test_a_family_without_the_contract_is_refused_with_the_nearest_that_has_it(
+    tmp_path: Path, model_type: str, told: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ModelError, match=told):
         load_family(str(tmp_path))
 
 

@@ -1,0 +1,111 @@
+"""All that a family without code of its own must tell, found from its configuration by running its small twin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import signature
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from dhp.base.geometry import Form
+from dhp.models.flops import TextWork, VisionWork
+from dhp.models.generic.forms import pack
+from dhp.models.generic.handover import Handover
+from dhp.models.generic.pictures import joined, row_values
+from dhp.models.generic.structure import Structure, find_structure, without_weights
+from dhp.models.generic.twin import shrink
+from dhp.models.generic.twin_model import Twin
+from dhp.models.generic.work import count_text, count_vision
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Of one configuration.
+
+    structure: where parts are. base: the class of the module that encodes pictures and runs the decoder. handover: what
+    crosses between them.
+
+    dummy: the form of the picture of a rank without work; values: numbers in a row of pixels.
+
+    arguments: of the encoder, that an image processor may give.
+
+    batches: several pictures of one shape may go through the encoder together.
+
+    unused: the tower's parameters that no output depends on.
+    """
+
+    structure: Structure
+    base: type[nn.Module]
+    handover: Handover
+    dummy: Form
+    values: int
+    arguments: tuple[str, ...]
+    batches: bool
+    unused: tuple[str, ...]
+    vision_work: VisionWork
+    text_work: TextWork
+
+
+_found: dict[str, Contract] = {}
+
+
+def find_contract(config: PreTrainedConfig) -> Contract:
+    """The contract of a configuration; a second's work, once a process. Raises ModelError for a family that cannot be
+    run without code of its own, and says what is missing."""
+    key = config.to_json_string(use_diff=False)
+    if key not in _found:
+        _found[key] = _find(config)
+    return _found[key]
+
+
+def _find(config: PreTrainedConfig) -> Contract:
+    model = without_weights(config)
+    structure = find_structure(model)
+    twin = Twin(shrink(config))
+    values = row_values(config)
+    picture = {name: tensor.numpy() for name, tensor in twin.picture(0).items() if tensor is not None}
+    dummy = pack(picture, twin.tokens(0), values)[1]
+    return Contract(
+        structure=structure,
+        base=type(model.get_submodule(structure.base)),
+        handover=twin.handover,
+        dummy=dummy,
+        values=values,
+        arguments=tuple(signature(twin.base.get_image_features).parameters),
+        batches=_batches(twin),
+        unused=_unused(twin),
+        vision_work=count_vision(config, model, structure),
+        text_work=count_text(config, model, structure),
+    )
+
+
+def _batches(twin: Twin) -> bool:
+    """Whether two pictures of one shape give together what each gives alone."""
+    pair = [twin.picture(0), twin.picture(3)]
+    with torch.no_grad():
+        alone = [twin.handover.take(twin.encode(picture)) for picture in pair]
+        try:
+            together = twin.handover.take(twin.encode(joined(pair)))
+        except Exception:  # an encoder of single pictures may fail anyhow
+            return False
+    for name, rows in together.items():
+        wanted = torch.cat([one[name] for one in alone])
+        if rows.shape != wanted.shape or not torch.allclose(rows, wanted, rtol=1e-9, atol=1e-9):
+            return False
+    return True
+
+
+def _unused(twin: Twin) -> tuple[str, ...]:
+    """Parameters outside of the text part that no output depends on."""
+    outside = twin.structure.vision
+    named = {
+        name: parameter
+        for name, parameter in twin.model.named_parameters()
+        if any(name == one or name.startswith(f"{one}.") for one in outside)
+    }
+    rows = twin.handover.take(twin.encode(twin.picture(0)))
+    total = sum(tensor.sum() for tensor in rows.values())
+    gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    return tuple(name for name, gradient in zip(named, gradients, strict=True) if gradient is None)

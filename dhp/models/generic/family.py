@@ -1,0 +1,23 @@
+"""A family without code of its own, put together from its contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dhp.models.family import Family
+from dhp.models.generic.contract import find_contract
+from dhp.models.generic.decoder import ContractDecoder
+from dhp.models.generic.processor import ContractProcessor
+from dhp.models.generic.tower import WholeTower
+
+
+def generic(config: Any, model_name: str = "") -> Family:
+    """The family of that configuration. model_name: the directory in which its processor is found, when samples are
+    read. Raises ModelError with what is missing."""
+    contract = find_contract(config)
+    return Family(
+        config,
+        ContractProcessor(config, contract, model_name),
+        WholeTower(config, contract),
+        ContractDecoder(config, contract),
+    )

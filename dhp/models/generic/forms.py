@@ -1,0 +1,41 @@
+"""A picture's arguments as rows that travel, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dhp.base.geometry import Form
+
+
+def pack(picture: Mapping[str, np.ndarray], tokens: int, values: int, written: str = "") -> tuple[np.ndarray, Form]:
+    """One picture's arguments as rows [rows, values], float32, and its form."""
+    kept = {name: np.asarray(array) for name, array in picture.items() if array is not None}
+    pixels = {name: array for name, array in kept.items() if array.dtype.kind == "f"}
+    others = tuple(
+        (name, str(array.dtype), array.shape, array.tobytes()) for name, array in kept.items() if name not in pixels
+    )
+    flat = np.concatenate([np.asarray(array, np.float32).reshape(-1) for array in pixels.values()])
+    rows = -(-len(flat) // values)
+    whole = np.zeros((rows, values), np.float32)
+    whole.reshape(-1)[: len(flat)] = flat
+    return whole, Form(tuple((name, array.shape) for name, array in pixels.items()), others, rows, tokens, written)
+
+
+def arrays_of(form: Form) -> dict[str, np.ndarray]:
+    """The arguments of a form beside its pixels."""
+    return {name: np.frombuffer(raw, dtype).reshape(shape) for name, dtype, shape, raw in form.arrays}
+
+
+def unpack(form: Form, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The arguments again, on the rows' device; pixels in `dtype`."""
+    flat, at, picture = rows.flatten(), 0, {}
+    for name, shape in form.pixels:
+        size = int(np.prod(shape))
+        picture[name] = flat[at : at + size].view(shape).to(dtype)
+        at += size
+    others = {name: torch.from_numpy(array.copy()).to(rows.device) for name, array in arrays_of(form).items()}
+    return picture | others

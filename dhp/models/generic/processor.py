@@ -1,0 +1,75 @@
+"""A family's own processor: what it makes of a picture, and what it writes into the prompt for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dhp.base.errors import ModelError
+from dhp.base.geometry import Form, Grid
+from dhp.models.generic.contract import Contract
+from dhp.models.generic.forms import arrays_of, pack
+from dhp.models.generic.library import LibraryProcessor
+from dhp.models.generic.rows import placeholder, positions
+from dhp.models.processor import Processor
+
+
+class ContractProcessor(Processor):
+    """Images only. What of the image processor's output the encoder takes is read off the encoder's arguments."""
+
+    def __init__(self, config: Any, contract: Contract, model_name: str):
+        token = placeholder(config)
+        if token is None:
+            raise ModelError(
+                f"model_type {config.model_type!r}: its configuration names no image_token_id, so that nobody knows "
+                "where pictures go. Add image_token_id to the model's config.json"
+            )
+        self.config, self.image_token_id = config, token
+        self._contract, self._model_name = contract, model_name
+        self.patch_dim = contract.values
+
+    @cached_property
+    def _library(self) -> LibraryProcessor:
+        return LibraryProcessor(self._model_name, self.config)
+
+    def load(self) -> None:
+        """See `Processor`. Raises ModelError where the family's processor cannot be used."""
+        self._library.load()
+
+    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Form]:
+        written = self._library.written(output)
+        taken = {name: np.asarray(output[name]) for name in self._contract.arguments if name in output}
+        return pack(taken, written.count(self._library.token), self._contract.values, written)
+
+    def written(self, grid: Grid | Form) -> str | None:
+        assert isinstance(grid, Form)
+        return grid.written
+
+    @property
+    def placeholder(self) -> str:
+        """See `Processor`."""
+        return self._library.placeholder
+
+    def about(self) -> list[Any]:
+        """See `Processor`."""
+        return [self.image_token_id, self._library.about()]
+
+    def position_ids(
+        self,
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor,
+        grids: Tensor | None,
+        lengths: Tensor,
+        video_grids: Tensor | None = None,
+        video_seconds: Tensor | None = None,
+        forms: Sequence[Form] = (),
+    ) -> Tensor:
+        inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
+        each = [arrays_of(form) for form in forms]
+        sizes = {name: torch.from_numpy(np.concatenate([one[name] for one in each])) for name in (each or [{}])[0]}
+        return positions(self._contract.base, self.config, input_ids, mm_token_type_ids, inside, sizes)

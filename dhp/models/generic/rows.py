@@ -1,0 +1,88 @@
+"""Rows of tokens for a model of which only the configuration is known: text, and placeholders of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+# What says of each token whether it is a picture's, under the names that models give it.
+KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+
+
+def placeholder(config: PreTrainedConfig) -> int | None:
+    """The token in whose places images go."""
+    for name in ("image_token_id", "image_token_index"):
+        if isinstance(getattr(config, name, None), int):
+            return getattr(config, name)
+    return None
+
+
+def make_row(config: PreTrainedConfig, counts: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
+    """A conversation with images of so many tokens: ids and kinds (1 at images), [1, tokens] each."""
+    generator = torch.Generator().manual_seed(seed)
+    taken = set(_numbers(config))
+    vocabulary = min(config.get_text_config().vocab_size, 512)
+    plain = torch.tensor([n for n in range(3, vocabulary) if n not in taken])
+    text = lambda n: plain[torch.randint(len(plain), (n,), generator=generator)].tolist()
+    begin, end = ([n] if isinstance(n, int) else [] for n in _around(config))
+    ids, kinds = text(4), [0] * 4
+    for count in counts:
+        tail = text(3)
+        ids += begin + [placeholder(config)] * count + end + tail
+        kinds += [0] * len(begin) + [1] * count + [0] * len(end + tail)
+    tail = text(5)
+    return torch.tensor([ids + tail]), torch.tensor([kinds + [0] * 5])
+
+
+def _around(config: PreTrainedConfig) -> tuple[Any, Any]:
+    """Tokens before and behind an image."""
+    for names in (("vision_start_token_id", "vision_end_token_id"), ("image_start_token_id", "image_end_token_id")):
+        if isinstance(getattr(config, names[0], None), int):
+            return getattr(config, names[0]), getattr(config, names[1], None)
+    return None, None
+
+
+def _numbers(config: PreTrainedConfig) -> list[int]:
+    found = []
+    for section in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for name, value in vars(section).items() if section is not None else ():
+            if name.endswith(("_id", "_ids", "_index")):
+                found += [n for n in (value if isinstance(value, list | tuple) else [value]) if isinstance(n, int)]
+    return found
+
+
+def kinds_for(forward: Any, kinds: Tensor) -> dict[str, Tensor]:
+    """The arguments that `forward` takes to be told which tokens are pictures'."""
+    return {name: kinds for name in KINDS if name in signature(forward).parameters}
+
+
+def positions(
+    base: type[nn.Module],
+    config: PreTrainedConfig,
+    ids: Tensor,
+    kinds: Tensor,
+    inside: Tensor,
+    pictures: Mapping[str, Tensor],
+) -> Tensor:
+    """Rotary positions as the model's own `get_rope_index` has them; counted through where it has none.
+
+    inside: bool, false at padding. pictures: arguments that tell of the pictures' sizes.
+    """
+    if not hasattr(base, "get_rope_index"):
+        return torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+    model = SimpleNamespace(config=config)
+    for name in ("get_vision_position_ids", "get_llm_pos_ids_for_vision", "get_chunked_index"):
+        if hasattr(base, name):
+            setattr(model, name, MethodType(getattr(base, name), model))
+    vision = getattr(config, "vision_config", None)
+    model.spatial_merge_size = getattr(vision, "spatial_merge_size", None)  # which some keep on the model
+    asked = signature(base.get_rope_index).parameters
+    given = {"mm_token_type_ids": kinds, "attention_mask": inside.long(), **pictures}
+    given = {name: value for name, value in given.items() if name in asked}
+    return base.get_rope_index(model, input_ids=ids, **given)[0]

@@ -1,0 +1,130 @@
+"""A tower that takes pictures whole, by the model's own `get_image_features`: a sequence's ranks share pictures out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dhp.base.errors import ConfigError, ModelError
+from dhp.base.geometry import Form, Grid
+from dhp.config.part import PartConfig
+from dhp.config.resolved import resolved
+from dhp.models.family import ImageLayout, LayerParts
+from dhp.models.flops import VisionWork
+from dhp.models.generic.contract import Contract
+from dhp.models.generic.forms import unpack
+from dhp.models.generic.pictures import joined
+from dhp.models.patches import project_as_product
+from dhp.models.tower import EMBEDDINGS, Tower
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class WholeTower(Tower):
+    """Each picture lies on one rank. What the family needs is in its contract."""
+
+    position_columns = 0
+
+    def __init__(self, config: Any, contract: Contract):
+        super().__init__(config)
+        structure = contract.structure
+        self._contract = contract
+        self.modules, self.tensors = structure.vision, contract.handover.names
+        self.projector = tuple(name for name in structure.vision if not _holds(name, structure.vision_layers))
+        self.heads = 1
+        self.patch_dim, self.dummy_patches = contract.values, contract.dummy.rows
+        self.work: VisionWork = contract.vision_work
+        path = structure.vision_layers or ""
+        self.layers = LayerParts(path, (), (), ("image",) * structure.vision_depth)
+
+    @property
+    def dummy_form(self) -> Form:
+        return self._contract.dummy
+
+    def check(self, asked: PartConfig) -> None:
+        """See `Part`."""
+        tensor, ring = resolved(asked.tensor), resolved(asked.ring)
+        if tensor > 1:
+            raise ConfigError(
+                f"vision.tensor={tensor} with a {self.config.model_type} model: transformers has no tensor-parallel "
+                "plan of its tower, and dhp declares none. Set vision.parallelism=sequence, whose actors share the "
+                "images, or data"
+            )
+        if ring > 1:
+            raise ConfigError(
+                f"vision.ring={ring} with a {self.config.model_type} model: its tower takes images whole, so that "
+                f"no sequence is divided. Set vision.ring=1 and vision.ulysses={ring * resolved(asked.ulysses)}, whose "
+                "actors share the images"
+            )
+
+    def image_layout(self, grid: Grid | Form) -> ImageLayout:
+        if not isinstance(grid, Form):
+            raise TypeError(f"a picture of {self.config.model_type} is told by its form, not by a grid {grid}")
+        rows, tokens = grid.rows, grid.tokens
+        nowhere = torch.zeros(rows, 0, dtype=torch.long)
+        return ImageLayout(torch.arange(tokens), 1, (rows,), (rows,), nowhere, (tokens,), grid)
+
+    def encode(
+        self,
+        model: PreTrainedModel,
+        pixels: Tensor,
+        positions: Tensor,
+        windows: Any,
+        frames: Any,
+        forms: Sequence[Form] = (),
+    ) -> dict[str, Tensor]:
+        pictures = [
+            unpack(form, rows, model.dtype)
+            for form, rows in zip(forms, pixels.split([form.rows for form in forms]), strict=True)
+        ]
+        base = model.get_submodule(self._contract.structure.base)
+        found: list[Mapping[str, Tensor]] = [{}] * len(forms)
+        for numbers in _alike(forms) if self._contract.batches else [[n] for n in range(len(forms))]:
+            output = base.get_image_features(**joined([pictures[n] for n in numbers]), return_dict=True)
+            rows = self._contract.handover.take(output)
+            tokens = [forms[n].tokens for n in numbers]
+            _check_rows(self.config.model_type, len(rows[EMBEDDINGS]), tokens)
+            split = {name: tensor.split(tokens) for name, tensor in rows.items()}
+            for place, n in enumerate(numbers):
+                found[n] = {name: parts[place] for name, parts in split.items()}
+        return {name: torch.cat([one[name] for one in found]) for name in self.tensors}
+
+    def use_attention(self, model: PreTrainedModel, name: str) -> None:
+        # Attention stays the library's: a tower that takes images whole needs no other.
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d | nn.Conv3d):
+                try:
+                    project_as_product(module)
+                except ValueError:
+                    pass  # a convolution of another kind stays one
+
+    def freeze_unused(self, model: PreTrainedModel) -> None:
+        unused = set(self._contract.unused)
+        for name, parameter in model.named_parameters():
+            if name in unused:
+                parameter.requires_grad_(False)
+
+
+def _alike(forms: Sequence[Form]) -> list[list[int]]:
+    """Numbers of pictures that one call may take: those of one shape."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for number, form in enumerate(forms):
+        groups[form.pixels, tuple(shape for _, _, shape, _ in form.arrays)].append(number)
+    return list(groups.values())
+
+
+def _holds(name: str, path: str | None) -> bool:
+    return path is not None and (path == name or path.startswith(f"{name}."))
+
+
+def _check_rows(model_type: str, found: int, tokens: Sequence[int]) -> None:
+    if found != sum(tokens):
+        raise ModelError(
+            f"{model_type}: the encoder made {found} rows of {len(tokens)} images that have {sum(tokens)} placeholders "
+            "in the prompt. The processor and the model of this directory do not belong together"
+        )

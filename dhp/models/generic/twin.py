@@ -1,0 +1,180 @@
+"""A configuration made small: the same structure with few, narrow layers, so that a model of it runs in a second.
+
+Rules go by the names that transformers' configurations share. What is small already stays as it is; whatever no rule
+names stays too, so a family that needs more is built as large as it says, or not at all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+MOST_HEADS, MOST_LAYERS, MOST_EXPERTS, VOCABULARY = 4, 4, 8, 1024
+INNER = 64  # width inside MLPs
+
+_HEADS = ("num_attention_heads", "num_heads", "attention_heads", "n_heads")
+_KEY_HEADS = ("num_key_value_heads", "n_kv_heads")
+_WIDTHS = ("hidden_size", "embed_dim", "d_model", "n_embd")
+_LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layers")
+_INNER = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "intermediate_size_mlp",
+    "ffn_dim",
+    "mlp_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "dense_intermediate_size",
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
+_LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+
+
+def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A configuration of the same family, as small as its structure allows.
+
+    The decoder keeps a layer of each kind, the tower all its layers. Special tokens move into a small vocabulary.
+    Raises what the family's configuration class raises for sizes that do not go together.
+    """
+    given = copy.deepcopy(config.to_dict())
+    text_key = _text_key(config)
+    text = given if text_key is None else given[text_key]
+    width = _Widths(text)
+    for _, section in _sections(given):
+        if section is text:
+            continue
+        _narrow(section, cut_layers=False)
+        _follow(section, width)
+    _narrow(text, cut_layers=True)
+    width.new = _first(text, _WIDTHS)
+    for _, section in _sections(given):
+        _follow(section, width)
+    _renumber(given, text)
+    for name in ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
+        given.pop(name, None)
+    return type(config)(**given)
+
+
+class _Widths:
+    """The decoder's width, before and after: what other sections name it too must follow."""
+
+    def __init__(self, text: Mapping[str, Any]):
+        self.old = self.new = _first(text, _WIDTHS)
+
+
+def _text_key(config: PreTrainedConfig) -> str | None:
+    own = config.get_text_config()
+    return next((name for name in config.sub_configs if getattr(config, name, None) is own), None)
+
+
+def _sections(given: dict[str, Any], name: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """All dictionaries that are configurations, the outermost first."""
+    found = [(name, given)]
+    for key, value in given.items():
+        if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")):
+            found += _sections(value, key)
+    return found
+
+
+def _first(section: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((section[name] for name in names if isinstance(section.get(name), int)), None)
+
+
+def _narrow(section: dict[str, Any], cut_layers: bool) -> None:
+    heads, width = _first(section, _HEADS), _first(section, _WIDTHS)
+    if cut_layers:
+        _shorten(section)
+    if heads and width and heads > MOST_HEADS:
+        head = section.get("head_dim") or width // heads
+        _narrow_heads(section, heads, head, width)
+    for name in _INNER:
+        value = section.get(name)
+        if isinstance(value, int):
+            section[name] = min(value, INNER)
+        elif isinstance(value, list):
+            section[name] = [min(one, INNER) for one in value]
+    for name in _EXPERTS:
+        if isinstance(section.get(name), int):
+            section[name] = min(section[name], MOST_EXPERTS)
+    for name in _CHOSEN:
+        if isinstance(section.get(name), int):
+            section[name] = min(section[name], 2)
+    for name in ("n_group", "topk_group"):
+        if isinstance(section.get(name), int):
+            section[name] = 1
+    most = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    for name in _LINEAR_HEADS:
+        if isinstance(section.get(name), int):
+            section[name] = min(section[name], most[name])
+    for name in ("kv_lora_rank", "q_lora_rank"):
+        if isinstance(section.get(name), int):
+            section[name] = min(section[name], 32)
+
+
+def _narrow_heads(section: dict[str, Any], heads: int, head: int, width: int) -> None:
+    few = MOST_HEADS
+    for name in _HEADS:
+        if section.get(name) == heads:
+            section[name] = few
+    for name in _KEY_HEADS:
+        value = section.get(name)
+        if isinstance(value, int):
+            section[name] = few if value == heads else min(value, few // 2)
+    narrow = few * head
+    for name in _WIDTHS:
+        if section.get(name) == width:
+            section[name] = narrow
+
+
+def _shorten(section: dict[str, Any]) -> None:
+    name = next((name for name in _LAYERS if isinstance(section.get(name), int)), None)
+    if name is None or section[name] <= MOST_LAYERS:
+        return
+    layers = section[name]
+    kinds = [value for value in section.values() if isinstance(value, list) and len(value) == layers]
+    few = max([MOST_LAYERS, *(_covering(kind) for kind in kinds)])
+    section[name] = few
+    for key, value in section.items():
+        if isinstance(value, list) and len(value) == layers:
+            section[key] = value[:few]
+    for key in ("first_k_dense_replace", "num_kv_shared_layers", "moe_layer_start_index"):
+        if isinstance(section.get(key), int):
+            section[key] = min(section[key], 1 if key != "num_kv_shared_layers" else few // 2)
+
+
+def _covering(kinds: list[Any]) -> int:
+    """How many from the first on hold one of each kind."""
+    seen = {repr(kind) for kind in kinds}
+    return next(n for n in range(1, len(kinds) + 1) if {repr(kind) for kind in kinds[:n]} == seen)
+
+
+def _follow(section: dict[str, Any], width: _Widths) -> None:
+    for name in ("out_hidden_size", "projection_dim", "text_hidden_size", "output_dim", "projector_hidden_size"):
+        if section.get(name) == width.old:
+            section[name] = width.new
+
+
+def _renumber(given: dict[str, Any], text: dict[str, Any]) -> None:
+    """Let special tokens lie in the small vocabulary, each under a number of its own."""
+    old = text.get("vocab_size")
+    if not isinstance(old, int) or old <= VOCABULARY:
+        return
+    moved: dict[int, int] = {}
+
+    def move(value: Any) -> Any:
+        if isinstance(value, list):
+            return [move(one) for one in value]
+        if not isinstance(value, int) or isinstance(value, bool) or value < VOCABULARY // 2:
+            return value
+        return moved.setdefault(value, VOCABULARY - 1 - len(moved))
+
+    for _, section in _sections(given):
+        for key, value in section.items():
+            if key.endswith(("_token_id", "_token_index", "_token_ids", "_id", "_ids")) and value is not None:
+                section[key] = move(value)
+            elif key.startswith("vocab_size") and value == old:
+                section[key] = VOCABULARY

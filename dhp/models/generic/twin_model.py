@@ -1,0 +1,142 @@
+"""A small model with random weights, its pictures, and what it does with them: whole, and in two parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dhp.base.errors import ModelError
+from dhp.models.generic.handover import LAST, POOLED, Encoded, Handover
+from dhp.models.generic.pictures import Make, Picture, ways
+from dhp.models.generic.rows import kinds_for, make_row
+from dhp.models.generic.structure import Structure, family_class, find_structure
+
+NOT_HANDED_OVER = ("hidden_states", "attentions")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation: ids, kinds [1, tokens], and its pictures' numbers."""
+
+    ids: Tensor
+    kinds: Tensor
+    pictures: tuple[int, ...]
+
+    @property
+    def labels(self) -> Tensor:
+        return self.ids.masked_fill(self.kinds.bool(), -100)
+
+
+class Twin:
+    """The model in float64, in training mode, with weights that leave no output small."""
+
+    def __init__(self, config: PreTrainedConfig, attention: str | None = None):
+        """Raises ModelError for a configuration of which no model can be made or that encodes no picture."""
+        self.config = config
+        self.model = _make(config, attention)
+        self.structure: Structure = find_structure(self.model)
+        self.base = self.model.get_submodule(self.structure.base)
+        self.make, output = self._way()
+        self.handover = self._handover(output)
+
+    def picture(self, number: int) -> Picture:
+        return self.make(number)
+
+    def encode(self, pictures: Picture) -> Any:
+        return self.base.get_image_features(**pictures, return_dict=True)
+
+    def tokens(self, number: int) -> int:
+        """Placeholders of a picture."""
+        with torch.no_grad():
+            rows = self.handover.take(self.encode(self.picture(number)))
+        return len(rows[self.handover.names[0]])
+
+    def sample(self, pictures: Sequence[int], seed: int) -> Sample:
+        ids, kinds = make_row(self.config, [self.tokens(number) for number in pictures], seed)
+        return Sample(ids, kinds, tuple(pictures))
+
+    def told(self, sample: Sample) -> dict[str, Tensor]:
+        """Arguments beside ids that say what a row's tokens are."""
+        return kinds_for(self.base.forward, sample.kinds)
+
+    def _way(self) -> tuple[Make, Any]:
+        refused = []
+        for make in ways(self.config, self.base.get_image_features):
+            try:
+                with torch.no_grad():
+                    return make, self.encode(make(0))
+            except Exception as error:  # a form that is not the family's may fail anyhow
+                refused.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        raise ModelError(
+            f"model_type {self.config.model_type!r}: no picture could be made for its get_image_features "
+            f"({'; '.join(refused) or 'its arguments are not known here'})"
+        )
+
+    def _handover(self, output: Mapping[str, Any]) -> Handover:
+        """What the decoder reads of an output, by showing it one."""
+        main = POOLED if output.get(POOLED) is not None else LAST
+        listed = isinstance(output[main], list | tuple)
+        plain = Handover(main, (), listed)
+        rows = plain.take(output)
+        ids, kinds = make_row(self.config, [len(rows[plain.names[0]])], seed=0)
+        levels = {name: value for name, value in output.items() if name not in (main, *NOT_HANDED_OVER)}
+        shown = Encoded({main: (rows[plain.names[0]],) if listed else rows[plain.names[0]], **levels})
+        with torch.no_grad():
+            self.base(
+                input_ids=ids,
+                mm_encoder_outputs={"image": shown},
+                use_cache=False,
+                **kinds_for(self.base.forward, kinds),
+                **{name: value for name, value in self.picture(0).items() if name.startswith("image_grid")},
+            )
+        more = []
+        for name in dict.fromkeys(shown.read):
+            if name == main or levels.get(name) is None:
+                continue
+            if not isinstance(levels[name], list | tuple):
+                raise ModelError(
+                    f"model_type {self.config.model_type!r}: its decoder reads {name} of the encoder's output, which "
+                    "has no row for each placeholder, and how that is handed over is not known here"
+                )
+            more.append((name, len(levels[name])))
+        return Handover(main, tuple(more), listed)
+
+
+def _make(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
+    kind = family_class(config)
+    state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(0)
+        model = kind._from_config(config, **({} if attention is None else {"attn_implementation": attention}))
+        model = _exact(model).train()
+        _spread(model)
+    except (ValueError, ImportError) as error:
+        raise ModelError(f"{kind.__name__} cannot be made: {str(error).strip()}") from error
+    finally:
+        torch.random.set_rng_state(state)
+    return model
+
+
+def _exact(model: PreTrainedModel) -> PreTrainedModel:
+    """In float64, for which grouped products of experts have no kernel."""
+    if hasattr(model, "set_experts_implementation"):
+        try:
+            model.set_experts_implementation("eager")
+        except (ValueError, KeyError, AttributeError):
+            pass  # it has no experts
+    return model.to(torch.float64)
+
+
+def _spread(model: nn.Module) -> None:
+    """Weights large enough that each shows in the loss."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+            elif not parameter.any():
+                parameter.normal_(0, 0.05)
