@@ -151,7 +151,7 @@ def _planted(fault: str, case: Attention) -> list[Tensor]:
     elif fault == "position of the shard instead of the sequence":
         case = replace(case, layout="contiguous")
         whole = ring.visible_pairs
-        ring.visible_pairs = lambda q, k, causal: whole(q, k, causal and q == k)
+        ring.visible_pairs = lambda q, k, causal, layer: whole(q, k, causal and q == k, layer)
     return sharded_results([case])[0]
 
 
