@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AttentionInterface,
     Cohere2Config,
     Cohere2Model,
     Exaone4Config,
@@ -36,8 +37,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from dhp.base.errors import ModelError
-from dhp.parallel.attention.sharded import packed_attention
-from tests.helpers.double import SMALL, alone, largest_error, make_decoder, packed, samples_of, stay_in_double
+from dhp.parallel.attention.sharded import packed_attention, plan_segments
+from tests.helpers.double import PACKED, SMALL, alone, largest_error, make_decoder, packed, samples_of, stay_in_double
 
 LENGTHS = (9, 3, 14, 9, 1)  # shorter and longer than the window and the chunk, which are 4 and 5
 SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
@@ -99,6 +100,19 @@ def _planted(module: Any, *states: Any, **named: Any) -> Any:
         return packed_attention(module, *states, **named)
     finally:
         module.config.attention_chunk_size = size
+
+
+@pytest.mark.parametrize("make", [gemma3, gemma2, llama4])
+def test_padded_rows_equal_each_sample_alone(make: Callable[[], Any]) -> None:
+    model, samples = make(), samples_of((9, 14, 3))
+    tokens = torch.stack([torch.nn.functional.pad(sample[0], (0, 14 - sample.shape[1]), value=1) for sample in samples])
+    wanted = alone(model, samples)[0]
+    AttentionInterface.register(PACKED, packed_attention)
+    model.config._attn_implementation_internal = PACKED
+    plan = plan_segments((14,) * 3, torch.device("cpu"), causal=True)
+    output = model(input_ids=tokens, use_cache=False, segments=plan).last_hidden_state.detach()
+    found = torch.cat([row[: sample.shape[1]] for row, sample in zip(output, samples, strict=True)])
+    assert largest_error([found], [wanted]) < 1e-11
 
 
 # One sample with images: types of tokens as the libraries' own functions take them, 1 for an image's.
