@@ -83,6 +83,17 @@ def check_blocks(blocks: Tensor, rule: str, tokens: int, causal: bool) -> None:
         )
 
 
+def number_runs(inside: Tensor) -> Tensor:
+    """Blocks of tokens that follow each other: int64 numbers of the runs of True, -1 elsewhere; any shape, flattened.
+
+    A run over the end of a segment is a block in each of both.
+    """
+    flat = inside.flatten()
+    begins = flat.clone()
+    begins[1:] &= ~flat[:-1]
+    return torch.where(flat, begins.cumsum(0) - 1, -1)
+
+
 def blocks_apply(rule: BlockRule, layer: LayerRule) -> bool:
     """Whether blocks count in a layer."""
     return rule != "windowed" or layer.bounds

@@ -38,6 +38,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from dhp.base.errors import ModelError
 from dhp.parallel.attention.sharded import packed_attention, plan_segments
+from dhp.parallel.attention.visibility import number_runs
 from tests.helpers.double import PACKED, SMALL, alone, largest_error, make_decoder, packed, samples_of, stay_in_double
 
 LENGTHS = (9, 3, 14, 9, 1)  # shorter and longer than the window and the chunk, which are 4 and 5
@@ -160,7 +161,7 @@ def test_blocks_equal_the_masks_of_the_libraries_own_models(rule: Any) -> None:
     if rule == "free":
         numbers = torch.where(types[0] == 0, 0, -1)
     else:
-        numbers = modeling_gemma3.get_block_sequence_ids_for_mask(types)[0].long()
+        numbers = number_runs(types == 1)
     for other in ("bounded", "windowed", "free"):
         blocks = torch.cat([torch.full((6,), -1), numbers])
         found = packed(model, [text, sample], blocks=blocks, block_rule=other)
@@ -168,6 +169,12 @@ def test_blocks_equal_the_masks_of_the_libraries_own_models(rule: Any) -> None:
         error = largest_error([found[0][6:]], wanted[:1])
         assert error < 1e-11 if other == rule else error > 1e-3, other
     assert largest_error(packed(model, [sample], blocks=numbers, block_rule=rule), wanted) < 1e-11
+
+
+def test_runs_of_image_tokens_are_numbered_as_in_the_library() -> None:
+    wanted = modeling_gemma3.get_block_sequence_ids_for_mask(TYPES)[0]
+    assert torch.equal(number_runs(TYPES == 1), wanted) and wanted.max() == 1
+    assert number_runs(torch.ones(2, dtype=torch.bool)).tolist() == [0, 0] and len(number_runs(wanted[:0] > 0)) == 0
 
 
 def test_sinks_are_refused() -> None:
