@@ -32,6 +32,9 @@ class Decoder(Part):
     embedding, norm, head = f"{PATH}.embed_tokens", f"{PATH}.norm", "lm_head"
     kv_projections: tuple[str, ...] = tuple(f"{PATH}.layers.*.self_attn.{p}_proj" for p in "kv")
     enters: Mapping[str, int] = {}  # the layer after which a tensor of the tower is added to the states
+    mixers: tuple[str, ...] = ()  # classes of modules that carry state along a row
+    # How tokens of an image see each other both ways: `dhp.parallel.attention.visibility.BlockRule`; None: they do not.
+    block_rule: str | None = None
 
     def __init__(self, config: Any):
         text = config.get_text_config()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dhp.base.messages import Bundle, StepInfo, TextInput
 from dhp.base.stages import HIDDEN_STATES
@@ -18,7 +17,9 @@ from dhp.models.split import load_part
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.activation.checkpointing import save_output
 from dhp.parallel.attention.kernels import has_varlen
-from dhp.parallel.attention.sharded import packed_attention, plan_segments
+from dhp.parallel.attention.mixers import run_by_segment
+from dhp.parallel.attention.sharded import SegmentPlan, packed_attention, plan_segments
+from dhp.parallel.attention.visibility import number_runs
 from dhp.parallel.tensor.autotp import split_by_autotp
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
@@ -28,8 +29,7 @@ from dhp.trainers.objective import Targets, find_targets, share_of_objective
 from dhp.trainers.stage import StageRank, gradient_of
 
 CPU = torch.device("cpu")
-# Names that transformers has no mask functions for: no mask is built.
-PACKED, PADDED = "dhp_packed", "dhp_padded"
+SEGMENTS = "dhp_segments"  # a name that transformers has no mask function for: no mask is built
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ class TextTrainer(StageRank):
     def load_slice(self) -> PreTrainedModel:
         self._chunks = chunks_of(self.spec.chunks, self.family.decoder.whole)
         model = self._split_by_deepspeed() if self.settings.autotp else self._split()
-        name, attention = (PACKED, packed_attention) if self.settings.packing else (PADDED, sdpa_attention_forward)
-        AttentionInterface.register(name, save_output(KEPT_ATTENTION, attention))
-        self.family.decoder.use_attention(model, name)
+        AttentionInterface.register(SEGMENTS, save_output(KEPT_ATTENTION, packed_attention))
+        self.family.decoder.use_attention(model, SEGMENTS)
+        classes = {type(module).__name__ for module in model.modules()}  # a stage may hold no layer of a kind
+        run_by_segment(model, classes.intersection(self.family.decoder.mixers))
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
         return model
@@ -144,17 +145,28 @@ class TextTrainer(StageRank):
         self, work: TextInput, hidden: Tensor | None, pictures: Sequence[dict[str, Tensor]]
     ) -> tuple[DecoderInputs, Targets, dict[str, object]]:
         """The decoder's inputs on the device, the targets, and what the attention function is told."""
-        plans = []
-        if work.lengths is not None:
-            plans.append(plan_segments(work.lengths, CPU, causal=True, varlen=has_varlen(self.device, self.dtype)))
         named = work.tensors
+        plan = self._plan(work)
         told = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
         given = (*told, *find_targets(named["targets"]), _image_rows(work))
-        (input_ids, position_ids, kinds, *targets, image_rows), moved = move_with_plans(given, plans, self.device)
+        (input_ids, position_ids, kinds, *targets, image_rows), (segments,) = move_with_plans(
+            given, [plan], self.device
+        )
         names = pictures[0] if pictures else ()
         images = {name: joined([bundle[name] for bundle in pictures]).to(self.dtype) for name in names}
         inputs = DecoderInputs(input_ids, position_ids, images, image_rows, hidden, kinds)
-        return inputs, Targets(*targets), dict(zip(["segments"], moved))  # no segments where rows are padded
+        return inputs, Targets(*targets), {"segments": segments}
+
+    def _plan(self, work: TextInput) -> SegmentPlan:
+        """Which tokens see each other."""
+        kinds, rule = work.tensors["mm_token_type_ids"], self.family.decoder.block_rule
+        rows, tokens = kinds.shape
+        # Padded rows are segments of one length, so one call: what pads them lies behind all that counts.
+        lengths = (tokens,) * rows if work.lengths is None else work.lengths
+        varlen = work.lengths is not None and has_varlen(self.device, self.dtype)
+        if rule is None:
+            return plan_segments(lengths, CPU, causal=True, varlen=varlen)
+        return plan_segments(lengths, CPU, True, varlen, number_runs(kinds > 0), rule)
 
 
 def _image_rows(work: TextInput) -> Tensor:

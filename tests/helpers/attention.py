@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dhp.parallel.attention.shard_plan import ShardPlan, contiguous_plan, given_plan, zigzag_plan
 from dhp.parallel.attention.sharded import MeshPosition, attend_segments, plan_shard
+from dhp.parallel.attention.visibility import PLAIN, LayerRule
+from tests.helpers import visibility
 
 CPU = torch.device("cpu")
 DIM = 8
@@ -19,7 +22,8 @@ DIM = 8
 
 @dataclass(frozen=True)
 class Attention:
-    """One case. rank_tokens: of an uneven layout, else by `layout` (contiguous, zigzag)."""
+    """One case. rank_tokens: of an uneven layout, else by `layout` (contiguous, zigzag). block_rule: with every second
+    three tokens a block; else without."""
 
     lengths: tuple[int, ...]
     ring: int
@@ -31,6 +35,13 @@ class Attention:
     rank_tokens: tuple[int, ...] = ()
     gather: bool = False
     dtype: torch.dtype = torch.float64
+    layer: LayerRule = PLAIN
+    block_rule: Any = ""
+    value_dim: int = DIM
+
+    def blocks(self) -> Tensor | None:
+        numbers = torch.arange(sum(self.lengths)) // 3
+        return torch.where(numbers % 2 == 0, numbers, -1) if self.block_rule else None
 
     def plan(self) -> ShardPlan:
         if self.rank_tokens:
@@ -42,11 +53,18 @@ class Attention:
         """Query, key, value and the gradient of the output, float64, [tokens, heads, dim]."""
         generator = torch.Generator().manual_seed(sum(self.lengths))
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        return [torch.randn(sum(self.lengths), h, DIM, dtype=torch.float64, generator=generator) for h in heads]
+        shapes = zip(heads, (DIM, DIM, self.value_dim, self.value_dim), strict=True)
+        return [torch.randn(sum(self.lengths), *s, dtype=torch.float64, generator=generator) for s in shapes]
 
 
 def dense_attention(case: Attention, states: Sequence[Tensor]) -> Tensor:
-    """Every token sees its own segment, and with causal attention only what came before."""
+    """Every token sees its own segment, and with causal attention only what came before, or what the layer says."""
+    if case.layer != PLAIN or case.block_rule:
+        blocks = case.blocks()
+        seen = visibility.dense_mask(
+            case.lengths, case.layer, None if blocks is None else blocks.tolist(), case.block_rule
+        )
+        return visibility.dense_attention(*states, seen, DIM**-0.5, case.layer.softcap)
     q, k, v = (s.transpose(0, 1) for s in states)
     k, v = (s.repeat_interleave(case.heads // case.kv_heads, 0) for s in (k, v))
     segment = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
@@ -95,7 +113,9 @@ def _sharded(case: Attention, position: MeshPosition) -> list[Tensor]:
     own = shards.positions(position.ring_rank, position.ulysses_rank)
     *states, grad = (s[own].to(case.dtype) for s in case.states())
     leaves = [s.clone().requires_grad_() for s in states]
-    output = attend_segments(*leaves, plan_shard(shards, position, CPU, case.causal, case.gather), DIM**-0.5)
+    blocks = {"blocks": case.blocks(), "block_rule": case.block_rule or "bounded"}
+    plan = plan_shard(shards, position, CPU, case.causal, case.gather, **blocks)
+    output = attend_segments(*leaves, plan, DIM**-0.5, case.layer)
     output.backward(grad)
     assert dist.get_world_size() == shards.ring * shards.ulysses
     return [output.detach(), *(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)]

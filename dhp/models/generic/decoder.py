@@ -27,6 +27,7 @@ class ContractDecoder(Decoder):
         self.modules, self.path = structure.text, structure.decoder
         self.embedding, self.norm, self.head = structure.embedding, structure.norm, structure.head
         super().__init__(config)
+        self.mixers = structure.mixers
         self.layers = LayerParts(structure.layers, (), (), self.layers.kinds)
         self.work = contract.text_work
 

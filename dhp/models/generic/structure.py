@@ -32,6 +32,8 @@ class Structure:
 
     head: None where the decoder's output is not brought to a vocabulary by one matrix.
 
+    mixers: classes of the decoder's modules that carry state along a row, as far as they are known here.
+
     text, vision: what each part holds, as the other drops it. vision_layers: the tower's largest list of layers.
     """
 
@@ -42,6 +44,7 @@ class Structure:
     embedding: str
     norm: str | None
     head: str | None
+    mixers: tuple[str, ...]
     text: tuple[str, ...]
     vision: tuple[str, ...]
     vision_layers: str | None
@@ -91,6 +94,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
         embedding=names[id(model.get_input_embeddings())],
         norm=next((names[id(child)] for name, child in decoder.named_children() if name in _NORMS), None),
         head=None if head is None else names[id(head)],
+        mixers=tuple(sorted({type(one).__name__ for one in layers.modules() if type(one).__name__.endswith(_MIXERS)})),
         text=text,
         vision=vision,
         vision_layers=None if tower is None else names[id(tower)],
@@ -98,6 +102,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
     )
 
 
+_MIXERS = ("GatedDeltaNet", "ShortConv")
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
 

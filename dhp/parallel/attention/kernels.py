@@ -24,11 +24,14 @@ class Block(NamedTuple):
     """How queries see keys.
 
     diagonal: both are the same tokens under causal attention, and each query sees the keys up to its own; else each
-    query sees all keys. scale: factor of the scores.
+    query sees all keys. scale: factor of the scores. hidden: [..., queries, keys], keys that a query does not see, and
+    softcap: what scores are capped at (`dhp.parallel.attention.visibility.LayerRule`); `Dense` alone knows both.
     """
 
     diagonal: bool
     scale: float
+    hidden: Tensor | None = None
+    softcap: float | None = None
 
 
 class Kernel(Protocol):
@@ -65,38 +68,49 @@ class CpuFlash:
 
 
 class Dense:
-    """Attention written out in float32 (float64 for float64 inputs): the reference, and what runs without a kernel."""
+    """Attention written out in float32 (float64 for float64 inputs): the reference, and what runs without a kernel.
+
+    The only one with masks and soft caps, and the only one that takes several segments [..., tokens, heads, dim].
+    """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         scores, _, _, v = self._scores(query, key, value, block)
         lse = scores.logsumexp(-1)
-        output = (scores - lse[..., None]).exp() @ v
-        return output.transpose(0, 1).to(query.dtype), lse
+        weights = (scores - lse[..., None]).exp()
+        if block.hidden is not None:
+            weights = weights.masked_fill(block.hidden, 0.0)  # a query that sees none of these keys: -inf - -inf
+        return (weights @ v).transpose(-3, -2).to(query.dtype), lse
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
     ) -> QkvGradients:
         scores, q, k, v = self._scores(query, key, value, block)
         weights = (scores - lse[..., None]).exp()
-        g, o = (s.transpose(0, 1).to(v.dtype) for s in (grad, output))
-        slopes = weights * (g @ v.transpose(1, 2) - (g * o).sum(-1, keepdim=True)) * block.scale
-        shared = lambda s: s.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)  # over queries of one key head
+        g, o = (s.transpose(-3, -2).to(v.dtype) for s in (grad, output))
+        slopes = weights * (g @ v.transpose(-2, -1) - (g * o).sum(-1, keepdim=True)) * block.scale
+        if block.softcap is not None:
+            # Hidden scores are -inf, and their weights 0.
+            slopes = slopes * (1 - (scores.clamp(min=-block.softcap) / block.softcap).square())
+        heads = key.shape[-2]
+        shared = lambda s: s.unflatten(-3, (heads, -1)).sum(-3).transpose(-3, -2)  # over queries of one key head
         return (
-            (slopes @ k).transpose(0, 1).to(query.dtype),
-            shared(slopes.transpose(1, 2) @ q).to(key.dtype),
-            shared(weights.transpose(1, 2) @ g).to(value.dtype),
+            (slopes @ k).transpose(-3, -2).to(query.dtype),
+            shared(slopes.transpose(-2, -1) @ q).to(key.dtype),
+            shared(weights.transpose(-2, -1) @ g).to(value.dtype),
         )
 
     def _scores(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, ...]:
-        """Scores [heads, queries, keys], and the states with heads first in the exact format."""
+        """Scores [..., heads, queries, keys], and the states with heads first in the exact format."""
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-        q, k, v = (s.transpose(0, 1).to(exact) for s in (query, key, value))
-        k, v = (s.repeat_interleave(q.shape[0] // s.shape[0], 0) for s in (k, v))
-        scores = q @ k.transpose(1, 2) * block.scale
+        q, k, v = (s.transpose(-3, -2).to(exact) for s in (query, key, value))
+        k, v = (s.repeat_interleave(q.shape[-3] // s.shape[-3], -3) for s in (k, v))
+        scores = q @ k.transpose(-2, -1) * block.scale
+        if block.softcap is not None:
+            scores = (scores / block.softcap).tanh() * block.softcap
+        hidden = block.hidden
         if block.diagonal:
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(hidden, float("-inf"))
-        return scores, q, k, v
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return (scores if hidden is None else scores.masked_fill(hidden, float("-inf"))), q, k, v
 
 
 class CudaFlash:
@@ -139,18 +153,31 @@ def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     return sixteen and complete and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def takes_varlen(query: Tensor) -> bool:
+    """Whether that kernel takes heads of this width: flash attention has none wider than 256."""
+    return query.shape[-1] <= 256
+
+
 def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Segments one behind another, each attending to itself: [tokens, heads, dim], keys maybe with fewer heads.
 
-    bounds: int32 [segments + 1]. longest: tokens of the longest segment. PyTorch's flash attention, with gradients:
-    unlike cuDNN it builds no plan for each new length, and nothing is sorted.
+    bounds: int32 [segments + 1]. longest: tokens of the longest segment. window: tokens that each one sees of those up
+    to itself, with causal attention. PyTorch's flash attention, with gradients: unlike cuDNN it builds no plan for each
+    new length, and nothing is sorted.
     """
-    window = (-1, 0) if causal else (-1, -1)
+    sizes = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
     grouped = query.shape[1] != key.shape[1]
     return varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=window, enable_gqa=grouped
+        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=sizes, enable_gqa=grouped
     )
 
 

@@ -18,17 +18,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dhp.base.geometry import TokenRange
-from dhp.parallel.attention.kernels import Block, Kernel, choose_kernel
+from dhp.parallel.attention.banded import QUERIES
+from dhp.parallel.attention.kernels import Block, Dense, choose_kernel
 from dhp.parallel.attention.shard_plan import Shard, count_tokens
+from dhp.parallel.attention.visibility import PLAIN, LayerRule, sees
 from dhp.parallel.comm.collectives import Shift, exchange_rows
 
 
 class Pair(NamedTuple):
-    """Rows of queries that see rows of keys; diagonal: the same tokens, each seeing those up to itself."""
+    """Rows of queries that see rows of keys; diagonal: the same tokens, each seeing those up to itself.
+
+    masked: the places in the segment of both, where a window or chunk hides some of these keys from some queries.
+    """
 
     queries: slice
     keys: slice
     diagonal: bool
+    masked: tuple[range, range] | None = None
+
+    def block(self, scale: float, layer: LayerRule, causal: bool, device: torch.device) -> Block:
+        """How these queries see these keys. causal: as in `Ring`."""
+        hidden = None
+        if self.masked is not None:
+            hidden = ~sees(*self.masked, layer, causal, device, None, "bounded")
+        return Block(self.diagonal, scale, hidden, layer.softcap)
 
 
 @dataclass(frozen=True)
@@ -53,17 +66,18 @@ class Ring:
     def tokens(self, rank: int) -> int:
         return count_tokens(self.chunks[rank])
 
-    def pairs(self, source: int) -> list[Pair]:
+    def pairs(self, source: int, layer: LayerRule = PLAIN) -> list[Pair]:
         """What this rank's queries see of the keys of rank `source`."""
-        return list(visible_pairs(self.chunks[self.rank], self.chunks[source], self.causal))
+        return list(visible_pairs(self.chunks[self.rank], self.chunks[source], self.causal, layer))
 
     def source(self, step: int) -> int:
         """Whose keys are here in the given step."""
         return (self.rank - step) % len(self.chunks)
 
 
-def visible_pairs(queries: Shard, keys: Shard, causal: bool) -> Iterator[Pair]:
-    """Pairs of ranges of the same segment of which the queries see the keys.
+def visible_pairs(queries: Shard, keys: Shard, causal: bool, layer: LayerRule = PLAIN) -> Iterator[Pair]:
+    """Pairs of ranges of the same segment of which the queries see the keys: whole ranges, or where a layer has a
+    window or chunks, `QUERIES` queries and the keys that some of them see.
 
     Raises ValueError for ranges that overlap without being the same: no token lies on two ranks.
     """
@@ -74,15 +88,35 @@ def visible_pairs(queries: Shard, keys: Shard, causal: bool) -> Iterator[Pair]:
             same = query == key
             if not same and query.first < key.end and key.first < query.end:
                 raise ValueError(f"{query} and {key} overlap; every token must lie on one rank")
-            yield Pair(rows, columns, causal and same)
+            if layer.bounds:
+                yield from _masked_pairs(query, rows, key, columns, layer)
+            else:
+                yield Pair(rows, columns, causal and same)
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float) -> Tensor:
+def _masked_pairs(query: TokenRange, rows: slice, key: TokenRange, columns: slice, layer: LayerRule) -> Iterator[Pair]:
+    """What causal queries of a range see of keys of another, or of the same, some queries at a time."""
+    for begin in range(query.first, query.end, QUERIES):
+        end = min(begin + QUERIES, query.end)
+        first, last = max(key.first, layer.first_key(begin)), min(key.end, end)
+        if first >= last:
+            continue
+        own = slice(rows.start + begin - query.first, rows.start + end - query.first)
+        other = slice(columns.start + first - key.first, columns.start + last - key.first)
+        yield Pair(own, other, False, (range(begin, end), range(first, last)))
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float, layer: LayerRule = PLAIN
+) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks of the ring.
 
-    query: [own tokens, heads, dim]; key, value: [own tokens, kv heads, dim]. Returns [own tokens, heads, dim].
+    query: [own tokens, heads, dim]; key, value: [own tokens, kv heads, dim]. Returns [own tokens, heads, dim]. What a
+    layer's window hides travels all the same. Raises ValueError for a window or chunk without causality.
     """
-    return _RingAttention.apply(query, key, value, ring, scale)
+    if layer.bounds and not ring.causal:
+        raise ValueError(f"window={layer.window}, chunk={layer.chunk}: a ring that is not causal has neither")
+    return _RingAttention.apply(query, key, value, ring, scale, layer)
 
 
 def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) -> None:
@@ -98,22 +132,25 @@ def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float, layer: LayerRule
+    ) -> Tensor:
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-        kernel = choose_kernel(query)
+        kernel = choose_kernel(query) if layer == PLAIN else Dense()
         output = query.new_zeros(query.shape, dtype=exact)
         lse = query.new_full((query.shape[1], len(query)), float("-inf"), dtype=exact)
         others = []
         for source, states in _blocks(torch.stack([key, value]), ring):
             if ring.keeps and source != ring.rank:
                 others.append(states)
-            for rows, columns, diagonal in ring.pairs(source):
-                k, v = states[:, columns]
-                part, part_lse = kernel.forward(query[rows], k, v, Block(diagonal, scale))
+            for pair in ring.pairs(source, layer):
+                rows, (k, v) = pair.queries, states[:, pair.keys]
+                block = pair.block(scale, layer, ring.causal, query.device)
+                part, part_lse = kernel.forward(query[rows], k, v, block)
                 merge(output[rows], lse[:, rows], part.to(exact), part_lse)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse, *others)
-        ctx.ring, ctx.scale, ctx.kernel = ring, scale, kernel
+        ctx.ring, ctx.scale, ctx.layer, ctx.kernel = ring, scale, layer, kernel
         return output
 
     @staticmethod
@@ -124,29 +161,25 @@ class _RingAttention(torch.autograd.Function):
         arrive = _gather_home if ring.gather else _travel_home
         own = torch.stack([key, value])
         shares = (
-            (source, _share(ctx.kernel, (grad, query, output, lse), states, source, ring, ctx.scale, grad_query))
+            (source, _share(ctx, (grad, query, output, lse), states, source, grad_query))
             for source, states in (_kept(own, others, ring) if ring.keeps else _blocks(own, ring))
         )
         grad_key, grad_value = arrive(shares, ring, key).to(key.dtype)
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
 
 
 def _share(
-    kernel: Kernel,
-    given: tuple[Tensor, Tensor, Tensor, Tensor],
-    states: Tensor,
-    source: int,
-    ring: Ring,
-    scale: float,
-    grad_query: Tensor,
+    ctx: Any, given: tuple[Tensor, Tensor, Tensor, Tensor], states: Tensor, source: int, grad_query: Tensor
 ) -> Tensor:
     """What this rank's queries give to the gradients of keys and values of rank `source`, [2, tokens, heads, dim]."""
     grad, query, output, lse = given
+    ring: Ring = ctx.ring
     share = torch.zeros_like(states, dtype=lse.dtype)
-    for rows, columns, diagonal in ring.pairs(source):
+    for pair in ring.pairs(source, ctx.layer):
+        rows, columns = pair.queries, pair.keys
         k, v = states[:, columns]
-        block = Block(diagonal, scale)
-        gradients = kernel.backward(grad[rows], query[rows], k, v, output[rows], lse[:, rows], block)
+        block = pair.block(ctx.scale, ctx.layer, ring.causal, query.device)
+        gradients = ctx.kernel.backward(grad[rows], query[rows], k, v, output[rows], lse[:, rows], block)
         grad_query[rows] += gradients[0]
         share[0, columns] += gradients[1]
         share[1, columns] += gradients[2]

@@ -55,9 +55,12 @@ class ShardPlan:
 
     def positions(self, ring_rank: int, ulysses_rank: int) -> list[int]:
         """For each row of a rank, its position in the whole sequence, segments one behind another."""
+        return self.rows_of(self.shards[ring_rank][ulysses_rank])
+
+    def rows_of(self, ranges: Iterable[TokenRange]) -> list[int]:
+        """The same for the tokens of any ranges."""
         starts = [0, *accumulate(self.lengths)]
-        shard = self.shards[ring_rank][ulysses_rank]
-        return [starts[s.segment] + token for s in shard for token in range(s.first, s.end)]
+        return [starts[s.segment] + token for s in ranges for token in range(s.first, s.end)]
 
 
 def contiguous_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
@@ -103,6 +106,24 @@ def count_tokens(ranges: Iterable[TokenRange]) -> int:
 def is_whole(piece: TokenRange, lengths: Sequence[int]) -> bool:
     """Whether the range is all of its segment."""
     return piece.count == lengths[piece.segment]
+
+
+def whole_segments(ranges: Iterable[TokenRange], lengths: Sequence[int], in_order: bool) -> list[tuple[int, list[int]]]:
+    """Of the ranges that are whole segments: (tokens, first rows of those of that length). in_order: only neighbours of
+    one length together, so that the rows are in order; else all of them."""
+    found: list[tuple[int, list[int]]] = []
+    by_length: dict[int, list[int]] = {}
+    row = 0
+    for piece in ranges:
+        if is_whole(piece, lengths):
+            if in_order and (not found or found[-1][0] != piece.count):
+                by_length = {}
+            if piece.count not in by_length:
+                by_length[piece.count] = []
+                found.append((piece.count, by_length[piece.count]))
+            by_length[piece.count].append(row)
+        row += piece.count
+    return found
 
 
 def cut_ranges(ranges: Sequence[TokenRange], counts: Sequence[int]) -> list[Shard]:

@@ -7,7 +7,6 @@ one chunk whole never enter the ring.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -20,22 +19,33 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dhp.base.geometry import TokenRange
-from dhp.parallel.attention.kernels import attend_varlen
 from dhp.parallel.attention.ring import Ring, ring_attention
-from dhp.parallel.attention.shard_plan import ShardPlan, is_whole
+from dhp.parallel.attention.shard_plan import ShardPlan, is_whole, whole_segments
 from dhp.parallel.attention.ulysses import UlyssesGroup
+from dhp.parallel.attention.visibility import (
+    PLAIN,
+    BlockRule,
+    LayerRule,
+    Span,
+    check_blocks,
+    check_position_scales,
+    find_spans,
+    layer_rule,
+)
+from dhp.parallel.attention.whole import attend_whole
 
 # Keys and values of at most so many tokens of divided segments are gathered at once, not passed around: the delay of a
 # message then counts for more than its size (`python -m experiments.ring_or_gather`).
 GATHER_TOKENS = 512
+_TENSORS = ("order", "inverse", "bounds", "blocks")
 
 
 @dataclass(frozen=True)
 class SegmentPlan:
     """Which tokens attend to each other: those of a segment.
 
-    groups: (length, count) of the segments that this rank has whole, equal lengths together. Without `bounds` each
-    group is one batched kernel call.
+    groups: (length, count) of the segments that this rank has whole, in the order of the calls; equal lengths together
+    without `bounds`, where each group is one batched kernel call, and neighbours of equal length with them.
 
     order: tokens in the order of the calls, those of divided segments last; None when they already lie so. inverse: the
     inverse permutation.
@@ -45,6 +55,11 @@ class SegmentPlan:
     rest: what the tokens of divided segments do; None where no rank has any.
 
     bounds: where each whole segment begins and the last ends, int32 [segments + 1], for one call over all of them.
+
+    blocks: int64 [tokens], in the order of the rows: tokens of a segment with the same number see each other both ways,
+    as those of an image do; -1 in none. block_rule: how that goes with a layer's window
+    (`dhp.parallel.attention.visibility.BlockRule`). spans: by group, where the blocks lie, for the host. All three for
+    causal segments alone, and without what has no effect.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -53,6 +68,9 @@ class SegmentPlan:
     causal: bool = False
     rest: Ulysses | Ring | None = None
     bounds: Tensor | None = None
+    blocks: Tensor | None = None
+    block_rule: BlockRule = "bounded"
+    spans: tuple[tuple[Span, ...], ...] = ()
 
     @property
     def whole(self) -> int:
@@ -85,10 +103,19 @@ class MeshPosition:
 
 
 def plan_segments(
-    lengths: Sequence[int], device: torch.device, causal: bool = False, varlen: bool = False
+    lengths: Sequence[int],
+    device: torch.device,
+    causal: bool = False,
+    varlen: bool = False,
+    blocks: Tensor | None = None,
+    block_rule: BlockRule = "bounded",
 ) -> SegmentPlan:
-    """Consecutive segments of the given lengths (tokens), all of them here. varlen: for one call over all of them."""
-    return _plan([TokenRange(i, 0, length) for i, length in enumerate(lengths)], lengths, device, causal, None, varlen)
+    """Consecutive segments of the given lengths (tokens), all of them here. varlen: for one call over all of them.
+
+    blocks: int64 [tokens], on the host, and block_rule: see `SegmentPlan`. Raises ValueError where they do not fit.
+    """
+    ranges = [TokenRange(i, 0, length) for i, length in enumerate(lengths)]
+    return _plan(ranges, lengths, device, causal, None, varlen, blocks, block_rule)
 
 
 def plan_shard(
@@ -98,36 +125,49 @@ def plan_shard(
     causal: bool = False,
     gather: bool = False,
     varlen: bool = False,
+    blocks: Tensor | None = None,
+    block_rule: BlockRule = "bounded",
 ) -> SegmentPlan:
-    """What one rank of a mesh has to do. gather: see `dhp.parallel.attention.ring.Ring`; varlen: as in `plan_segments`.
+    """What one rank of a mesh has to do. gather: see `dhp.parallel.attention.ring.Ring`; varlen: as in `plan_segments`,
+    and so are blocks, which are those of all ranks' tokens, segments one behind another.
 
     Segments that lie on one rank whole need no communication; those that lie in one ring rank's chunk, none but the
-    exchange among its Ulysses ranks.
+    exchange among its Ulysses ranks. Raises ValueError, on all ranks alike, for blocks and a segment in the ring.
     """
+    own = shards.shards[position.ring_rank][position.ulysses_rank]
     divided = shards.without_whole_segments()
     rest: Ulysses | Ring | None = None
     if divided.count_tokens():
         chunks = [divided.chunk(rank) for rank in range(divided.ring)]
         ringed = tuple(tuple(s for s in chunk if not is_whole(s, shards.lengths)) for chunk in chunks)
         ring = Ring(ringed, position.ring_rank, position.ring_group, causal, gather) if any(ringed) else None
+        if ring is not None and blocks is not None:
+            raise ValueError(
+                f"blocks of {len(blocks)} tokens, and segments divided over ring={divided.ring} ranks: the ring has no "
+                "blocks. Use ulysses ranks alone, or give each rank whole segments"
+            )
         rest = ring
         if divided.ulysses > 1:
             exchange = UlyssesGroup(
                 divided.rank_tokens(position.ring_rank), position.ulysses_rank, position.ulysses_group
             )
-            rest = Ulysses(exchange, _plan(chunks[position.ring_rank], shards.lengths, device, causal, ring, varlen))
-    return _plan(shards.shards[position.ring_rank][position.ulysses_rank], shards.lengths, device, causal, rest, varlen)
+            chunk = chunks[position.ring_rank]
+            there = None if blocks is None else blocks[shards.rows_of(chunk)]
+            rest = Ulysses(exchange, _plan(chunk, shards.lengths, device, causal, ring, varlen, there, block_rule))
+    here = None if blocks is None else blocks[shards.rows_of(own)]
+    return _plan(own, shards.lengths, device, causal, rest, varlen, here, block_rule)
 
 
 def index_tensors(plan: SegmentPlan) -> list[Tensor]:
     """The tensors of a plan, in a fixed order."""
     inner = index_tensors(plan.rest.plan) if isinstance(plan.rest, Ulysses) else []
-    return [tensor for tensor in (plan.order, plan.inverse, plan.bounds) if tensor is not None] + inner
+    own = (getattr(plan, name) for name in _TENSORS)
+    return [tensor for tensor in own if tensor is not None] + inner
 
 
 def with_tensors(plan: SegmentPlan, tensors: Iterator[Tensor]) -> SegmentPlan:
     """The plan with other tensors, in the order of `index_tensors`: the same ones on another device."""
-    kept = {name: getattr(plan, name) for name in ("order", "inverse", "bounds")}
+    kept = {name: getattr(plan, name) for name in _TENSORS}
     kept = {name: None if tensor is None else next(tensors) for name, tensor in kept.items()}
     if kept["bounds"] is not None:
         kept["bounds"] = kept["bounds"].to(torch.int32)  # what the kernel wants, of integers that travelled together
@@ -137,54 +177,42 @@ def with_tensors(plan: SegmentPlan, tensors: Iterator[Tensor]) -> SegmentPlan:
     return replace(plan, rest=rest, **kept)
 
 
-def attend_segments(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float) -> Tensor:
-    """Each token of [tokens, heads, dim] attends to its own segment; same shape back.
+def attend_segments(
+    query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float, layer: LayerRule = PLAIN
+) -> Tensor:
+    """Each token of [tokens, heads, dim] attends to its own segment; the same shape back, as wide as `value`.
 
-    Key and value may have fewer heads, each shared by as many query heads in a row (grouped-query attention).
+    Key and value may have fewer heads, each shared by as many query heads in a row (grouped-query attention), and value
+    may be of another width (multi-head latent attention). Raises ValueError for a window or chunk without causality.
     """
+    if layer.bounds and not plan.causal:
+        raise ValueError(f"window={layer.window}, chunk={layer.chunk}: segments that are not causal have neither")
+    width, wanted = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    # All as wide as the widest: zeros add nothing to a score, and no fast kernel takes two widths.
+    query, key, value = (s if s.shape[-1] == wanted else _widened(s, wanted) for s in (query, key, value))
     if plan.order is not None:
         query, key, value = (states[plan.order] for states in (query, key, value))
-    outputs = _attend_whole(query, key, value, plan, scale)
+    outputs = attend_whole((query, key, value), plan, scale, layer)
     if plan.rest is not None:
         begin = plan.whole
-        outputs.append(_attend_rest(query[begin:], key[begin:], value[begin:], plan.rest, scale))
+        outputs.append(_attend_rest(query[begin:], key[begin:], value[begin:], plan.rest, scale, layer))
     output = outputs[0] if len(outputs) == 1 else torch.cat([query[:0], *outputs])  # none at all on an empty rank
-    return output if plan.inverse is None else output[plan.inverse]
+    output = output if plan.inverse is None else output[plan.inverse]
+    return output if width == wanted else output[..., :width]
 
 
-def _attend_whole(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float) -> list[Tensor]:
-    """Outputs of the segments that are here whole: of all at once, or group by group."""
-    if plan.bounds is not None and plan.groups:
-        states = (s[: plan.whole] for s in (query, key, value))
-        longest = max(length for length, _ in plan.groups)
-        return [attend_varlen(*states, plan.bounds, longest, plan.causal, scale)]
-    grouped = query.shape[1] != key.shape[1]
-    repeated = grouped and _must_repeat(query)
-    sizes = [length * count for length, count in plan.groups]
-    parts = (s[: sum(sizes)].split(sizes) if sizes else () for s in (query, key, value))
-    outputs = []
-    for (length, count), *states in zip(plan.groups, *parts, strict=True):
-        # [count, heads, length, dim]
-        q, k, v = (s.reshape(count, length, *s.shape[1:]).transpose(1, 2) for s in states)
-        if repeated:
-            k, v = (s.repeat_interleave(q.shape[1] // s.shape[1], dim=1) for s in (k, v))
-        shared = grouped and not repeated
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=shared)
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    return outputs
+def _widened(states: Tensor, width: int) -> Tensor:
+    return F.pad(states, (0, width - states.shape[-1]))
 
 
-def _must_repeat(query: Tensor) -> bool:
-    """Whether key/value heads must be repeated: on GPUs only 16-bit kernels share them, others build tokens²."""
-    return query.is_cuda and query.dtype.itemsize > 2
-
-
-def _attend_rest(query: Tensor, key: Tensor, value: Tensor, rest: Ulysses | Ring, scale: float) -> Tensor:
+def _attend_rest(
+    query: Tensor, key: Tensor, value: Tensor, rest: Ulysses | Ring, scale: float, layer: LayerRule
+) -> Tensor:
     """Output of the tokens of divided segments."""
     if isinstance(rest, Ring):
-        return ring_attention(query, key, value, rest, scale)
+        return ring_attention(query, key, value, rest, scale, layer)
     states = rest.exchange.heads_to_rank(query, key, value)
-    return rest.exchange.tokens_to_rank(attend_segments(*states, rest.plan, scale))
+    return rest.exchange.tokens_to_rank(attend_segments(*states, rest.plan, scale, layer))
 
 
 def _plan(
@@ -193,28 +221,34 @@ def _plan(
     device: torch.device,
     causal: bool,
     rest: Ulysses | Ring | None,
-    varlen: bool = False,
+    varlen: bool,
+    blocks: Tensor | None,
+    block_rule: BlockRule,
 ) -> SegmentPlan:
     """The plan of a rank with these ranges, in the order of its rows: whole segments first, by length unless one call
     takes them all, then the tokens of divided ones."""
-    starts: dict[int, list[int]] = defaultdict(list)
-    divided: list[Tensor] = []
-    for piece, start in zip(ranges, accumulate((piece.count for piece in ranges), initial=0)):
-        if is_whole(piece, lengths):
-            starts[piece.count].append(start)
-        else:
-            divided.append(torch.arange(start, start + piece.count))
-    groups = tuple((length, len(firsts)) for length, firsts in starts.items())
-    whole = [(torch.tensor(p)[:, None] + torch.arange(n)).flatten() for n, p in starts.items()]
+    whole = whole_segments(ranges, lengths, in_order=varlen)
+    starts_of_rows = accumulate((piece.count for piece in ranges), initial=0)
+    divided = [
+        torch.arange(start, start + piece.count)
+        for piece, start in zip(ranges, starts_of_rows)
+        if not is_whole(piece, lengths)
+    ]
+    rows = [(torch.tensor(starts)[:, None] + torch.arange(length)).flatten() for length, starts in whole]
+    groups = tuple((length, len(starts)) for length, starts in whole)
     bounds = None
     if varlen:
-        whole = [torch.cat([torch.empty(0, dtype=torch.long), *whole]).sort().values]
-        ends = accumulate((piece.count for piece in ranges if is_whole(piece, lengths)), initial=0)
+        ends = accumulate((length for length, starts in whole for _ in starts), initial=0)
         bounds = torch.tensor(list(ends), dtype=torch.int32).to(device)
-    order = torch.cat([torch.empty(0, dtype=torch.long), *whole, *divided])
-    if bool((order[1:] > order[:-1]).all()):
-        return SegmentPlan(groups, None, None, causal, rest, bounds)
-    return SegmentPlan(groups, order.to(device), torch.argsort(order).to(device), causal, rest, bounds)
+    order = torch.cat([torch.empty(0, dtype=torch.long), *rows, *divided])
+    plan = SegmentPlan(groups, None, None, causal, rest, bounds)
+    if not bool((order[1:] > order[:-1]).all()):
+        plan = replace(plan, order=order.to(device), inverse=torch.argsort(order).to(device))
+    if blocks is None:
+        return plan
+    check_blocks(blocks, block_rule, len(order), causal)
+    spans = find_spans(whole, blocks)
+    return replace(plan, blocks=blocks.to(device), block_rule=block_rule, spans=spans) if any(spans) else plan
 
 
 def segment_attention(
@@ -241,12 +275,20 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float,
+    scaling: float | None,
     segments: SegmentPlan,
-    **_: Any,
+    **named: Any,
 ) -> tuple[Tensor, None]:
-    """`segment_attention` for one packed row of a decoder, to which `segments` carries the plan.
+    """Attention of a decoder's layer in transformers' terms, for one packed row or for several padded ones, to which
+    `segments` carries the plan: states [rows, heads, tokens, dim], output [rows, tokens, heads, dim].
 
-    It is a keyword of the model's forward that reaches every layer as it is. No mask of tokens × tokens is built.
+    It is a keyword of the model's forward that reaches every layer as it is. No mask of tokens × tokens is built. What
+    else a layer asks for is in `named`. Raises ModelError for what is not computed here
+    (`dhp.parallel.attention.visibility.layer_rule`).
     """
-    return segment_attention(module, query, key, value, attention_mask, scaling, segments)
+    rows, _, tokens, width = query.shape
+    layer = layer_rule(module, attention_mask, named)
+    check_position_scales(module, tokens, rows == 1 and segments.groups != ((tokens, 1),))
+    states = (s.transpose(1, 2).flatten(0, 1) for s in (query, key, value))
+    output = attend_segments(*states, segments, width**-0.5 if scaling is None else scaling, layer)
+    return output.unflatten(0, (rows, tokens)), None

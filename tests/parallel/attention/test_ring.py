@@ -18,6 +18,7 @@ from dhp.parallel.attention.kernels import Block, CpuFlash, Dense
 from dhp.parallel.attention.ring import Pair, merge, visible_pairs
 from dhp.parallel.attention.shard_plan import contiguous_plan, given_plan, zigzag_plan
 from dhp.parallel.attention.ulysses import key_copies
+from dhp.parallel.attention.visibility import LayerRule
 from dhp.parallel.comm.collectives import AllToAll, Shift, sum_in_place
 from tests.helpers.attention import Attention, dense_results, sharded_results, whole_results
 from tests.helpers.ranks import run_on_ranks
@@ -51,6 +52,18 @@ def test_causal_pairs_are_whole_diagonal_or_not_there() -> None:
     assert list(visible_pairs((mine,), (after,), False)) == [Pair(slice(0, 4), slice(0, 4), False)]
     with pytest.raises(ValueError, match="overlap"):
         list(visible_pairs((mine,), (TokenRange(0, 10, 4),), True))
+
+
+def test_under_a_window_a_rank_computes_with_the_keys_its_queries_see_alone() -> None:
+    mine, before = TokenRange(0, 600, 300), TokenRange(0, 0, 600)
+    pairs = list(visible_pairs((mine,), (before,), True, LayerRule(window=101)))
+    assert pairs == [Pair(slice(0, 256), slice(500, 600), False, (range(600, 856), range(500, 600)))]
+    own = list(visible_pairs((mine,), (mine,), True, LayerRule(window=101)))
+    assert [(pair.queries, pair.keys) for pair in own] == [
+        (slice(0, 256), slice(0, 256)),
+        (slice(256, 300), slice(156, 300)),
+    ]
+    assert not list(visible_pairs((mine,), (before,), True, LayerRule(chunk=300)))
 
 
 @pytest.mark.parametrize("far", [150.0, -150.0, 1e4, -1e4])
@@ -151,7 +164,7 @@ def _planted(fault: str, case: Attention) -> list[Tensor]:
     elif fault == "position of the shard instead of the sequence":
         case = replace(case, layout="contiguous")
         whole = ring.visible_pairs
-        ring.visible_pairs = lambda q, k, causal: whole(q, k, causal and q == k)
+        ring.visible_pairs = lambda q, k, causal, layer: whole(q, k, causal and q == k, layer)
     return sharded_results([case])[0]
 
 

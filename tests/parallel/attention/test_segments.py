@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.parallel.attention import kernels, sharded
+from dhp.parallel.attention import kernels, whole
 from dhp.parallel.attention.sharded import (
     attend_segments,
     index_tensors,
@@ -60,7 +60,7 @@ def test_segments_equal_dense_attention(lengths: list[int]) -> None:
 def test_causal_segments_with_shared_keys_equal_dense_attention(
     lengths: list[int], kv_heads: int, repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded, "_must_repeat", lambda query: repeated)
+    monkeypatch.setattr(whole, "must_repeat", lambda query: repeated)
     tokens = sum(lengths)
     query, key, value, weight = (s[0].transpose(0, 1) for s in states(tokens))  # [tokens, heads, dim]
     key, value = key[:, :kv_heads], value[:, :kv_heads]

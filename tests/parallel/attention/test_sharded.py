@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from dhp.parallel.attention.visibility import PLAIN, LayerRule
 from tests.helpers.attention import Attention, dense_results, sharded_results, whole_results
 from tests.helpers.ranks import run_on_ranks
 
@@ -72,6 +73,64 @@ def test_rounding_in_16_bits_is_that_of_one_rank(ring: int, ulysses: int) -> Non
         for name, mine, theirs, wanted in zip(NAMES, whole, rough, exact, strict=True):
             error, allowed = ((s.double() - wanted).norm() for s in (mine, theirs))
             assert error < 2.5 * allowed + 1e-3 * wanted.norm(), (name, case)
+
+
+LAYERS = [
+    *(LayerRule(window=w) for w in (2, 4, 7)),
+    LayerRule(chunk=5),
+    LayerRule(window=3, chunk=5),
+    LayerRule(softcap=0.7),
+    LayerRule(4, None, 0.7),
+]
+LONG = (3, 290, 4)  # more queries than a masked call takes
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2), (3, 1)])
+def test_windows_chunks_and_soft_caps_equal_dense_attention(ring: int, ulysses: int) -> None:
+    cases = [
+        Attention((3, 30, 4, 1, 7), ring, ulysses, 4, 2, layout=layout, layer=layer)
+        for layer, layout in product(LAYERS, ("contiguous", "zigzag"))
+    ]
+    cases += [Attention(LONG, ring, ulysses, 4, 2, layer=layer) for layer in (LAYERS[2], LayerRule(window=150))]
+    cases += [Attention((3, 30, 4), ring, ulysses, 4, 2, value_dim=dim, layer=layer) for dim, layer in WIDTHS]
+    cases += [replace(case, gather=True) for case in cases[:3] if ring > 1]
+    found = errors(ring, ulysses, cases)
+    worst = max(found, key=lambda case: found[case])
+    assert found[worst] < 1e-12, worst
+
+
+WIDTHS = [(5, PLAIN), (12, PLAIN), (5, LayerRule(window=4))]
+
+
+def test_blocks_between_ulysses_ranks_equal_dense_attention() -> None:
+    cases = [
+        Attention((3, 30, 4, 1, 7), 1, 2, 4, 2, layer=layer, block_rule=rule)
+        for layer, rule in product([PLAIN, LAYERS[1], LAYERS[3], LAYERS[5]], ("bounded", "windowed", "free"))
+    ]
+    cases.append(replace(cases[0], rank_tokens=(45, 0)))
+    found = errors(1, 2, cases)
+    worst = max(found, key=lambda case: found[case])
+    assert found[worst] < 1e-12, worst
+
+
+def _refused(case: Attention) -> str:
+    try:
+        sharded_results([case])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_blocks_of_a_segment_in_the_ring_are_refused_on_all_ranks() -> None:
+    case = Attention((3, 30, 4), 2, 1, block_rule="bounded")
+    for message in run_on_ranks(_refused, 2, case):
+        assert "blocks of 37 tokens, and segments divided over ring=2 ranks" in message
+
+
+def test_windows_without_causality_are_refused_on_all_ranks() -> None:
+    case = Attention((3, 30, 4), 2, 1, causal=False, layer=LayerRule(window=3))
+    for message in run_on_ranks(_refused, 2, case):
+        assert "not causal" in message
 
 
 def _twice(case: Attention) -> bool:
