@@ -49,7 +49,7 @@ def load_family(model_name: str) -> Family:
         config = AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable model configuration: {error}") from error
-    _require_plain_attention(model_name, config)
+    _refuse_dropout(model_name, config)
     if config.model_type not in FAMILIES:
         from dhp.models.generic.family import generic
 
@@ -60,23 +60,15 @@ def load_family(model_name: str) -> Family:
     return FAMILIES[config.model_type](config)
 
 
-def _require_plain_attention(model_name: str, config: Any) -> None:
-    """Attention here sees all that a causal mask shows, and drops nothing. Raises ModelError for a model that asks for
-    less: it would train as another one."""
-    text = config.get_text_config()
-    for part in (getattr(config, "vision_config", None), text):
+def _refuse_dropout(model_name: str, config: Any) -> None:
+    """Attention here drops nothing. Raises ModelError for a model that asks for it: it would train as another one."""
+    for part in (getattr(config, "vision_config", None), config.get_text_config()):
         dropout = getattr(part, "attention_dropout", 0.0)
         if dropout:
             raise ModelError(
                 f"{model_name}: attention_dropout={dropout} of {type(part).__name__} is not supported. Set it to 0 in "
                 "the model's config.json"
             )
-    window = getattr(text, "sliding_window", None)
-    if window is not None and getattr(text, "use_sliding_window", True):
-        raise ModelError(
-            f"{model_name}: a decoder with sliding_window={window} is not supported: it would attend to all tokens. "
-            "Where no sample is longer, set sliding_window to null in the model's config.json"
-        )
 
 
 def load_tokenizer(model_name: str) -> Any:

@@ -173,7 +173,6 @@ def test_a_family_without_the_contract_is_refused_with_the_nearest_that_has_it(
 @pytest.mark.parametrize(
     "changes, told",
     [
-        ({"text_config": {"sliding_window": 64, "use_sliding_window": True}}, "sliding_window=64 is not supported"),
         ({"text_config": {"attention_dropout": 0.1}}, "attention_dropout=0.1 of Qwen2_5_VLTextConfig is not supported"),
     ],
 )

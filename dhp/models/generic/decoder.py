@@ -10,6 +10,7 @@ from torch import Tensor
 from dhp.models.decoder import Decoder
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.generic.contract import Contract
+from dhp.models.generic.declared import block_rule
 from dhp.models.generic.rows import kinds_for
 from dhp.models.slice import Chunk
 from dhp.models.tower import EMBEDDINGS
@@ -27,7 +28,7 @@ class ContractDecoder(Decoder):
         self.modules, self.path = structure.text, structure.decoder
         self.embedding, self.norm, self.head = structure.embedding, structure.norm, structure.head
         super().__init__(config)
-        self.mixers = structure.mixers
+        self.mixers, self.block_rule = structure.mixers, block_rule(config)
         self.layers = LayerParts(structure.layers, (), (), self.layers.kinds)
         self.work = contract.text_work
 
