@@ -33,7 +33,8 @@ TABLE: dict[str, set[str]] = {
         "batching", "checkpoint", "cluster", "data", "models", "observe", "parallel", "planner", "step", "trainers",
     },
     "train_ray": {"run"},
-    "cli": {"batching", "checkpoint", "data", "models", "observe", "parallel.attention", "planner", "run"},
+    "doctor": {"batching", "data", "models", "run", "trainers"},
+    "cli": {"doctor", "batching", "checkpoint", "data", "models", "observe", "parallel.attention", "planner", "run"},
     "__main__": {"cli"},
 }  # fmt: skip
 SELF_CONTAINED = {"base", "version"}  # not even EVERYONE
@@ -45,9 +46,9 @@ LIBRARIES: dict[str, set[str]] = {
     "hydra": {"config"},
     "omegaconf": {"config"},
     "numba": {"data.balance"},
-    "transformers": {"models", "data", "trainers", "run.tiny_assets", "parallel.tensor.styles"},
+    "transformers": {"models", "data", "trainers", "doctor", "run.tiny_assets", "parallel.tensor.styles"},
     "torch": {
-        "base.messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "batching", "cli",
+        "base.messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "batching", "cli", "doctor",
         "planner.profile",
     },
 }  # fmt: skip

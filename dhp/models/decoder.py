@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from dhp.base.logits import LogitRule
 from dhp.config.checks import check_autotp, check_tensor
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
@@ -32,6 +33,7 @@ class Decoder(Part):
     embedding, norm, head = f"{PATH}.embed_tokens", f"{PATH}.norm", "lm_head"
     kv_projections: tuple[str, ...] = tuple(f"{PATH}.layers.*.self_attn.{p}_proj" for p in "kv")
     enters: Mapping[str, int] = {}  # the layer after which a tensor of the tower is added to the states
+    logits: LogitRule = LogitRule()
     mixers: tuple[str, ...] = ()  # classes of modules that carry state along a row
     # How tokens of an image see each other both ways: `dhp.parallel.attention.visibility.BlockRule`; None: they do not.
     block_rule: str | None = None
@@ -105,7 +107,7 @@ class Decoder(Part):
         decoder = model.get_submodule(self.path)
         states = self._embed(model, inputs) if chunk.first else inputs.hidden
         layers = [self._layer(decoder, chunk, index, inputs) for index in self.whole.layers]
-        with _having(decoder, layers=layers, **({} if chunk.last else {"norm": _unchanged})):
+        with having(decoder, layers=layers, **({} if chunk.last else {"norm": unchanged})):
             output = decoder(inputs_embeds=states, position_ids=inputs.position_ids, use_cache=False, **extra)
         return output.last_hidden_state
 
@@ -121,7 +123,7 @@ class Decoder(Part):
     def _layer(self, decoder: nn.Module, chunk: Chunk, index: int, inputs: DecoderInputs) -> Callable[..., Tensor]:
         """What stands at a layer's place: layers of other chunks let the states pass."""
         if index not in chunk.layers:
-            return _unchanged
+            return unchanged
         layer = decoder.layers.get_submodule(str(index))
         added = [inputs.images[name] for name, place in self.enters.items() if place == index and name in inputs.images]
         return partial(_run_and_add, layer, added, inputs.image_positions) if added else layer
@@ -139,12 +141,12 @@ def _run_and_add(
     return flat.view_as(output)
 
 
-def _unchanged(states: Tensor, *_: Any, **__: Any) -> Tensor:
+def unchanged(states: Tensor, *_: Any, **__: Any) -> Tensor:
     return states
 
 
 @contextmanager
-def _having(module: nn.Module, **others: Any) -> Iterator[None]:
+def having(module: nn.Module, **others: Any) -> Iterator[None]:
     """`module` whose forward finds `others` in the place of its children of these names.
 
     The children themselves stay where they are: their names, parameters and hooks are those of the model.

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.errors import ModelError
 from dhp.base.geometry import Form, Grid
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family, ImageLayout, LayerParts
@@ -29,12 +28,7 @@ _TOWER = "model.vision_tower.encoder.layers.*"
 
 
 def llava(config: Any) -> Family:
-    """LLaVA of that configuration. Raises ModelError for a tower that hands over its class token as an image token."""
-    if config.vision_feature_select_strategy != "default":
-        raise ModelError(
-            f"vision_feature_select_strategy={config.vision_feature_select_strategy} is not supported: only "
-            "default, which leaves the class token out. Set it in the model's config.json"
-        )
+    """LLaVA of that configuration, with a tower of one size whose class token is left out."""
     return Family(config, LlavaProcessor(config), LlavaTower(config), Decoder(config))
 
 

@@ -41,7 +41,8 @@ FAMILIES: dict[str, Callable[[Any], Family]] = {
 def load_family(model_name: str) -> Family:
     """The family of a Hugging Face directory or hub id.
 
-    Raises ModelError when there is no readable config.json or the family has no adapter.
+    A family without an adapter of its own is run by transformers' contract (dhp/models/generic). Raises ModelError when
+    there is no readable config.json, and for a family that cannot be run so.
     """
     from transformers import AutoConfig
 
@@ -50,7 +51,7 @@ def load_family(model_name: str) -> Family:
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable model configuration: {error}") from error
     _refuse_dropout(model_name, config)
-    if config.model_type not in FAMILIES:
+    if config.model_type not in FAMILIES or _is_unusual(config):
         from dhp.models.generic.family import generic
 
         try:
@@ -58,6 +59,14 @@ def load_family(model_name: str) -> Family:
         except ModelError as error:
             raise ModelError(f"{model_name}: {error}") from error
     return FAMILIES[config.model_type](config)
+
+
+def _is_unusual(config: Any) -> bool:
+    """A LLaVA with a tower or a choice of features that its own adapter does not know."""
+    if config.model_type != "llava":
+        return False
+    known = config.vision_config.model_type in ("clip_vision_model", "siglip_vision_model")
+    return not known or config.vision_feature_select_strategy != "default"
 
 
 def _refuse_dropout(model_name: str, config: Any) -> None:

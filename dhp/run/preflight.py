@@ -93,11 +93,11 @@ def _check_model(config: Config) -> None:
         family.parts[name].check(part)
         check_layers(f"{name}.recompute", resolved(part.recompute), len(family.parts[name].layers.kinds))
     for name, part in parts(config).items():
-        _check_plan(name, part, source, family)
+        check_plan(name, part, source, family)
     _check_stages(config, family, source)
 
 
-def _check_plan(name: str, part: PartConfig, source: str, family: Family) -> None:
+def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None:
     """Raises ConfigError where DeepSpeed would have no plan to cut the part by, ModelError where it would be cut by
     styles whose gradients are not known to be exact."""
     own = family.parts[name]

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from dhp.base.geometry import IGNORED
-from dhp.parallel.tensor.loss import token_loss_sum
+from dhp.base.logits import LogitRule
+from dhp.parallel.tensor.loss import PLAIN, token_loss_sum
 
 
 class Targets(NamedTuple):
@@ -29,13 +30,16 @@ def find_targets(targets: Tensor) -> Targets:
     return Targets(positions, flat[positions])
 
 
-def share_of_objective(head: nn.Linear, hidden: Tensor, targets: Targets, target_tokens: int) -> Tensor:
-    """These rows' share of the step's objective, a scalar. hidden: [rows, tokens, hidden].
+def share_of_objective(
+    head: nn.Linear, hidden: Tensor, targets: Targets, target_tokens: int, rule: LogitRule = PLAIN
+) -> Tensor:
+    """These rows' share of the step's objective, a scalar. hidden: [rows, tokens, hidden]; rule: of the model's logits.
 
     The head runs on the positions that have a target only: image and prompt tokens never cost a row of logits.
     """
     states = hidden.flatten(0, 1)
     if not len(targets.tokens):
         # One row keeps the head, its collectives and every parameter in the graph.
-        return token_loss_sum(head, states[:1], targets.tokens.new_zeros(1)) * 0.0
-    return token_loss_sum(head, states.index_select(0, targets.positions), targets.tokens) / max(target_tokens, 1)
+        return token_loss_sum(head, states[:1], targets.tokens.new_zeros(1), rule=rule) * 0.0
+    chosen = states.index_select(0, targets.positions)
+    return token_loss_sum(head, chosen, targets.tokens, rule=rule) / max(target_tokens, 1)

@@ -75,7 +75,8 @@ class TextTrainer(StageRank):
             states = self.family.decoder.run(self.model, part, inputs, **extra)
             if not part.last:
                 return states
-            return share_of_objective(self.model.get_output_embeddings(), states, targets, work.target_tokens)
+            head, rule = self.model.get_output_embeddings(), self.family.decoder.logits
+            return share_of_objective(head, states, targets, work.target_tokens, rule)
 
         with self.metered_forward(inputs.input_ids.numel(), micro_batch):
             output = self.optimizer.forward(compute)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
-import pytest
 import torch
 from transformers import AutoModelForImageTextToText, CLIPImageProcessorPil
 
-from dhp.base.errors import ModelError
-from dhp.models.llava import llava
+from dhp.models.generic.tower import WholeTower
 from dhp.models.registry import load_family
 
 
@@ -45,11 +45,13 @@ def test_what_no_output_depends_on_is_frozen(llava_model: str) -> None:
     assert frozen == without and any("layers.2" in name for name in frozen)
 
 
-def test_another_choice_of_features_is_refused(llava_model: str) -> None:
+def test_another_choice_of_features_is_left_to_the_contract(llava_model: str, tmp_path: Path) -> None:
     config = load_family(llava_model).config
     config.vision_feature_select_strategy = "full"
-    with pytest.raises(ModelError, match="vision_feature_select_strategy=full"):
-        llava(config)
+    config.save_pretrained(tmp_path)
+    family = load_family(str(tmp_path))
+    assert isinstance(family.tower, WholeTower)
+    assert family.tower.dummy_form.tokens == 16 + 1  # the class token too
 
 
 def test_a_processed_picture_has_the_towers_size(llava_model: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 
 import torch
@@ -10,14 +10,19 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from dhp.base.geometry import Form
+from dhp.base.logits import LogitRule
+from dhp.models.family import DecoderInputs
 from dhp.models.flops import TextWork, VisionWork
+from dhp.models.generic.decoder import run_layers
 from dhp.models.generic.forms import pack
 from dhp.models.generic.handover import Handover
 from dhp.models.generic.pictures import joined, row_values
+from dhp.models.generic.rows import make_row
 from dhp.models.generic.structure import Structure, find_structure, without_weights
 from dhp.models.generic.twin import shrink
 from dhp.models.generic.twin_model import Twin
 from dhp.models.generic.work import count_text, count_vision
+from dhp.models.slice import Chunk
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,10 @@ class Contract:
 
     batches: several pictures of one shape may go through the encoder together.
 
+    cuts: the decoder may be cut by layers: a layer needs nothing but the states of the one before.
+
+    logits: what becomes of the head's output.
+
     unused: the tower's parameters that no output depends on.
     """
 
@@ -43,6 +52,8 @@ class Contract:
     values: int
     arguments: tuple[str, ...]
     batches: bool
+    cuts: bool
+    logits: LogitRule
     unused: tuple[str, ...]
     vision_work: VisionWork
     text_work: TextWork
@@ -75,6 +86,8 @@ def _find(config: PreTrainedConfig) -> Contract:
         values=values,
         arguments=tuple(signature(twin.base.get_image_features).parameters),
         batches=_batches(twin),
+        cuts=_cuts(twin),
+        logits=twin.logits,
         unused=_unused(twin),
         vision_work=count_vision(config, model, structure),
         text_work=count_text(config, model, structure),
@@ -95,6 +108,25 @@ def _batches(twin: Twin) -> bool:
         if rows.shape != wanted.shape or not torch.allclose(rows, wanted, rtol=1e-9, atol=1e-9):
             return False
     return True
+
+
+def _cuts(twin: Twin) -> bool:
+    """Whether two halves of the decoder, one behind the other, give what the whole gives."""
+    structure = twin.structure
+    if twin.handover.more or structure.norm is None or structure.depth < 2:
+        return False
+    middle = structure.depth // 2
+    ids, kinds = make_row(twin.config, [], seed=3)
+    inputs = DecoderInputs(ids, torch.arange(ids.shape[1])[None], kinds=kinds)
+    with torch.no_grad():
+        try:
+            whole = run_layers(twin.model, structure, Chunk(range(structure.depth), True, True), inputs)
+            states = run_layers(twin.model, structure, Chunk(range(middle), True, False), inputs)
+            last = replace(inputs, hidden=states)
+            found = run_layers(twin.model, structure, Chunk(range(middle, structure.depth), False, True), last)
+        except Exception:  # layers that want what a stage has not may fail anyhow
+            return False
+    return torch.allclose(found, whole, rtol=1e-9, atol=1e-9)
 
 
 def _unused(twin: Twin) -> tuple[str, ...]:

@@ -5,18 +5,57 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from dhp.models.decoder import Decoder
+from dhp.base.errors import ConfigError
+from dhp.config.part import PartConfig
+from dhp.config.resolved import resolved
+from dhp.models.decoder import Decoder, having, unchanged
 from dhp.models.family import DecoderInputs, LayerParts
-from dhp.models.generic.contract import Contract
 from dhp.models.generic.declared import block_rule
 from dhp.models.generic.rows import kinds_for
+from dhp.models.generic.structure import Structure
 from dhp.models.slice import Chunk
 from dhp.models.tower import EMBEDDINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from dhp.models.generic.contract import Contract
+
+
+def run_layers(
+    model: PreTrainedModel,
+    structure: Structure,
+    chunk: Chunk,
+    inputs: DecoderInputs,
+    encoded: Mapping[str, Any] | None = None,
+    **extra: Any,
+) -> Tensor:
+    """The states that a chunk makes of its inputs: of tokens and pictures by the base model, or, behind a first chunk,
+    of states by the decoder. encoded: pictures as the base model takes them."""
+    base, decoder = model.get_submodule(structure.base), model.get_submodule(structure.decoder)
+    named = {"position_ids": inputs.position_ids, "use_cache": False, **extra}
+    with having(decoder, **_replaced(decoder, structure, chunk)):
+        if chunk.first:
+            told = kinds_for(base.forward, inputs.kinds)
+            output = base(input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **told, **named)
+        else:
+            output = decoder(inputs_embeds=inputs.hidden, **named)
+    return output.last_hidden_state
+
+
+def _replaced(decoder: nn.Module, structure: Structure, chunk: Chunk) -> dict[str, Any]:
+    """What stands in the places of layers that the chunk has not, and of the norm before the last."""
+    if chunk.layers == range(structure.depth):
+        return {}
+    own = decoder.get_submodule(_own(structure.layers))
+    layers = [own.get_submodule(str(n)) if n in chunk.layers else unchanged for n in range(structure.depth)]
+    return {_own(structure.layers): layers} | ({} if chunk.last else {_own(structure.norm or ""): unchanged})
+
+
+def _own(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 class ContractDecoder(Decoder):
@@ -24,11 +63,11 @@ class ContractDecoder(Decoder):
 
     def __init__(self, config: Any, contract: Contract):
         structure = contract.structure
-        self._contract = contract
+        self.config, self._contract = config, contract
         self.modules, self.path = structure.text, structure.decoder
         self.embedding, self.norm, self.head = structure.embedding, structure.norm, structure.head
         super().__init__(config)
-        self.mixers, self.block_rule = structure.mixers, block_rule(config)
+        self.mixers, self.block_rule, self.logits = structure.mixers, block_rule(config), contract.logits
         self.layers = LayerParts(structure.layers, (), (), self.layers.kinds)
         self.work = contract.text_work
 
@@ -37,18 +76,20 @@ class ContractDecoder(Decoder):
         """All of it at the first layer."""
         return dict.fromkeys(self._contract.handover.names, 0)
 
+    def check(self, asked: PartConfig) -> None:
+        """See `Part`."""
+        super().check(asked)
+        if resolved(asked.pipeline) > 1 and not self._contract.cuts:
+            raise ConfigError(
+                f"text.pipeline={asked.pipeline} with a {self.config.model_type} model: its decoder's layers need more "
+                "than the states of the layer before (features of the encoder, tokens, or one another's keys), which "
+                "do not travel from stage to stage. Set text.pipeline=1, and text.parallelism=data, or tensor where "
+                "the model has a plan"
+            )
+
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
         """See `Decoder`."""
-        base = model.get_submodule(self._contract.structure.base)
-        output = base(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            mm_encoder_outputs=self._encoded(inputs),
-            use_cache=False,
-            **kinds_for(base.forward, inputs.kinds),
-            **extra,
-        )
-        return output.last_hidden_state
+        return run_layers(model, self._contract.structure, chunk, inputs, self._encoded(inputs), **extra)
 
     def _encoded(self, inputs: DecoderInputs) -> dict[str, Any] | None:
         """Rows in the order of their placeholders, as the model takes them."""

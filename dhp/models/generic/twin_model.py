@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dhp.base.errors import ModelError
+from dhp.base.logits import LogitRule
 from dhp.models.generic.handover import LAST, POOLED, Encoded, Handover
 from dhp.models.generic.pictures import Make, Picture, ways
 from dhp.models.generic.rows import kinds_for, make_row
@@ -43,6 +44,8 @@ class Twin:
         self.base = self.model.get_submodule(self.structure.base)
         self.make, output = self._way()
         self.handover = self._handover(output)
+        self._refuse_chance()
+        self.logits = self._find_logits()
 
     def picture(self, number: int) -> Picture:
         return self.make(number)
@@ -63,6 +66,42 @@ class Twin:
     def told(self, sample: Sample) -> dict[str, Tensor]:
         """Arguments beside ids that say what a row's tokens are."""
         return kinds_for(self.base.forward, sample.kinds)
+
+    def _refuse_chance(self) -> None:
+        """Raises ModelError for layers that draw random numbers in training: what they drew on one rank cannot be drawn
+        again on another, nor when a layer is recomputed."""
+        ids, kinds = make_row(self.config, [], seed=1)
+        before = torch.random.get_rng_state()
+        with torch.no_grad():
+            self.encode(self.picture(0))
+            self.model(input_ids=ids, use_cache=False, **kinds_for(self.model.forward, kinds))
+        if not torch.equal(before, torch.random.get_rng_state()):
+            raise ModelError(
+                f"model_type {self.config.model_type!r}: some of its layers draw random numbers in training (drop "
+                "path, dropout), and what one rank drew no other can draw again. Set these rates to 0 in the model's "
+                "config.json"
+            )
+
+    def _find_logits(self) -> LogitRule:
+        """What becomes of the head's output. Raises ModelError where no rule that is known here gives the logits."""
+        head, text = self.model.get_output_embeddings(), self.config.get_text_config()
+        if head is None or getattr(head, "bias", None) is not None:
+            raise ModelError(
+                f"model_type {self.config.model_type!r}: its head is not one matrix without a bias, which is what the "
+                "loss over a divided vocabulary takes"
+            )
+        ids, kinds = make_row(self.config, [], seed=2)
+        given = {"input_ids": ids, "use_cache": False, **kinds_for(self.base.forward, kinds)}
+        with torch.no_grad():
+            states = self.base(**given).last_hidden_state
+            wanted, output = self.model(**given).logits, head(states)
+        for rule in _rules(text):
+            if torch.allclose(_ruled(output, rule), wanted, rtol=1e-6, atol=1e-6):
+                return rule
+        raise ModelError(
+            f"model_type {self.config.model_type!r}: its logits are neither its head's output nor that output "
+            "scaled or soft-capped as its configuration says, so that the loss is not known here"
+        )
 
     def _way(self) -> tuple[Make, Any]:
         refused = []
@@ -113,7 +152,7 @@ def _make(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
     try:
         torch.manual_seed(0)
         model = kind._from_config(config, **({} if attention is None else {"attn_implementation": attention}))
-        model = _exact(model).train()
+        model = exact_experts(model).to(torch.float64).train()
         _spread(model)
     except (ValueError, ImportError) as error:
         raise ModelError(f"{kind.__name__} cannot be made: {str(error).strip()}") from error
@@ -122,14 +161,26 @@ def _make(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
     return model
 
 
-def _exact(model: PreTrainedModel) -> PreTrainedModel:
-    """In float64, for which grouped products of experts have no kernel."""
+def exact_experts(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose experts are run one by one: grouped products have no kernel for float64."""
     if hasattr(model, "set_experts_implementation"):
         try:
             model.set_experts_implementation("eager")
         except (ValueError, KeyError, AttributeError):
             pass  # it has no experts
-    return model.to(torch.float64)
+    return model
+
+
+def _rules(text: Any) -> Iterator[LogitRule]:
+    caps = [getattr(text, "final_logit_softcapping", None), None]
+    scaling, scale = getattr(text, "logits_scaling", None), getattr(text, "logit_scale", None)
+    factors = [1.0, *([1 / scaling] if scaling else []), *([scale] if scale else [])]
+    return (LogitRule(factor, cap) for cap in caps for factor in factors)
+
+
+def _ruled(output: Tensor, rule: LogitRule) -> Tensor:
+    scaled = output * rule.factor
+    return scaled if rule.softcap is None else (scaled / rule.softcap).tanh() * rule.softcap
 
 
 def _spread(model: nn.Module) -> None:

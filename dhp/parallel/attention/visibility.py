@@ -26,6 +26,7 @@ _HARMLESS_VALUES: Mapping[str, Any] = {
     "is_causal": True,
     "output_attentions": False,
     "output_hidden_states": False,
+    "output_router_logits": False,
 }
 
 

@@ -16,14 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from dhp.base.logits import LogitRule
 from dhp.parallel.comm.collectives import largest_in_place, sum_in_place
 from dhp.parallel.tensor.local_shards import Cut, cut_of
 
 CHUNK_ROWS = 2048
+PLAIN = LogitRule()
 
 
-def token_loss_sum(head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows: int = CHUNK_ROWS) -> Tensor:
-    """Σ −log softmax(head(states))[targets], a scalar in float32 (float64 for float64 states).
+def token_loss_sum(
+    head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows: int = CHUNK_ROWS, rule: LogitRule = PLAIN
+) -> Tensor:
+    """Σ −log softmax(logits)[targets] of the logits that `rule` makes of head(states), a scalar in float32 (float64 for
+    float64 states).
 
     states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]. `head.weight` is whole, or this rank's
     slice of the vocabulary (`dhp.parallel.tensor.local_shards`, or a DTensor). Raises ValueError for any other split,
@@ -36,7 +41,7 @@ def token_loss_sum(head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows:
         cut = Cut(weight.device_mesh, weight.placements, weight.shape)
         weight = weight.to_local(grad_placements=weight.placements)
     first, group = _own_rows(cut)
-    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows)
+    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule)
 
 
 def _own_rows(cut: Cut | None) -> tuple[int, dist.ProcessGroup | None]:
@@ -62,6 +67,7 @@ class _TokenLossSum(torch.autograd.Function):
         first: int,
         group: dist.ProcessGroup | None,
         chunk_rows: int,
+        rule: LogitRule,
     ) -> Tensor:
         exact = torch.float64 if states.dtype == torch.float64 else torch.float32
         total = states.new_zeros((), dtype=exact)
@@ -70,7 +76,7 @@ class _TokenLossSum(torch.autograd.Function):
         for rows, target, grad in zip(
             states.split(chunk_rows), targets.split(chunk_rows), grad_states.split(chunk_rows), strict=True
         ):
-            loss, slopes = _chunk(rows, weight, target - first, group, exact)
+            loss, slopes = _chunk(rows, weight, target - first, group, exact, rule)
             total += loss
             slopes = slopes.to(rows.dtype)
             grad.copy_(slopes @ weight)
@@ -85,17 +91,22 @@ class _TokenLossSum(torch.autograd.Function):
         grad_states = grad_states * scale
         if ctx.group is not None:  # each rank has the part that its own vocabulary gives
             sum_in_place(grad_states, ctx.group)
-        return grad_states, grad_weight * scale, None, None, None, None
+        return grad_states, grad_weight * scale, None, None, None, None, None
 
 
 def _chunk(
-    rows: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, exact: torch.dtype
+    rows: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, exact: torch.dtype, rule: LogitRule
 ) -> tuple[Tensor, Tensor]:
-    """Loss of a chunk over the whole vocabulary, and d loss / d logits of this rank's part, [rows, own vocabulary].
+    """Loss of a chunk over the whole vocabulary, and d loss / d output of this rank's part of the head, [rows, own
+    vocabulary].
 
     target: relative to this rank's first token, so out of range on the ranks that do not hold it.
     """
     logits = (rows @ weight.T).to(exact)
+    if rule.factor != 1.0:
+        logits *= rule.factor
+    if rule.softcap is not None:
+        logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
     highest = logits.max(dim=-1).values
     if group is not None:
         largest_in_place(highest, group)
@@ -108,4 +119,8 @@ def _chunk(
         sum_in_place(sums, group)
     slopes = exponentials / sums[0][:, None]
     slopes.scatter_add_(1, column, -mine.to(exact)[:, None])
+    if rule.softcap is not None:
+        slopes *= 1 - (logits / rule.softcap).square_()
+    if rule.factor != 1.0:
+        slopes *= rule.factor
     return (sums[0].log() - sums[1]).sum(), slopes

@@ -1,0 +1,54 @@
+"""What the doctor says of a model: as data, as a table, as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+EXACT = 1e-9  # the largest deviation, relative, at which parts and packed rows count as equal to the whole
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Of one configuration.
+
+    split_error, packed_error: the largest relative deviation of a tiny model's loss and gradients, trained in two
+    parts, from the whole model's: with rows padded, and with samples packed into one row. None: it could not be run.
+
+    vision, text: layouts that each part has. refused: why not, by layout.
+    """
+
+    family: str
+    trainable: bool
+    split_error: float | None
+    packed_error: float | None
+    vision: tuple[str, ...]
+    text: tuple[str, ...]
+    refused: dict[str, str]
+
+    def as_json(self) -> str:
+        """One object on one line."""
+        return json.dumps(asdict(self))
+
+    def as_table(self) -> str:
+        """For people."""
+        rows = [
+            ("family", self.family),
+            ("trainable", "yes" if self.trainable else "no"),
+            ("in two parts", _told(self.split_error)),
+            ("packed rows", _told(self.packed_error)),
+            ("vision", ", ".join(self.vision) or "none of the layouts"),
+            ("text", ", ".join(self.text) or "none of the layouts"),
+        ]
+        lines = [f"{name:14}{value}" for name, value in rows]
+        if self.refused:
+            lines.append("refused")
+            lines += [f"  {layout}: {why}" for layout, why in self.refused.items()]
+        return "\n".join(lines)
+
+
+def _told(error: float | None) -> str:
+    if error is None:
+        return "not tried"
+    equal = "equal to" if error <= EXACT else "differ from"
+    return f"{equal} the whole model: largest deviation of loss and gradients {error:.1e}"

@@ -1,0 +1,118 @@
+"""One step of a tiny model, by one plain process and by the trainers of both parts: losses and gradients of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dhp.base.degrees import Degrees
+from dhp.base.geometry import IGNORED
+from dhp.base.stages import Chain, Edge, Node, StageSpec
+from dhp.batching.collate import Collator
+from dhp.batching.scatter import Dealer
+from dhp.data.sample import Sample
+from dhp.data.source import StepSamples
+from dhp.doctor.samples import plain_inputs
+from dhp.models.family import Family
+from dhp.trainers.kinds import make_rank
+from dhp.trainers.settings import ALL, OptimizerSettings, StageSettings
+
+_UPDATE = OptimizerSettings(1e-3, (0.9, 0.999), 1e-8, 0.0, "constant", 0, 1, None)
+_FLOOR = 1e-6  # of the norm of all gradients: what a gradient below it deviates by is rounding
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The objective of a step, and gradients by the parameters' names."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+    def deviation(self, wanted: Outcome) -> float:
+        """The largest relative deviation of the loss and of any gradient; infinite where one is no number."""
+        norm = float(torch.stack([g.norm() for g in wanted.gradients.values()]).norm())
+        worst = abs(self.loss - wanted.loss) / (abs(wanted.loss) or 1.0)
+        for name in self.gradients.keys() | wanted.gradients.keys():
+            found, expected = self.gradients.get(name), wanted.gradients.get(name)
+            error = (found if expected is None else expected if found is None else found - expected).norm()
+            size = max(0.0 if expected is None else float(expected.norm()), _FLOOR * norm)
+            worst = max(worst, float(error) / (size or 1.0))
+        return worst if worst == worst else float("inf")
+
+
+def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample]) -> Outcome:
+    """The plain model, each sample by itself."""
+    targets = sum(sample.target_tokens for sample in samples)
+    loss = 0.0
+    for sample in samples:
+        inputs = plain_inputs(family, type(model).forward, sample, model.dtype)
+        logits = model(**inputs, use_cache=False).logits[0, :-1]
+        labels = torch.from_numpy(sample.labels)[1:]
+        share = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / targets
+        share.backward()
+        loss += float(share.detach())
+    return Outcome(loss, _gradients(model))
+
+
+def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: bool) -> Outcome:
+    """The trainers of both parts, one rank each, in this process."""
+    dealer = Dealer(family, Collator(family, 0, packing), 1, 1, torch.float64)
+    data = dealer.deal(StepSamples(0, 0, ((tuple(samples),),), ()))
+    chain = _chain(family)
+    with _one_rank():
+        vision, text = (make_rank(_settings(stage, chain, folder, packing)) for stage in chain.stages)
+        bundles = vision.forward_step(0, 0, data.work["vision"][0][0])
+        text.forward_step(0, 0, data.work["text"][0][0], *bundles)
+        vision.backward_step(0, 0, True, *text.backward_step(0, 0, True))
+        loss = text.take_loss()
+    assert loss is not None
+    return Outcome(loss, _gradients(vision.model) | _gradients(text.model))
+
+
+def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _chain(family: Family) -> Chain:
+    stages = tuple(
+        StageSpec(name, name, (range(len(family.parts[name].layers.kinds)),), Degrees(), True, range(1))
+        for name in ("vision", "text")
+    )
+    return Chain(stages, (Edge(Node("vision"), Node("text"), tuple(family.decoder.takes), True),))
+
+
+def _settings(stage: StageSpec, chain: Chain, folder: str, packing: bool) -> StageSettings:
+    return StageSettings(
+        spec=stage,
+        chain=chain,
+        model_name=folder,
+        dtype="float64",
+        device="cpu",
+        recompute=("none",) * len(stage.layers),
+        measure=False,
+        train=ALL,
+        zero_stage=0,
+        zero_engine="deepspeed",
+        autotp=False,
+        packing=packing,
+        update=_UPDATE,
+        seed=0,
+    )
+
+
+@contextmanager
+def _one_rank() -> Iterator[Any]:
+    """A process group of this process alone; it listens nowhere."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
