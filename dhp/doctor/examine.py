@@ -55,7 +55,7 @@ def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
     """Deviations of the parts' outcome from the whole model's, by whether rows are packed."""
     logging.disable_progress_bar()
     with StayingDouble(), tempfile.TemporaryDirectory(prefix="dhp_doctor_") as folder:
-        twin = Twin(shrink(config))
+        twin = _twin(config)
         twin.model.save_pretrained(folder)
         family = load_family(folder)
         samples = SampleMaker(twin, family).samples()
@@ -65,6 +65,13 @@ def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
             packing: run_parts(str(Path(folder)), family, samples, packing).deviation(wanted)
             for packing in (False, True)
         }
+
+
+def _twin(config: PreTrainedConfig) -> Twin:
+    try:
+        return Twin(shrink(config, towers=True))
+    except Exception:  # a tower whose layers cannot be cut anyhow is run with all of them
+        return Twin(shrink(config))
 
 
 def _without(source: str, error: Exception) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from dhp.base.errors import ModelError
 from dhp.base.geometry import Form
 from dhp.base.logits import LogitRule
 from dhp.models.family import DecoderInputs
@@ -74,7 +75,7 @@ def find_contract(config: PreTrainedConfig) -> Contract:
 def _find(config: PreTrainedConfig) -> Contract:
     model = without_weights(config)
     structure = find_structure(model)
-    twin = Twin(shrink(config))
+    twin = _twin(config)
     values = row_values(config)
     picture = {name: tensor.numpy() for name, tensor in twin.picture(0).items() if tensor is not None}
     dummy = pack(picture, twin.tokens(0), values)[1]
@@ -92,6 +93,18 @@ def _find(config: PreTrainedConfig) -> Contract:
         vision_work=count_vision(config, model, structure),
         text_work=count_text(config, model, structure),
     )
+
+
+def _twin(config: PreTrainedConfig) -> Twin:
+    try:
+        return Twin(shrink(config))
+    except ModelError:
+        raise
+    except Exception as error:  # a family that no rule of the twin knows may fail anyhow
+        raise ModelError(
+            f"model_type {config.model_type!r}: a small model of this configuration does not run "
+            f"({type(error).__name__}: {str(error).strip()[:300]}), so that nothing is known of the family here"
+        ) from error
 
 
 def _batches(twin: Twin) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 MOST_HEADS, MOST_LAYERS, MOST_EXPERTS, VOCABULARY = 4, 4, 8, 1024
+TOWER_HEAD = 16  # width of a tower's head
 INNER = 64  # width inside MLPs
 
 _HEADS = ("num_attention_heads", "num_heads", "attention_heads", "n_heads")
@@ -34,10 +35,11 @@ _CHOSEN = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
 _LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
-def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
     """A configuration of the same family, as small as its structure allows.
 
-    The decoder keeps a layer of each kind, the tower all its layers. Special tokens move into a small vocabulary.
+    The decoder keeps a layer of each kind, the tower all its layers unless `towers` asks for few there too. Special
+    tokens move into a small vocabulary.
     Raises what the family's configuration class raises for sizes that do not go together.
     """
     given = copy.deepcopy(config.to_dict())
@@ -48,11 +50,14 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
         if section is text:
             continue
         _narrow(section, cut_layers=False)
+        if towers:
+            _shorten_tower(section, given)
         _follow(section, width)
     _narrow(text, cut_layers=True)
     width.new = _first(text, _WIDTHS)
     for _, section in _sections(given):
         _follow(section, width)
+    _fit_rotation(text)
     _renumber(given, text)
     for name in ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
         given.pop(name, None)
@@ -90,7 +95,7 @@ def _narrow(section: dict[str, Any], cut_layers: bool) -> None:
         _shorten(section)
     if heads and width and heads > MOST_HEADS:
         head = section.get("head_dim") or width // heads
-        _narrow_heads(section, heads, head, width)
+        _narrow_heads(section, heads, head if cut_layers else min(head, TOWER_HEAD), width)
     for name in _INNER:
         value = section.get(name)
         if isinstance(value, int):
@@ -125,6 +130,8 @@ def _narrow_heads(section: dict[str, Any], heads: int, head: int, width: int) ->
         if isinstance(value, int):
             section[name] = few if value == heads else min(value, few // 2)
     narrow = few * head
+    if isinstance(section.get("head_dim"), int):
+        section["head_dim"] = head
     for name in _WIDTHS:
         if section.get(name) == width:
             section[name] = narrow
@@ -146,6 +153,24 @@ def _shorten(section: dict[str, Any]) -> None:
             section[key] = min(section[key], 1 if key != "num_kv_shared_layers" else few // 2)
 
 
+def _shorten_tower(section: dict[str, Any], given: dict[str, Any]) -> None:
+    """As `_shorten`; layers that are named by their numbers move to the same places among fewer."""
+    before = _first(section, _LAYERS)
+    _shorten(section)
+    after = _first(section, _LAYERS)
+    if before is None or after is None or after == before:
+        return
+    moved = lambda layer: layer if layer < 0 else layer * after // before
+    for owner in (section, given):
+        for key, value in owner.items():
+            if not ("index" in key and "token" not in key) and key != "vision_feature_layer":
+                continue
+            if isinstance(value, list) and all(isinstance(one, int) for one in value):
+                owner[key] = sorted({max(moved(one), -after) for one in value})
+            elif key == "vision_feature_layer" and isinstance(value, int):
+                owner[key] = max(moved(value), -after)
+
+
 def _covering(kinds: list[Any]) -> int:
     """How many from the first on hold one of each kind."""
     seen = {repr(kind) for kind in kinds}
@@ -154,8 +179,17 @@ def _covering(kinds: list[Any]) -> int:
 
 def _follow(section: dict[str, Any], width: _Widths) -> None:
     for name in ("out_hidden_size", "projection_dim", "text_hidden_size", "output_dim", "projector_hidden_size"):
-        if section.get(name) == width.old:
+        if section.get(name) == width.old or (name == "out_hidden_size" and isinstance(section.get(name), int)):
             section[name] = width.new
+
+
+def _fit_rotation(text: dict[str, Any]) -> None:
+    """Positions on several axes share a head out among them: what they turn of it is told beside their shares."""
+    rope = text.get("rope_parameters")
+    sections = rope.get("mrope_section") if isinstance(rope, dict) else None
+    head = text.get("head_dim") or (_first(text, _WIDTHS) or 0) // (_first(text, _HEADS) or 1)
+    if sections and head and "partial_rotary_factor" not in rope and 2 * sum(sections) < head:
+        rope["partial_rotary_factor"] = 2 * sum(sections) / head
 
 
 def _renumber(given: dict[str, Any], text: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ class Twin:
     def __init__(self, config: PreTrainedConfig, attention: str | None = None):
         """Raises ModelError for a configuration of which no model can be made or that encodes no picture."""
         self.config = config
+        self._tokens: dict[int, int] = {}
         self.model = _make(config, attention)
         self.structure: Structure = find_structure(self.model)
         self.base = self.model.get_submodule(self.structure.base)
@@ -55,9 +56,11 @@ class Twin:
 
     def tokens(self, number: int) -> int:
         """Placeholders of a picture."""
-        with torch.no_grad():
-            rows = self.handover.take(self.encode(self.picture(number)))
-        return len(rows[self.handover.names[0]])
+        if number not in self._tokens:
+            with torch.no_grad():
+                rows = self.handover.take(self.encode(self.picture(number)))
+            self._tokens[number] = len(rows[self.handover.names[0]])
+        return self._tokens[number]
 
     def sample(self, pictures: Sequence[int], seed: int) -> Sample:
         ids, kinds = make_row(self.config, [self.tokens(number) for number in pictures], seed)
