@@ -12,6 +12,7 @@ from torch import Tensor
 from dhp.base.geometry import IGNORED, Form
 from dhp.data.sample import Sample
 from dhp.models.family import Family
+from dhp.models.generic.declared import token_types
 from dhp.models.generic.forms import pack, unpack
 from dhp.models.generic.pictures import joined, row_values
 from dhp.models.generic.processor import ContractProcessor
@@ -48,6 +49,7 @@ class SampleMaker:
 def plain_inputs(family: Family, forward: Any, sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
     """The arguments of the plain model for one sample."""
     kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
+    kinds = token_types(family.config, kinds, torch.from_numpy(sample.labels)[None])
     inputs: dict[str, Tensor] = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
     if not sample.pixels:
         return inputs | kinds_for(forward, kinds)

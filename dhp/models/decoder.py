@@ -37,6 +37,7 @@ class Decoder(Part):
     mixers: tuple[str, ...] = ()  # classes of modules that carry state along a row
     # How tokens of an image see each other both ways: `dhp.parallel.attention.visibility.BlockRule`; None: they do not.
     block_rule: str | None = None
+    sees_prefix: bool = False  # not tokens of an image do, but those up to the first one that is to be learned
 
     def __init__(self, config: Any):
         text = config.get_text_config()

@@ -6,8 +6,10 @@ sequence and tensor ranks, and over stages. Labels were shifted when rows were m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from dhp.base.geometry import IGNORED
@@ -28,6 +30,14 @@ def find_targets(targets: Tensor) -> Targets:
     flat = targets.flatten()
     positions = (flat != IGNORED).nonzero()[:, 0]
     return Targets(positions, flat[positions])
+
+
+def find_prefixes(targets: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Which tokens come before all that is to be learned in their sample, bool [tokens]. targets: int64 [tokens], what
+    each should predict; lengths: of the samples."""
+    learned = [(sample != IGNORED).cumsum(0) for sample in targets.split(list(lengths))]
+    # The token that predicts the first of an answer is the last one before it.
+    return torch.cat([(count == 0) | ((count == 1) & (count.diff(prepend=count[:1] * 0) == 1)) for count in learned])
 
 
 def share_of_objective(

@@ -25,7 +25,7 @@ from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import shared_heads_style
 from dhp.trainers.moving import joined, move_with_plans, to_device
-from dhp.trainers.objective import Targets, find_targets, share_of_objective
+from dhp.trainers.objective import Targets, find_prefixes, find_targets, share_of_objective
 from dhp.trainers.stage import StageRank, gradient_of
 
 CPU = torch.device("cpu")
@@ -167,7 +167,10 @@ class TextTrainer(StageRank):
         varlen = work.lengths is not None and has_varlen(self.device, self.dtype)
         if rule is None:
             return plan_segments(lengths, CPU, causal=True, varlen=varlen)
-        return plan_segments(lengths, CPU, True, varlen, number_runs(kinds > 0), rule)
+        inside = kinds > 0
+        if self.family.decoder.sees_prefix:
+            inside = find_prefixes(work.tensors["targets"].flatten(), lengths)
+        return plan_segments(lengths, CPU, True, varlen, number_runs(inside), rule)
 
 
 def _image_rows(work: TextInput) -> Tensor:

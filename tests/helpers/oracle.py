@@ -11,6 +11,7 @@ from transformers import AutoModelForImageTextToText, get_scheduler
 
 from dhp.base.geometry import Form
 from dhp.data.sample import Sample
+from dhp.models.generic.declared import token_types
 from dhp.models.generic.forms import unpack
 from dhp.models.generic.pictures import joined
 from dhp.models.generic.rows import kinds_for
@@ -110,6 +111,7 @@ class Oracle:
     def _loss_sum(self, sample: Sample) -> Tensor:
         inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
         kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
+        kinds = token_types(self._family.config, kinds, torch.from_numpy(sample.labels)[None])
         if sample.pixels and isinstance(sample.grids[0], Form):
             inputs |= _whole_pictures(sample, self.model.dtype)
         elif sample.pixels:

@@ -113,7 +113,7 @@ def _batches(twin: Twin) -> bool:
     with torch.no_grad():
         alone = [twin.handover.take(twin.encode(picture)) for picture in pair]
         try:
-            together = twin.handover.take(twin.encode(joined(pair)))
+            together = twin.handover.take(twin.encode(joined(pair)), [twin.tokens(0)] * 2)
         except Exception:  # an encoder of single pictures may fail anyhow
             return False
     for name, rows in together.items():

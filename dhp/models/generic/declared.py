@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 # How tokens of an image see each other both ways (dhp.parallel.attention.visibility.BlockRule).
-_BLOCKS = {"gemma3": "bounded", "shieldgemma2": "bounded", "gemma4": "windowed", "gemma4_unified": "windowed"}
+_BLOCKS = {
+    "gemma3": "bounded",
+    "shieldgemma2": "bounded",
+    "gemma4": "windowed",
+    "gemma4_unified": "windowed",
+    "paligemma": "free",
+}
+# Families in which all tokens before an answer see each other (Beyer et al. 2024, PaliGemma, section 3).
+_PREFIX = frozenset({"paligemma"})
 
 
 def block_rule(config: Any) -> str | None:
@@ -14,3 +24,21 @@ def block_rule(config: Any) -> str | None:
     if rule == "windowed" and getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision":
         return None
     return rule
+
+
+def sees_prefix(config: Any) -> bool:
+    """Whether all tokens before the first one to be learned see each other."""
+    return config.model_type in _PREFIX
+
+
+def token_types(config: Any, kinds: Tensor, labels: Tensor) -> Tensor:
+    """What the plain model is told of each token of one sample, [1, tokens]: its kind, or, where a prefix is seen both
+    ways, whether it is behind that."""
+    if not sees_prefix(config):
+        return kinds
+    return (labels != -100).long().cumsum(-1).clamp(max=1)
+
+
+def first_position(config: Any) -> int:
+    """Where a family begins to count the tokens of a row."""
+    return 1 if config.model_type == "paligemma" else 0

@@ -12,7 +12,7 @@ from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
 from dhp.models.decoder import Decoder, having, unchanged
 from dhp.models.family import DecoderInputs, LayerParts
-from dhp.models.generic.declared import block_rule
+from dhp.models.generic.declared import block_rule, sees_prefix
 from dhp.models.generic.rows import kinds_for
 from dhp.models.generic.structure import Structure
 from dhp.models.slice import Chunk
@@ -68,6 +68,7 @@ class ContractDecoder(Decoder):
         self.embedding, self.norm, self.head = structure.embedding, structure.norm, structure.head
         super().__init__(config)
         self.mixers, self.block_rule, self.logits = structure.mixers, block_rule(config), contract.logits
+        self.sees_prefix = sees_prefix(config)
         self.layers = LayerParts(structure.layers, (), (), self.layers.kinds)
         self.work = contract.text_work
 
@@ -86,6 +87,14 @@ class ContractDecoder(Decoder):
                 "do not travel from stage to stage. Set text.pipeline=1, and text.parallelism=data, or tensor where "
                 "the model has a plan"
             )
+
+    def use_attention(self, model: PreTrainedModel, name: str) -> None:
+        """See `Decoder`."""
+        super().use_attention(model, name)
+        if self.block_rule is not None:
+            for module in model.get_submodule(self.path).modules():
+                if getattr(module, "is_causal", True) is False:
+                    module.is_causal = True  # but for its blocks, which the plan of segments knows
 
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
         """See `Decoder`."""

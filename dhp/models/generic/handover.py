@@ -20,23 +20,33 @@ class Handover:
 
     main: the field whose rows take the placeholders' places. more: other fields, and how many levels each has. listed:
     the decoder takes a list of tensors, one an image, not one tensor.
+
+    shared: fields with a few rows that all pictures have in common (Ovis2's indicators): how many rows, and in how many
+    tensors they travel. Each picture's first rows carry them, and the decoder takes those of its first picture, so that
+    their gradient is the sum over all decoders.
     """
 
     main: str = POOLED
     more: tuple[tuple[str, int], ...] = ()
     listed: bool = True
+    shared: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the tensors that `take` gives."""
-        return (EMBEDDINGS, *(f"{field}.{level}" for field, levels in self.more for level in range(levels)))
+        more = (*self.more, *((field, tensors) for field, _, tensors in self.shared))
+        return (EMBEDDINGS, *(f"{field}.{level}" for field, levels in more for level in range(levels)))
 
-    def take(self, output: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Rows [tokens, width] by name, of what the encoder gave for some images, in their order."""
-        fields = [output[self.main]]
+    def take(self, output: Mapping[str, Any], tokens: Sequence[int] = ()) -> dict[str, Tensor]:
+        """Rows [tokens, width] by name, of what the encoder gave for some images, in their order. tokens: of each,
+        where they share rows."""
+        fields = [_rows(output[self.main])]
         for field, levels in self.more:
-            fields += [output[field][level] for level in range(levels)]
-        return dict(zip(self.names, map(_rows, fields), strict=True))
+            fields += [_rows(output[field][level]) for level in range(levels)]
+        for field, count, tensors in self.shared:
+            each = -(-count // tensors)
+            fields += [_spread(part, tokens or [len(fields[0])]) for part in output[field].split(each)]
+        return dict(zip(self.names, fields, strict=True))
 
     def give(self, rows: Mapping[str, Tensor]) -> Encoded:
         """The same as the decoder takes it."""
@@ -44,6 +54,10 @@ class Handover:
         fields = {self.main: wrap(rows[EMBEDDINGS])}
         for field, levels in self.more:
             fields[field] = [(rows[f"{field}.{level}"],) for level in range(levels)]
+        for field, count, tensors in self.shared:
+            each = -(-count // tensors)
+            parts = [rows[f"{field}.{part}"][: min(each, count - part * each)] for part in range(tensors)]
+            fields[field] = torch.cat(parts)
         return Encoded(fields)
 
 
@@ -71,3 +85,8 @@ def _rows(field: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(field, Tensor):
         return field.reshape(-1, field.shape[-1])
     return torch.cat([_rows(one) for one in field])
+
+
+def _spread(part: Tensor, tokens: Sequence[int]) -> Tensor:
+    """`part` in the first rows of each picture, zeros in the others."""
+    return torch.cat([torch.cat([part, part.new_zeros(count - len(part), part.shape[1])]) for count in tokens])

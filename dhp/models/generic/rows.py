@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from dhp.models.generic.declared import first_position
+
 # What says of each token whether it is a picture's, under the names that models give it.
 KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
@@ -42,6 +44,9 @@ def make_row(config: PreTrainedConfig, counts: Sequence[int], seed: int) -> tupl
 
 def _around(config: PreTrainedConfig) -> tuple[Any, Any]:
     """Tokens before and behind an image."""
+    shared = getattr(config, "visual_indicator_token_ids", None)
+    if shared:
+        return shared[0], shared[1]
     for names in (("vision_start_token_id", "vision_end_token_id"), ("image_start_token_id", "image_end_token_id")):
         if isinstance(getattr(config, names[0], None), int):
             return getattr(config, names[0]), getattr(config, names[1], None)
@@ -75,7 +80,7 @@ def positions(
     inside: bool, false at padding. pictures: arguments that tell of the pictures' sizes.
     """
     if not hasattr(base, "get_rope_index"):
-        return torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+        return (torch.arange(ids.shape[1]) + first_position(config)).expand_as(ids).contiguous()
     model = SimpleNamespace(config=config)
     for name in ("get_vision_position_ids", "get_llm_pos_ids_for_vision", "get_chunked_index"):
         if hasattr(base, name):

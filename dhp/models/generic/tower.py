@@ -86,8 +86,8 @@ class WholeTower(Tower):
         found: list[Mapping[str, Tensor]] = [{}] * len(forms)
         for numbers in _alike(forms) if self._contract.batches else [[n] for n in range(len(forms))]:
             output = base.get_image_features(**joined([pictures[n] for n in numbers]), return_dict=True)
-            rows = self._contract.handover.take(output)
             tokens = [forms[n].tokens for n in numbers]
+            rows = self._contract.handover.take(output, tokens)
             _check_rows(self.config.model_type, len(rows[EMBEDDINGS]), tokens)
             split = {name: tensor.split(tokens) for name, tensor in rows.items()}
             for place, n in enumerate(numbers):

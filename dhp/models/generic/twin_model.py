@@ -136,17 +136,16 @@ class Twin:
                 **kinds_for(self.base.forward, kinds),
                 **{name: value for name, value in self.picture(0).items() if name.startswith("image_grid")},
             )
-        more = []
+        more, shared = [], []
         for name in dict.fromkeys(shown.read):
-            if name == main or levels.get(name) is None:
+            if name == main or not isinstance(levels.get(name), Tensor | list | tuple):
                 continue
-            if not isinstance(levels[name], list | tuple):
-                raise ModelError(
-                    f"model_type {self.config.model_type!r}: its decoder reads {name} of the encoder's output, which "
-                    "has no row for each placeholder, and how that is handed over is not known here"
-                )
+            if isinstance(levels[name], Tensor) and levels[name].ndim == 2:
+                count = len(levels[name])
+                shared.append((name, count, -(-count // len(rows[plain.names[0]]))))
+                continue
             more.append((name, len(levels[name])))
-        return Handover(main, tuple(more), listed)
+        return Handover(main, tuple(more), listed, tuple(shared))
 
 
 def _make(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
