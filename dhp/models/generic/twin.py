@@ -18,7 +18,7 @@ INNER = 64  # width inside MLPs
 
 _HEADS = ("num_attention_heads", "num_heads", "attention_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "n_kv_heads")
-_WIDTHS = ("hidden_size", "embed_dim", "d_model", "n_embd")
+_WIDTHS = ("embed_dim", "hidden_size", "d_model", "n_embd")  # a tower with both gives the second to the decoder
 _LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layers")
 _INNER = (
     "intermediate_size",
@@ -132,9 +132,8 @@ def _narrow_heads(section: dict[str, Any], heads: int, head: int, width: int) ->
     narrow = few * head
     if isinstance(section.get("head_dim"), int):
         section["head_dim"] = head
-    for name in _WIDTHS:
-        if section.get(name) == width:
-            section[name] = narrow
+    own = next(name for name in _WIDTHS if isinstance(section.get(name), int))
+    section[own] = narrow
 
 
 def _shorten(section: dict[str, Any]) -> None:
@@ -181,6 +180,8 @@ def _follow(section: dict[str, Any], width: _Widths) -> None:
     for name in ("out_hidden_size", "projection_dim", "text_hidden_size", "output_dim", "projector_hidden_size"):
         if section.get(name) == width.old or (name == "out_hidden_size" and isinstance(section.get(name), int)):
             section[name] = width.new
+    if isinstance(section.get("embed_dim"), int) and section.get("hidden_size") == width.old:
+        section["hidden_size"] = width.new
 
 
 def _fit_rotation(text: dict[str, Any]) -> None:

@@ -1,0 +1,151 @@
+"""The doctor on a tiny configuration of each declared family, on those that cannot be trained, and from the shell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from dhp.__main__ import main
+from dhp.base.logits import LogitRule
+from dhp.doctor.diagnosis import EXACT, Diagnosis
+from dhp.doctor.examine import examine
+from dhp.models.generic.handover import Handover
+from tests.helpers.tiny_families import FAMILIES, SLIDING, make_config
+
+# Text layouts that a family has not, because its plan is not known to be exact, or because its layers need more than
+# the states of the one before.
+WITHOUT_PIPELINE = {"gemma4", "paligemma2", "qwen3_omni"}
+
+
+def save(folder: Path, name: str, **changes: Any) -> str:
+    """config.json alone. changes: of the text section."""
+    config = make_config(name)
+    config.text_config.update(changes)
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_declared_family_equals_the_whole_model_in_two_parts(name: str, tmp_path: Path) -> None:
+    found = examine(save(tmp_path, name))
+    assert found.family == FAMILIES[name][0]
+    assert found.trainable, found.as_table()
+    assert found.split_error is not None and found.split_error < EXACT
+    assert found.packed_error is not None and found.packed_error < EXACT
+    assert {"none", "data", "sequence"} <= set(found.vision)
+    assert {"none", "data"} <= set(found.text)
+    assert ("pipeline" in found.text) == (name not in WITHOUT_PIPELINE), found.refused
+
+
+def test_rows_that_are_not_masked_as_the_model_asks_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the rule of its blocks, tokens of an image would not see each other."""
+    monkeypatch.setattr("dhp.models.generic.decoder.block_rule", lambda config: None)
+    found = examine(save(tmp_path, "gemma3"))
+    assert not found.trainable
+    assert found.split_error is not None and found.split_error > 1e-3
+    assert {"padded rows", "packing"} <= set(found.refused)
+
+
+def test_state_that_runs_from_sample_to_sample_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp.models.generic.structure._MIXERS", ("no such class",))
+    found = examine(save(tmp_path, "qwen3_5"))
+    assert found.trainable  # a padded row is a sample's own
+    assert found.packed_error is not None and found.packed_error > 1e-3 and "packing" in found.refused
+
+
+def test_a_gradient_that_is_not_handed_back_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give = Handover.give
+    detached = lambda self, rows: give(self, {name: tensor.detach() for name, tensor in rows.items()})
+    monkeypatch.setattr(Handover, "give", detached)
+    found = examine(save(tmp_path, "internvl"))
+    assert not found.trainable and found.split_error is not None and found.split_error > 0.1
+
+
+def test_a_cap_on_the_logits_is_part_of_the_loss(tmp_path: Path) -> None:
+    assert examine(save(tmp_path, "gemma4", final_logit_softcapping=2.0)).trainable
+
+
+def test_a_cap_that_is_left_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp.models.generic.twin_model.Twin._find_logits", lambda self: LogitRule())
+    found = examine(save(tmp_path, "gemma4", final_logit_softcapping=2.0))
+    assert not found.trainable and found.split_error is not None and found.split_error > 1e-3
+
+
+def test_layers_that_draw_random_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    text = {**make_config("internvl").text_config.to_dict(), "model_type": "qwen3"}
+    vision = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    tower = {**vision, "image_size": [28, 28], "patch_size": [7, 7]}
+    CONFIG_MAPPING["qianfan_ocr"](text_config=text, vision_config=tower, image_token_id=301).save_pretrained(tmp_path)
+    found = examine(str(tmp_path))
+    assert not found.trainable and "random numbers" in found.refused["family"]
+
+
+def test_a_large_configuration_is_examined_by_a_small_twin(tmp_path: Path) -> None:
+    """Sizes of seven billion parameters, of which nobody has the memory."""
+    config = make_config("qwen2_vl")
+    config.text_config.update(
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 152064,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+            "layer_types": None,
+        }
+    )
+    config.vision_config.update({"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16})
+    config.image_token_id, config.vision_start_token_id = 151655, 151652
+    config.save_pretrained(tmp_path)
+    found = examine(str(tmp_path))
+    assert found.trainable, found.as_table()
+    assert "tensor" in found.text
+
+
+def test_windows_shorter_than_a_sample_are_honoured(tmp_path: Path) -> None:
+    assert examine(save(tmp_path, "internvl", sliding_window=4, use_sliding_window=True, layer_types=SLIDING)).trainable
+
+
+def test_the_command_prints_one_object_and_exits_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", "model", save(tmp_path, "internvl"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told) == ["family", "trainable", "split_error", "packed_error", "vision", "text", "refused"]
+    assert told["family"] == "internvl" and told["trainable"] is True and told["split_error"] < EXACT
+    assert "vision.tensor" in told["refused"]
+
+
+def test_the_command_names_the_nearest_family_that_has_the_contract(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mllama"}))
+    assert main(["doctor", "model", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert (
+        "trainable     no" in shown and "takes no mm_encoder_outputs" in shown and "nearest by name is llama4" in shown
+    )
+
+
+def test_a_directory_without_a_configuration_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "model", str(tmp_path)]) == 1
+    assert "no usable model configuration" in capsys.readouterr().err
+
+
+def test_examining_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    found: Diagnosis = examine(save(tmp_path, "llava_siglip"))
+    assert found.trainable
+    assert not torch.distributed.is_initialized()
+    assert torch.tensor(1.0).float().dtype == torch.float32 and torch.ones(2).double().to(torch.float32).dtype
+    assert before.shape == torch.random.get_rng_state().shape
