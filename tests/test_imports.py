@@ -45,7 +45,7 @@ LIBRARIES: dict[str, set[str]] = {
     "hydra": {"config"},
     "omegaconf": {"config"},
     "numba": {"data.balance"},
-    "transformers": {"models", "data", "trainers", "run.tiny_assets", "parallel.tensor.styles"},
+    "transformers": {"models", "data", "trainers", "run.tiny_assets", "parallel.tensor.styles", "parallel.experts"},
     "torch": {
         "base.messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "batching", "cli",
         "planner.profile",

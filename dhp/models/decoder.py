@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dhp.config.checks import check_autotp, check_tensor
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
+from dhp.models.experts import find_experts
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.flops import TextWork, text_work
 from dhp.models.part import HeadShape, Part
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PATH = "model.language_model"
+_EXPERTS = "experts"  # the kind of a layer that has some
 
 
 class Decoder(Part):
-    """A decoder with gated MLPs and grouped keys, as those of Qwen and Llama, and its head."""
+    """A decoder with gated MLPs, or experts in their place, and grouped keys, as those of Qwen and Llama, and its head."""
 
     modules: tuple[str, ...] = (PATH, "lm_head")
     embedding, norm, head = f"{PATH}.embed_tokens", f"{PATH}.norm", "lm_head"
@@ -38,11 +40,14 @@ class Decoder(Part):
         self.heads: int = text.num_attention_heads
         self.kv_heads: int = text.num_key_value_heads
         self.work: TextWork = text_work(text)
+        self.experts = find_experts(text)
         self.layers = LayerParts(
             f"{PATH}.layers",
             tuple(f"self_attn.{p}_proj" for p in "qkvo"),
-            ("mlp.gate_proj", "mlp.up_proj"),
-            ("causal",) * text.num_hidden_layers,
+            ("mlp.gate_proj", "mlp.up_proj", *(("mlp.experts",) if self.experts else ())),
+            tuple(
+                _EXPERTS if self.experts and self.experts.sparse[n] else "causal" for n in range(text.num_hidden_layers)
+            ),
         )
         self._vocabulary = (text.vocab_size, text.hidden_size)
 

@@ -19,6 +19,8 @@ from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.activation.checkpointing import save_output
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.sharded import packed_attention, plan_segments
+from dhp.parallel.experts.modules import choose_product
+from dhp.parallel.experts.widths import cut_widths
 from dhp.parallel.tensor.autotp import split_by_autotp
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
@@ -50,6 +52,7 @@ class TextTrainer(StageRank):
         name, attention = (PACKED, packed_attention) if self.settings.packing else (PADDED, sdpa_attention_forward)
         AttentionInterface.register(name, save_output(KEPT_ATTENTION, attention))
         self.family.decoder.use_attention(model, name)
+        choose_product(model, self.dtype)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
         return model
@@ -115,6 +118,8 @@ class TextTrainer(StageRank):
         use_local_slices(model)
         if ranks > decoder.kv_heads:
             decoder.share_kv_heads(model, ranks)
+        if ranks > 1:
+            cut_widths(model, self.mesh["tensor"])
         return model
 
     def _split_by_deepspeed(self) -> PreTrainedModel:
