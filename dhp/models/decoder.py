@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from dhp.config.checks import check_autotp, check_tensor
+from dhp.base.errors import ConfigError
+from dhp.config.checks import check_autotp, check_expert_width, check_experts, check_tensor
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
-from dhp.models.experts import find_experts
+from dhp.models.experts import Experts, find_experts
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.flops import TextWork, text_work
 from dhp.models.part import HeadShape, Part
@@ -27,7 +28,7 @@ _EXPERTS = "experts"  # the kind of a layer that has some
 
 
 class Decoder(Part):
-    """A decoder with gated MLPs, or experts in their place, and grouped keys, as those of Qwen and Llama, and its head."""
+    """A decoder with gated MLPs, or experts in their place, and grouped keys, as those of Qwen and Llama; and its head."""
 
     modules: tuple[str, ...] = (PATH, "lm_head")
     embedding, norm, head = f"{PATH}.embed_tokens", f"{PATH}.norm", "lm_head"
@@ -58,9 +59,22 @@ class Decoder(Part):
 
     def check(self, asked: PartConfig) -> None:
         """See `Part`."""
-        check_tensor(self.heads, self.kv_heads, resolved(asked.tensor))
+        tensor = resolved(asked.tensor)
+        check_tensor(self.heads, self.kv_heads, tensor)
+        check_experts(self.experts.count if self.experts else 0, asked)
+        if self.experts and tensor > 1:
+            self._check_cut_experts(self.experts, asked)
         if asked.parallelism == "autotp":
-            check_autotp(self.kv_heads, resolved(asked.tensor))
+            check_autotp(self.kv_heads, tensor)
+
+    def _check_cut_experts(self, experts: Experts, asked: PartConfig) -> None:
+        check_expert_width(experts.width, resolved(asked.tensor))
+        for key, value in (("parallelism", "autotp"), ("zero_stage", asked.zero_stage)):
+            if value and getattr(asked, key) == value:
+                raise ConfigError(
+                    f"text.{key}={value} with text.tensor={asked.tensor} of a decoder with experts: slices of experts "
+                    "are not known to be exact there. Set text.parallelism=tensor with text.zero_stage=0, or text.tensor=1."
+                )
 
     def kept_whole(self, tensor: int) -> tuple[str, ...]:
         """Key/value projections, where several ranks share a head."""

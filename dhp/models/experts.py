@@ -10,8 +10,8 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Experts:
-    """count: in each layer that has any. visits: how many a token visits. width: of one expert, inside. shared: width of
-    what every token visits beside them. sparse: by layer, whether it has experts.
+    """count: in each layer that has any. visits: how many a token visits. width: of one expert, inside. shared: width
+    of what every token visits beside them. sparse: by layer, whether it has experts.
 
     balance: the coefficient of the load-balancing loss; 0: the configuration asks for none.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -14,12 +15,14 @@ from dhp.base.messages import Bundle, StepInfo, TextInput
 from dhp.base.stages import HIDDEN_STATES
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.slice import chunks_of
-from dhp.models.split import load_part
+from dhp.models.split import ReadPlan, load_part
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.activation.checkpointing import save_output
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.sharded import packed_attention, plan_segments
+from dhp.parallel.comm.mesh import experts_mesh
 from dhp.parallel.experts.modules import choose_product
+from dhp.parallel.experts.shares import share_out, share_plan
 from dhp.parallel.experts.widths import cut_widths
 from dhp.parallel.tensor.autotp import split_by_autotp
 from dhp.parallel.tensor.local_shards import use_local_slices
@@ -110,11 +113,13 @@ class TextTrainer(StageRank):
         return loss
 
     def _split(self) -> PreTrainedModel:
+        if self.spec.degrees.expert > 1:
+            return self._split_by_experts()
         decoder, ranks = self.family.decoder, self.spec.degrees.tensor
         plan = dict(decoder.tensor_plan)
         if ranks > decoder.kv_heads:
             plan |= dict.fromkeys(decoder.kv_projections, shared_heads_style(decoder.kv_heads))
-        model = self._load(plan, self.mesh["tensor"])
+        model = self._load(plan, self.mesh["tensor"], local_plan)
         use_local_slices(model)
         if ranks > decoder.kv_heads:
             decoder.share_kv_heads(model, ranks)
@@ -122,14 +127,21 @@ class TextTrainer(StageRank):
             cut_widths(model, self.mesh["tensor"])
         return model
 
+    def _split_by_experts(self) -> PreTrainedModel:
+        mesh = experts_mesh(self.mesh, self.spec.degrees.expert)
+        model = self._load({}, mesh["expert"], share_plan)
+        use_local_slices(model)
+        share_out(model, mesh.get_group("expert"), mesh.get_group("copies"))
+        return model
+
     def _split_by_deepspeed(self) -> PreTrainedModel:
-        model = self._load({}, None)
+        model = self._load({}, None, local_plan)
         split_by_autotp(model, self.mesh["tensor"])
         return model
 
-    def _load(self, plan: dict[str, str], mesh: torch.distributed.device_mesh.DeviceMesh | None) -> PreTrainedModel:
+    def _load(self, plan: dict[str, str], mesh: DeviceMesh | None, read_plan: ReadPlan) -> PreTrainedModel:
         dropped = (*self.family.outside(self.spec.part), *self.family.decoder.absent(self._chunks))
-        return load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan or None, local_plan)
+        return load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan or None, read_plan)
 
     def _leaves(
         self, chunk: int, received: Sequence[Bundle]

@@ -1,5 +1,5 @@
-"""RMS norms, and routers to experts, without their detour through float32, whose rounding jumps by 1e-7 for a difference
-of 1e-16."""
+"""RMS norms, and routers to experts, without their detour through float32, whose rounding jumps by 1e-7 for a
+difference of 1e-16."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dhp.base.degrees import Degrees
-from tests.helpers.layouts import Case, Fault, InspectedText, compare
 from dhp.data.sample import Sample
+from tests.helpers.layouts import Case, Fault, InspectedText, compare
 from tests.helpers.norms import exact_norms, use_exact_norms
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 from tests.trainers.test_families import steps
@@ -76,3 +76,14 @@ QWEN = [
 @pytest.mark.parametrize("case", QWEN, ids=str)
 def test_qwen3_vl_with_experts_equals_the_plain_model(case: Case, qwen3_vl_moe_model: str) -> None:
     assert_exact(compare(qwen3_vl_moe_model, case, qwen_steps(), Fault(text=ExactText)))
+
+
+SHARED = [
+    Case(ONE, Degrees(data=2, expert=2), micro_batches=2),
+    Case(ONE, Degrees(data=4, expert=2), micro_batches=1, packing=True, checkpointing=True),
+]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_experts_shared_out_equal_the_plain_model(case: Case, experts_model: str) -> None:
+    assert_exact(compare(experts_model, case, steps(), Fault(text=ExactText)))

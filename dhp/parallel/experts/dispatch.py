@@ -40,8 +40,8 @@ class Routes:
 
 
 def find_routes(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Routes:
-    """visited: the experts of each token, int64 [tokens, visits], numbered through all of the group's, of which each rank
-    has `experts`. The ranks tell each other how many rows come; the host waits for the answer."""
+    """visited: the experts of each token, int64 [tokens, visits], numbered through all of the group's, of which each
+    rank has `experts`. The ranks tell each other how many rows come; the host waits for the answer."""
     ranks = dist.get_world_size(group)
     pairs = visited.flatten()
     order = torch.argsort(pairs, stable=True)
@@ -55,8 +55,8 @@ def find_routes(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Rout
 def visit(states: Tensor, visited: Tensor, weights: Tensor, experts: int, group: Any, compute: Compute) -> Tensor:
     """Σ over the experts that a token visits of weight × output, [tokens, hidden].
 
-    states: [tokens, hidden]; visited, weights: [tokens, visits]; experts: how many this rank has; compute: what they make
-    of rows. All ranks of the group call it together, and go back through it together.
+    states: [tokens, hidden]; visited, weights: [tokens, visits]; experts: how many this rank has; compute: what they
+    make of rows. All ranks of the group call it together, and go back through it together.
     """
     if torch.is_grad_enabled() and not states.requires_grad:
         # Others may have states that need a gradient, and all have to come by on the way back.

@@ -1,8 +1,8 @@
 """The library's modules of experts: which there are in a model, which of them are known here, and how they multiply.
 
 All experts of a layer are one module whose parameters have a dimension of experts in front: `gate_up_proj`
-[experts, 2 × width, hidden] and `down_proj` [experts, hidden, width]. It is called with states [tokens, hidden] and, for
-each token, the experts that it visits and their weights, [tokens, visits] each.
+[experts, 2 × width, hidden] and `down_proj` [experts, hidden, width]. It is called with states [tokens, hidden] and,
+for each token, the experts that it visits and their weights, [tokens, visits] each.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def require_known(name: str, module: nn.Module) -> None:
     if other or parameters != sorted((GATE_UP, DOWN)):
         told = ", ".join(f"{key}={value}" for key, value in other.items()) or "all else as known"
         raise ModelError(
-            f"{name} ({type(module).__name__}) has parameters {parameters} ({told}): experts are cut here where each has "
-            f"{GATE_UP} [experts, 2 × width, hidden] with the gate first and {DOWN} [experts, hidden, width], and no "
+            f"{name} ({type(module).__name__}) has parameters {parameters} ({told}): experts are cut here where each "
+            f"has {GATE_UP} [experts, 2 × width, hidden] with the gate first and {DOWN} [experts, hidden, width], and no "
             "bias. Set text.parallelism=data with text.expert=1 and text.tensor=1"
         )
 
 
 def choose_product(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let experts multiply in groups, all of a layer in one call, where that takes the format; in float64 one by one."""
+    """Let experts multiply in groups, a layer's in one call, where that takes the format; in float64 one by one."""
     for module in model.modules():
         if is_experts(module):
             # The attribute behind the property: its setter asks the whole model, parts of which are not here.

@@ -12,9 +12,9 @@ from dhp.parallel.experts.modules import DOWN, GATE_UP
 
 
 def run_experts(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-    """The outputs of the module `experts`, whose parameters hold as many as there are `counts`: of each, how many of the
-    `rows` [n, hidden] are its. Every parameter gets a gradient, zero where nobody comes, so that sums over ranks begin in
-    one order on all of them."""
+    """The outputs of the module `experts`, whose parameters hold as many as there are `counts`: of each, how many of
+    the `rows` [n, hidden] are its. Every parameter gets a gradient, zero where nobody comes, so that sums over ranks
+    begin in one order on all of them."""
     gated = experts._apply_gate(_multiply(rows, getattr(experts, GATE_UP), counts))
     return _multiply(gated, getattr(experts, DOWN), counts)
 

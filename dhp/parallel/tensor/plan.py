@@ -52,9 +52,10 @@ _CUTS_OUTPUTS = ("dhp_colwise", "dhp_fused_", "dhp_shared_heads_")  # what such 
 def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """`plan` (style by the full name of a module or parameter) with our styles for the library's.
 
-    Experts are read by shares, for `dhp.parallel.experts.widths` to cut. Projections that stand side by side will enter their input together. Raises ModelError for a style whose gradients
-    are not known to be exact, and for a parameter beside cut projections that the plan does not name: each rank would
-    hold another part of its gradient, and nobody would sum them.
+    Experts are read by shares, for `dhp.parallel.experts.widths` to cut. Projections that stand side by side will enter
+    their input together. Raises ModelError for a style whose gradients are not known to be exact, and for a parameter
+    beside cut projections that the plan does not name: each rank would hold another part of its gradient, and nobody
+    would sum them.
     """
     head, modules = _head_names(model), dict(model.named_modules())
     experts = [name for name, style in plan.items() if style == EXPERTS and is_experts(modules.get(name, model))]
