@@ -211,8 +211,8 @@ def check_experts(experts: int, text: PartConfig) -> None:
         raise ConfigError(
             f"text.expert={expert} cannot share out the text decoder's {experts} experts among neighbours of "
             f"text.data={data} replicas: experts({experts}) % expert({expert}) = {experts % expert} and "
-            f"data({data}) % expert({expert}) = {data % expert}, and both must be 0. Set text.expert={near}, the nearest that divides "
-            "both, or change text.data."
+            f"data({data}) % expert({expert}) = {data % expert}, and both must be 0. Set text.expert={near}, the "
+            "nearest that divides both, or change text.data."
         )
 
 
@@ -221,8 +221,8 @@ def check_expert_width(width: int, tensor: int) -> None:
     if width % tensor:
         raise ConfigError(
             f"text.tensor={tensor} cannot cut the text decoder's experts, which are {width} wide inside: "
-            f"width({width}) % tensor({tensor}) = {width % tensor} != 0. Set text.tensor to one of {_divisors(width)} and text.num_actors "
-            "to match, or share whole experts out with text.expert."
+            f"width({width}) % tensor({tensor}) = {width % tensor} != 0. Set text.tensor to one of {_divisors(width)} "
+            "and text.num_actors to match, or share whole experts out with text.expert."
         )
 
 

@@ -55,7 +55,7 @@ class PartConfig:
 
     expert: int = 1
     """Of the replicas (data), so many neighbours share out a decoder's experts: each holds 1/expert of them, and tokens
-    go to the replica that has their experts. Divides data and the experts. text only, with tensor=1 and zero_stage=0."""
+    go to the replica that has theirs. Divides data and the experts. text only, with tensor=1 and zero_stage=0."""
 
     dtype: str = "float32"
     """Number format in which the part computes: bfloat16 | float32 | float64. With bfloat16 the optimizer keeps the

@@ -28,7 +28,7 @@ _EXPERTS = "experts"  # the kind of a layer that has some
 
 
 class Decoder(Part):
-    """A decoder with gated MLPs, or experts in their place, and grouped keys, as those of Qwen and Llama; and its head."""
+    """A decoder with gated MLPs or experts and grouped keys, as those of Qwen and Llama, and its head."""
 
     modules: tuple[str, ...] = (PATH, "lm_head")
     embedding, norm, head = f"{PATH}.embed_tokens", f"{PATH}.norm", "lm_head"
@@ -73,7 +73,8 @@ class Decoder(Part):
             if value and getattr(asked, key) == value:
                 raise ConfigError(
                     f"text.{key}={value} with text.tensor={asked.tensor} of a decoder with experts: slices of experts "
-                    "are not known to be exact there. Set text.parallelism=tensor with text.zero_stage=0, or text.tensor=1."
+                    "are not known to be exact there. Set text.parallelism=tensor with text.zero_stage=0, or "
+                    "text.tensor=1."
                 )
 
     def kept_whole(self, tensor: int) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def decoder_work(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: 
 
 
 def text_work(text: Any) -> TextWork:
-    """What the decoder of that configuration computes. Of experts, those that a token visits count, and their router."""
+    """What the decoder of that configuration computes; of experts, those that a token visits, and their router."""
     dense = decoder_work(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,

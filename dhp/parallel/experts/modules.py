@@ -42,8 +42,8 @@ def require_known(name: str, module: nn.Module) -> None:
         told = ", ".join(f"{key}={value}" for key, value in other.items()) or "all else as known"
         raise ModelError(
             f"{name} ({type(module).__name__}) has parameters {parameters} ({told}): experts are cut here where each "
-            f"has {GATE_UP} [experts, 2 × width, hidden] with the gate first and {DOWN} [experts, hidden, width], and no "
-            "bias. Set text.parallelism=data with text.expert=1 and text.tensor=1"
+            f"has {GATE_UP} [experts, 2 × width, hidden] with the gate first and {DOWN} [experts, hidden, width], and "
+            "no bias. Set text.parallelism=data with text.expert=1 and text.tensor=1"
         )
 
 
