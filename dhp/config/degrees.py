@@ -151,8 +151,7 @@ def _check_expert(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
     if degrees["tensor"] > 1:
         raise ConfigError(
             f"{name}.expert={expert} with {name}.tensor={degrees['tensor']}: experts are either shared out among "
-            f"replicas or cut by their width, not both. Set {name}.tensor=1, or {name}.expert=1, where tensor cuts each "
-            "expert."
+            f"replicas or cut by their width, not both. Set {name}.tensor=1, or {name}.expert=1: tensor cuts each."
         )
     if part.zero_stage:
         raise ConfigError(

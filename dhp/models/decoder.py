@@ -61,11 +61,21 @@ class Decoder(Part):
         """See `Part`."""
         tensor = resolved(asked.tensor)
         check_tensor(self.heads, self.kv_heads, tensor)
+        self._check_balance(asked)
         check_experts(self.experts.count if self.experts else 0, asked)
         if self.experts and tensor > 1:
             self._check_cut_experts(self.experts, asked)
         if asked.parallelism == "autotp":
             check_autotp(self.kv_heads, tensor)
+
+    def _check_balance(self, asked: PartConfig) -> None:
+        if self.experts and self.experts.balance and resolved(asked.pipeline) > 1:
+            raise ConfigError(
+                f"text.pipeline={asked.pipeline} of a decoder with a load-balancing loss (output_router_logits=true and "
+                f"router_aux_loss_coef={self.experts.balance} in its configuration): it is a product of sums over all "
+                "layers, which lie in several stages. Set text.pipeline=1, or output_router_logits to false in "
+                "text_config of the model's config.json to train without it."
+            )
 
     def _check_cut_experts(self, experts: Experts, asked: PartConfig) -> None:
         check_expert_width(experts.width, resolved(asked.tensor))

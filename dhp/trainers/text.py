@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dhp.base.messages import Bundle, StepInfo, TextInput
 from dhp.base.stages import HIDDEN_STATES
+from dhp.models.decoder import PATH
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.slice import chunks_of
 from dhp.models.split import ReadPlan, load_part
@@ -21,6 +23,7 @@ from dhp.parallel.activation.checkpointing import save_output
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.sharded import packed_attention, plan_segments
 from dhp.parallel.comm.mesh import experts_mesh
+from dhp.parallel.experts.balance import Routers, balance_losses
 from dhp.parallel.experts.modules import choose_product
 from dhp.parallel.experts.shares import share_out, share_plan
 from dhp.parallel.experts.widths import cut_widths
@@ -29,7 +32,7 @@ from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import shared_heads_style
 from dhp.trainers.moving import joined, move_with_plans, to_device
-from dhp.trainers.objective import Targets, find_targets, share_of_objective
+from dhp.trainers.objective import Targets, find_samples, find_targets, share_of_balance, share_of_objective
 from dhp.trainers.stage import StageRank, gradient_of
 
 CPU = torch.device("cpu")
@@ -56,6 +59,8 @@ class TextTrainer(StageRank):
         AttentionInterface.register(name, save_output(KEPT_ATTENTION, attention))
         self.family.decoder.use_attention(model, name)
         choose_product(model, self.dtype)
+        experts = self.family.decoder.experts
+        self._routers = Routers(model.get_submodule(PATH)) if experts and experts.balance else None
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
         return model
@@ -77,10 +82,12 @@ class TextTrainer(StageRank):
         part = self._chunks[chunk]
 
         def compute() -> Tensor:
-            states = self.family.decoder.run(self.model, part, inputs, **extra)
+            with self._routers.heard() if self._routers else nullcontext([]) as logits:
+                states = self.family.decoder.run(self.model, part, inputs, **extra)
             if not part.last:
                 return states
-            return share_of_objective(self.model.get_output_embeddings(), states, targets, work.target_tokens)
+            share = share_of_objective(self.model.get_output_embeddings(), states, targets, work.target_tokens)
+            return share + self._share_of_balance(logits, work) if logits and work.samples else share
 
         with self.metered_forward(inputs.input_ids.numel(), micro_batch):
             output = self.optimizer.forward(compute)
@@ -111,6 +118,11 @@ class TextTrainer(StageRank):
         loss = float(torch.stack(self._losses).sum())
         self._losses.clear()
         return loss
+
+    def _share_of_balance(self, logits: Sequence[Tensor], work: TextInput) -> Tensor:
+        experts, (spans, counts) = self.family.decoder.experts, find_samples(work.tensors["targets"], work.samples)
+        losses = balance_losses(logits, spans, experts.visits)
+        return share_of_balance(losses, to_device(counts, self.device), experts.balance, work.target_tokens)
 
     def _split(self) -> PreTrainedModel:
         if self.spec.degrees.expert > 1:
