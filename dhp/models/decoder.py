@@ -71,7 +71,7 @@ class Decoder(Part):
     def _check_balance(self, asked: PartConfig) -> None:
         if self.experts and self.experts.balance and resolved(asked.pipeline) > 1:
             raise ConfigError(
-                f"text.pipeline={asked.pipeline} of a decoder with a load-balancing loss (output_router_logits=true and "
+                f"text.pipeline={asked.pipeline} of a decoder with a load-balancing loss (output_router_logits=true, "
                 f"router_aux_loss_coef={self.experts.balance} in its configuration): it is a product of sums over all "
                 "layers, which lie in several stages. Set text.pipeline=1, or output_router_logits to false in "
                 "text_config of the model's config.json to train without it."

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dhp.base.errors import ModelError
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+_ALIGNED_BYTES = 16
 _MARK = "_is_expert_parallel"  # what the library's decorator of such classes sets
 _KNOWN = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_bias": False}
 _KNOWN |= {"has_post_expert_norm": False}
@@ -48,9 +49,17 @@ def require_known(name: str, module: nn.Module) -> None:
 
 
 def choose_product(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let experts multiply in groups, a layer's in one call, where that takes the format; in float64 one by one."""
+    """Let experts multiply in groups, a layer's in one call, where that takes their shapes in `dtype`; else one by one."""
     for module in model.modules():
         if is_experts(module):
             # The attribute behind the property: its setter asks the whole model, parts of which are not here.
             config: Any = module.config
-            config._experts_implementation_internal = "eager" if dtype == torch.float64 else "grouped_mm"
+            grouped = all(takes_groups(parameter, dtype) for parameter in module.parameters())
+            config._experts_implementation_internal = "grouped_mm" if grouped else "eager"
+
+
+def takes_groups(weights: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch's product in groups takes weights [experts, out, in] in that format: none of 64 bits, and rows of
+    whole 16 bytes on both sides."""
+    sides = (weights.shape[1], weights.shape[2])
+    return dtype != torch.float64 and all(side * dtype.itemsize % _ALIGNED_BYTES == 0 for side in sides)

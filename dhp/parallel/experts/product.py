@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.integrations import moe
 
-from dhp.parallel.experts.modules import DOWN, GATE_UP
+from dhp.parallel.experts.modules import DOWN, GATE_UP, takes_groups
 
 
 def run_experts(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
@@ -21,7 +21,7 @@ def run_experts(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
 
 def _multiply(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     """rows [n, in] by the weights [experts, out, in] of each one's expert."""
-    if rows.dtype == torch.float64 or not len(rows):  # the product in groups takes neither
+    if not len(rows) or not takes_groups(weights, rows.dtype):
         parts = zip(rows.split(counts), weights.unbind(0), strict=True)
         return torch.cat([torch.nn.functional.linear(own, weight) for own, weight in parts])
     ends = torch.tensor(counts, dtype=torch.int32, device=rows.device).cumsum(0, dtype=torch.int32)
