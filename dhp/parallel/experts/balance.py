@@ -30,9 +30,9 @@ class Routers:
         found = [module for module in decoder.modules() if kind is not None and isinstance(module, kind)]
         if not found:
             raise ModelError(
-                f"{type(decoder).__name__} is to have a load-balancing loss (output_router_logits=true), and transformers "
-                "does not say which of its modules are routers. Set output_router_logits to false in text_config of "
-                "the model's config.json to train without it"
+                f"{type(decoder).__name__} is to have a load-balancing loss (output_router_logits=true), and "
+                "transformers does not say which of its modules are routers. Set output_router_logits to false in "
+                "text_config of the model's config.json to train without it"
             )
         self._heard: list[Tensor] | None = None
         for module in found:

@@ -67,7 +67,7 @@ def visit(states: Tensor, visited: Tensor, weights: Tensor, experts: int, group:
     output = compute(Permute.apply(received, routes.by_expert), routes.counts)
     answer = Permute.apply(output, inverse(routes.by_expert))
     returned = Permute.apply(AllToAll.apply(answer, routes.receive, routes.send, group), inverse(routes.order))
-    of_tokens = returned.view(*visited.shape, -1) * weights[..., None].to(returned.dtype)
+    of_tokens = returned.view(*visited.shape, states.shape[1]) * weights[..., None].to(returned.dtype)
     return of_tokens.sum(dim=1).to(states.dtype)
 
 
@@ -98,10 +98,10 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, order: Tensor, visits: int) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.visits = visits
+        ctx.shape = (len(states), visits, states.shape[1])
         return states.index_select(0, order // visits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
-        return grad.index_select(0, inverse(order)).view(-1, ctx.visits, grad.shape[1]).sum(dim=1), None, None
+        return grad.index_select(0, inverse(order)).view(ctx.shape).sum(dim=1), None, None

@@ -49,7 +49,7 @@ def require_known(name: str, module: nn.Module) -> None:
 
 
 def choose_product(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let experts multiply in groups, a layer's in one call, where that takes their shapes in `dtype`; else one by one."""
+    """Let experts multiply in groups, a layer's in one call, where their shapes in `dtype` allow it; or one by one."""
     for module in model.modules():
         if is_experts(module):
             # The attribute behind the property: its setter asks the whole model, parts of which are not here.
