@@ -50,6 +50,8 @@ class Decoder(Part):
                 _EXPERTS if self.experts and self.experts.sparse[n] else "causal" for n in range(text.num_hidden_layers)
             ),
         )
+        sparse = self.experts.sparse if self.experts else ()
+        self.shared = tuple(f"{PATH}.layers.{number}.mlp.experts" for number, some in enumerate(sparse) if some)
         self._vocabulary = (text.vocab_size, text.hidden_size)
 
     @property

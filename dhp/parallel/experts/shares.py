@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
+from dhp.base.errors import ModelError
 from dhp.parallel.experts.dispatch import visit
 from dhp.parallel.experts.modules import experts_of
 from dhp.parallel.experts.product import run_experts
@@ -41,6 +42,17 @@ def share_plan(model: nn.Module, _: Mapping[str, str]) -> dict[str, str]:
     return {
         f"{name}.{own}": SHARE for name, experts in experts_of(model).items() for own, _ in experts.named_parameters()
     }
+
+
+def check_shares(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """`share_plan` of a whole decoder. Raises ModelError where it has no experts that are known here."""
+    found = share_plan(model, plan)
+    if not found:
+        raise ModelError(
+            f"text.expert: {type(model).__name__} has no modules of experts known here, those with transformers' "
+            "@use_experts_implementation. Set text.expert=1"
+        )
+    return found
 
 
 def share_out(model: nn.Module, group: dist.ProcessGroup, copies: dist.ProcessGroup) -> None:
