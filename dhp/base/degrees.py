@@ -38,6 +38,14 @@ class Degrees:
         """Ranks that hold all weights between them: the first of these neighbours begins with rank 0."""
         return self.tensor * self.expert
 
+    def by_axis(self) -> dict[str, int]:
+        """Ranks along each axis, outermost first; those that share out experts are an axis inside of data, so that the
+        product stays that of all ranks."""
+        axes = {axis: getattr(self, axis) for axis in AXES}
+        if self.expert == 1:
+            return axes
+        return {"data": self.data // self.expert, "expert": self.expert, **{axis: axes[axis] for axis in AXES[1:]}}
+
     def __str__(self) -> str:
         split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         shared = f" (expert {self.expert})" if self.expert > 1 else ""

@@ -24,7 +24,7 @@ Compute = Callable[[Tensor, list[int]], Tensor]
 
 
 @dataclass(frozen=True)
-class Routes:
+class Visits:
     """Which row goes where on one rank.
 
     order: the pairs of a token and an expert (token × visits + number of the visit) in the order in which they are
@@ -39,7 +39,7 @@ class Routes:
     counts: list[int]
 
 
-def find_routes(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Routes:
+def find_visits(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Visits:
     """visited: the experts of each token, int64 [tokens, visits], numbered through all of the group's, of which each
     rank has `experts`. The ranks tell each other how many rows come; the host waits for the answer."""
     ranks = dist.get_world_size(group)
@@ -49,7 +49,7 @@ def find_routes(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Rout
     coming = exchange_rows(going, [1] * ranks, [1] * ranks, group)
     own = torch.arange(experts, device=visited.device).repeat(ranks).repeat_interleave(coming.flatten())
     by_rank = torch.stack([going.sum(1), coming.sum(1)]).tolist()
-    return Routes(order, *by_rank, torch.argsort(own, stable=True), coming.sum(0).tolist())
+    return Visits(order, *by_rank, torch.argsort(own, stable=True), coming.sum(0).tolist())
 
 
 def visit(states: Tensor, visited: Tensor, weights: Tensor, experts: int, group: Any, compute: Compute) -> Tensor:
@@ -61,12 +61,12 @@ def visit(states: Tensor, visited: Tensor, weights: Tensor, experts: int, group:
     if torch.is_grad_enabled() and not states.requires_grad:
         # Others may have states that need a gradient, and all have to come by on the way back.
         states = states.detach().requires_grad_()
-    routes = find_routes(visited, experts, group)
-    sent = Gather.apply(states, routes.order, visited.shape[1])
-    received = AllToAll.apply(sent, routes.send, routes.receive, group)
-    output = compute(Permute.apply(received, routes.by_expert), routes.counts)
-    answer = Permute.apply(output, inverse(routes.by_expert))
-    returned = Permute.apply(AllToAll.apply(answer, routes.receive, routes.send, group), inverse(routes.order))
+    visits = find_visits(visited, experts, group)
+    sent = Gather.apply(states, visits.order, visited.shape[1])
+    received = AllToAll.apply(sent, visits.send, visits.receive, group)
+    output = compute(Permute.apply(received, visits.by_expert), visits.counts)
+    answer = Permute.apply(output, inverse(visits.by_expert))
+    returned = Permute.apply(AllToAll.apply(answer, visits.receive, visits.send, group), inverse(visits.order))
     of_tokens = returned.view(*visited.shape, states.shape[1]) * weights[..., None].to(returned.dtype)
     return of_tokens.sum(dim=1).to(states.dtype)
 

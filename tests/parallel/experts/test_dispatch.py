@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp.parallel.experts.dispatch import find_routes, inverse, visit
+from dhp.parallel.experts.dispatch import find_visits, inverse, visit
 from tests.helpers.ranks import run_on_ranks
 
 EXPERTS, HIDDEN, VISITS = 6, 5, 2
@@ -72,15 +72,15 @@ def test_experts_that_nobody_visits_get_a_zero_gradient() -> None:
     _check(2)
 
 
-def _routes() -> tuple[list[int], list[int], list[int], list[int]]:
+def _visits_by_hand() -> tuple[list[int], list[int], list[int], list[int]]:
     rank = dist.get_rank()
     visited = torch.tensor([[[3, 0], [1, 2]], [[0, 3], [0, 1], [2, 3]]][rank])
-    routes = find_routes(visited, 2, dist.group.WORLD)
-    return routes.order.tolist(), routes.send, routes.receive, routes.counts
+    visits = find_visits(visited, 2, dist.group.WORLD)
+    return visits.order.tolist(), visits.send, visits.receive, visits.counts
 
 
-def test_routes_by_hand() -> None:
-    first, second = run_on_ranks(_routes, 2)
+def test_visits_by_hand() -> None:
+    first, second = run_on_ranks(_visits_by_hand, 2)
     # Pairs of the first rank, by expert: 0 is number 1, 1 is number 2, 2 is number 3, 3 is number 0.
     assert first == ([1, 2, 3, 0], [2, 2], [2, 3], [3, 2])
     assert second == ([0, 2, 3, 4, 1, 5], [3, 3], [2, 3], [2, 3])
