@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dhp.base.degrees import Degrees
 from dhp.data.sample import Sample
 from dhp.parallel.experts import dispatch
-from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare, compare_rounding
+from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare, compare_rounding, train
 from tests.helpers.norms import ROUTERS, exact_norms, use_exact_norms
 from tests.helpers.oracle import Oracle
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
@@ -41,6 +41,7 @@ class ExactText(InspectedText):
 
 EXACT = [
     Case(Degrees(ulysses=2), Degrees(data=2), packing=True),
+    Case(ONE, Degrees(data=2), micro_batches=2, text_zero_stage=3, fsdp=True),
     Case(ONE, Degrees(tensor=2), micro_batches=2),
     Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, recompute="light"),
     Case(ONE, Degrees(data=2, expert=2), micro_batches=2),
@@ -71,6 +72,16 @@ def test_16_bits_round_as_one_process_does(text: Degrees, experts_model: str) ->
     case = Case(ONE, text, dtype="bfloat16", packing=True)
     ratios = compare_rounding(experts_model, case, steps())
     assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
+
+
+def test_the_same_run_twice_is_the_same_to_the_bit(experts_model: str) -> None:
+    """However rows arrive; and ranks with the same experts have the same weights."""
+    case = Case(ONE, Degrees(data=4, expert=2), dtype="float32", micro_batches=1)
+    first, second = (train(experts_model, case, steps()) for _ in range(2))
+    assert first.losses == second.losses and first.norms == second.norms
+    for ours, theirs in zip(first.weights, second.weights, strict=True):
+        for name, weight in ours[0].items():
+            assert all(torch.equal(weight, of_rank[name]) for of_rank in (*ours, *theirs)), name
 
 
 def qwen_steps() -> list[list[Sample]]:
