@@ -47,9 +47,12 @@ def find_visits(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Visi
     order = torch.argsort(pairs, stable=True)
     going = torch.bincount(pairs, minlength=ranks * experts).view(ranks, experts)
     coming = exchange_rows(going, [1] * ranks, [1] * ranks, group)
-    own = torch.arange(experts, device=visited.device).repeat(ranks).repeat_interleave(coming.flatten())
-    by_rank = torch.stack([going.sum(1), coming.sum(1)]).tolist()
-    return Visits(order, *by_rank, torch.argsort(own, stable=True), coming.sum(0).tolist())
+    leaving, arriving = torch.stack([going, coming]).tolist()  # [ranks][experts]: the one time that the host waits
+    send, receive = ([sum(of_rank) for of_rank in rows] for rows in (leaving, arriving))
+    numbers = torch.arange(experts, device=visited.device).repeat(ranks)
+    own = numbers.repeat_interleave(coming.flatten(), output_size=sum(receive))
+    counts = [sum(of_expert) for of_expert in zip(*arriving, strict=True)]
+    return Visits(order, send, receive, torch.argsort(own, stable=True), counts)
 
 
 def visit(states: Tensor, visited: Tensor, weights: Tensor, experts: int, group: Any, compute: Compute) -> Tensor:
