@@ -121,6 +121,22 @@ def head_norms_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def experts_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A LLaVA whose decoder has 4 experts in each layer, of which a token visits 2."""
+    from tests.helpers.tiny import save_llava_with_experts
+
+    return str(save_llava_with_experts(Path(tmp_path_factory.mktemp("models")) / "experts"))
+
+
+@pytest.fixture(scope="session")
+def qwen3_vl_moe_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen3-VL with experts in each decoder layer but one."""
+    from tests.helpers.tiny import save_qwen3_vl_moe
+
+    return str(save_qwen3_vl_moe(Path(tmp_path_factory.mktemp("models")) / "qwen3_vl_moe"))
+
+
+@pytest.fixture(scope="session")
 def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded default's model and dataset."""
     from dhp.run.tiny_assets import make_tiny_assets

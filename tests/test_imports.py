@@ -46,7 +46,9 @@ LIBRARIES: dict[str, set[str]] = {
     "hydra": {"config"},
     "omegaconf": {"config"},
     "numba": {"data.balance"},
-    "transformers": {"models", "data", "trainers", "doctor", "run.tiny_assets", "parallel.tensor.styles"},
+    "transformers": {
+        "models", "data", "trainers", "doctor", "run.tiny_assets", "parallel.tensor.styles", "parallel.experts",
+    },
     "torch": {
         "base.messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "batching", "cli", "doctor",
         "planner.profile",

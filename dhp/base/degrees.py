@@ -9,12 +9,14 @@ AXES = ("data", "ring", "ulysses", "tensor")
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks along each axis; tensor ranks are neighbours."""
+    """Ranks along each axis; tensor ranks are neighbours. expert: of the data ranks, so many neighbours share out the
+    experts of a decoder; no axis of its own."""
 
     data: int = 1
     ring: int = 1
     ulysses: int = 1
     tensor: int = 1
+    expert: int = 1
 
     @property
     def world(self) -> int:
@@ -31,6 +33,20 @@ class Degrees:
         """How many ways the tokens are split: tensor ranks of one mesh position compute with the same ones."""
         return self.data * self.ring * self.ulysses
 
+    @property
+    def holders(self) -> int:
+        """Ranks that hold all weights between them: the first of these neighbours begins with rank 0."""
+        return self.tensor * self.expert
+
+    def by_axis(self) -> dict[str, int]:
+        """Ranks along each axis, outermost first; those that share out experts are an axis inside of data, so that the
+        product stays that of all ranks."""
+        axes = {axis: getattr(self, axis) for axis in AXES}
+        if self.expert == 1:
+            return axes
+        return {"data": self.data // self.expert, "expert": self.expert, **{axis: axes[axis] for axis in AXES[1:]}}
+
     def __str__(self) -> str:
         split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        return " × ".join(split) or "one rank"
+        shared = f" (expert {self.expert})" if self.expert > 1 else ""
+        return (" × ".join(split) or "one rank") + shared

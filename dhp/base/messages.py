@@ -98,12 +98,15 @@ class TextInput:
     shard behind another; None where the rows hold no image.
 
     target_tokens: N_global of the step, not of these rows.
+
+    samples: tokens of each sample of the rows, in order, without padding.
     """
 
     tensors: dict[str, Tensor]
     lengths: tuple[int, ...] | None
     placement: Tensor | None
     target_tokens: int
+    samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Dealer:
         received = [torch.cat(rank) if rank else torch.empty(0, dtype=torch.long) for rank in units]
         placement = torch.argsort(torch.cat(received)) if total else None
         tensors, lengths = self._collator.make(row)
-        return TextInput(tensors, lengths, placement, target_tokens)
+        return TextInput(tensors, lengths, placement, target_tokens, tuple(len(sample.input_ids) for sample in row))
 
 
 def _route(pictures: Sequence[Picture], shards: Sequence[Pieces]) -> Route:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -100,7 +100,7 @@ class Cluster:
             reserved = reserve(plan, layout.start_timeout_s)
             stack.callback(remove_placement_group, reserved)
             topology = find_topology(bundle_nodes(reserved), read_nodes())
-            degrees = {stage.name: asdict(stage.degrees) for stage in layout.chain.stages}
+            degrees = {stage.name: stage.degrees.by_axis() for stage in layout.chain.stages}
             slots = map_ranks(plan.slots, topology.of_bundle, degrees)
             tell_straddles(slots, topology, degrees, self.device)
             self.devices = {

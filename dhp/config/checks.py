@@ -3,6 +3,7 @@
 from dhp.base.errors import ConfigError
 from dhp.config.parts import parts
 from dhp.config.recompute import read_choices
+from dhp.config.resolved import resolved
 from dhp.config.schema import Config, LimitsConfig, PartConfig
 
 
@@ -193,6 +194,35 @@ def check_tensor(heads: int, kv_heads: int, tensor: int) -> None:
             f"text.tensor={tensor} neither splits nor shares the text decoder's {kv_heads} key/value heads evenly: "
             f"kv_heads({kv_heads}) % tensor({tensor}) = {kv_heads % tensor} != 0 and "
             f"tensor({tensor}) % kv_heads({kv_heads}) = {tensor % kv_heads} != 0. {remedy}"
+        )
+
+
+def check_experts(experts: int, text: PartConfig) -> None:
+    """Sharing experts out gives each replica as many: `expert` divides `experts` (of each layer; 0: there are none) and
+    the replicas. Raises ConfigError."""
+    expert, data = text.expert, resolved(text.data)
+    if expert == 1:
+        return
+    if not experts:
+        raise ConfigError(f"text.expert={expert}: the text decoder has no experts to share out. Set text.expert=1.")
+    if experts % expert or data % expert:
+        possible = [n for n in _divisors(experts) if data % n == 0]
+        near = min(possible, key=lambda n: (abs(n - expert), -n))
+        raise ConfigError(
+            f"text.expert={expert} cannot share out the text decoder's {experts} experts among neighbours of "
+            f"text.data={data} replicas: experts({experts}) % expert({expert}) = {experts % expert} and "
+            f"data({data}) % expert({expert}) = {data % expert}, and both must be 0. Set text.expert={near}, the "
+            "nearest that divides both, or change text.data."
+        )
+
+
+def check_expert_width(width: int, tensor: int) -> None:
+    """Tensor parallelism cuts the inner width of each expert. Raises ConfigError."""
+    if width % tensor:
+        raise ConfigError(
+            f"text.tensor={tensor} cannot cut the text decoder's experts, which are {width} wide inside: "
+            f"width({width}) % tensor({tensor}) = {width % tensor} != 0. Set text.tensor to one of {_divisors(width)} "
+            "and text.num_actors to match, or share whole experts out with text.expert."
         )
 
 

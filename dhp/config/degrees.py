@@ -57,6 +57,7 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     _check_product(name, part.num_actors, degrees)
     _check_existing(name, degrees)
     _check_pipeline(name, part, degrees["pipeline"])
+    _check_expert(name, part, degrees)
     _check_training(name, part)
     engine = _resolve_engine(name, part, degrees["tensor"])
     filled: dict[str, Any] = dict(degrees)
@@ -136,6 +137,26 @@ def _check_pipeline(name: str, part: PartConfig, pipeline: int) -> None:
         raise ConfigError(
             f"{name}.pipeline={pipeline} with {name}.parallelism=autotp: DeepSpeed's layers are not cut into stages. "
             f"Set {name}.parallelism=tensor or pipeline, or {name}.pipeline=1."
+        )
+
+
+def _check_expert(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
+    """Refuse experts shared out where nothing is known to be exact. Their number is checked where it is known."""
+    expert = part.expert
+    require_positive(f"{name}.expert", expert)
+    if expert == 1:
+        return
+    if name != "text":
+        raise ConfigError(f"{name}.expert={expert} does not exist: {name} has no experts. Set {name}.expert=1.")
+    if degrees["tensor"] > 1:
+        raise ConfigError(
+            f"{name}.expert={expert} with {name}.tensor={degrees['tensor']}: experts are either shared out among "
+            f"replicas or cut by their width, not both. Set {name}.tensor=1, or {name}.expert=1: tensor cuts each."
+        )
+    if part.zero_stage:
+        raise ConfigError(
+            f"{name}.expert={expert} with {name}.zero_stage={part.zero_stage}: ZeRO cuts what all replicas hold alike, "
+            f"but expert({expert}) > 1 gives them different experts. Set {name}.zero_stage=0, or {name}.expert=1."
         )
 
 

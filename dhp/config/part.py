@@ -53,6 +53,10 @@ class PartConfig:
     tensor: Optional[int] = None
     """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor or autotp, else 1."""
 
+    expert: int = 1
+    """Of the replicas (data), so many neighbours share out a decoder's experts: each holds 1/expert of them, and tokens
+    go to the replica that has theirs. Divides data and the experts. text only, with tensor=1 and zero_stage=0."""
+
     dtype: str = "float32"
     """Number format in which the part computes: bfloat16 | float32 | float64. With bfloat16 the optimizer keeps the
     weights in float32, and gradients are summed in float32 over micro-batches and actors."""

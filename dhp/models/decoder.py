@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from dhp.base.errors import ConfigError
 from dhp.base.logits import LogitRule
-from dhp.config.checks import check_autotp, check_tensor
+from dhp.config.checks import check_autotp, check_expert_width, check_experts, check_tensor
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
+from dhp.models.experts import Experts, find_experts
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.flops import TextWork, text_work
 from dhp.models.part import HeadShape, Part
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PATH = "model.language_model"
+_EXPERTS = "experts"  # the kind of a layer that has some
 
 
 class Decoder(Part):
-    """A decoder with gated MLPs and grouped keys, as those of Qwen and Llama, and its head."""
+    """A decoder with gated MLPs or experts and grouped keys, as those of Qwen and Llama, and its head."""
 
     path: str = PATH
     modules: tuple[str, ...] = (PATH, "lm_head")
@@ -45,12 +48,17 @@ class Decoder(Part):
         self.heads: int = text.num_attention_heads
         self.kv_heads: int = text.num_key_value_heads
         self.work: TextWork = text_work(text)
+        self.experts = find_experts(text)
         self.layers = LayerParts(
             f"{PATH}.layers",
             tuple(f"self_attn.{p}_proj" for p in "qkvo"),
-            ("mlp.gate_proj", "mlp.up_proj"),
-            ("causal",) * text.num_hidden_layers,
+            ("mlp.gate_proj", "mlp.up_proj", *(("mlp.experts",) if self.experts else ())),
+            tuple(
+                _EXPERTS if self.experts and self.experts.sparse[n] else "causal" for n in range(text.num_hidden_layers)
+            ),
         )
+        sparse = self.experts.sparse if self.experts else ()
+        self.shared = tuple(f"{PATH}.layers.{number}.mlp.experts" for number, some in enumerate(sparse) if some)
         self._vocabulary = (text.vocab_size, text.hidden_size)
 
     @property
@@ -60,9 +68,33 @@ class Decoder(Part):
 
     def check(self, asked: PartConfig) -> None:
         """See `Part`."""
-        check_tensor(self.heads, self.kv_heads, resolved(asked.tensor))
+        tensor = resolved(asked.tensor)
+        check_tensor(self.heads, self.kv_heads, tensor)
+        self._check_balance(asked)
+        check_experts(self.experts.count if self.experts else 0, asked)
+        if self.experts and tensor > 1:
+            self._check_cut_experts(self.experts, asked)
         if asked.parallelism == "autotp":
-            check_autotp(self.kv_heads, resolved(asked.tensor))
+            check_autotp(self.kv_heads, tensor)
+
+    def _check_balance(self, asked: PartConfig) -> None:
+        if self.experts and self.experts.balance and resolved(asked.pipeline) > 1:
+            raise ConfigError(
+                f"text.pipeline={asked.pipeline} of a decoder with a load-balancing loss (output_router_logits=true, "
+                f"router_aux_loss_coef={self.experts.balance} in its configuration): it is a product of sums over all "
+                "layers, which lie in several stages. Set text.pipeline=1, or output_router_logits to false in "
+                "text_config of the model's config.json to train without it."
+            )
+
+    def _check_cut_experts(self, experts: Experts, asked: PartConfig) -> None:
+        check_expert_width(experts.width, resolved(asked.tensor))
+        for key, value in (("parallelism", "autotp"), ("zero_stage", asked.zero_stage)):
+            if value and getattr(asked, key) == value:
+                raise ConfigError(
+                    f"text.{key}={value} with text.tensor={asked.tensor} of a decoder with experts: slices of experts "
+                    "are not known to be exact there. Set text.parallelism=tensor with text.zero_stage=0, or "
+                    "text.tensor=1."
+                )
 
     def kept_whole(self, tensor: int) -> tuple[str, ...]:
         """Key/value projections, where several ranks share a head."""

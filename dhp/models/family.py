@@ -86,7 +86,8 @@ class LayerParts:
     """Where a part's layers are, and which of their modules are worth keeping when the rest is recomputed.
 
     path: the module that lists the layers. In each layer, projections: the matrix products around attention; mlp: those
-    before the activation function. kinds: what kind each layer is of; layers of one kind do the same work.
+    before the activation function, or all experts of the layer: of each list a layer has some. kinds: what kind each
+    layer is of; layers of one kind do the same work.
     """
 
     path: str

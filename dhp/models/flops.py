@@ -8,8 +8,10 @@ all for padding, dummy windows, or layers that no output depends on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from dhp.models.experts import find_experts
 
 if TYPE_CHECKING:
     from dhp.models.family import ImageLayout
@@ -80,8 +82,8 @@ def decoder_work(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: 
 
 
 def text_work(text: Any) -> TextWork:
-    """What the decoder of that configuration computes."""
-    return decoder_work(
+    """What the decoder of that configuration computes; of experts, those that a token visits, and their router."""
+    dense = decoder_work(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         heads=text.num_attention_heads,
@@ -90,6 +92,11 @@ def text_work(text: Any) -> TextWork:
         mlp=text.intermediate_size,
         rows=text.vocab_size,
     )
+    experts, hidden = find_experts(text), text.hidden_size
+    if experts is None:
+        return dense
+    visited = hidden * (experts.count + 3 * (experts.visits * experts.width + experts.shared))
+    return replace(dense, token=dense.token + sum(experts.sparse) * (visited - 3 * hidden * text.intermediate_size))
 
 
 def _squares(lengths: Iterable[int]) -> int:

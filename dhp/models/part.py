@@ -34,6 +34,7 @@ class Part(ABC):
     tied: bool = False  # its head's weight is its embedding's
     layers: LayerParts
     tensor_plan: Mapping[str, str] = {}  # styles by module, where transformers has none
+    shared: tuple[str, ...] = ()  # modules of experts, which replicas may share out
     fused: Mapping[str, int] = {}  # modules that hold several projections in one, and how many
 
     @abstractmethod

@@ -27,6 +27,12 @@ def qwen3_vl(config: Any) -> Family:
     return Family(config, Qwen3VlProcessor(config), Qwen3VlTower(config), Qwen3VlDecoder(config))
 
 
+def qwen3_vl_moe(config: Any) -> Family:
+    """Qwen3-VL of that configuration, with experts. transformers' plan of its decoder lacks the embedding and the norms
+    of heads, which that of Qwen3 has."""
+    return Family(config, Qwen3VlMoeProcessor(config), Qwen3VlTower(config), Qwen3VlDecoder(config))
+
+
 class Qwen3VlProcessor(QwenProcessor):
     """A step in time of a video has placeholders of its own, with text before them."""
 
@@ -46,6 +52,15 @@ class Qwen3VlProcessor(QwenProcessor):
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in named.items() if name != "second_per_grid_ts"}
+
+
+class Qwen3VlMoeProcessor(Qwen3VlProcessor):
+    """The same of the model with experts."""
+
+    def model(self) -> type[PreTrainedModel]:
+        from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeModel
+
+        return Qwen3VLMoeModel
 
 
 class Qwen3VlTower(QwenTower):

@@ -24,6 +24,12 @@ def _qwen3_vl(config: Any) -> Family:
     return qwen3_vl(config)
 
 
+def _qwen3_vl_moe(config: Any) -> Family:
+    from dhp.models.qwen3_vl import qwen3_vl_moe
+
+    return qwen3_vl_moe(config)
+
+
 def _llava(config: Any) -> Family:
     from dhp.models.llava import llava
 
@@ -34,6 +40,7 @@ WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 FAMILIES: dict[str, Callable[[Any], Family]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "llava": _llava,
 }
 

@@ -45,11 +45,14 @@ def part_shape(
     whole_modules: Sequence[str] = (),
     added_plan: Mapping[str, str] = MappingProxyType({}),
     trained: Sequence[str] | None = None,
+    shared: Sequence[str] = (),
+    expert: int = 1,
 ) -> PartShape:
     """Count the model of `source` without the modules `dropped`, split by its tensor-parallel plan over `tensor` ranks.
 
     whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says. added_plan:
-    transformers' style of further modules. trained: modules whose parameters are trained; None: all.
+    transformers' style of further modules. trained: modules whose parameters are trained; None: all. shared: modules
+    whose experts so many ranks (expert) share out.
     """
     model = _without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
@@ -60,6 +63,8 @@ def part_shape(
         split = isinstance(held, DTensor) and not all(placement.is_replicate() for placement in held.placements)
         total += parameter.numel()
         own = held.to_local().numel() if isinstance(held, DTensor) else held.numel()
+        if expert > 1 and is_dropped(name, shared):
+            split, own = True, own // expert
         per_rank += own
         of_trained += own if trained is None or is_dropped(name, trained) else 0
         replicated += 0 if split else parameter.numel()

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -144,11 +145,18 @@ def _overrides(
             tensor |= {name: style} | {f"{name}.{own}": style for own, _ in module.named_parameters(recurse=False)}
         return read_plan(self, tensor), *others
 
+    def parameter(self: PreTrainedModel, name: str) -> Any:
+        """Experts, [experts, out, in], as this rank holds them: transformers tells by the shape whether what was read
+        is to be transposed, and a slice was read."""
+        found = base.get_parameter(self, name)
+        return found.to_local() if isinstance(found, DTensor) and found.ndim == 3 else found
+
     unexpected = [rf"^(.*\.)?{re.escape(name.removeprefix('model.'))}\." for name in dropped]
     return {
         "__init__": build,
         "__module__": base.__module__,
         "prepare_distribute_model": classmethod(prepare),
+        "get_parameter": parameter,
         "_resolve_parallel_plans": resolve,
         "_tied_weights_keys": _ties_without(base, dropped),
         "_keys_to_ignore_on_load_unexpected": unexpected,

@@ -7,7 +7,7 @@ from typing import Any
 from dhp.observe.numbers import shown
 from dhp.observe.summary import Summary
 
-_DEGREES = ("data", "ulysses", "ring", "tensor")
+_DEGREES = ("data", "expert", "ulysses", "ring", "tensor")
 
 
 def closing_table(summary: Summary, run_dir: str | Path, checkpoint: str | Path | None = None, **more: str) -> str:

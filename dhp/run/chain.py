@@ -46,8 +46,8 @@ def _sizes(source: str) -> DecoderSizes:
 
 def degrees(part: PartConfig) -> Degrees:
     """How each stage of a resolved part is split."""
-    axes = (part.data, part.ring, part.ulysses, part.tensor)
-    return Degrees(*map(resolved, axes))
+    found = (part.data, part.ring, part.ulysses, part.tensor, part.expert)
+    return Degrees(*map(resolved, found))
 
 
 def even_cuts(sizes: DecoderSizes, stages: int) -> list[int]:

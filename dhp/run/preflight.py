@@ -101,6 +101,11 @@ def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None
     """Raises ConfigError where DeepSpeed would have no plan to cut the part by, ModelError where it would be cut by
     styles whose gradients are not known to be exact."""
     own = family.parts[name]
+    if part.expert > 1:
+        from dhp.models.shape import check_tensor_plan
+        from dhp.parallel.experts.shares import check_shares
+
+        check_tensor_plan(source, family.outside(name), check_shares)
     if resolved(part.tensor) == 1:
         return  # and spare the time that making a large model takes, even without weights
     if part.parallelism == "autotp":  # DeepSpeed's layers follow transformers' plan of the model

@@ -1,5 +1,8 @@
 """The objective of a step: Σ token losses / N_global, and its only scaling.
 
+Where the model asks for a load-balancing loss of experts, each sample's own, times its coefficient, joins the objective
+by the sample's share of the target tokens: Σ (token losses + targets × coefficient × balance) / N_global.
+
 N_global is the number of target tokens of the global batch. Every other file sums: over micro-batches, data,
 sequence and tensor ranks, and over stages. Labels were shifted when rows were made (`dhp.batching.collate`).
 """
@@ -7,6 +10,7 @@ sequence and tensor ranks, and over stages. Labels were shifted when rows were m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -40,6 +44,16 @@ def find_prefixes(targets: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.cat([(count == 0) | ((count == 1) & (count.diff(prepend=count[:1] * 0) == 1)) for count in learned])
 
 
+def find_samples(targets: Tensor, lengths: Sequence[int]) -> tuple[list[range], Tensor]:
+    """Of samples of so many tokens, in one row or each in its own: their places among the flattened rows × tokens, and
+    how many targets each has, int64 [samples]. targets: [rows, tokens], on the host."""
+    rows, width = targets.shape
+    starts = [0, *accumulate(lengths)][:-1] if rows == 1 else [row * width for row in range(rows)]
+    spans = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    wanted = targets.flatten() != IGNORED
+    return spans, torch.stack([wanted[span.start : span.stop].sum() for span in spans])
+
+
 def share_of_objective(
     head: nn.Linear, hidden: Tensor, targets: Targets, target_tokens: int, rule: LogitRule = PLAIN
 ) -> Tensor:
@@ -53,3 +67,9 @@ def share_of_objective(
         return token_loss_sum(head, states[:1], targets.tokens.new_zeros(1), rule=rule) * 0.0
     chosen = states.index_select(0, targets.positions)
     return token_loss_sum(head, chosen, targets.tokens, rule=rule) / max(target_tokens, 1)
+
+
+def share_of_balance(losses: Tensor, targets: Tensor, coefficient: float, target_tokens: int) -> Tensor:
+    """The samples' share of the step's objective, a scalar. losses: of balance, and targets: how many, of each sample;
+    [samples]."""
+    return coefficient * (losses * targets.to(losses)).sum() / max(target_tokens, 1)

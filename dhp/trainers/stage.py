@@ -216,8 +216,8 @@ class StageRank(ABC):
     def _write(self, folder: Path) -> tuple[str, ...]:
         number = self._part_rank()
         save_random_state(folder / RANDOM, number)
-        if not self.settings.zero_stage and self.rank >= self.spec.degrees.tensor:
-            return ()  # the first replica writes what all of them hold
+        if not self.settings.zero_stage and self.rank >= self.spec.degrees.holders:
+            return ()  # the first ones write what all of them hold
         state = ShardWriter(folder / OPTIMIZER, number, self.rank)
         self.optimizer.save_state(state)
         state.write()

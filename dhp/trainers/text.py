@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.base.messages import Bundle, StepInfo, TextInput
 from dhp.base.stages import HIDDEN_STATES
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.slice import chunks_of
-from dhp.models.split import load_part
+from dhp.models.split import ReadPlan, load_part
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.activation.checkpointing import save_output
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.mixers import run_by_segment
 from dhp.parallel.attention.sharded import SegmentPlan, packed_attention, plan_segments
 from dhp.parallel.attention.visibility import number_runs
+from dhp.parallel.comm.mesh import experts_mesh
+from dhp.parallel.experts.balance import Routers, balance_losses
+from dhp.parallel.experts.modules import choose_product
+from dhp.parallel.experts.shares import share_out, share_plan
+from dhp.parallel.experts.widths import cut_widths
 from dhp.parallel.tensor.autotp import split_by_autotp
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import shared_heads_style
 from dhp.trainers.moving import joined, move_with_plans, to_device
-from dhp.trainers.objective import Targets, find_prefixes, find_targets, share_of_objective
+from dhp.trainers.objective import (
+    Targets,
+    find_prefixes,
+    find_samples,
+    find_targets,
+    share_of_balance,
+    share_of_objective,
+)
 from dhp.trainers.stage import StageRank, gradient_of
 
 CPU = torch.device("cpu")
@@ -51,6 +65,10 @@ class TextTrainer(StageRank):
         self.family.decoder.use_attention(model, SEGMENTS)
         classes = {type(module).__name__ for module in model.modules()}  # a stage may hold no layer of a kind
         run_by_segment(model, classes.intersection(self.family.decoder.mixers))
+        choose_product(model, self.dtype)
+        decoder = self.family.decoder
+        balance = decoder.experts and decoder.experts.balance
+        self._routers = Routers(model.get_submodule(decoder.path)) if balance else None
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
         return model
@@ -72,11 +90,13 @@ class TextTrainer(StageRank):
         part = self._chunks[chunk]
 
         def compute() -> Tensor:
-            states = self.family.decoder.run(self.model, part, inputs, **extra)
+            with self._routers.heard() if self._routers else nullcontext([]) as logits:
+                states = self.family.decoder.run(self.model, part, inputs, **extra)
             if not part.last:
                 return states
             head, rule = self.model.get_output_embeddings(), self.family.decoder.logits
-            return share_of_objective(head, states, targets, work.target_tokens, rule)
+            share = share_of_objective(head, states, targets, work.target_tokens, rule)
+            return share + self._share_of_balance(logits, work) if logits and work.samples else share
 
         with self.metered_forward(inputs.input_ids.numel(), micro_batch):
             output = self.optimizer.forward(compute)
@@ -108,25 +128,41 @@ class TextTrainer(StageRank):
         self._losses.clear()
         return loss
 
+    def _share_of_balance(self, logits: Sequence[Tensor], work: TextInput) -> Tensor:
+        experts, (spans, counts) = self.family.decoder.experts, find_samples(work.tensors["targets"], work.samples)
+        losses = balance_losses(logits, spans, experts.visits)
+        return share_of_balance(losses, to_device(counts, self.device), experts.balance, work.target_tokens)
+
     def _split(self) -> PreTrainedModel:
+        if self.spec.degrees.expert > 1:
+            return self._split_by_experts()
         decoder, ranks = self.family.decoder, self.spec.degrees.tensor
         plan = dict(decoder.tensor_plan)
         if ranks > decoder.kv_heads:
             plan |= dict.fromkeys(decoder.kv_projections, shared_heads_style(decoder.kv_heads))
-        model = self._load(plan, self.mesh["tensor"])
+        model = self._load(plan, self.mesh["tensor"], local_plan)
         use_local_slices(model)
         if ranks > decoder.kv_heads:
             decoder.share_kv_heads(model, ranks)
+        if ranks > 1:
+            cut_widths(model, self.mesh["tensor"])
+        return model
+
+    def _split_by_experts(self) -> PreTrainedModel:
+        mesh = experts_mesh(self.mesh, self.spec.degrees.expert)
+        model = self._load({}, mesh["expert"], share_plan)
+        use_local_slices(model)
+        share_out(model, mesh.get_group("expert"), mesh.get_group("copies"))
         return model
 
     def _split_by_deepspeed(self) -> PreTrainedModel:
-        model = self._load({}, None)
+        model = self._load({}, None, local_plan)
         split_by_autotp(model, self.mesh["tensor"])
         return model
 
-    def _load(self, plan: dict[str, str], mesh: torch.distributed.device_mesh.DeviceMesh | None) -> PreTrainedModel:
+    def _load(self, plan: dict[str, str], mesh: DeviceMesh | None, read_plan: ReadPlan) -> PreTrainedModel:
         dropped = (*self.family.outside(self.spec.part), *self.family.decoder.absent(self._chunks))
-        return load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan or None, local_plan)
+        return load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan or None, read_plan)
 
     def _leaves(
         self, chunk: int, received: Sequence[Bundle]

@@ -3,8 +3,16 @@
 import pytest
 
 from dhp.base.errors import ConfigError
-from dhp.config.checks import check_autotp, check_balance, check_stages, check_tensor, check_tower
-from dhp.config.schema import Config, DataConfig, LimitsConfig, TrainingConfig
+from dhp.config.checks import (
+    check_autotp,
+    check_balance,
+    check_expert_width,
+    check_experts,
+    check_stages,
+    check_tensor,
+    check_tower,
+)
+from dhp.config.schema import Config, DataConfig, LimitsConfig, PartConfig, TrainingConfig
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4, 8, 16])
@@ -46,6 +54,34 @@ def test_tensor_that_cuts_a_key_value_head():
         check_tensor(24, 4, 6)
     assert "kv_heads(4) % tensor(6) = 4 != 0 and tensor(6) % kv_heads(4) = 2 != 0" in str(caught.value)
     assert "one of [1, 2, 4, 8, 12, 24]" in str(caught.value)
+
+
+@pytest.mark.parametrize(("experts", "data", "expert"), [(0, 3, 1), (8, 4, 2), (8, 4, 4), (60, 6, 3)])
+def test_experts_that_are_shared_out_evenly(experts, data, expert):
+    check_experts(experts, PartConfig(data=data, expert=expert))
+
+
+@pytest.mark.parametrize(
+    ("experts", "data", "expert", "told"),
+    [
+        (8, 6, 3, ["8 experts", "experts(8) % expert(3) = 2", "data(6) % expert(3) = 0", "Set text.expert=2,"]),
+        (8, 6, 4, ["experts(8) % expert(4) = 0", "data(6) % expert(4) = 2", "Set text.expert=2,"]),
+        (60, 12, 8, ["60 experts", "text.data=12", "Set text.expert=6,"]),
+        (0, 2, 2, ["text.expert=2: the text decoder has no experts to share out. Set text.expert=1."]),
+    ],
+)
+def test_experts_that_are_not(experts, data, expert, told):
+    with pytest.raises(ConfigError) as caught:
+        check_experts(experts, PartConfig(data=data, expert=expert))
+    assert not [part for part in told if part not in str(caught.value)], caught.value
+
+
+def test_experts_are_cut_in_equal_widths():
+    check_expert_width(24, 4)
+    with pytest.raises(
+        ConfigError, match=r"width\(24\) % tensor\(16\) = 8 != 0. Set text.tensor to one of \[1, 2, 3, 4"
+    ):
+        check_expert_width(24, 16)
 
 
 def test_autotp_wants_whole_key_value_heads():

@@ -331,10 +331,16 @@ def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Faul
         return Trained(losses, norms, gradients, running.weights())
 
 
-def compare(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Errors:
+def compare(
+    model: str,
+    case: Case,
+    steps: Sequence[Sequence[Sample]],
+    fault: Fault | None = None,
+    kind: type[Oracle] = Oracle,
+) -> Errors:
     """Train the steps in the case's layout and in the oracle; the largest deviations of all of it."""
     trained = train(model, case, steps, fault)
-    start, expected, end = _expected(model, case, steps)
+    start, expected, end = _expected(model, case, steps, kind)
     losses = [_deviation(found, e.loss) for found, e in zip(trained.losses, expected, strict=True)]
     norms = [_deviation(n, e.norm) for found, e in zip(trained.norms, expected, strict=True) for n in found]
     gradients = [_worst_gradient(found, e) for found, e in zip(trained.gradients, expected, strict=True)]

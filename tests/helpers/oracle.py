@@ -45,6 +45,8 @@ class Oracle:
         """trained: modules whose parameters are trained; None: all."""
         self.device = device
         self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train().to(device)
+        if dtype == torch.float64:
+            self.model.set_experts_implementation("eager")  # its product in groups takes no float64
         if trained is not None:
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(any(name.startswith(f"{module}.") for module in trained))

@@ -17,8 +17,11 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from dhp.base.geometry import IGNORED
@@ -102,6 +105,19 @@ def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = N
 def save_qwen3_vl(folder: Path, tied: bool = False, text: dict[str, Any] | None = None) -> Path:
     """A Qwen3-VL with random weights: 4 tower layers, features behind 3 of them, 4 decoder layers with 8 query and 4
     key/value heads, 4 vision heads; a table of 5 × 5 positions."""
+    return _save(Qwen3VLForConditionalGeneration, _qwen3_vl_config(Qwen3VLConfig, tied, text or {}), folder)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def save_qwen3_vl_moe(folder: Path, **text: Any) -> Path:
+    """The same with experts: 4 in each layer but the second, which is dense; a token visits 2, each 24 wide."""
+    more = EXPERTS | {"mlp_only_layers": [1]} | text
+    return _save(Qwen3VLMoeForConditionalGeneration, _qwen3_vl_config(Qwen3VLMoeConfig, False, more), folder)
+
+
+def _qwen3_vl_config(kind: type[PreTrainedConfig], tied: bool, text: dict[str, Any]) -> PreTrainedConfig:
     decoder = {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -115,8 +131,8 @@ def save_qwen3_vl(folder: Path, tied: bool = False, text: dict[str, Any] | None 
         "eos_token_id": 1,
         "pad_token_id": 2,
     }
-    config = Qwen3VLConfig(
-        text_config=decoder | (text or {}),
+    return kind(
+        text_config=decoder | text,
         vision_config={
             "depth": 4,
             "hidden_size": 32,
@@ -133,7 +149,6 @@ def save_qwen3_vl(folder: Path, tied: bool = False, text: dict[str, Any] | None 
         vision_end_token_id=504,
         tie_word_embeddings=tied,
     )
-    return _save(Qwen3VLForConditionalGeneration, config, folder)
 
 
 def save_llava(folder: Path, decoder: type[PreTrainedConfig] = Qwen2Config, **more: Any) -> Path:
@@ -167,6 +182,11 @@ def save_llava_with_head_norms(folder: Path) -> Path:
     """A LLaVA whose decoder normalizes each query and key head (Qwen3): all ranks hold that norm, each sees its own
     heads."""
     return save_llava(folder, Qwen3Config, head_dim=8)
+
+
+def save_llava_with_experts(folder: Path, **more: Any) -> Path:
+    """A LLaVA whose decoder has 4 experts in each layer, of which a token visits 2 (Qwen3-MoE)."""
+    return save_llava(folder, Qwen3MoeConfig, **{"head_dim": 8, "norm_topk_prob": True} | EXPERTS | more)
 
 
 def _save(kind: type, config: Any, folder: Path) -> Path:

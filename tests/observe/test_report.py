@@ -4,8 +4,8 @@ from dhp.observe.report import closing_table
 from dhp.observe.summary import Summary
 
 WORLD = {
-    "vision": {"num_actors": 2, "data": 1, "ulysses": 2, "ring": 1, "tensor": 1, "zero_stage": 1},
-    "text": {"num_actors": 1, "data": 1, "ulysses": 1, "ring": 1, "tensor": 1},
+    "vision": {"num_actors": 2, "data": 1, "ulysses": 2, "ring": 1, "tensor": 1, "expert": 1, "zero_stage": 1},
+    "text": {"num_actors": 4, "data": 4, "ulysses": 1, "ring": 1, "tensor": 1, "expert": 2},
 }
 
 
@@ -26,7 +26,7 @@ def test_a_completed_run():
         "median step    0.411 s",
         "speed          1532 tokens/s",
         "vision         2 actors: ulysses 2, zero_stage 1",
-        "text           1 actor",
+        "text           4 actors: data 4, expert 2",
         "run directory  runs/x",
         "metrics        runs/x/metrics.jsonl",
         "checkpoint     runs/x/checkpoints/step_60",

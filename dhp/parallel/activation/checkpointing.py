@@ -86,8 +86,7 @@ class _Layer:
         self.choice = "none"
         self._index, self._watcher = index, watcher
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
-            for name in names:
-                inner = module.get_submodule(name)
+            for inner in _found(module, names):
                 inner.forward = save_output(what, inner.forward)
         # `forward`, not the call: hooks of the layer (ZeRO's) stay outside and run once.
         self._forward = module.forward
@@ -134,6 +133,16 @@ class _Layer:
                 return
             with self._watcher.replay(self._index):
                 yield
+
+
+def _found(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Those of the names that the layer has: dense layers and those with experts have others. Raises ValueError where
+    it has none of them."""
+    inside = dict(layer.named_modules())
+    found = [inside[name] for name in names if name in inside]
+    if names and not found:
+        raise ValueError(f"a {type(layer).__name__} has none of the modules {', '.join(names)}; correct the LayerParts")
+    return found
 
 
 class _Deferred(NamedTuple):

@@ -33,6 +33,16 @@ def replicas_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return replicas
 
 
+def experts_mesh(mesh: DeviceMesh, expert: int) -> DeviceMesh:
+    """The ranks of a stage that is split by data alone: copies × expert. Neighbours share out the experts; those of one
+    place among them hold the same ones."""
+    shape = (mesh.size() // expert, expert)
+    found = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "expert"))
+    for axis in ("copies", "expert"):
+        _wait_as_long(found.get_group(axis))
+    return found
+
+
 def _wait_as_long(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Give a group the default group's timeout: meshes make theirs with the backend's own, 10 or 30 minutes."""
     timeout = max(backend.options._timeout for backend in _backends(dist.group.WORLD))

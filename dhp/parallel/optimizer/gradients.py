@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,11 @@ BUCKET_BYTES = 32 << 20
 class _Bucket:
     """Consecutive parameters whose gradients are summed over the ranks in one message."""
 
-    def __init__(self, members: Sequence[int], sizes: Sequence[int], over: dist.ProcessGroup | None):
-        self.members, self.sizes, self.over = members, sizes, over
+    def __init__(self, over: dist.ProcessGroup | None, group: dist.ProcessGroup | None):
+        """over: further ranks of a sum. group: those of it; None: all replicas."""
+        self.over, self.group = over, group
+        self.members: list[int] = []
+        self.sizes: list[int] = []
         self.flat: Tensor | None = None
         self.begun: dist.Work | None = None
 
@@ -34,7 +38,8 @@ class _Bucket:
 class Gradients:
     """Sums of the gradients of `parameters`, in `dtype`, over micro-batches and over the ranks of `group`.
 
-    partial: by a parameter's id, further ranks over which its gradients are summed.
+    partial: by a parameter's id, further ranks over which its gradients are summed. others: by a parameter's id, the
+    ranks over which they are summed in the place of `group`.
 
     overlap: the sum of a bucket over the ranks begins as soon as its last gradient is there, not when all are.
 
@@ -52,6 +57,7 @@ class Gradients:
         partial_over: Mapping[int, dist.ProcessGroup],
         overlap: bool = True,
         exclusive: bool = False,
+        others: Mapping[int, dist.ProcessGroup] = MappingProxyType({}),
     ):
         self._parameters, self._dtype, self._group = parameters, dtype, group
         self._partial, self._overlap, self._exclusive = partial_over, overlap, exclusive
@@ -59,7 +65,7 @@ class Gradients:
         self._reducing = self._unfinished = False
         self._direct = dist.get_world_size(group) == 1 and all(p.dtype == dtype for p in parameters)
         if not self._direct:
-            self._buckets, self._bucket_of = _cut_into_buckets(parameters, dtype, partial_over)
+            self._buckets, self._bucket_of = _cut_into_buckets(parameters, dtype, partial_over, others)
             for index, parameter in enumerate(parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self._take, index))
 
@@ -125,7 +131,7 @@ class Gradients:
     def _begin(self, bucket: _Bucket) -> None:
         if bucket.over is not None:
             sum_in_place(bucket.flat, bucket.over)
-        bucket.begun = begin_sum(bucket.flat, self._group)
+        bucket.begun = begin_sum(bucket.flat, self._group if bucket.group is None else bucket.group)
 
     def _begin_all(self) -> None:
         """Begin the sums that need no other sum before them."""
@@ -154,21 +160,29 @@ class Gradients:
 
 
 def _cut_into_buckets(
-    parameters: Sequence[nn.Parameter], dtype: torch.dtype, partial_over: Mapping[int, dist.ProcessGroup]
+    parameters: Sequence[nn.Parameter],
+    dtype: torch.dtype,
+    partial_over: Mapping[int, dist.ProcessGroup],
+    others: Mapping[int, dist.ProcessGroup],
 ) -> tuple[list[_Bucket], dict[int, int]]:
-    """Buckets in the order in which backward comes by, and the bucket of each parameter.
+    """Buckets in the order in which backward comes by, each with one kind of sum, and the bucket of each parameter.
 
-    Those with a sum over further ranks come last, where waiting for it holds nothing up.
+    Those with a sum over further ranks come last, where waiting for it holds nothing up; a bucket comes where its last
+    member does.
     """
     order = sorted(reversed(range(len(parameters))), key=lambda index: id(parameters[index]) in partial_over)
-    cuts: list[tuple[dist.ProcessGroup | None, list[int], list[int]]] = []
-    for index in order:
-        over, size = partial_over.get(id(parameters[index])), parameters[index].numel()
-        if not cuts or cuts[-1][0] is not over or (sum(cuts[-1][2]) + size) * dtype.itemsize > BUCKET_BYTES:
-            cuts.append((over, [], []))
-        cuts[-1][1].append(index)
-        cuts[-1][2].append(size)
-    buckets = [_Bucket(members, sizes, over) for over, members, sizes in cuts]
+    last: dict[_Bucket, int] = {}  # by bucket, the place of its last member
+    filling: dict[tuple[int, int], _Bucket] = {}  # by kind of sum
+    for place, index in enumerate(order):
+        over, group = partial_over.get(id(parameters[index])), others.get(id(parameters[index]))
+        size = parameters[index].numel()
+        bucket = filling.get((id(over), id(group)))
+        if bucket is None or (sum(bucket.sizes) + size) * dtype.itemsize > BUCKET_BYTES:
+            bucket = filling[id(over), id(group)] = _Bucket(over, group)
+        bucket.members.append(index)
+        bucket.sizes.append(size)
+        last[bucket] = place
+    buckets = sorted(last, key=last.__getitem__)
     return buckets, {index: at for at, bucket in enumerate(buckets) for index in bucket.members}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dhp.parallel.comm.collectives import sum_in_place
+from dhp.parallel.experts.shares import summed_over
 from dhp.parallel.optimizer.clipped_step import clipped_step
 from dhp.parallel.optimizer.gradients import Gradients
 from dhp.parallel.optimizer.precision import cast_parameters, exact_dtype
@@ -24,8 +25,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Replicated:
-    """Gradients summed over `group`; parameters that are slices (`dhp.parallel.tensor.local_shards`) are cut over their
-    own mesh beside it.
+    """Gradients summed over `group`, of experts over the ranks that hold the same ones; parameters that are slices
+    (`dhp.parallel.tensor.local_shards`) are cut over their own mesh.
 
     dtype: what the module is to compute in. Its parameters come in `exact_dtype(dtype)`; where that is another
     format, they become the optimizer's master weights and the module gets rounded copies.
@@ -54,7 +55,9 @@ class Replicated:
         partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
         self._tied: tuple[str, bool] | None = None
         self._summed = False
-        self._gradients = Gradients(self._parameters, exact_dtype(dtype), group, partial_over, overlap, exclusive)
+        self._gradients = Gradients(
+            self._parameters, exact_dtype(dtype), group, partial_over, overlap, exclusive, summed_over(module)
+        )
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
         """The tensor that `compute` makes of the module."""

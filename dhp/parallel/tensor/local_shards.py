@@ -36,7 +36,12 @@ def mark_cut(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
     """Remember that the module's parameter is this rank's slice along `dim`, one of equal ones over `mesh`."""
     shape = list(module.get_parameter(name).shape)
     shape[dim] *= mesh.size()
-    _mark(module, name, Cut(mesh, (Shard(dim),), torch.Size(shape)))
+    mark(module, name, Cut(mesh, (Shard(dim),), torch.Size(shape)))
+
+
+def mark(module: nn.Module, name: str, cut: Cut) -> None:
+    """Remember how the module's parameter `name`, this rank's slice, is cut."""
+    module.__dict__.setdefault(_CUTS, {})[name] = cut
 
 
 def use_local_slices(model: nn.Module) -> None:
@@ -51,7 +56,7 @@ def use_local_slices(model: nn.Module) -> None:
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
-            _mark(module, name, Cut(parameter.device_mesh, parameter.placements, parameter.shape))
+            mark(module, name, Cut(parameter.device_mesh, parameter.placements, parameter.shape))
             module._parameters[name] = made[id(parameter)]
 
 
@@ -79,7 +84,3 @@ def owned_parameters(module: nn.Module) -> Sequence[tuple[str, nn.Module, str]]:
         for own in owner._parameters
     }
     return [(name, *owners[name]) for name, _ in module.named_parameters()]
-
-
-def _mark(module: nn.Module, name: str, cut: Cut) -> None:
-    module.__dict__.setdefault(_CUTS, {})[name] = cut

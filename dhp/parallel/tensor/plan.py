@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from dhp.base.errors import ModelError
+from dhp.parallel.experts.modules import is_experts, require_known
+from dhp.parallel.experts.shares import SHARE
 from dhp.parallel.tensor.styles import COLWISE, EMBEDDING, HEAD, PART, ROWWISE, share_entry
 
 # transformers' style → ours. The head's is for the head alone, whose logits nobody gathers.
@@ -24,6 +26,9 @@ OURS = {
     "colwise_gather_output": HEAD,
     "colwise_rep": HEAD,
 }
+EXPERTS = (
+    "moe_tp_experts"  # of modules of experts alone; what the library's plan says of their parameters is passed over
+)
 # Known by name, and not built: what gradients they give here is not tested.
 REFUSED = frozenset({
     "all_reduce",
@@ -47,13 +52,17 @@ _CUTS_OUTPUTS = ("dhp_colwise", "dhp_fused_", "dhp_shared_heads_")  # what such 
 def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """`plan` (style by the full name of a module or parameter) with our styles for the library's.
 
-    Projections that stand side by side will enter their input together. Raises ModelError for a style whose gradients
-    are not known to be exact, and for a parameter beside cut projections that the plan does not name: each rank would
-    hold another part of its gradient, and nobody would sum them.
+    Experts are read by shares, for `dhp.parallel.experts.widths` to cut. Projections that stand side by side will enter
+    their input together. Raises ModelError for a style whose gradients are not known to be exact, and for a parameter
+    beside cut projections that the plan does not name: each rank would hold another part of its gradient, and nobody
+    would sum them.
     """
-    head = _head_names(model)
-    ours = {name: _ours(name, style, head) for name, style in plan.items()}
-    modules = dict(model.named_modules())
+    head, modules = _head_names(model), dict(model.named_modules())
+    experts = [name for name, style in plan.items() if style == EXPERTS and is_experts(modules.get(name, model))]
+    ours = {n: _ours(n, s, head) for n, s in plan.items() if n.rpartition(".")[0] not in experts and n not in experts}
+    for name in experts:
+        require_known(name, modules[name])
+        ours |= {f"{name}.{own}": SHARE for own, _ in modules[name].named_parameters()}  # `cut_widths` does the rest
     siblings: dict[str, list[nn.Module]] = defaultdict(list)
     for name, style in ours.items():
         if name in modules and style.startswith(_CUTS_OUTPUTS):

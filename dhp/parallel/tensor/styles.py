@@ -64,6 +64,11 @@ class _SumOfRanks(torch.autograd.Function):
         return grad, None
 
 
+def sum_of_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """g: the sum of the parts of all tensor ranks, written over `part`; each part gets the sum's gradient."""
+    return _SumOfRanks.apply(part, group)
+
+
 class Entry:
     """The f that sibling projections share: the first to be given an input enters it, the others find it entered."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 
 from dhp.base.errors import ConfigError
@@ -23,7 +25,7 @@ def nodes_by_rank(
 ) -> tuple[dict[str, str], list[str]]:
     """The node of each rank of both parts, a letter a node, and `part.axis` of what lies across nodes."""
     degrees = {"vision": vision, "text": text}
-    sizes = {part: d["data"] * d["ring"] * d["ulysses"] * d["tensor"] for part, d in degrees.items()}
+    sizes = {part: prod(d.values()) for part, d in degrees.items()}
     numbers = ["ABCDEF".index(letter) for letter in node_of]
     first = 0 if collocate else sizes["vision"]
     devices = {"vision": range(sizes["vision"]), "text": range(first, first + sizes["text"])}
@@ -53,6 +55,8 @@ def nodes_by_rank(
         ("AABBBB", mesh(ulysses=3, data=2), mesh(tensor=2, data=3), "AABBBB", ["vision.ulysses"]),
         # A ring across nodes is what rings are for: its ulysses groups stay inside.
         ("ABAB", mesh(ring=2, ulysses=2), mesh(data=4), "AABB", []),
+        # Replicas that share out experts stay inside too.
+        ("ABAB", mesh(data=4), {"data": 2, "expert": 2, "ring": 1, "ulysses": 1, "tensor": 1}, "AABB", []),
         # The smaller part takes the first devices.
         ("AAB", mesh(data=1), mesh(data=3), "AAB", []),
     ],

@@ -59,6 +59,13 @@ class Layer(nn.Module):
         return F.scaled_dot_product_attention(*heads).transpose(1, 2).view(ROWS, WIDTH)
 
 
+def test_a_layer_without_any_of_the_named_modules_is_refused() -> None:
+    """Dense layers and those with experts have some of them each."""
+    RecomputedLayers([Layer()], Parts(mlp=("gate", "up", "experts")), ("light",))
+    with pytest.raises(ValueError, match="a Layer has none of the modules experts, gates; correct the LayerParts"):
+        RecomputedLayers([Layer()], Parts(mlp=("experts", "gates")), ("light",))
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dhp.base.degrees import AXES, Degrees
-from dhp.parallel.comm.mesh import build_mesh, replicas_mesh
+from dhp.parallel.comm.mesh import build_mesh, experts_mesh, replicas_mesh
 from tests.helpers.ranks import run_on_ranks
 
 WAIT = timedelta(seconds=77)
@@ -31,3 +31,17 @@ def test_axes_join_their_ranks_and_wait_as_long_as_the_whole_part() -> None:
     assert [ranks["data"] for ranks, _ in answers] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [ranks["replicas"] for ranks, _ in answers] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [ranks["ring"] for ranks, _ in answers] == [[0], [1], [2], [3]]
+
+
+def _expert_ranks() -> tuple[list[list[int]], set[timedelta]]:
+    _set_pg_timeout(WAIT, dist.group.WORLD)
+    mesh = experts_mesh(build_mesh("cpu", Degrees(data=4, expert=2)), 2)
+    groups = [mesh.get_group(axis) for axis in ("expert", "copies")]
+    waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    return [dist.get_process_group_ranks(group) for group in groups], waits
+
+
+def test_neighbours_share_out_experts_and_every_second_one_has_the_same() -> None:
+    answers = run_on_ranks(_expert_ranks, 4)
+    assert [waits for _, waits in answers] == [{WAIT}] * 4
+    assert [ranks for ranks, _ in answers] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]

@@ -16,6 +16,7 @@ from dhp.base.errors import ModelError
 from dhp.models.registry import load_family
 from dhp.models.split import load_part, model_class
 from dhp.parallel.comm.collectives import sum_in_place
+from dhp.parallel.experts.shares import SHARE
 from dhp.parallel.tensor.local_shards import as_dtensors, use_local_slices
 from dhp.parallel.tensor.plan import OURS, REFUSED, local_plan
 from dhp.parallel.tensor.styles import COLWISE, HEAD, PART, ROWWISE, Entry
@@ -48,6 +49,17 @@ def test_a_plan_in_our_styles(head_norms_model: str) -> None:
     assert plan[attention + "q_norm"] == plan[attention + "k_norm"] == PART
     assert plan["lm_head"] == HEAD
     assert all(style.startswith("dhp_") for style in plan.values())
+
+
+def test_experts_are_read_by_shares_and_only_as_known(experts_model: str) -> None:
+    model = empty_model(experts_model)
+    plan = planned(model)
+    assert plan[LAYER + "mlp.experts.gate_up_proj"] == plan[LAYER + "mlp.experts.down_proj"] == SHARE
+    assert LAYER + "mlp.experts" not in plan and LAYER + "mlp.gate" not in plan
+    experts = model.get_submodule(LAYER + "mlp.experts")
+    experts.is_transposed = True
+    with pytest.raises(ModelError, match=rf"{LAYER}mlp.experts .*is_transposed=True.*Set text.parallelism=data"):
+        planned(model)
 
 
 @pytest.mark.parametrize("style", sorted(REFUSED))

@@ -1,0 +1,49 @@
+"""Experts of a decoder, as its configuration tells: how many, how wide, in which layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """count: in each layer that has any. visits: how many a token visits. width: of one expert, inside. shared: width
+    of what every token visits beside them. sparse: by layer, whether it has experts.
+
+    balance: the coefficient of the load-balancing loss; 0: the configuration asks for none.
+    """
+
+    count: int
+    visits: int
+    width: int
+    shared: int
+    sparse: tuple[bool, ...]
+    balance: float
+
+
+def find_experts(text: Any) -> Experts | None:
+    """Those of a decoder's configuration; None where it has none, or says so in words that are not known here."""
+    count = next((getattr(text, name) for name in _COUNTS if getattr(text, name, None)), 0)
+    if not count:
+        return None
+    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    asked = getattr(text, "output_router_logits", False)
+    return Experts(
+        count=count,
+        visits=text.num_experts_per_tok,
+        width=width,
+        shared=width * (getattr(text, "n_shared_experts", None) or 0),
+        sparse=tuple(_is_sparse(text, layer) for layer in range(text.num_hidden_layers)),
+        balance=float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0) if asked else 0.0,
+    )
+
+
+def _is_sparse(text: Any, layer: int) -> bool:
+    if layer < (getattr(text, "first_k_dense_replace", None) or 0):
+        return False
+    if layer in (getattr(text, "mlp_only_layers", None) or ()):
+        return False
+    return (layer + 1) % (getattr(text, "decoder_sparse_step", None) or 1) == 0

@@ -1,0 +1,110 @@
+"""Tokens on their way to experts that other ranks hold, and back.
+
+As in GShard (Lepikhin et al. 2020) and DeepSpeed-MoE (Rajbhandari et al. 2022), but nothing is padded and no token is
+dropped: each pair of a token and an expert that it visits is a row, rows go to the rank that has the expert by an
+all-to-all with split sizes, and the experts' outputs come back by the inverse one. Rows are sorted by expert, and those
+of one expert by the rank and the order in which they come from it, so that every sum has one order whatever arrives
+first. A rank whose experts nobody visits computes with no rows and takes part all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp.parallel.comm.collectives import AllToAll, exchange_rows
+
+# Rows sorted by own expert, and how many each has → the experts' outputs.
+Compute = Callable[[Tensor, list[int]], Tensor]
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Which row goes where on one rank.
+
+    order: the pairs of a token and an expert (token × visits + number of the visit) in the order in which they are
+    sent. send, receive: rows for and from each rank. by_expert: of the rows received, which come one behind another
+    when they are sorted by own expert. counts: rows of each own expert.
+    """
+
+    order: Tensor
+    send: list[int]
+    receive: list[int]
+    by_expert: Tensor
+    counts: list[int]
+
+
+def find_visits(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Visits:
+    """visited: the experts of each token, int64 [tokens, visits], numbered through all of the group's, of which each
+    rank has `experts`. The ranks tell each other how many rows come; the host waits for the answer."""
+    ranks = dist.get_world_size(group)
+    pairs = visited.flatten()
+    order = torch.argsort(pairs, stable=True)
+    going = torch.bincount(pairs, minlength=ranks * experts).view(ranks, experts)
+    coming = exchange_rows(going, [1] * ranks, [1] * ranks, group)
+    leaving, arriving = torch.stack([going, coming]).tolist()  # [ranks][experts]: the one time that the host waits
+    send, receive = ([sum(of_rank) for of_rank in rows] for rows in (leaving, arriving))
+    numbers = torch.arange(experts, device=visited.device).repeat(ranks)
+    own = numbers.repeat_interleave(coming.flatten(), output_size=sum(receive))
+    counts = [sum(of_expert) for of_expert in zip(*arriving, strict=True)]
+    return Visits(order, send, receive, torch.argsort(own, stable=True), counts)
+
+
+def visit(states: Tensor, visited: Tensor, weights: Tensor, experts: int, group: Any, compute: Compute) -> Tensor:
+    """Σ over the experts that a token visits of weight × output, [tokens, hidden].
+
+    states: [tokens, hidden]; visited, weights: [tokens, visits]; experts: how many this rank has; compute: what they
+    make of rows. All ranks of the group call it together, and go back through it together.
+    """
+    if torch.is_grad_enabled() and not states.requires_grad:
+        # Others may have states that need a gradient, and all have to come by on the way back.
+        states = states.detach().requires_grad_()
+    visits = find_visits(visited, experts, group)
+    sent = Gather.apply(states, visits.order, visited.shape[1])
+    received = AllToAll.apply(sent, visits.send, visits.receive, group)
+    output = compute(Permute.apply(received, visits.by_expert), visits.counts)
+    answer = Permute.apply(output, inverse(visits.by_expert))
+    returned = Permute.apply(AllToAll.apply(answer, visits.receive, visits.send, group), inverse(visits.order))
+    of_tokens = returned.view(*visited.shape, states.shape[1]) * weights[..., None].to(returned.dtype)
+    return of_tokens.sum(dim=1).to(states.dtype)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return back
+
+
+class Permute(torch.autograd.Function):
+    """Rows in another order. Backward takes them by the inverse order, where that of indexing would add them up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, inverse(order)), None
+
+
+class Gather(torch.autograd.Function):
+    """The row of its token for each pair, [pairs, hidden]. Backward sums a token's pairs in the order of its visits."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, order: Tensor, visits: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.shape = (len(states), visits, states.shape[1])
+        return states.index_select(0, order // visits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, inverse(order)).view(ctx.shape).sum(dim=1), None, None

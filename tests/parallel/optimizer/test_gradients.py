@@ -1,0 +1,26 @@
+"""Which gradients share a message, and in which order the messages go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dhp.parallel.optimizer import gradients
+from dhp.parallel.optimizer.gradients import _cut_into_buckets
+
+
+def test_a_bucket_has_one_kind_of_sum_and_comes_where_its_last_member_does(monkeypatch: Any) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 12)  # three values
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(9)]
+    over: Any = "tensor ranks"
+    copies: Any = "ranks with the same experts"
+    partial = {id(parameters[8]): over}
+    others = {id(parameters[number]): copies for number in (1, 4, 5, 7)}
+    buckets, bucket_of = _cut_into_buckets(parameters, torch.float32, partial, others)
+    # Backward comes by from the last one on; what is summed over further ranks waits for all others.
+    assert [bucket.members for bucket in buckets] == [[7, 5, 4], [6, 3, 2], [1], [0], [8]]
+    assert [bucket.group for bucket in buckets] == [copies, None, copies, None, None]
+    assert [bucket.over for bucket in buckets] == [None, None, None, None, over]
+    assert bucket_of == {7: 0, 5: 0, 4: 0, 6: 1, 3: 1, 2: 1, 1: 2, 0: 3, 8: 4}
