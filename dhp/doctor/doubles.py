@@ -18,7 +18,9 @@ class StayingDouble(TorchFunctionMode):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, Tensor) and first.dtype == torch.float64:
-            if func is Tensor.float or (func is Tensor.to and torch.float32 in (*args[1:], kwargs.get("dtype"))):
+            if func is Tensor.float or (
+                func in (Tensor.to, Tensor.type) and torch.float32 in (*args[1:], kwargs.get("dtype"))
+            ):
                 return first
             if func in (F.softmax, torch.softmax, Tensor.softmax, torch.sum, Tensor.sum):
                 kwargs = {name: value for name, value in kwargs.items() if value is not torch.float32}

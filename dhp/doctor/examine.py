@@ -60,6 +60,8 @@ def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
         family = load_family(folder)
         samples = SampleMaker(twin, family).samples()
         whole = exact_experts(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).train())
+        for parameter in whole.parameters():  # some of which the library keeps in float32
+            parameter.data = parameter.data.double()
         wanted: Outcome = run_whole(whole, family, samples)
         return {
             packing: run_parts(str(Path(folder)), family, samples, packing).deviation(wanted)

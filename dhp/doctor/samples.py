@@ -50,7 +50,8 @@ def plain_inputs(family: Family, forward: Any, sample: Sample, dtype: torch.dtyp
     """The arguments of the plain model for one sample."""
     kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
     kinds = token_types(family.config, kinds, torch.from_numpy(sample.labels)[None])
-    inputs: dict[str, Tensor] = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
+    ids = torch.from_numpy(sample.input_ids)[None]
+    inputs: dict[str, Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if not sample.pixels:
         return inputs | kinds_for(forward, kinds)
     if isinstance(sample.grids[0], Form):

@@ -47,7 +47,7 @@ class Decoder(Part):
         self.tied = config.tie_word_embeddings  # the head's weight is the embedding's
         self.heads: int = text.num_attention_heads
         self.kv_heads: int = text.num_key_value_heads
-        self.work: TextWork = text_work(text)
+        self.work: TextWork = self.count_work(text)
         self.experts = find_experts(text)
         self.layers = LayerParts(
             f"{PATH}.layers",
@@ -60,6 +60,10 @@ class Decoder(Part):
         sparse = self.experts.sparse if self.experts else ()
         self.shared = tuple(f"{PATH}.layers.{number}.mlp.experts" for number, some in enumerate(sparse) if some)
         self._vocabulary = (text.vocab_size, text.hidden_size)
+
+    def count_work(self, text: Any) -> TextWork:
+        """What the decoder of that configuration computes."""
+        return text_work(text)
 
     @property
     def takes(self) -> Mapping[str, int]:
@@ -126,6 +130,9 @@ class Decoder(Part):
         """Tell attention that a rank has one key/value head, where several ranks share one."""
         for layer in model.get_submodule(self.layers.path):
             layer.self_attn.num_key_value_groups = self.heads // ranks
+
+    def freeze_unused(self, model: PreTrainedModel) -> None:
+        """Take the gradient off parameters that no logit depends on: nothing may change them."""
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make it call the registered attention function `name`, and build no mask."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_VISITS = ("num_experts_per_tok", "moe_k", "top_k_experts")
+_SHARED = ("n_shared_experts", "moe_num_shared_experts")
 
 
 @dataclass(frozen=True)
@@ -26,22 +28,30 @@ class Experts:
 
 def find_experts(text: Any) -> Experts | None:
     """Those of a decoder's configuration; None where it has none, or says so in words that are not known here."""
-    count = next((getattr(text, name) for name in _COUNTS if getattr(text, name, None)), 0)
-    if not count:
+    count, visits = _first(text, _COUNTS), _first(text, _VISITS)
+    if not count or not visits or getattr(text, "enable_moe_block", True) is False:
         return None
     width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    width = width[0] if isinstance(width, list | tuple) else width
     asked = getattr(text, "output_router_logits", False)
     return Experts(
         count=count,
-        visits=text.num_experts_per_tok,
+        visits=visits,
         width=width,
-        shared=width * (getattr(text, "n_shared_experts", None) or 0),
+        shared=getattr(text, "shared_expert_intermediate_size", None) or width * _first(text, _SHARED),
         sparse=tuple(_is_sparse(text, layer) for layer in range(text.num_hidden_layers)),
         balance=float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0) if asked else 0.0,
     )
 
 
+def _first(text: Any, names: tuple[str, ...]) -> int:
+    return next((getattr(text, name) for name in names if getattr(text, name, None)), 0)
+
+
 def _is_sparse(text: Any, layer: int) -> bool:
+    kinds = getattr(text, "mlp_layer_types", None)
+    if kinds:
+        return kinds[layer] == "sparse"
     if layer < (getattr(text, "first_k_dense_replace", None) or 0):
         return False
     if layer in (getattr(text, "mlp_only_layers", None) or ()):

@@ -97,6 +97,8 @@ def load_part(
         raise ModelError(f"{model_name}: the weights cannot be read: {error}") from error
     _refuse_incomplete(model_name, info)
     drop_parameters(model, dropped)
+    for parameter in model.parameters():  # some of which the library keeps in float32 whatever is asked for
+        parameter.data = parameter.data.to(dtype)
     return model.train()
 
 

@@ -63,6 +63,7 @@ class TextTrainer(StageRank):
         model = self._split_by_deepspeed() if self.settings.autotp else self._split()
         AttentionInterface.register(SEGMENTS, save_output(KEPT_ATTENTION, packed_attention))
         self.family.decoder.use_attention(model, SEGMENTS)
+        self.family.decoder.freeze_unused(model)
         classes = {type(module).__name__ for module in model.modules()}  # a stage may hold no layer of a kind
         run_by_segment(model, classes.intersection(self.family.decoder.mixers))
         choose_product(model, self.dtype)

@@ -47,6 +47,9 @@ class Oracle:
         self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train().to(device)
         if dtype == torch.float64:
             self.model.set_experts_implementation("eager")  # its product in groups takes no float64
+        if dtype == torch.float64:
+            for parameter in self.model.parameters():  # some of which the library keeps in float32
+                parameter.data = parameter.data.double()
         if trained is not None:
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(any(name.startswith(f"{module}.") for module in trained))

@@ -18,7 +18,7 @@ from dhp.models.generic.decoder import run_layers
 from dhp.models.generic.forms import pack
 from dhp.models.generic.handover import Handover
 from dhp.models.generic.pictures import joined, row_values
-from dhp.models.generic.rows import make_row
+from dhp.models.generic.rows import generic_name, kinds_for, make_row
 from dhp.models.generic.structure import Structure, find_structure, without_weights
 from dhp.models.generic.twin import shrink
 from dhp.models.generic.twin_model import Twin
@@ -43,7 +43,7 @@ class Contract:
 
     logits: what becomes of the head's output.
 
-    unused: the tower's parameters that no output depends on.
+    unused: the tower's parameters that no output depends on; those of the decoder, with `*` for a layer's number.
     """
 
     structure: Structure
@@ -143,14 +143,15 @@ def _cuts(twin: Twin) -> bool:
 
 
 def _unused(twin: Twin) -> tuple[str, ...]:
-    """Parameters outside of the text part that no output depends on."""
-    outside = twin.structure.vision
-    named = {
-        name: parameter
-        for name, parameter in twin.model.named_parameters()
-        if any(name == one or name.startswith(f"{one}.") for one in outside)
-    }
-    rows = twin.handover.take(twin.encode(twin.picture(0)))
-    total = sum(tensor.sum() for tensor in rows.values())
-    gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-    return tuple(name for name, gradient in zip(named, gradients, strict=True) if gradient is None)
+    """Parameters that no logit depends on: of the decoder in all layers alike, as the twin has fewer."""
+    sample = twin.sample([0], seed=4)
+    picture = {name: value for name, value in twin.picture(0).items() if value is not None}
+    logits = twin.model(
+        input_ids=sample.ids, use_cache=False, **picture, **kinds_for(twin.model.forward, sample.kinds)
+    ).logits
+    named = {name: parameter for name, parameter in twin.model.named_parameters() if parameter.requires_grad}
+    gradients = torch.autograd.grad(logits.sum(), list(named.values()), allow_unused=True)
+    unused = [name for name, gradient in zip(named, gradients, strict=True) if gradient is None]
+    unused += [name for name, parameter in twin.model.named_parameters() if not parameter.requires_grad]
+    layers = f"{twin.structure.layers}."
+    return tuple(dict.fromkeys(generic_name(name, layers) for name in unused))

@@ -12,8 +12,9 @@ from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
 from dhp.models.decoder import Decoder, having, unchanged
 from dhp.models.family import DecoderInputs, LayerParts
+from dhp.models.flops import TextWork
 from dhp.models.generic.declared import block_rule, sees_prefix
-from dhp.models.generic.rows import kinds_for
+from dhp.models.generic.rows import generic_name, kinds_for
 from dhp.models.generic.structure import Structure
 from dhp.models.slice import Chunk
 from dhp.models.tower import EMBEDDINGS
@@ -70,7 +71,10 @@ class ContractDecoder(Decoder):
         self.mixers, self.block_rule, self.logits = structure.mixers, block_rule(config), contract.logits
         self.sees_prefix = sees_prefix(config)
         self.layers = LayerParts(structure.layers, (), (), self.layers.kinds)
-        self.work = contract.text_work
+
+    def count_work(self, text: Any) -> TextWork:
+        """See `Decoder`."""
+        return self._contract.text_work
 
     @property
     def takes(self) -> Mapping[str, int]:
@@ -87,6 +91,13 @@ class ContractDecoder(Decoder):
                 "do not travel from stage to stage. Set text.pipeline=1, and text.parallelism=data, or tensor where "
                 "the model has a plan"
             )
+
+    def freeze_unused(self, model: PreTrainedModel) -> None:
+        """See `Decoder`."""
+        unused, layers = set(self._contract.unused), f"{self._contract.structure.layers}."
+        for name, parameter in model.named_parameters():
+            if generic_name(name, layers) in unused:
+                parameter.requires_grad_(False)
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """See `Decoder`."""

@@ -91,3 +91,9 @@ def positions(
     given = {"mm_token_type_ids": kinds, "attention_mask": inside.long(), **pictures}
     given = {name: value for name, value in given.items() if name in asked}
     return base.get_rope_index(model, input_ids=ids, **given)[0]
+
+
+def generic_name(name: str, layers: str) -> str:
+    """A parameter's name without the number of the layer in which it is. layers: the path of the list, with a dot."""
+    inside = name.removeprefix(layers)
+    return name if inside == name else f"{layers}*.{inside.partition('.')[2]}"
