@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
 
@@ -18,6 +19,7 @@ from dhp.models.generic.decoder import run_layers
 from dhp.models.generic.forms import pack
 from dhp.models.generic.handover import Handover
 from dhp.models.generic.pictures import joined, row_values
+from dhp.models.generic.plan import complete_plan
 from dhp.models.generic.rows import generic_name, kinds_for, make_row
 from dhp.models.generic.structure import Structure, find_structure, without_weights
 from dhp.models.generic.twin import shrink
@@ -43,6 +45,9 @@ class Contract:
 
     logits: what becomes of the head's output.
 
+    tensor_plan: styles of the decoder's modules that transformers' plan leaves out; None: it has no plan that could be
+    completed here.
+
     unused: the tower's parameters that no output depends on; those of the decoder, with `*` for a layer's number.
     """
 
@@ -55,6 +60,7 @@ class Contract:
     batches: bool
     cuts: bool
     logits: LogitRule
+    tensor_plan: Mapping[str, str] | None
     unused: tuple[str, ...]
     vision_work: VisionWork
     text_work: TextWork
@@ -89,6 +95,7 @@ def _find(config: PreTrainedConfig) -> Contract:
         batches=_batches(twin),
         cuts=_cuts(twin),
         logits=twin.logits,
+        tensor_plan=complete_plan(model, structure, config.get_text_config()),
         unused=_unused(twin),
         vision_work=count_vision(config, model, structure),
         text_work=count_text(config, model, structure),

@@ -67,7 +67,9 @@ class ContractDecoder(Decoder):
         self.config, self._contract = config, contract
         self.modules, self.path = structure.text, structure.decoder
         self.embedding, self.norm, self.head = structure.embedding, structure.norm, structure.head
+        self.kv_projections = tuple(f"{structure.layers}.*.self_attn.{p}_proj" for p in "kv")
         super().__init__(config)
+        self.tensor_plan = dict(contract.tensor_plan or {})
         self.mixers, self.block_rule, self.logits = structure.mixers, block_rule(config), contract.logits
         self.sees_prefix = sees_prefix(config)
         self.layers = LayerParts(structure.layers, (), (), self.layers.kinds)
@@ -84,6 +86,12 @@ class ContractDecoder(Decoder):
     def check(self, asked: PartConfig) -> None:
         """See `Part`."""
         super().check(asked)
+        if resolved(asked.tensor) > 1 and self._contract.tensor_plan is None:
+            raise ConfigError(
+                f"text.tensor={asked.tensor} with a {self.config.model_type} model: transformers has no "
+                "tensor-parallel plan of its decoder, and its layers are of no kind for which one is known here. Set "
+                "text.parallelism=data, or deepspeed with a zero_stage"
+            )
         if resolved(asked.pipeline) > 1 and not self._contract.cuts:
             raise ConfigError(
                 f"text.pipeline={asked.pipeline} with a {self.config.model_type} model: its decoder's layers need more "

@@ -15,7 +15,9 @@ from torch import nn
 from dhp.base.errors import ModelError
 from dhp.parallel.experts.modules import is_experts, require_known
 from dhp.parallel.experts.shares import SHARE
-from dhp.parallel.tensor.styles import COLWISE, EMBEDDING, HEAD, PART, ROWWISE, share_entry
+from dhp.parallel.tensor.styles import COLWISE, EMBEDDING, HEAD, PART, ROWWISE, WHOLE, fused_style, share_entry
+
+GATHERED, SPLIT_INPUT, GATE_UP = "colwise_gather_output", "rowwise_split_input", "gate_up_proj"
 
 # transformers' style → ours. The head's is for the head alone, whose logits nobody gathers.
 OURS = {
@@ -58,6 +60,7 @@ def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     would sum them.
     """
     head, modules = _head_names(model), dict(model.named_modules())
+    plan = _without_gathering(plan, head)
     experts = [name for name, style in plan.items() if style == EXPERTS and is_experts(modules.get(name, model))]
     ours = {n: _ours(n, s, head) for n, s in plan.items() if n.rpartition(".")[0] not in experts and n not in experts}
     for name in experts:
@@ -71,6 +74,22 @@ def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         _refuse_unnamed(parent, modules[parent], ours)
         share_entry(members)
     return ours
+
+
+def _without_gathering(plan: Mapping[str, str], head: set[str]) -> dict[str, str]:
+    """The plan without outputs that are cut and gathered at once. Gate and up in one matrix are each cut, so that down
+    takes what it needs from its own rank; any other such matrix stays whole on every rank, whose work it was anyhow."""
+    changed = dict(plan)
+    for name, style in plan.items():
+        if style != GATHERED or name in head:
+            continue
+        down = plan.get(name.replace(GATE_UP, "down_proj"))
+        if GATE_UP in name and down == SPLIT_INPUT:
+            changed[name] = fused_style(2)
+            changed[name.replace(GATE_UP, "down_proj")] = "rowwise"
+        else:
+            changed[name] = WHOLE
+    return changed
 
 
 def _ours(name: str, style: str, head: set[str]) -> str:

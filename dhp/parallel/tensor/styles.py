@@ -233,9 +233,14 @@ def with_fused(plan: Mapping[str, str], fused: Mapping[str, int]) -> dict[str, s
 
     Their styles are registered with transformers here.
     """
-    for count in set(fused.values()):
-        ALL_PARALLEL_STYLES.register(f"dhp_fused_{count}", FusedProjections(count))
-    return dict(plan) | {name: f"dhp_fused_{count}" for name, count in fused.items()}
+    return dict(plan) | {name: fused_style(count) for name, count in fused.items()}
+
+
+def fused_style(count: int) -> str:
+    """The name of the style for `count` matrices in one, registered with transformers."""
+    name = f"dhp_fused_{count}"
+    ALL_PARALLEL_STYLES.register(name, FusedProjections(count))
+    return name
 
 
 def shared_heads_style(heads: int) -> str:
