@@ -2,44 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+Function = Callable[..., Any]
+# Who has them, and under which names. Not a mode of torch's: backward, which runs layers again, would be outside of it.
+_CASTS = ((Tensor, ("to", "type", "float")),)
+_TOLD_FORMATS = ((F, ("softmax",)), (torch, ("softmax", "sum")), (Tensor, ("softmax", "sum")))
+_PRODUCTS = ((torch, ("matmul", "bmm")), (Tensor, ("matmul", "__matmul__")), (F, ("linear", "grid_sample")))
 
 
-class StayingDouble(TorchFunctionMode):
-    """Keeps float64 where it is asked for float32, as norms, softmax and rotary positions do: rounding there jumps by
+@contextmanager
+def staying_double() -> Iterator[None]:
+    """Keep float64 where a model asks for float32, as norms, softmax and rotary positions do: rounding there jumps by
     1e-7 for a difference of 1e-16, and would hide what is compared."""
+    kept: list[tuple[Any, str, Function]] = []
+    groups = (
+        (_CASTS, _stay),
+        (_TOLD_FORMATS, _untold),
+        (_PRODUCTS, _widened),
+        (((Tensor, ("__setitem__",)),), _fitted),
+    )
+    try:
+        for owners, change in groups:
+            for owner, names in owners:
+                for name in names:
+                    kept.append((owner, name, getattr(owner, name)))
+                    setattr(owner, name, change(getattr(owner, name)))
+        yield
+    finally:
+        for owner, name, function in reversed(kept):
+            setattr(owner, name, function)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, Tensor) and first.dtype == torch.float64:
-            if func is Tensor.float or (
-                func in (Tensor.to, Tensor.type) and torch.float32 in (*args[1:], kwargs.get("dtype"))
-            ):
-                return first
-            if func in (F.softmax, torch.softmax, Tensor.softmax, torch.sum, Tensor.sum):
-                kwargs = {name: value for name, value in kwargs.items() if value is not torch.float32}
-        if func in _OF_ONE_FORMAT and any(_is(torch.float64, one) for one in args):
+
+def _stay(cast: Function) -> Function:
+    @wraps(cast)
+    def run(states: Tensor, *args: Any, **named: Any) -> Any:
+        single = cast.__name__ == "float" or torch.float32 in args or named.get("dtype") == torch.float32
+        return states if single and states.dtype == torch.float64 else cast(states, *args, **named)
+
+    return run
+
+
+def _untold(function: Function) -> Function:
+    @wraps(function)
+    def run(states: Any, *args: Any, **named: Any) -> Any:
+        if _is(torch.float64, states) and named.get("dtype") == torch.float32:
+            named.pop("dtype")
+        return function(states, *args, **named)
+
+    return run
+
+
+def _widened(product: Function) -> Function:
+    @wraps(product)
+    def run(*args: Any, **named: Any) -> Any:
+        if any(_is(torch.float64, one) for one in args):
             args = tuple(one.double() if _is(torch.float32, one) else one for one in args)
-        if func is Tensor.__setitem__ and _is(torch.float32, args[0]) and _is(torch.float64, args[2]):
-            args = (*args[:2], args[2].type(torch.float32))
-        return func(*args, **kwargs)
+        return product(*args, **named)
+
+    return run
 
 
-_OF_ONE_FORMAT = {
-    torch.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.__rmatmul__,
-    torch.bmm,
-    F.linear,
-    F.grid_sample,
-}
+def _fitted(assign: Function) -> Function:
+    @wraps(assign)
+    def run(states: Tensor, index: Any, value: Any) -> None:
+        narrow = _is(torch.float32, states) and _is(torch.float64, value)
+        assign(states, index, torch.empty_like(value, dtype=torch.float32).copy_(value) if narrow else value)
+
+    return run
 
 
 def _is(dtype: torch.dtype, value: Any) -> bool:

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from dhp.base.errors import ModelError
 from dhp.doctor.diagnosis import EXACT, Diagnosis
-from dhp.doctor.doubles import StayingDouble
+from dhp.doctor.doubles import staying_double
 from dhp.doctor.layouts import find_layouts
 from dhp.doctor.samples import SampleMaker
 from dhp.doctor.trial import Outcome, run_parts, run_whole
@@ -54,7 +54,7 @@ def examine(source: str) -> Diagnosis:
 def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
     """Deviations of the parts' outcome from the whole model's, by whether rows are packed."""
     logging.disable_progress_bar()
-    with StayingDouble(), tempfile.TemporaryDirectory(prefix="dhp_doctor_") as folder:
+    with staying_double(), tempfile.TemporaryDirectory(prefix="dhp_doctor_") as folder:
         twin = _twin(config)
         twin.model.save_pretrained(folder)
         family = load_family(folder)

@@ -86,6 +86,11 @@ class ContractDecoder(Decoder):
     def check(self, asked: PartConfig) -> None:
         """See `Part`."""
         super().check(asked)
+        if asked.parallelism == "autotp":
+            raise ConfigError(
+                f"text.parallelism=autotp with a {self.config.model_type} model: what DeepSpeed makes of this family's "
+                "layers is not known here. Set text.parallelism=tensor"
+            )
         if resolved(asked.tensor) > 1 and self._contract.tensor_plan is None:
             raise ConfigError(
                 f"text.tensor={asked.tensor} with a {self.config.model_type} model: transformers has no "

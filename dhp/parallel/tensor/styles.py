@@ -128,17 +128,17 @@ class VocabularyEmbedding(EmbeddingParallel):
     """An embedding whose vocabulary is cut: each rank looks its own tokens up, the others are zero, all are summed."""
 
     def install_forward(self, module: nn.Embedding, mesh: DeviceMesh) -> nn.Embedding:
-        """Make `module` compute with its slice."""
-        shape = module.weight.shape
+        """Make `module` compute with its slice; what it makes of an embedding, as a factor, it goes on to make."""
+        shape, original = module.weight.shape, module.forward
         (rows, _), (first, _) = compute_local_shape_and_global_offset(shape, mesh, [Shard(0)])
         padding = None if module.padding_idx is None else module.padding_idx - first
-        padding = padding if padding is not None and 0 <= padding < rows else None
+        module.padding_idx = padding if padding is not None and 0 <= padding < rows else None
         group = mesh.get_group()
 
         def forward(tokens: Tensor) -> Tensor:
             own = tokens - first
             others = (own < 0) | (own >= rows)
-            found = F.embedding(own.clamp(0, rows - 1), module.weight, padding)
+            found = original(own.clamp(0, rows - 1))
             return _SumOfRanks.apply(found.masked_fill(others[..., None], 0.0), group)
 
         module.forward = forward

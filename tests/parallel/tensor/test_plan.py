@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from dhp.parallel.comm.collectives import sum_in_place
 from dhp.parallel.experts.shares import SHARE
 from dhp.parallel.tensor.local_shards import as_dtensors, use_local_slices
 from dhp.parallel.tensor.plan import OURS, REFUSED, local_plan
-from dhp.parallel.tensor.styles import COLWISE, HEAD, PART, ROWWISE, Entry
+from dhp.parallel.tensor.styles import COLWISE, HEAD, PART, ROWWISE, WHOLE, Entry
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.tiny_families import make_config
 
 LAYER = "model.language_model.layers.0."
 
@@ -69,12 +71,20 @@ def test_a_style_whose_gradients_are_not_known_is_refused_by_name(style: str, ma
         local_plan(model, {f"{LAYER}mlp.up_proj": style})
 
 
-def test_gathered_outputs_are_for_the_head_alone(made_model: str) -> None:
+def test_outputs_that_are_gathered_at_once_stay_whole_but_for_the_head(made_model: str) -> None:
     model = empty_model(made_model)
-    with pytest.raises(ModelError, match="'colwise_gather_output' for model.language_model.layers.0.mlp.up_proj"):
-        local_plan(model, {f"{LAYER}mlp.up_proj": "colwise_gather_output"})
+    plan = local_plan(model, {f"{LAYER}mlp.up_proj": "colwise_gather_output", "lm_head": "colwise_gather_output"})
+    assert plan == {f"{LAYER}mlp.up_proj": WHOLE, "lm_head": HEAD}
     with pytest.raises(ModelError, match="'colwise' for lm_head"):
         local_plan(model, {"lm_head": "colwise"})
+
+
+def test_gate_and_up_in_one_matrix_are_each_cut(tmp_path: Path) -> None:
+    make_config("glm4v").save_pretrained(tmp_path)
+    model = empty_model(str(tmp_path))
+    plan = planned(model)
+    assert plan[LAYER + "mlp.gate_up_proj"] == plan[LAYER + "mlp.gate_up_proj.weight"] == "dhp_fused_2"
+    assert plan[LAYER + "mlp.down_proj"] == ROWWISE
 
 
 def test_a_norm_of_heads_that_the_plan_does_not_name_is_refused(head_norms_model: str) -> None:

@@ -1,0 +1,115 @@
+"""Every declared family in every layout that it has: sharded equals plain, over three optimizer steps.
+
+An hour, so only on demand: `make test ARGS='-m families'`. What always runs of each family is one step of the trainers
+of both parts beside the whole model (tests/doctor), and here one layout of some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+
+from dhp.base.degrees import Degrees
+from dhp.data.sample import Sample
+from dhp.doctor.doubles import staying_double
+from dhp.trainers.settings import StageSettings
+from tests.helpers.families import Maker
+from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
+from tests.helpers.tiny_families import FAMILIES, save_family
+from tests.trainers.test_parity import assert_exact
+
+VISION = {"none": Degrees(), "data": Degrees(data=2), "sequence": Degrees(ulysses=2)}
+TEXT = {"none": Degrees(), "data": Degrees(data=2), "tensor": Degrees(tensor=2)}
+# Layers that need more than the states of the one before: per-layer inputs, keys of other layers, DeepStack.
+WITHOUT_PIPELINE = {"gemma4", "paligemma2", "qwen3_omni"}
+# Some of whose weights no text-only sample touches, where plain AdamW passes them over and a step here decays them.
+PICTURES_EVERYWHERE = {"ernie4_5_vl_moe"}
+
+
+class ExactVision(InspectedVision):
+    """Its process computes in float64 all through."""
+
+    def __init__(self, settings: StageSettings):
+        self._double = staying_double()
+        self._double.__enter__()
+        super().__init__(settings)
+
+
+class ExactText(InspectedText):
+    """Its process computes in float64 all through."""
+
+    def __init__(self, settings: StageSettings):
+        self._double = staying_double()
+        self._double.__enter__()
+        super().__init__(settings)
+
+
+EXACTLY = Fault(ExactVision, ExactText)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tiny model and steps of samples, made once."""
+
+    folder: str
+    steps: list[list[Sample]]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Made]]:
+    """Models by the name of the case, as they are asked for."""
+
+    class Models(dict[str, Made]):
+        def __missing__(self, name: str) -> Made:
+            folder = str(save_family(name, tmp_path_factory.mktemp(name)))
+            with staying_double():
+                self[name] = Made(folder, Maker(folder).steps(name in PICTURES_EVERYWHERE))
+            return self[name]
+
+    return Models()
+
+
+def run(model: Made, case: Case) -> Errors:
+    with staying_double():
+        return compare(model.folder, case, model.steps, EXACTLY)
+
+
+CASES = [
+    pytest.param(name, vision, text, packing, id=f"{name}-{vision}-{text}-{'packed' if packing else 'padded'}")
+    for name, vision, text, packing in product(FAMILIES, VISION, TEXT, (True, False))
+]
+
+
+@pytest.mark.families
+@pytest.mark.parametrize(("name", "vision", "text", "packing"), CASES)
+def test_equals_the_plain_model(name: str, vision: str, text: str, packing: bool, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], Case(VISION[vision], TEXT[text], 2, packing=packing)))
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_PIPELINE])
+def test_a_decoder_cut_by_layers_equals_the_plain_model(name: str, packing: bool, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=packing, stages=2)))
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recomputing_changes_nothing(name: str, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=True, checkpointing=True)))
+
+
+ALWAYS = [
+    ("llava_next", Case(Degrees(ulysses=2), Degrees(tensor=2), 2, packing=True)),  # a parameter that is no module's
+    ("gemma4", Case(Degrees(), Degrees(tensor=2), 2, packing=True)),  # inputs of each layer, a cap on the logits
+    ("qwen3_5_moe", Case(Degrees(), Degrees(tensor=2), 1, packing=True, checkpointing=True)),  # state along the row
+    ("glm4v", Case(Degrees(data=2), Degrees(tensor=2), 2)),  # gate and up in one matrix
+]
+
+
+@pytest.mark.parametrize(("name", "case"), ALWAYS, ids=[name for name, _ in ALWAYS])
+def test_each_mechanism_equals_the_plain_model(name: str, case: Case, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], case))
