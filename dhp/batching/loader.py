@@ -95,6 +95,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         settings.reading.max_tokens,
         None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
         family.processor.about(),
+        family.processor.image_arguments,
     )
     allow_http = settings.reading.allow_http
     dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)

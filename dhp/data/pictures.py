@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,10 +71,11 @@ class Pictures:
         min_pixels: int | None,
         max_pixels: int | None,
         videos: Videos | None,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """The arguments of `dhp.data.preprocess.Preprocessor`. Raises ConfigError for impossible bounds."""
         self._image_processor, self._image_tokens, self._as_patches = image_processor, image_tokens, patches
-        self._videos = videos
+        self._videos, self._arguments = videos, dict(arguments)
         self._scaling = self._video_scaling = _scaling(image_processor, min_pixels, max_pixels)
         if videos is not None and videos.max_pixels is not None:
             self._video_scaling = _scaling(image_processor, min_pixels, videos.max_pixels, "data.video_max_pixels")
@@ -104,7 +106,7 @@ class Pictures:
         videos = self._videos
         told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_time(12.345)]
         processor = self._image_processor.to_json_string()
-        return [processor, self._scaling, self._video_scaling, told]
+        return [processor, self._arguments, self._scaling, self._video_scaling, told]
 
     def _image(self, file: File) -> PicturePatches:
         return PicturePatches(*self._as_patches(self._process([open_image(file)], file, self._scaling)))
@@ -140,7 +142,7 @@ class Pictures:
 
     def _process(self, images: list[Image.Image], file: File, scaling: dict[str, Any]) -> Output:
         try:
-            return self._image_processor(images=images, return_tensors="np", **scaling)
+            return self._image_processor(images=images, return_tensors="np", **self._arguments, **scaling)
         except ValueError as error:  # for example sides too unequal to scale
             size = f"{images[0].width} × {images[0].height}"
             raise DataError(f"image {name_of(file)} ({size}) cannot be scaled: {error}") from error

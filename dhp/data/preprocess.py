@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -64,12 +65,14 @@ class Preprocessor:
         max_tokens: int | None = None,
         written: Written | None = None,
         about: Sequence[Any] = (),
+        image_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
         processor gave for one image → (rows float32 [patches, dim], grid).
         min_pixels, max_pixels: width × height bounds of a scaled image; None: the image processor's own.
         videos: None for a model that sees none. max_tokens: of a sample, those of its pictures included. written: how a
         prompt shows an image; None: by its placeholder again and again. about: all else that decides lengths.
+        image_arguments: of the image processor.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
@@ -80,7 +83,9 @@ class Preprocessor:
         self._tokenizer = tokenizer
         self._image_token_id = image_token_id
         self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)
-        self._pictures = Pictures(image_processor, image_tokens, patches, min_pixels, max_pixels, videos)
+        self._pictures = Pictures(
+            image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments
+        )
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def __call__(self, record: Record) -> Sample:

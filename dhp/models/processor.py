@@ -60,6 +60,11 @@ class Processor(ABC):
         """What stands for an image in a prompt that a chat template wrote, where `written` says what goes there."""
         return None
 
+    @property
+    def image_arguments(self) -> Mapping[str, Any]:
+        """What the image processor is told beside the images."""
+        return {}
+
     def written(self, grid: Grid | Form) -> str | None:
         """What a prompt has in the place of an image's one placeholder, where that is not the placeholder again and
         again."""

@@ -34,6 +34,12 @@ class LibraryProcessor:
         return self._processor.image_token
 
     @cached_property
+    def image_arguments(self) -> dict[str, Any]:
+        """What it tells its image processor beside the images."""
+        merged = self._processor._merge_kwargs(tokenizer_init_kwargs={})
+        return {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
+
+    @cached_property
     def token(self) -> str:
         """The text of the token whose places the encoder's rows take."""
         from dhp.models.generic.rows import placeholder

@@ -55,6 +55,11 @@ class ContractProcessor(Processor):
         """See `Processor`."""
         return self._library.placeholder
 
+    @property
+    def image_arguments(self) -> Mapping[str, Any]:
+        """See `Processor`."""
+        return self._library.image_arguments
+
     def about(self) -> list[Any]:
         """See `Processor`."""
         return [self.image_token_id, self._library.about()]

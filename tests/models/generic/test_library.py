@@ -31,6 +31,7 @@ def make_preprocessor(folder: Path) -> Preprocessor:
         processor.patches,
         written=(processor.placeholder, processor.written),
         about=processor.about(),
+        image_arguments=processor.image_arguments,
     )
 
 
