@@ -11,6 +11,8 @@ from torch import Tensor
 from dhp.base.geometry import IGNORED, Form
 from dhp.data.sample import Sample
 from dhp.models.family import Family
+from dhp.models.generic.forms import unpack
+from dhp.models.generic.pictures import joined
 
 Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch
 
@@ -63,7 +65,11 @@ class Collator:
 
 
 def pixels_by_argument(row: Row) -> dict[str, Tensor]:
-    """The patches of a row's images and of its videos, by argument of the plain model."""
+    """The patches of a row's images and of its videos, by argument of the plain model; of images that are no grids, all
+    arguments of the encoder."""
+    whole = [pair for sample in row for pair in zip(sample.grids, sample.pixels, strict=True)]
+    if whole and isinstance(whole[0][0], Form):
+        return joined([unpack(form, torch.from_numpy(pixels), torch.float32) for form, pixels in whole])
     found: dict[str, list[Tensor]] = {}
     for sample in row:
         for pixels, seconds in zip(sample.pixels, sample.video_seconds, strict=True):

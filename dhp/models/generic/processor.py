@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from dhp.base.geometry import Form, Grid
 from dhp.models.generic.contract import Contract
 from dhp.models.generic.forms import arrays_of, pack
 from dhp.models.generic.library import LibraryProcessor
-from dhp.models.generic.rows import placeholder, positions
+from dhp.models.generic.rows import kinds_for, placeholder, positions
 from dhp.models.processor import Processor
 
 
@@ -60,6 +61,13 @@ class ContractProcessor(Processor):
         """See `Processor`."""
         return self._library.image_arguments
 
+    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `Processor`."""
+        kept = {name: tensor for name, tensor in named.items() if name != "mm_token_type_ids"}
+        if "mm_token_type_ids" not in named:
+            return kept
+        return kept | kinds_for(self._contract.base.forward, named["mm_token_type_ids"])
+
     def about(self) -> list[Any]:
         """See `Processor`."""
         return [self.image_token_id, self._library.about()]
@@ -75,6 +83,8 @@ class ContractProcessor(Processor):
         forms: Sequence[Form] = (),
     ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
-        each = [arrays_of(form) for form in forms]
+        index = getattr(self._contract.base, "get_rope_index", None)
+        asked = () if index is None else signature(index).parameters
+        each = [{n: array for n, array in arrays_of(form).items() if n in asked} for form in forms]
         sizes = {name: torch.from_numpy(np.concatenate([one[name] for one in each])) for name in (each or [{}])[0]}
         return positions(self._contract.base, self.config, input_ids, mm_token_type_ids, inside, sizes)
