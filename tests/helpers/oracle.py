@@ -118,7 +118,7 @@ class Oracle:
         kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
         kinds = token_types(self._family.config, kinds, torch.from_numpy(sample.labels)[None])
         if sample.pixels and isinstance(sample.grids[0], Form):
-            inputs |= _whole_pictures(sample, self.model.dtype)
+            inputs |= {"attention_mask": torch.ones_like(kinds), **_whole_pictures(sample, self.model.dtype)}
         elif sample.pixels:
             inputs |= _pictures(sample)
             inputs["mm_token_type_ids"] = kinds

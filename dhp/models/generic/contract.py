@@ -20,7 +20,7 @@ from dhp.models.generic.forms import pack
 from dhp.models.generic.handover import Handover
 from dhp.models.generic.pictures import joined, row_values
 from dhp.models.generic.plan import complete_plan
-from dhp.models.generic.rows import generic_name, kinds_for, make_row
+from dhp.models.generic.rows import generic_name, kinds_for
 from dhp.models.generic.structure import Structure, find_structure, without_weights
 from dhp.models.generic.twin import shrink
 from dhp.models.generic.twin_model import Twin
@@ -136,7 +136,8 @@ def _cuts(twin: Twin) -> bool:
     if twin.handover.more or structure.norm is None or structure.depth < 2:
         return False
     middle = structure.depth // 2
-    ids, kinds = make_row(twin.config, [], seed=3)
+    sample = twin.sample([0], seed=3)
+    ids, kinds = sample.ids, sample.kinds
     inputs = DecoderInputs(ids, torch.arange(ids.shape[1])[None], kinds=kinds)
     with torch.no_grad():
         try:

@@ -42,7 +42,7 @@ def run_layers(
             told = kinds_for(base.forward, inputs.kinds)
             output = base(input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **told, **named)
         else:
-            output = decoder(inputs_embeds=inputs.hidden, **named)
+            output = decoder(inputs_embeds=inputs.hidden, **kinds_for(decoder.forward, inputs.kinds), **named)
     return output.last_hidden_state
 
 
