@@ -25,6 +25,8 @@ class Family:
     processor: a sample's pictures and tokens as the model reads them.
 
     tower: the part "vision". decoder: the part "text". others: further encoders, by part.
+
+    note: what whoever trains it should know; "" where that is nothing.
     """
 
     config: Any
@@ -32,6 +34,7 @@ class Family:
     tower: Tower
     decoder: Decoder
     others: Mapping[str, Part] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def parts(self) -> dict[str, Part]:

@@ -80,7 +80,10 @@ def run(config: Config) -> None:
         recorder = Recorder(run_dir, config.training.log_interval, world(config), to_yaml(config), *begun, resume)
         with recorder, ending_on_error():
             name = model_name(config)
-            chain = make_chain(config, load_family(name), name)
+            family = load_family(name)
+            if family.note:
+                print(family.note, flush=True)
+            chain = make_chain(config, family, name)
             session, unfinished = Session(config, chain, run_dir, start), Unfinished()
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
             with unfinished, session, recorder.before_teardown(), unfinished, ending():

@@ -14,7 +14,10 @@ from dhp.__main__ import main
 from dhp.base.logits import LogitRule
 from dhp.doctor.diagnosis import EXACT, Diagnosis
 from dhp.doctor.examine import examine
+from dhp.models.generic import declared
 from dhp.models.generic.handover import Handover
+from dhp.models.registry import FAMILIES as REGISTERED
+from dhp.models.registry import load_family
 from tests.helpers.tiny_families import FAMILIES, SLIDING, make_config
 
 # Text layouts that a family has not, because its plan is not known to be exact, or because its layers need more than
@@ -40,6 +43,17 @@ def test_every_declared_family_equals_the_whole_model_in_two_parts(name: str, tm
     assert {"none", "data", "sequence"} <= set(found.vision)
     assert {"none", "data"} <= set(found.text)
     assert ("pipeline" in found.text) == (name not in WITHOUT_PIPELINE), found.refused
+
+
+def test_families_of_the_matrix_are_declared_and_others_carry_a_note(tmp_path: Path) -> None:
+    without_adapter = {model_type for model_type, _ in FAMILIES.values()} - REGISTERED.keys() | {"llava"}
+    assert without_adapter == declared._DECLARED
+    assert load_family(save(tmp_path / "internvl", "internvl")).note == ""
+    tiny = make_config("llava_clip").to_dict()
+    sections = {name: tiny[name] for name in ("text_config", "vision_config")}
+    CONFIG_MAPPING["vipllava"](**sections, image_token_id=301, vision_feature_layers=[-2, -1]).save_pretrained(tmp_path)
+    note = load_family(str(tmp_path)).note
+    assert "vipllava runs by transformers' contract" in note and f"doctor model {tmp_path}" in note
 
 
 def test_rows_that_are_not_masked_as_the_model_asks_are_noticed(

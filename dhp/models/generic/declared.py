@@ -16,6 +16,17 @@ _BLOCKS = {
 }
 # Families in which all tokens before an answer see each other (Beyer et al. 2024, PaliGemma, section 3).
 _PREFIX = frozenset({"paligemma"})
+# Families whose every layout is in the tests' matrix, beside those with an adapter of their own.
+_DECLARED = frozenset({
+    "aya_vision", "cohere2_vision", "ernie4_5_vl_moe", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "idefics3",
+    "internvl", "kimi_k25", "llava", "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "ovis2", "paligemma",
+    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "smolvlm",
+})  # fmt: skip
+
+
+def is_declared(config: Any) -> bool:
+    """Whether the family is held to the plain model by tests."""
+    return config.model_type in _DECLARED
 
 
 def block_rule(config: Any) -> str | None:

@@ -6,18 +6,26 @@ from typing import Any
 
 from dhp.models.family import Family
 from dhp.models.generic.contract import find_contract
+from dhp.models.generic.declared import is_declared
 from dhp.models.generic.decoder import ContractDecoder
 from dhp.models.generic.processor import ContractProcessor
 from dhp.models.generic.tower import WholeTower
+
+NOTE = (
+    "note: {family} runs by transformers' contract, and no test here holds it to the plain model; "
+    "`python -m dhp doctor model {source}` does"
+)
 
 
 def generic(config: Any, model_name: str = "") -> Family:
     """The family of that configuration. model_name: the directory in which its processor is found, when samples are
     read. Raises ModelError with what is missing."""
     contract = find_contract(config)
+    note = "" if is_declared(config) else NOTE.format(family=config.model_type, source=model_name or "PATH")
     return Family(
         config,
         ContractProcessor(config, contract, model_name),
         WholeTower(config, contract),
         ContractDecoder(config, contract),
+        note=note,
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from dhp.base.logits import LogitRule
 from dhp.parallel.tensor.local_shards import cut_of, use_local_slices
 from dhp.parallel.tensor.loss import token_loss_sum
 from tests.helpers.ranks import run_on_ranks
@@ -121,3 +122,35 @@ def test_half_precision_rounds_logits_and_nothing_after_them() -> None:
 def test_a_bias_is_refused() -> None:
     with pytest.raises(ValueError, match="bias"):
         token_loss_sum(nn.Linear(2, 3), torch.ones(1, 2), torch.zeros(1, dtype=torch.long))
+
+
+RULES = [LogitRule(softcap=2.0), LogitRule(factor=0.25), LogitRule(factor=3.0, softcap=1.5)]
+
+
+def capped(rule: LogitRule, ranks: int) -> Result:
+    states, weight, targets = inputs(9, 12, torch.float64)
+    head = nn.Linear(HIDDEN, 12, bias=False)
+    head.weight = nn.Parameter(weight)
+    if ranks > 1:
+        head.weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (ranks,)), [Shard(0)]))
+        use_local_slices(head)
+    loss = token_loss_sum(head, states, targets, chunk_rows=4, rule=rule)
+    loss.backward()
+    gradient = head.weight.grad
+    cut = cut_of(head, "weight")
+    return loss.detach(), states.grad, gradient if cut is None else cut.around(gradient).full_tensor()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_scaled_and_soft_capped_logits_equal_autograd(rule: LogitRule) -> None:
+    states, weight, targets = inputs(9, 12, torch.float64)
+    weight.requires_grad_()
+    logits = rule.factor * (states @ weight.T)
+    logits = logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    loss.backward()
+    wanted = (loss.detach(), states.grad, weight.grad)
+    found = [capped(rule, 1), *run_on_ranks(capped, 2, rule, 2)]
+    for result in found:
+        for ours_, plain in zip(result, wanted, strict=True):
+            torch.testing.assert_close(ours_, plain, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,127 @@
+"""Write docs/families.md: every family of transformers for image and text, and what of it works here.
+
+`python -m scripts.families` examines each by `dhp.doctor`: a declared family by its tiny configuration of the tests
+(tests/helpers/tiny_families.py), any other by the defaults of its configuration class, made small. Each runs in a
+process of its own, as some take more memory than there is. What was found is kept in results/families.jsonl; names as
+arguments are examined anew, and without any all that the file lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FOUND, PAGE = ROOT / "results" / "families.jsonl", ROOT / "docs" / "families.md"
+LIMIT_S = 240
+MEMORY = 12 << 30  # bytes of a process that examines one
+LAYOUTS = ("data", "sequence", "tensor"), ("data", "tensor", "pipeline")
+SHOWN = {"tested": "tested", "contract": "works", "refused": "—"}
+
+HEAD = """\
+# Model families
+
+What dhp does with each family that transformers {version} loads for image and text. Made by
+`python -m scripts.families`; ask about your own model with `python -m dhp doctor model PATH`, which needs its
+config.json alone.
+
+- **tested**: the layout is in the matrix of `make test ARGS='-m families'`: loss, every gradient and three optimizer
+  steps equal the plain model's, with packed and with padded rows.
+- **works**: a tiny model of the family, trained by the trainers of both parts in one process, equals the whole model in
+  loss and every gradient to 1e-9, packed and padded; and every check that a run makes before it starts lets the layout
+  through. That layout itself is not in a test.
+- **—**: refused by name before a run starts; the last column or the doctor says why.
+
+All parts may also have `none` (one actor) and `deepspeed` (replicas with ZeRO). Vision by `sequence` divides images
+themselves for Qwen2.5-VL and Qwen3-VL; for all other families its actors share whole images.
+"""
+
+
+def main(names: Sequence[str]) -> None:
+    """Examine what is asked for, or what is not known yet, and write the page."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    known = {one["name"]: one for one in map(json.loads, FOUND.read_text().splitlines())} if FOUND.exists() else {}
+    every = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    for name in names or [name for name in every if name not in known]:
+        known[name] = {"name": name, **_examine(name)}
+        print(name, json.dumps(known[name])[:160], flush=True)
+        FOUND.write_text("".join(json.dumps(known[one]) + "\n" for one in sorted(known)))
+    PAGE.write_text(_page([known[name] for name in every if name in known]))
+
+
+def _examine(name: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "scripts.families", "--one", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, check=False)
+    except subprocess.TimeoutExpired:
+        return {"why": f"its small model took more than {LIMIT_S} s, so nothing is known of it here"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        return {
+            "why": f"its small model could not be examined: {(done.stderr.strip().splitlines() or ['?'])[-1][:200]}"
+        }
+    return json.loads(lines[-1])
+
+
+def _one(name: str) -> None:
+    """In a process of its own: print what is found."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    from transformers import CONFIG_MAPPING
+
+    from dhp.doctor.examine import examine
+    from tests.helpers.tiny_families import FAMILIES, make_config
+
+    cases = [case for case, (model_type, _) in FAMILIES.items() if model_type == name]
+    with tempfile.TemporaryDirectory() as folder:
+        (make_config(cases[0]) if cases else CONFIG_MAPPING[name]()).save_pretrained(folder)
+        found = json.loads(examine(folder).as_json())
+    print(json.dumps({**found, "declared": bool(cases)}))
+
+
+def _page(found: Sequence[dict[str, Any]]) -> str:
+    import transformers
+
+    works = [one for one in found if one.get("trainable")]
+    declared = [one for one in works if one.get("declared")]
+    lines = [HEAD.format(version=transformers.__version__)]
+    lines.append(f"{len(declared)} of {len(found)} families are declared and tested, {len(works)} can be trained.\n")
+    lines.append("| family | vision: data | sequence | tensor | text: data | tensor | pipeline | packed rows |")
+    lines.append("|---|---|---|---|---|---|---|---|")
+    lines += [_row(one) for one in works]
+    lines.append("\n## Not trained here, and why\n")
+    lines += [f"- `{one['name']}`: {_reason(one)}" for one in found if not one.get("trainable")]
+    return "\n".join(lines) + "\n"
+
+
+def _row(one: dict[str, Any]) -> str:
+    cells = []
+    for part, layouts in zip(("vision", "text"), LAYOUTS, strict=True):
+        for layout in layouts:
+            matrix = one["declared"] and (part, layout) != ("vision", "tensor")
+            cells.append("—" if layout not in one[part] else "tested" if matrix else "works")
+    packed = "equal" if one["packed_error"] is not None and one["packed_error"] <= 1e-9 else "differ: refused"
+    name = f"**`{one['name']}`**" if one["declared"] else f"`{one['name']}`"
+    return f"| {name} | {' | '.join(cells)} | {packed} |"
+
+
+def _reason(one: dict[str, Any]) -> str:
+    if "why" in one:
+        return one["why"]
+    refused = one["refused"]
+    why = refused.get("family") or refused.get("padded rows") or "; ".join(refused.values())
+    return " ".join(why.replace(f"model_type '{one['name']}': ", "").split())[:400]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        _one(sys.argv[2])
+    else:
+        main(sys.argv[1:])
