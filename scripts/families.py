@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOUND, PAGE = ROOT / "results" / "families.jsonl", ROOT / "docs" / "families.md"
-LIMIT_S = 240
+LIMIT_S = 120
 MEMORY = 12 << 30  # bytes of a process that examines one
 LAYOUTS = ("data", "sequence", "tensor"), ("data", "tensor", "pipeline")
 SHOWN = {"tested": "tested", "contract": "works", "refused": "—"}

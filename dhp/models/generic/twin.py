@@ -32,6 +32,7 @@ _INNER = (
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
+_OF_TOWERS = ("projection_hidden_size", "mm_hidden_size")  # of a projector, as wide as the tower
 _LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
@@ -49,7 +50,11 @@ def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
     for _, section in _sections(given):
         if section is text:
             continue
+        before = _first(section, _WIDTHS)
         _narrow(section, cut_layers=False)
+        for name in _OF_TOWERS:
+            if before is not None and given.get(name) == before:
+                given[name] = _first(section, _WIDTHS)
         if towers:
             _shorten_tower(section, given)
         _follow(section, width)
@@ -57,6 +62,8 @@ def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
     width.new = _first(text, _WIDTHS)
     for _, section in _sections(given):
         _follow(section, width)
+    if text is not given and given.get("hidden_size") == width.old:
+        given["hidden_size"] = width.new
     _fit_rotation(text)
     _renumber(given, text)
     for name in ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
@@ -115,9 +122,19 @@ def _narrow(section: dict[str, Any], cut_layers: bool) -> None:
     for name in _LINEAR_HEADS:
         if isinstance(section.get(name), int):
             section[name] = min(section[name], most[name])
+    if isinstance(section.get("encoder_attention_heads"), int):
+        _narrow_audio(section)
     for name in ("kv_lora_rank", "q_lora_rank"):
         if isinstance(section.get(name), int):
             section[name] = min(section[name], 32)
+
+
+def _narrow_audio(section: dict[str, Any]) -> None:
+    """An encoder of sound, which no picture goes through: it is only there."""
+    most = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": INNER, "d_model": 32}
+    for name, value in most.items():
+        if isinstance(section.get(name), int):
+            section[name] = min(section[name], value)
 
 
 def _narrow_heads(section: dict[str, Any], heads: int, head: int, width: int) -> None:
@@ -147,6 +164,8 @@ def _shorten(section: dict[str, Any]) -> None:
     for key, value in section.items():
         if isinstance(value, list) and len(value) == layers:
             section[key] = value[:few]
+        elif key == "per_layer_config" and isinstance(value, dict):
+            section[key] = {number: own for number, own in value.items() if int(number) < few}
     for key in ("first_k_dense_replace", "num_kv_shared_layers", "moe_layer_start_index"):
         if isinstance(section.get(key), int):
             section[key] = min(section[key], 1 if key != "num_kv_shared_layers" else few // 2)
@@ -180,7 +199,7 @@ def _follow(section: dict[str, Any], width: _Widths) -> None:
     for name in ("out_hidden_size", "projection_dim", "text_hidden_size", "output_dim", "projector_hidden_size"):
         if section.get(name) == width.old or (name == "out_hidden_size" and isinstance(section.get(name), int)):
             section[name] = width.new
-    if isinstance(section.get("embed_dim"), int) and section.get("hidden_size") == width.old:
+    if isinstance(section.get("embed_dim"), int) and isinstance(section.get("hidden_size"), int):
         section["hidden_size"] = width.new
 
 

@@ -43,9 +43,11 @@ class Twin:
         self.model = _make(config, attention)
         self.structure: Structure = find_structure(self.model)
         self.base = self.model.get_submodule(self.structure.base)
+        before = torch.random.get_rng_state()
         self.make, output = self._way()
         self.handover = self._handover(output)
-        self._refuse_chance()
+        self._tokens[0] = len(self.handover.take(output)[self.handover.names[0]])
+        self._refuse_chance(before)
         self.logits = self._find_logits()
 
     def picture(self, number: int) -> Picture:
@@ -70,13 +72,11 @@ class Twin:
         """Arguments beside ids that say what a row's tokens are."""
         return kinds_for(self.base.forward, sample.kinds)
 
-    def _refuse_chance(self) -> None:
+    def _refuse_chance(self, before: Tensor) -> None:
         """Raises ModelError for layers that draw random numbers in training: what they drew on one rank cannot be drawn
-        again on another, nor when a layer is recomputed."""
+        again on another, nor when a layer is recomputed. before: the state of torch's generator before any was run."""
         ids, kinds = make_row(self.config, [], seed=1)
-        before = torch.random.get_rng_state()
         with torch.no_grad():
-            self.encode(self.picture(0))
             self.model(input_ids=ids, use_cache=False, **kinds_for(self.model.forward, kinds))
         if not torch.equal(before, torch.random.get_rng_state()):
             raise ModelError(
