@@ -16,7 +16,7 @@ def pack(picture: Mapping[str, np.ndarray], tokens: int, values: int, written: s
     kept = {name: np.asarray(array) for name, array in picture.items() if array is not None}
     pixels = {name: array for name, array in kept.items() if array.dtype.kind == "f"}
     others = tuple(
-        (name, str(array.dtype), array.shape, array.tobytes()) for name, array in kept.items() if name not in pixels
+        (name, str(array.dtype), array.shape, _brief(array)) for name, array in kept.items() if name not in pixels
     )
     flat = np.concatenate([np.asarray(array, np.float32).reshape(-1) for array in pixels.values()])
     rows = -(-len(flat) // values)
@@ -25,9 +25,21 @@ def pack(picture: Mapping[str, np.ndarray], tokens: int, values: int, written: s
     return whole, Form(tuple((name, array.shape) for name, array in pixels.items()), others, rows, tokens, written)
 
 
+def _brief(array: np.ndarray) -> bytes:
+    """An array's bytes; of one that is the same everywhere, as the mask of a whole tile, those of one element."""
+    flat = array.reshape(-1)
+    same = flat.size > 1 and bool((flat == flat[0]).all())
+    return flat[:1].tobytes() if same else array.tobytes()
+
+
 def arrays_of(form: Form) -> dict[str, np.ndarray]:
-    """The arguments of a form beside its pixels."""
-    return {name: np.frombuffer(raw, dtype).reshape(shape) for name, dtype, shape, raw in form.arrays}
+    """The arguments of a form beside its pixels; not to be written to."""
+    return {
+        name: np.broadcast_to(np.frombuffer(raw, dtype), shape)
+        if len(raw) == np.dtype(dtype).itemsize
+        else np.frombuffer(raw, dtype).reshape(shape)
+        for name, dtype, shape, raw in form.arrays
+    }
 
 
 def unpack(form: Form, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

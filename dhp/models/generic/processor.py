@@ -47,6 +47,11 @@ class ContractProcessor(Processor):
         taken = {name: np.asarray(output[name]) for name in self._contract.arguments if name in output}
         return pack(taken, written.count(self._library.token), self._contract.values, written)
 
+    def image_tokens(self, grid: Grid | Form) -> int:
+        if not isinstance(grid, Form):
+            raise TypeError(f"a picture of {self.config.model_type} is told by its form, not by a grid {grid}")
+        return grid.tokens
+
     def written(self, grid: Grid | Form) -> str | None:
         assert isinstance(grid, Form)
         return grid.written

@@ -27,3 +27,10 @@ def test_arguments_come_back_as_they_were() -> None:
         assert np.array_equal(tensor.numpy(), picture[name]), name
     assert back["pixel_values"].dtype == torch.float64 and back["image_sizes"].dtype == torch.int64
     assert set(arrays_of(form)) == {"image_sizes", "pixel_attention_mask"}
+
+
+def test_a_mask_that_hides_nothing_takes_no_room() -> None:
+    pixels = np.zeros((1, 2, 3, 64, 64), np.float32)
+    _, form = pack({"pixel_values": pixels, "pixel_attention_mask": np.ones((1, 2, 64, 64), np.int64)}, 4, 8)
+    assert sum(len(raw) for *_, raw in form.arrays) == 8
+    assert np.array_equal(arrays_of(form)["pixel_attention_mask"], np.ones((1, 2, 64, 64), np.int64))
