@@ -3,7 +3,7 @@
 `python -m scripts.families` examines each by `dhp.doctor`: a declared family by its tiny configuration of the tests
 (tests/helpers/tiny_families.py), any other by the defaults of its configuration class, made small. Each runs in a
 process of its own, as some take more memory than there is. What was found is kept in results/families.jsonl; names as
-arguments are examined anew, and without any all that the file lacks.
+arguments are examined anew, and without any all that the file lacks; --page only writes the page.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def main(names: Sequence[str]) -> None:
 
     known = {one["name"]: one for one in map(json.loads, FOUND.read_text().splitlines())} if FOUND.exists() else {}
     every = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    for name in names or [name for name in every if name not in known]:
+    asked = [] if list(names) == ["--page"] else names or [name for name in every if name not in known]
+    for name in asked:
         known[name] = {"name": name, **_examine(name)}
         print(name, json.dumps(known[name])[:160], flush=True)
         FOUND.write_text("".join(json.dumps(known[one]) + "\n" for one in sorted(known)))
-    PAGE.write_text(_page([known[name] for name in every if name in known]))
+    PAGE.write_text(_page([known[name] for name in every if name in known], [n for n in every if n not in known]))
 
 
 def _examine(name: str) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def _one(name: str) -> None:
     print(json.dumps({**found, "declared": bool(cases)}))
 
 
-def _page(found: Sequence[dict[str, Any]]) -> str:
+def _page(found: Sequence[dict[str, Any]], unknown: Sequence[str]) -> str:
     import transformers
 
     works = [one for one in found if one.get("trainable")]
@@ -98,6 +99,8 @@ def _page(found: Sequence[dict[str, Any]]) -> str:
     lines += [_row(one) for one in works]
     lines.append("\n## Not trained here, and why\n")
     lines += [f"- `{one['name']}`: {_reason(one)}" for one in found if not one.get("trainable")]
+    if unknown:
+        lines.append(f"\n## Not examined yet\n\n{', '.join(f'`{name}`' for name in unknown)}")
     return "\n".join(lines) + "\n"
 
 

@@ -57,15 +57,18 @@ def load_family(model_name: str) -> Family:
         config = AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable model configuration: {error}") from error
-    _refuse_dropout(model_name, config)
-    if config.model_type not in FAMILIES or _is_unusual(config):
-        from dhp.models.generic.family import generic
+    if config.model_type in FAMILIES and not _is_unusual(config):
+        _refuse_dropout(model_name, config)
+        return FAMILIES[config.model_type](config)
+    from dhp.models.generic.family import generic
+    from dhp.models.generic.structure import family_class
 
-        try:
-            return generic(config, model_name)
-        except ModelError as error:
-            raise ModelError(f"{model_name}: {error}") from error
-    return FAMILIES[config.model_type](config)
+    try:
+        family_class(config)  # first, as nothing helps a family without the contract
+        _refuse_dropout("its configuration", config)
+        return generic(config, model_name)
+    except ModelError as error:
+        raise ModelError(f"{model_name}: {error}") from error
 
 
 def _is_unusual(config: Any) -> bool:

@@ -16,13 +16,18 @@ def _hand_over(address: str) -> None:
 
     ignored = [int(number) for number in HANDED_ON if signal.getsignal(number) is signal.SIG_IGN]
     start = {"words": sys.orig_argv, "environment": dict(os.environ), "folder": os.getcwd(), "ignored": ignored}
+    early: list[int] = []  # what comes before the fork can be told: it may be at work before this process knows
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(address)
+        for number in HANDED_ON:
+            if number not in ignored:
+                signal.signal(number, lambda number, _: early.append(number))
         line.sendmsg([b"\n"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
         line.sendall(json.dumps(start).encode() + b"\n")
         for number in HANDED_ON:
             if number not in ignored:
                 signal.signal(number, lambda number, _: line.sendall(bytes([number])))
+        line.sendall(bytes(early))
         status = line.recv(1)  # when the fork has ended
     os._exit(status[0] if status else 1)
 
