@@ -25,7 +25,12 @@ def start(folder: Path, code: str) -> subprocess.Popen[str]:
     script.write_text(code)
     environment = {**os.environ, **forks.environment(), MARK: folder.name}
     command = [sys.executable, os.fspath(script), "argument"]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Tests that a shell runs in the background inherit that interrupts are ignored, and so would what they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def fork_of(process: subprocess.Popen[str]) -> int:
