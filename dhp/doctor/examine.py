@@ -54,7 +54,11 @@ def examine(source: str) -> Diagnosis:
 def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
     """Deviations of the parts' outcome from the whole model's, by whether rows are packed."""
     logging.disable_progress_bar()
-    with staying_double(), tempfile.TemporaryDirectory(prefix="dhp_doctor_") as folder:
+    with (
+        torch.random.fork_rng(devices=[]),
+        staying_double(),
+        tempfile.TemporaryDirectory(prefix="dhp_doctor_") as folder,
+    ):
         twin = _twin(config)
         twin.model.save_pretrained(folder)
         family = load_family(folder)

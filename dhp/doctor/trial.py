@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,8 +45,9 @@ class Outcome:
             found, expected = self.gradients.get(name), wanted.gradients.get(name)
             error = (found if expected is None else expected if found is None else found - expected).norm()
             size = max(0.0 if expected is None else float(expected.norm()), _FLOOR * norm)
-            worst = max(worst, float(error) / (size or 1.0))
-        return worst if worst == worst else float("inf")
+            found_error = float(error) / (size or 1.0)
+            worst = max(worst, math.inf if math.isnan(found_error) else found_error)  # max() would pass over it
+        return math.inf if math.isnan(worst) else worst
 
 
 def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample]) -> Outcome:

@@ -14,6 +14,7 @@ from dhp.__main__ import main
 from dhp.base.logits import LogitRule
 from dhp.doctor.diagnosis import EXACT, Diagnosis
 from dhp.doctor.examine import examine
+from dhp.doctor.trial import Outcome
 from dhp.models.generic import declared
 from dhp.models.generic.handover import Handover
 from dhp.models.registry import FAMILIES as REGISTERED
@@ -161,5 +162,16 @@ def test_examining_leaves_torch_as_it_was(tmp_path: Path) -> None:
     found: Diagnosis = examine(save(tmp_path, "llava_siglip"))
     assert found.trainable
     assert not torch.distributed.is_initialized()
-    assert torch.tensor(1.0).float().dtype == torch.float32 and torch.ones(2).double().to(torch.float32).dtype
-    assert before.shape == torch.random.get_rng_state().shape
+    assert torch.tensor(1.0).float().dtype == torch.float32 and torch.ones(2).double().float().dtype == torch.float32
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_no_number_deviates_without_bound(where: str) -> None:
+    nan = float("nan")
+    wanted = Outcome(1.0, {"a": torch.ones(2), "b": torch.ones(2)})
+    gradients = {"a": torch.full((2,), nan if where == "gradient" else 1.0), "b": torch.ones(2)}
+    found = Outcome(nan if where == "loss" else 1.0, gradients)
+    assert found.deviation(wanted) == float("inf")
+    assert wanted.deviation(wanted) == 0.0
+    assert Outcome(1.0, {"a": torch.ones(2)}).deviation(wanted) == pytest.approx(1.0)  # one that is missing
