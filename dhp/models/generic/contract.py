@@ -75,14 +75,22 @@ def find_contract(config: PreTrainedConfig) -> Contract:
     run without code of its own, and says what is missing."""
     key = config.to_json_string(use_diff=False)
     if key not in _found:
-        _found[key] = _find(config)
+        try:
+            _found[key] = _find(config)
+        except ModelError:
+            raise
+        except Exception as error:  # a family that no rule here knows may fail anyhow
+            raise ModelError(
+                f"model_type {config.model_type!r}: a small model of this configuration does not run "
+                f"({type(error).__name__}: {str(error).strip()[:300]}), so that nothing is known of the family here"
+            ) from error
     return _found[key]
 
 
 def _find(config: PreTrainedConfig) -> Contract:
     model = without_weights(config)
     structure = find_structure(model)
-    twin = _twin(config)
+    twin = _short_twin(config) or Twin(shrink(config))
     values = row_values(config)
     picture = {name: tensor.numpy() for name, tensor in twin.picture(0).items() if tensor is not None}
     dummy = pack(picture, twin.tokens(0), values)[1]
@@ -101,18 +109,6 @@ def _find(config: PreTrainedConfig) -> Contract:
         vision_work=count_vision(config, model, structure),
         text_work=count_text(config, model, structure),
     )
-
-
-def _twin(config: PreTrainedConfig) -> Twin:
-    try:
-        return _short_twin(config) or Twin(shrink(config))
-    except ModelError:
-        raise
-    except Exception as error:  # a family that no rule of the twin knows may fail anyhow
-        raise ModelError(
-            f"model_type {config.model_type!r}: a small model of this configuration does not run "
-            f"({type(error).__name__}: {str(error).strip()[:300]}), so that nothing is known of the family here"
-        ) from error
 
 
 def _short_twin(config: PreTrainedConfig) -> Twin | None:

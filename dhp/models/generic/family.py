@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dhp.base.errors import ModelError
 from dhp.models.family import Family
 from dhp.models.generic.contract import find_contract
 from dhp.models.generic.declared import is_declared
@@ -22,10 +23,12 @@ def generic(config: Any, model_name: str = "") -> Family:
     read. Raises ModelError with what is missing."""
     contract = find_contract(config)
     note = "" if is_declared(config) else NOTE.format(family=config.model_type, source=model_name or "PATH")
+    try:
+        decoder = ContractDecoder(config, contract)
+    except AttributeError as error:
+        raise ModelError(
+            f"model_type {config.model_type!r}: its decoder's configuration lacks what all others have ({error})"
+        ) from error
     return Family(
-        config,
-        ContractProcessor(config, contract, model_name),
-        WholeTower(config, contract),
-        ContractDecoder(config, contract),
-        note=note,
+        config, ContractProcessor(config, contract, model_name), WholeTower(config, contract), decoder, note=note
     )

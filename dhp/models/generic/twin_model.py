@@ -15,8 +15,9 @@ from dhp.base.logits import LogitRule
 from dhp.models.generic.handover import LAST, POOLED, Encoded, Handover
 from dhp.models.generic.pictures import Make, Picture, ways
 from dhp.models.generic.rows import kinds_for, make_row
-from dhp.models.generic.structure import Structure, family_class, find_structure
+from dhp.models.generic.structure import Structure, family_class, find_structure, without_weights
 
+MOST = 1_000_000_000  # parameters of a twin: eight bytes each
 NOT_HANDED_OVER = ("hidden_states", "attentions")
 
 
@@ -28,19 +29,15 @@ class Sample:
     kinds: Tensor
     pictures: tuple[int, ...]
 
-    @property
-    def labels(self) -> Tensor:
-        return self.ids.masked_fill(self.kinds.bool(), -100)
-
 
 class Twin:
     """The model in float64, in training mode, with weights that leave no output small."""
 
-    def __init__(self, config: PreTrainedConfig, attention: str | None = None):
+    def __init__(self, config: PreTrainedConfig):
         """Raises ModelError for a configuration of which no model can be made or that encodes no picture."""
         self.config = config
         self._tokens: dict[int, int] = {}
-        self.model = _make(config, attention)
+        self.model = _make(config)
         self.structure: Structure = find_structure(self.model)
         self.base = self.model.get_submodule(self.structure.base)
         before = torch.random.get_rng_state()
@@ -67,10 +64,6 @@ class Twin:
     def sample(self, pictures: Sequence[int], seed: int) -> Sample:
         ids, kinds = make_row(self.config, [self.tokens(number) for number in pictures], seed)
         return Sample(ids, kinds, tuple(pictures))
-
-    def told(self, sample: Sample) -> dict[str, Tensor]:
-        """Arguments beside ids that say what a row's tokens are."""
-        return kinds_for(self.base.forward, sample.kinds)
 
     def _refuse_chance(self, before: Tensor) -> None:
         """Raises ModelError for layers that draw random numbers in training: what they drew on one rank cannot be drawn
@@ -148,12 +141,18 @@ class Twin:
         return Handover(main, tuple(more), listed, tuple(shared))
 
 
-def _make(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
+def _make(config: PreTrainedConfig) -> PreTrainedModel:
     kind = family_class(config)
+    size = sum(parameter.numel() for parameter in without_weights(config).parameters())
+    if size > MOST:
+        raise ModelError(
+            f"model_type {config.model_type!r}: its configuration, made small, still has {size:,} parameters, "
+            f"more than the {MOST:,} that are tried"
+        )
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(0)
-        model = kind._from_config(config, **({} if attention is None else {"attn_implementation": attention}))
+        model = kind._from_config(config)
         model = exact_experts(model).to(torch.float64).train()
         _spread(model)
     except (ValueError, ImportError) as error:
