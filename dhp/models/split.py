@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -84,15 +84,16 @@ def load_part(
     part = type(base.__name__, (base,), _overrides(base, dropped, tensor_mesh, exact, read_plan))
     sharded = tensor_mesh is not None and tensor_mesh.size() > 1
     distributed = DistributedConfig(tp_size=tensor_mesh.size(), tp_plan=generic or None) if sharded else None
+    load = partial(
+        part.from_pretrained,
+        model_name,
+        dtype=dtype,
+        distributed_config=distributed,
+        ignore_mismatched_sizes=True,  # reported below, by name, instead of by transformers without one
+        output_loading_info=True,
+    )
     try:
-        model, info = part.from_pretrained(
-            model_name,
-            dtype=dtype,
-            attn_implementation=attention_for(model_name),
-            distributed_config=distributed,
-            ignore_mismatched_sizes=True,  # reported below, by name, instead of by transformers without one
-            output_loading_info=True,
-        )
+        model, info = _with_attention(load)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{model_name}: the weights cannot be read: {error}") from error
     _refuse_incomplete(model_name, info)
@@ -102,18 +103,15 @@ def load_part(
     return model.train()
 
 
-@lru_cache(maxsize=8)
-def attention_for(model_name: str) -> str:
-    """sdpa, or eager for a model that refuses it: Gemma 2 would lose its soft cap. Our own attention takes the place of
-    either in the decoder."""
-    with torch.device("meta"):
-        try:
-            model_class(model_name)._from_config(AutoConfig.from_pretrained(model_name), attn_implementation="sdpa")
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-            return "eager"
-    return "sdpa"
+def _with_attention(load: Callable[..., Any]) -> Any:
+    """By sdpa, or eager for a model whose constructor refuses it: Gemma 2 would lose its soft cap. Our own attention
+    takes the place of either in the decoder."""
+    try:
+        return load(attn_implementation="sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return load(attn_implementation="eager")
 
 
 def _by_kind(plan: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
