@@ -69,10 +69,16 @@ def test_rows_that_are_not_masked_as_the_model_asks_are_noticed(
 
 
 def test_state_that_runs_from_sample_to_sample_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dhp.models.generic.structure._MIXERS", ("no such class",))
+    monkeypatch.setattr("dhp.trainers.text.run_by_segment", lambda model, names: 0)
     found = examine(save(tmp_path, "qwen3_5"))
     assert found.trainable  # a padded row is a sample's own
     assert found.packed_error is not None and found.packed_error > 1e-3 and "packing" in found.refused
+
+
+def test_layers_of_an_unknown_kind_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp.models.generic.structure._MIXERS", ("no such class",))
+    found = examine(save(tmp_path, "qwen3_5"))
+    assert not found.trainable and "layers of the kind linear_attention" in found.refused["family"]
 
 
 def test_a_gradient_that_is_not_handed_back_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

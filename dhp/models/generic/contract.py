@@ -22,7 +22,7 @@ from dhp.models.generic.handover import Handover
 from dhp.models.generic.pictures import joined, row_values
 from dhp.models.generic.plan import complete_plan
 from dhp.models.generic.rows import generic_name, kinds_for
-from dhp.models.generic.structure import Structure, find_structure, without_weights
+from dhp.models.generic.structure import Structure, find_structure, refuse_unknown_layers, without_weights
 from dhp.models.generic.twin import shrink
 from dhp.models.generic.twin_model import Twin
 from dhp.models.generic.work import count_text, count_vision
@@ -90,6 +90,7 @@ def find_contract(config: PreTrainedConfig) -> Contract:
 def _find(config: PreTrainedConfig) -> Contract:
     model = without_weights(config)
     structure = find_structure(model)
+    refuse_unknown_layers(config, structure)
     twin = _short_twin(config) or Twin(shrink(config))
     values = row_values(config)
     picture = {name: tensor.numpy() for name, tensor in twin.picture(0).items() if tensor is not None}

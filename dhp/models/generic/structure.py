@@ -103,6 +103,24 @@ def find_structure(model: PreTrainedModel) -> Structure:
 
 
 _MIXERS = ("GatedDeltaNet", "ShortConv")
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_MIXING = frozenset({"linear_attention", "conv"})  # kinds of layers of which a mixer is the sign
+
+
+def refuse_unknown_layers(config: PreTrainedConfig, structure: Structure) -> None:
+    """Raises ModelError for kinds of layers whose state, or whose choice of keys, could run from sample to sample in a
+    packed row without anybody's notice."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
+    unknown = kinds - _ATTENTION - (_MIXING if structure.mixers else frozenset())
+    if unknown:
+        raise ModelError(
+            f"model_type {config.model_type!r}: its decoder has layers of the kind {', '.join(sorted(unknown))}, and "
+            "how these keep the samples of a packed row apart is not known here. Name their class among the mixers of "
+            "dhp/models/generic/structure.py once its state is known to begin anew with a row"
+        )
+
+
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
 
