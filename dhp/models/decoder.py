@@ -145,20 +145,11 @@ class Decoder(Part):
         on the chunk's layers alone.
         """
         decoder = model.get_submodule(self.path)
-        states = self._embed(model, inputs) if chunk.first else inputs.hidden
+        states = embed(model, inputs) if chunk.first else inputs.hidden
         layers = [self._layer(decoder, chunk, index, inputs) for index in self.whole.layers]
         with having(decoder, layers=layers, **({} if chunk.last else {"norm": unchanged})):
             output = decoder(inputs_embeds=states, position_ids=inputs.position_ids, use_cache=False, **extra)
         return output.last_hidden_state
-
-    def _embed(self, model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
-        """Pictures go in by their positions. The model's own way looks for placeholders among the tokens on the device,
-        and waits for the answer."""
-        states = model.get_input_embeddings()(inputs.input_ids)
-        if EMBEDDINGS not in inputs.images:
-            return states
-        images = inputs.images[EMBEDDINGS].to(states.dtype)
-        return states.flatten(0, 1).index_copy(0, inputs.image_positions, images).view_as(states)
 
     def _layer(self, decoder: nn.Module, chunk: Chunk, index: int, inputs: DecoderInputs) -> Callable[..., Tensor]:
         """What stands at a layer's place: layers of other chunks let the states pass."""
@@ -167,6 +158,19 @@ class Decoder(Part):
         layer = decoder.layers.get_submodule(str(index))
         added = [inputs.images[name] for name, place in self.enters.items() if place == index and name in inputs.images]
         return partial(_run_and_add, layer, added, inputs.image_positions) if added else layer
+
+
+def embed(model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
+    """The first layer's states, [rows, tokens, hidden].
+
+    Pictures go in by their positions: the model's own way looks for placeholders among the tokens on the device, and
+    waits for the answer.
+    """
+    states = model.get_input_embeddings()(inputs.input_ids)
+    if EMBEDDINGS not in inputs.images:
+        return states
+    images = inputs.images[EMBEDDINGS].to(states.dtype)
+    return states.flatten(0, 1).index_copy(0, inputs.image_positions, images).view_as(states)
 
 
 def _run_and_add(

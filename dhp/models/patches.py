@@ -31,6 +31,16 @@ def project_as_product(convolution: nn.Conv2d | nn.Conv3d) -> None:
     convolution.forward = forward
 
 
+def project_as_products(model: nn.Module) -> None:
+    """The same for all convolutions of `model` whose stride is their kernel; others stay as they are."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d):
+            try:
+                project_as_product(module)
+            except ValueError:
+                pass  # a convolution of another kind stays one
+
+
 def _patches(pixels: Tensor, kernel: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
     """[images, channels, *sizes] as [images, patches, channels × kernel], and how many patches lie along each."""
     counts = tuple(size // length for size, length in zip(pixels.shape[2:], kernel, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from dhp.base.geometry import Form, Grid
 from dhp.models.decoder import Decoder
-from dhp.models.family import Family, ImageLayout, LayerParts
+from dhp.models.family import Family, ImageLayout
 from dhp.models.flops import VisionWork
-from dhp.models.qwen import QwenProcessor, QwenTower, patch_values
-from dhp.models.tower import EMBEDDINGS
+from dhp.models.grid.processor import GridProcessor, patch_values
+from dhp.models.grid.tower import GridTower
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +23,7 @@ def qwen2_5_vl(config: Any) -> Family:
     return Family(config, Qwen25VlProcessor(config), Qwen25VlTower(config), Decoder(config))
 
 
-class Qwen25VlProcessor(QwenProcessor):
+class Qwen25VlProcessor(GridProcessor):
     """A video is one run of placeholders; its positions in time go by seconds."""
 
     def model(self) -> type[PreTrainedModel]:
@@ -33,7 +32,7 @@ class Qwen25VlProcessor(QwenProcessor):
         return Qwen2_5_VLModel
 
 
-class Qwen25VlTower(QwenTower):
+class Qwen25VlTower(GridTower):
     """Most layers attend to windows, some to whole frames."""
 
     tensor_plan = {
@@ -45,15 +44,15 @@ class Qwen25VlTower(QwenTower):
         "model.visual.merger.mlp.2": "rowwise",
     }
 
+    gates = ("mlp.gate_proj", "mlp.up_proj")
+    position_columns = 2  # row, column
+
     def __init__(self, config: Any):
-        super().__init__(config)
-        vision = config.vision_config
-        work = self.work = _count_work(vision)
-        self.attention_crossover_patches = work.token / work.segment_pair if work.segment_pair else float("inf")
-        kinds = ("full" if layer in vision.fullatt_block_indexes else "window" for layer in range(vision.depth))
-        self.layers = LayerParts(
-            "model.visual.blocks", ("attn.qkv", "attn.proj"), ("mlp.gate_proj", "mlp.up_proj"), tuple(kinds)
-        )
+        super().__init__(config, _count_work(config.vision_config))
+
+    def kinds(self, vision: Any) -> tuple[str, ...]:
+        """See `GridTower`."""
+        return tuple("full" if layer in vision.fullatt_block_indexes else "window" for layer in range(vision.depth))
 
     def image_layout(self, grid: Grid | Form) -> ImageLayout:
         from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
@@ -72,29 +71,14 @@ class Qwen25VlTower(QwenTower):
             positions=positions,
         )
 
-    def encode(
-        self,
-        model: PreTrainedModel,
-        pixels: Tensor,
-        positions: Tensor,
-        windows: Any,
-        frames: Any,
-        forms: Sequence[Form] = (),
-    ) -> dict[str, Tensor]:
-        tower = model.model.visual
-        rows = len(pixels) // self.merge_unit
-        # Everything the tower would derive from the grid is given, so that a shard, which has no grid, runs too.
-        output = tower(
-            pixels.to(tower.dtype),
-            grid_thw=None,
-            position_ids=positions,
-            cu_seqlens=frames,
-            max_seqlen=len(pixels),
-            window_index=torch.arange(rows, device=pixels.device),
-            cu_window_seqlens=windows,
-            max_window_seqlen=len(pixels),
-        )
-        return {EMBEDDINGS: output.pooler_output}
+    def derive(self, tower: Any, positions: Tensor, windows: Any, frames: Any) -> dict[str, Any]:
+        """See `GridTower`."""
+        rows = len(positions) // self.merge_unit
+        return {
+            "window_index": torch.arange(rows, device=positions.device),
+            "cu_window_seqlens": windows,
+            "max_window_seqlen": len(positions),
+        }
 
 
 def _count_work(vision: Any) -> VisionWork:

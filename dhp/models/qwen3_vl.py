@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dhp.base.geometry import Form, Grid
 from dhp.models.decoder import PATH, Decoder
-from dhp.models.family import Family, ImageLayout, LayerParts
+from dhp.models.family import Family
 from dhp.models.flops import VisionWork
-from dhp.models.qwen import QwenProcessor, QwenTower, patch_values
+from dhp.models.grid.interpolation import interpolate, linear
+from dhp.models.grid.processor import GridProcessor, patch_values
+from dhp.models.grid.tower import GridTower
 from dhp.models.tower import EMBEDDINGS
 
 if TYPE_CHECKING:
@@ -33,19 +33,19 @@ def qwen3_vl_moe(config: Any) -> Family:
     return Family(config, Qwen3VlMoeProcessor(config), Qwen3VlTower(config), Qwen3VlDecoder(config))
 
 
-class Qwen3VlProcessor(QwenProcessor):
+class Qwen3VlProcessor(GridProcessor):
     """A step in time of a video has placeholders of its own, with text before them."""
 
     takes_both_ends = True
 
-    def __init__(self, config: Any):
-        super().__init__(config)
+    def __init__(self, config: Any, base: type[nn.Module] | None = None):
+        super().__init__(config, base)
         self.step_tokens = (config.vision_start_token_id, config.vision_end_token_id)
 
-    def model(self) -> type[PreTrainedModel]:
+    def model(self) -> type[nn.Module]:
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-        return Qwen3VLModel
+        return self._base or Qwen3VLModel
 
     def step_time(self, seconds: float) -> str:
         return f"<{seconds:.1f} seconds>"
@@ -57,77 +57,47 @@ class Qwen3VlProcessor(QwenProcessor):
 class Qwen3VlMoeProcessor(Qwen3VlProcessor):
     """The same of the model with experts."""
 
-    def model(self) -> type[PreTrainedModel]:
+    def model(self) -> type[nn.Module]:
         from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeModel
 
         return Qwen3VLMoeModel
 
 
-class Qwen3VlTower(QwenTower):
-    """All layers attend to whole frames, so that patches stay in the processor's order. A patch's learned position is
-    interpolated from a square table, by its own place and the size of its frame."""
+class Qwen3VlTower(GridTower):
+    """A patch's learned position is interpolated from a square table, by its own place and the size of its frame."""
 
-    projector = ("model.visual.merger", "model.visual.deepstack_merger_list")
-    position_columns = 4  # row, column, and rows and columns of the frame
-    tensor_plan = {
-        "model.visual.blocks.*.attn.proj": "rowwise",
-        "model.visual.blocks.*.mlp.linear_fc1": "colwise",
-        "model.visual.blocks.*.mlp.linear_fc2": "rowwise",
-        **{
-            f"model.visual.{merger}.{module}": style
-            for merger in ("merger", "deepstack_merger_list.*")
-            # A merger's norm stands before its matrices and sees whole rows.
-            for module, style in (("norm", "dhp_whole"), ("linear_fc1", "colwise"), ("linear_fc2", "rowwise"))
-        },
+    gates = ("mlp.linear_fc1",)
+
+    def __init__(self, config: Any, work: VisionWork | None = None):
+        super().__init__(config, work or _count_work(config.vision_config))
+        features = deepstack_names(config)
+        self.tensors = (EMBEDDINGS, *features)
+        mergers = ("merger", "deepstack_merger_list") if features else ("merger",)
+        self.projector = tuple(f"{self.path}.{merger}" for merger in mergers)
+        self.tensor_plan = _tower_plan(self.layers.path, self.projector)
+
+    def derive(self, tower: Any, positions: Tensor, windows: Any, frames: Any) -> dict[str, Any]:
+        """See `GridTower`."""
+        indices, weights = interpolate(positions, tower.num_grid_per_side, linear)
+        return {"interp_indices": indices, "interp_weights": weights}
+
+    def leave(self, model: PreTrainedModel, output: Any) -> dict[str, Tensor]:
+        """See `GridTower`."""
+        features = output.deepstack_features if len(self.tensors) > 1 else ()
+        return dict(zip(self.tensors, (output.pooler_output, *features), strict=True))
+
+
+def _tower_plan(layers: str, projector: Sequence[str]) -> dict[str, str]:
+    plan = {
+        f"{layers}.*.attn.proj": "rowwise",
+        f"{layers}.*.mlp.linear_fc1": "colwise",
+        f"{layers}.*.mlp.linear_fc2": "rowwise",
     }
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        vision = config.vision_config
-        self.tensors = (EMBEDDINGS, *deepstack_names(config))
-        work = self.work = _count_work(vision)
-        self.attention_crossover_patches = work.token / work.segment_pair
-        self.layers = LayerParts(
-            "model.visual.blocks", ("attn.qkv", "attn.proj"), ("mlp.linear_fc1",), ("full",) * vision.depth
-        )
-
-    def image_layout(self, grid: Grid | Form) -> ImageLayout:
-        from transformers.vision_utils import get_vision_position_ids
-
-        t, h, w = grid
-        merge = self.config.vision_config.spatial_merge_size
-        coordinates = get_vision_position_ids(torch.tensor([grid]), merge)  # [patches, 2]
-        size = torch.tensor([[h, w]]).expand(len(coordinates), 2)
-        return ImageLayout(
-            order=torch.arange(t * h * w // self.merge_unit),
-            unit=self.merge_unit,
-            window_lengths=(merge * w,) * (t * h // merge),  # where a frame may be divided: between rows of tokens
-            frame_lengths=(h * w,) * t,
-            positions=torch.cat([coordinates, size], dim=1),
-        )
-
-    def encode(
-        self,
-        model: PreTrainedModel,
-        pixels: Tensor,
-        positions: Tensor,
-        windows: Any,
-        frames: Any,
-        forms: Sequence[Form] = (),
-    ) -> dict[str, Tensor]:
-        tower = model.model.visual
-        indices, weights = interpolate(positions, tower.num_grid_per_side)
-        # Everything the tower would derive from the grid is given, so that a shard, which has no grid, runs too.
-        output = tower(
-            pixels.to(tower.dtype),
-            grid_thw=None,
-            interp_indices=indices,
-            interp_weights=weights,
-            position_ids=positions[:, :2],
-            cu_seqlens=frames,
-            max_seqlen=len(pixels),
-        )
-        return dict(zip(self.tensors, (output.pooler_output, *output.deepstack_features), strict=True))
+    for merger in projector:
+        merger += ".*" if merger.endswith("_list") else ""
+        # A merger's norm stands before its matrices and sees whole rows.
+        plan |= {f"{merger}.norm": "dhp_whole", f"{merger}.linear_fc1": "colwise", f"{merger}.linear_fc2": "rowwise"}
+    return plan
 
 
 class Qwen3VlDecoder(Decoder):
@@ -150,27 +120,16 @@ class Qwen3VlDecoder(Decoder):
 
 def deepstack_names(config: Any) -> tuple[str, ...]:
     """Of the features that leave the tower before its end; each enters behind the decoder layer of its number."""
-    return tuple(f"deepstack.{number}" for number in range(len(config.vision_config.deepstack_visual_indexes)))
+    return tuple(f"deepstack.{number}" for number in range(len(_deepstack(config.vision_config))))
 
 
-def interpolate(positions: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """The four entries of a table of side × side that surround each patch, and their weights; [patches, 4] each.
-
-    The corners of the table are those of the frame. positions: row, column, rows, columns.
-    """
-    coordinates, sizes = positions[:, :2], positions[:, 2:]
-    exact = coordinates.float() * (side - 1) / (sizes - 1).clamp(min=1)
-    before = exact.floor()
-    beyond = (exact - before)[..., None]  # [patches, 2, 1]
-    near = before.long()[..., None]
-    entries = torch.cat([near, near + 1], dim=-1).clamp(max=side - 1)
-    weights = torch.cat([1 - beyond, 1 - (beyond - 1).abs()], dim=-1)  # as transformers rounds them
-    flat = entries[:, 0, :, None] * side + entries[:, 1, None, :]
-    return flat.flatten(1), (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)
+def _deepstack(vision: Any) -> Sequence[int]:
+    """Layers of the tower whose states leave it."""
+    return getattr(vision, "deepstack_visual_indexes", ())
 
 
 def _count_work(vision: Any) -> VisionWork:
-    width, mergers = vision.hidden_size, 1 + len(vision.deepstack_visual_indexes)
+    width, mergers = vision.hidden_size, 1 + len(_deepstack(vision))
     merged = width * vision.spatial_merge_size**2
     return VisionWork(
         patch=patch_values(vision) * width,

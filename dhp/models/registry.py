@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,36 +12,21 @@ if TYPE_CHECKING:
     from dhp.models.family import Family
 
 
-def _qwen2_5_vl(config: Any) -> Family:
-    from dhp.models.qwen2_5_vl import qwen2_5_vl
-
-    return qwen2_5_vl(config)
-
-
-def _qwen3_vl(config: Any) -> Family:
-    from dhp.models.qwen3_vl import qwen3_vl
-
-    return qwen3_vl(config)
-
-
-def _qwen3_vl_moe(config: Any) -> Family:
-    from dhp.models.qwen3_vl import qwen3_vl_moe
-
-    return qwen3_vl_moe(config)
-
-
-def _llava(config: Any) -> Family:
-    from dhp.models.llava import llava
-
-    return llava(config)
-
-
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-FAMILIES: dict[str, Callable[[Any], Family]] = {
-    "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_vl": _qwen3_vl,
-    "qwen3_vl_moe": _qwen3_vl_moe,
-    "llava": _llava,
+# Model type → the module of dhp.models that has its adapter, and its name there. Imported when asked for, as modeling
+# code takes a second.
+FAMILIES: dict[str, tuple[str, str]] = {
+    "glm46v": ("glm4v", "glm4v"),
+    "glm4v": ("glm4v", "glm4v"),
+    "glm4v_moe": ("glm4v", "glm4v"),
+    "kimi_k25": ("kimi_k25", "kimi_k25"),
+    "llava": ("llava", "llava"),
+    "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl"),
+    "qwen2_vl": ("qwen2_vl", "qwen2_vl"),
+    "qwen3_5": ("qwen3_5", "qwen3_5"),
+    "qwen3_5_moe": ("qwen3_5", "qwen3_5"),
+    "qwen3_vl": ("qwen3_vl", "qwen3_vl"),
+    "qwen3_vl_moe": ("qwen3_vl", "qwen3_vl_moe"),
 }
 
 
@@ -57,15 +42,17 @@ def load_family(model_name: str) -> Family:
         config = AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable model configuration: {error}") from error
-    if config.model_type in FAMILIES and not _is_unusual(config):
-        _refuse_dropout(model_name, config)
-        return FAMILIES[config.model_type](config)
-    from dhp.models.generic.family import generic
-    from dhp.models.generic.structure import family_class
-
     try:
+        if config.model_type in FAMILIES and not _is_unusual(config):
+            _refuse_dropout(config)
+            module, name = FAMILIES[config.model_type]
+            family: Family = getattr(import_module(f"dhp.models.{module}"), name)(config)
+            return family
+        from dhp.models.generic.family import generic
+        from dhp.models.generic.structure import family_class
+
         family_class(config)  # first, as nothing helps a family without the contract
-        _refuse_dropout("its configuration", config)
+        _refuse_dropout(config)
         return generic(config, model_name)
     except ModelError as error:
         raise ModelError(f"{model_name}: {error}") from error
@@ -79,13 +66,13 @@ def _is_unusual(config: Any) -> bool:
     return not known or config.vision_feature_select_strategy != "default"
 
 
-def _refuse_dropout(model_name: str, config: Any) -> None:
+def _refuse_dropout(config: Any) -> None:
     """Attention here drops nothing. Raises ModelError for a model that asks for it: it would train as another one."""
     for part in (getattr(config, "vision_config", None), config.get_text_config()):
         dropout = getattr(part, "attention_dropout", 0.0)
         if dropout:
             raise ModelError(
-                f"{model_name}: attention_dropout={dropout} of {type(part).__name__} is not supported. Set it to 0 in "
+                f"attention_dropout={dropout} of {type(part).__name__} is not supported. Set it to 0 in "
                 "the model's config.json"
             )
 

@@ -85,7 +85,7 @@ def test_a_gradient_that_is_not_handed_back_is_noticed(tmp_path: Path, monkeypat
     give = Handover.give
     detached = lambda self, rows: give(self, {name: tensor.detach() for name, tensor in rows.items()})
     monkeypatch.setattr(Handover, "give", detached)
-    found = examine(save(tmp_path, "internvl"))
+    found = examine(save(tmp_path, "gemma3"))
     assert not found.trainable and found.split_error is not None and found.split_error > 0.1
 
 

@@ -120,7 +120,7 @@ class Oracle:
         if sample.pixels and isinstance(sample.grids[0], Form):
             inputs |= {"attention_mask": torch.ones_like(kinds), **_whole_pictures(sample, self.model.dtype)}
         elif sample.pixels:
-            inputs |= _pictures(sample)
+            inputs |= _pictures(sample, self.model.dtype)
             inputs["mm_token_type_ids"] = kinds
         inputs = self._family.processor.plain_inputs(inputs) | kinds_for(type(self.model).forward, kinds)
         inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
@@ -135,14 +135,14 @@ def _whole_pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
     return joined([unpack(form, torch.from_numpy(pixels), dtype) for form, pixels in pairs])
 
 
-def _pictures(sample: Sample) -> dict[str, Tensor]:
+def _pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
     """Images and videos as the plain model's own arguments."""
     found = {}
     for kind, still in (("image", True), ("video", False)):
         numbers = [n for n, seconds in enumerate(sample.video_seconds) if (seconds is None) == still]
         if numbers:
             name = "pixel_values" if still else "pixel_values_videos"
-            found[name] = torch.cat([torch.from_numpy(sample.pixels[n]) for n in numbers])
+            found[name] = torch.cat([torch.from_numpy(sample.pixels[n]) for n in numbers]).to(dtype)
             found[f"{kind}_grid_thw"] = torch.tensor([sample.grids[n] for n in numbers])
     moving = [seconds for seconds in sample.video_seconds if seconds is not None]
     return found | ({"second_per_grid_ts": torch.tensor(moving)} if moving else {})

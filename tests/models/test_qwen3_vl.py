@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, AutoConfig, AutoModelForImageTextToText
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from dhp.base.degrees import Degrees
 from dhp.data.sample import Sample
 from dhp.models.family import Family
-from dhp.models.qwen3_vl import interpolate
 from dhp.models.registry import load_family
 from dhp.models.shape import check_tensor_plan, part_shape
 from dhp.models.split import load_part, model_class
@@ -52,24 +50,8 @@ def test_layout_covers_the_image_once(family: Family, grid: tuple[int, int, int]
     assert set(layout.window_lengths) == {2 * w}  # a row of tokens
 
 
-def test_interpolation_equals_the_librarys_to_the_bit(family: Family) -> None:
-    grids = [*GRIDS, (1, 2, 30), (3, 8, 6)]
-    for side in (5, 48):
-        theirs = get_vision_interpolation_indices_and_weights(
-            torch.tensor(grids), side, "bilinear", align_corners=True, spatial_merge_size=2
-        )
-        positions = torch.cat([family.tower.image_layout(grid).positions for grid in grids])
-        assert all(torch.equal(mine, other) for mine, other in zip(interpolate(positions, side), theirs, strict=True))
-
-
-def test_a_dummy_has_a_place_in_the_table() -> None:
-    indices, weights = interpolate(torch.zeros(4, 4, dtype=torch.long), 5)
-    assert indices.min() >= 0 and indices.max() < 25
-    assert torch.equal(weights.sum(1), torch.ones(4))
-
-
 def test_the_table_is_resampled_as_the_adapter_does(qwen3_vl_model: str) -> None:
-    """Canary: the tower's own settings for it."""
+    """Canary: the tower's own settings for it. `linear` is tested in tests/models/grid/test_interpolation.py."""
     tower = AutoModelForImageTextToText.from_pretrained(qwen3_vl_model).model.visual
     assert (tower.interpolation_mode, tower.interpolation_align_corners) == ("bilinear", True)
     assert tower.num_grid_per_side == 5

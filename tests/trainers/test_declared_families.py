@@ -102,11 +102,28 @@ def test_recomputing_changes_nothing(name: str, made: dict[str, Made]) -> None:
     assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=True, checkpointing=True)))
 
 
+BY_TOKEN = {
+    "ring": (Degrees(ring=2), Degrees()),
+    "both": (Degrees(ulysses=2, ring=2), Degrees(tensor=2)),
+    "tensor": (Degrees(tensor=2), Degrees(tensor=2)),
+}
+# Families whose tower takes any run of patches, beside Qwen2.5-VL and Qwen3-VL, which have tests of their own.
+GRIDS = ["qwen2_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm4v_moe", "kimi_k25"]
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("layout", BY_TOKEN)
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_tower_by_token_equals_the_plain_model(name: str, layout: str, made: dict[str, Made]) -> None:
+    assert_exact(run(made[name], Case(*BY_TOKEN[layout], 2, packing=True)))
+
+
 ALWAYS = [
     ("llava_next", Case(Degrees(ulysses=2), Degrees(tensor=2), 2, packing=True)),  # a parameter that is no module's
     ("gemma4", Case(Degrees(), Degrees(tensor=2), 2, packing=True)),  # inputs of each layer, a cap on the logits
     ("qwen3_5_moe", Case(Degrees(), Degrees(tensor=2), 1, packing=True, checkpointing=True)),  # state along the row
-    ("glm4v", Case(Degrees(data=2), Degrees(tensor=2), 2)),  # gate and up in one matrix
+    ("glm4v", Case(Degrees(ring=2), Degrees(tensor=2), 2)),  # frames by their lengths; gate and up in one matrix
+    ("kimi_k25", Case(Degrees(ulysses=2), Degrees(), 2, packing=True)),  # patches by rows of the picture
 ]
 
 

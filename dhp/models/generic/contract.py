@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from dhp.base.errors import ModelError
 from dhp.base.geometry import Form
 from dhp.base.logits import LogitRule
+from dhp.models.decoder import embed
 from dhp.models.family import DecoderInputs
 from dhp.models.flops import TextWork, VisionWork
 from dhp.models.generic.declared import block_rule
@@ -42,6 +43,8 @@ class Contract:
 
     batches: several pictures of one shape may go through the encoder together.
 
+    embeds: the decoder needs nothing but embeddings, in which the encoder's rows stand in the places of placeholders.
+
     cuts: the decoder may be cut by layers: a layer needs nothing but the states of the one before.
 
     logits: what becomes of the head's output.
@@ -59,6 +62,7 @@ class Contract:
     values: int
     arguments: tuple[str, ...]
     batches: bool
+    embeds: bool
     cuts: bool
     logits: LogitRule
     tensor_plan: Mapping[str, str] | None
@@ -103,6 +107,7 @@ def _find(config: PreTrainedConfig) -> Contract:
         values=values,
         arguments=tuple(signature(twin.base.get_image_features).parameters),
         batches=_batches(twin),
+        embeds=_embeds(twin),
         cuts=_cuts(twin),
         logits=twin.logits,
         tensor_plan=complete_plan(model, structure, config.get_text_config()),
@@ -138,6 +143,26 @@ def _batches(twin: Twin) -> bool:
         if rows.shape != wanted.shape or not torch.allclose(rows, wanted, rtol=1e-9, atol=1e-9):
             return False
     return True
+
+
+def _embeds(twin: Twin) -> bool:
+    """Whether the decoder makes of such embeddings what the base model makes of tokens and pictures."""
+    structure, handover = twin.structure, twin.handover
+    if handover.more or handover.shared or block_rule(twin.config) is not None:
+        return False
+    sample = twin.sample([0], seed=5)
+    places = sample.kinds.flatten().nonzero()[:, 0]
+    inputs = DecoderInputs(sample.ids, torch.arange(sample.ids.shape[1])[None], kinds=sample.kinds)
+    with torch.no_grad():
+        rows = handover.take(twin.encode(twin.picture(0)), [twin.tokens(0)])
+        whole = Chunk(range(structure.depth), True, True)
+        wanted = run_layers(twin.model, structure, whole, inputs, {"image": handover.give(rows)})
+        given = replace(inputs, images=rows, image_positions=places)
+        try:
+            found = run_layers(twin.model, structure, whole, replace(given, hidden=embed(twin.model, given)))
+        except Exception:  # a decoder that wants what only the base model has may fail anyhow
+            return False
+    return bool((found - wanted).abs().max() <= 1e-5 * wanted.abs().max())
 
 
 def _cuts(twin: Twin) -> bool:

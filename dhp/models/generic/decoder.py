@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from dhp.base.errors import ConfigError
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
-from dhp.models.decoder import Decoder, having, unchanged
+from dhp.models.decoder import Decoder, embed, having, unchanged
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.flops import TextWork
 from dhp.models.generic.declared import block_rule, sees_prefix
@@ -33,12 +34,12 @@ def run_layers(
     encoded: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Tensor:
-    """The states that a chunk makes of its inputs: of tokens and pictures by the base model, or, behind a first chunk,
-    of states by the decoder. encoded: pictures as the base model takes them."""
+    """The states that a chunk makes of its inputs: of tokens and pictures by the base model, or of states, where there
+    are some, by the decoder. encoded: pictures as the base model takes them."""
     base, decoder = model.get_submodule(structure.base), model.get_submodule(structure.decoder)
     named = {"position_ids": inputs.position_ids, "use_cache": False, **extra}
     with having(decoder, **_replaced(decoder, structure, chunk)):
-        if chunk.first:
+        if inputs.hidden is None:
             told = kinds_for(base.forward, inputs.kinds)
             output = base(input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **told, **named)
         else:
@@ -122,7 +123,10 @@ class ContractDecoder(Decoder):
 
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
         """See `Decoder`."""
-        return run_layers(model, self._contract.structure, chunk, inputs, self._encoded(inputs), **extra)
+        structure = self._contract.structure
+        if chunk.first and self._contract.embeds:
+            return run_layers(model, structure, chunk, replace(inputs, hidden=embed(model, inputs)), **extra)
+        return run_layers(model, structure, chunk, inputs, self._encoded(inputs), **extra)
 
     def _encoded(self, inputs: DecoderInputs) -> dict[str, Any] | None:
         """Rows in the order of their placeholders, as the model takes them."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dhp.base.errors import ConfigError, ModelError
 from dhp.base.geometry import Form, Grid
@@ -18,7 +18,7 @@ from dhp.models.flops import VisionWork
 from dhp.models.generic.contract import Contract
 from dhp.models.generic.forms import unpack
 from dhp.models.generic.pictures import joined
-from dhp.models.patches import project_as_product
+from dhp.models.patches import project_as_products
 from dhp.models.tower import EMBEDDINGS, Tower
 
 if TYPE_CHECKING:
@@ -96,12 +96,7 @@ class WholeTower(Tower):
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         # Attention stays the library's: a tower that takes images whole needs no other.
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d | nn.Conv3d):
-                try:
-                    project_as_product(module)
-                except ValueError:
-                    pass  # a convolution of another kind stays one
+        project_as_products(model)
 
     def freeze_unused(self, model: PreTrainedModel) -> None:
         unused = set(self._contract.unused)

@@ -258,15 +258,19 @@ def segment_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    cu_seq_lens_q: SegmentPlan,
+    cu_seq_lens_q: SegmentPlan | Tensor,
+    segments: SegmentPlan | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: states [1, heads, tokens, dim], output [1, tokens, heads, dim].
 
-    `cu_seq_lens_q` carries our plan through the untouched tower, in place of cumulative lengths.
+    `cu_seq_lens_q` carries our plan through the untouched tower, in place of cumulative lengths; `segments` does where
+    the tower needs the lengths themselves.
     """
+    plan = cu_seq_lens_q if segments is None else segments
+    assert isinstance(plan, SegmentPlan)
     states = (s[0].transpose(0, 1) for s in (query, key, value))  # [tokens, heads, dim]
-    return attend_segments(*states, cu_seq_lens_q, scaling)[None], None
+    return attend_segments(*states, plan, scaling)[None], None
 
 
 def packed_attention(

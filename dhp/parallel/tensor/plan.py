@@ -107,7 +107,10 @@ def _ours(name: str, style: str, head: set[str]) -> str:
 
 
 def _head_names(model: nn.Module) -> set[str]:
-    head = model.get_output_embeddings()
+    try:
+        head = model.get_output_embeddings()
+    except AttributeError:  # some ask the decoder for it, which an encoder's rank has not
+        return set()
     found = [name for name, module in model.named_modules() if module is head and head is not None]
     return {*found, *(f"{name}.{own}" for name in found for own in ("weight", "bias"))}
 

@@ -1,0 +1,44 @@
+"""GLM-4.1V, GLM-4.6V and GLM-4.5V (with experts): a tower of the kind of Qwen2.5-VL's without windows, whose learned
+positions are interpolated from a square table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dhp.models.family import Family
+from dhp.models.generic.contract import find_contract
+from dhp.models.generic.decoder import ContractDecoder
+from dhp.models.grid.processor import GridProcessor
+from dhp.models.grid.tower import GridTower, runs_of_one_size
+
+
+def glm4v(config: Any) -> Family:
+    """GLM-4.xV of that configuration."""
+    contract = find_contract(config)
+    tower = Glm4vTower(config, contract.vision_work)
+    return Family(config, GridProcessor(config, contract.base), tower, ContractDecoder(config, contract))
+
+
+class Glm4vTower(GridTower):
+    """It looks patches' frames up by cumulative lengths, so that these stay lengths, and the plan of segments goes
+    beside them."""
+
+    projector = ("model.visual.downsample", "model.visual.merger")
+    gates = ("mlp.gate_proj", "mlp.up_proj")
+    tensor_plan = {
+        "model.visual.blocks.*.attn.proj": "rowwise",
+        "model.visual.merger.proj": "dhp_whole",
+        "model.visual.merger.post_projection_norm": "dhp_whole",
+        **{
+            f"model.visual.{part}.{name}_proj": style
+            for part in ("blocks.*.mlp", "merger")
+            for name, style in (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))
+        },
+    }
+
+    def derive(self, tower: Any, positions: Tensor, windows: Any, frames: Any) -> dict[str, Any]:
+        """See `GridTower`."""
+        grids, bounds = runs_of_one_size(positions)
+        return {"grid_thw": grids, "cu_seqlens": bounds, "segments": frames}

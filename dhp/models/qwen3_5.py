@@ -1,0 +1,18 @@
+"""Qwen3.5, with experts or without: the tower of Qwen3-VL without features on the way, and a decoder most of whose
+layers are gated delta nets (Yang et al. 2025)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dhp.models.family import Family
+from dhp.models.generic.contract import find_contract
+from dhp.models.generic.decoder import ContractDecoder
+from dhp.models.qwen3_vl import Qwen3VlProcessor, Qwen3VlTower
+
+
+def qwen3_5(config: Any) -> Family:
+    """Qwen3.5 of that configuration."""
+    contract = find_contract(config)
+    processor = Qwen3VlProcessor(config, contract.base)
+    return Family(config, processor, Qwen3VlTower(config), ContractDecoder(config, contract))
