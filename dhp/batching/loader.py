@@ -128,7 +128,7 @@ def _videos(family: Family, reading: ReadSettings) -> Videos | None:
         return None
     taking = Taking(reading.video_fps, reading.video_max_frames, own.frames_per_patch, own.takes_both_ends)
     most = reading.video_max_pixels
-    return Videos(own.video_token_id, taking, own.video_patches, most, own.step_tokens, own.step_time)
+    return Videos(own.video_token_id, taking, own.video_patches, most, own.step_tokens, own.step_text)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:

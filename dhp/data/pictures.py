@@ -32,7 +32,7 @@ class Videos:
     max_pixels: width × height of a frame; None: as an image's.
 
     step_tokens: None where a video is one run of placeholders in the prompt. Otherwise each step in time is a run of
-    its own, which stands between these two tokens and behind the text that `step_time` makes of its seconds.
+    its own, which stands between these two tokens, and these between the texts that `step_text` makes of its seconds.
     """
 
     token_id: int
@@ -40,7 +40,7 @@ class Videos:
     patches: Callable[[Output], tuple[np.ndarray, Grid]]
     max_pixels: int | None = None
     step_tokens: tuple[int, int] | None = None
-    step_time: Callable[[float], str] = str
+    step_text: Callable[[float, float], tuple[str, str]] = lambda middle, first: ("", "")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Pictures:
     def about(self) -> list[Any]:
         """All that decides the number of tokens of pictures, beside the files."""
         videos = self._videos
-        told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_time(12.345)]
+        told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
         processor = self._image_processor.to_json_string()
         return [processor, self._arguments, self._scaling, self._video_scaling, told]
 

@@ -170,8 +170,12 @@ class Preprocessor:
         found = rendered.text.count(token)
         if found != len(told):
             raise _miscounted("video", found, len(told), token)
-        steps = ["".join(f"{videos.step_time(t)}{first}{token}{last}" for t in pace.times) for pace in told]
-        return replace_each(rendered, token, steps)
+
+        def show(pace: Pace) -> str:
+            texts = (videos.step_text(*times) for times in zip(pace.times, pace.firsts, strict=True))
+            return "".join(f"{before}{first}{token}{last}{behind}" for before, behind in texts)
+
+        return replace_each(rendered, token, [show(pace) for pace in told])
 
     def _targets(self, ids: np.ndarray, offsets: np.ndarray, rendered: Rendered) -> np.ndarray:
         """bool [tokens]: tokens that begin inside an answer, up to and with its end-of-turn token."""

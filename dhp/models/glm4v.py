@@ -18,7 +18,24 @@ def glm4v(config: Any) -> Family:
     """GLM-4.xV of that configuration."""
     contract = find_contract(config)
     tower = Glm4vTower(config, contract.vision_work)
-    return Family(config, GridProcessor(config, contract.base), tower, ContractDecoder(config, contract))
+    return Family(config, Glm4vProcessor(config, contract.base), tower, ContractDecoder(config, contract))
+
+
+class Glm4vProcessor(GridProcessor):
+    """A step in time of a video stands between the tokens of an image, and its time behind them. The library writes
+    images' own placeholders there; here they stay a video's, so that both may be in one conversation."""
+
+    def __init__(self, config: Any, base: Any):
+        super().__init__(config, base)
+        self.step_tokens = (config.image_start_token_id, config.image_end_token_id)
+
+    def step_text(self, middle: float, first: float) -> tuple[str, str]:
+        return "", f"{first:.1f} seconds" if self.config.model_type == "glm46v" else str(int(first))
+
+    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        ids = named["input_ids"]
+        kept = {name: tensor for name, tensor in named.items() if name != "second_per_grid_ts"}
+        return kept | {"input_ids": ids.masked_fill(ids == self.video_token_id, self.image_token_id)}
 
 
 class Glm4vTower(GridTower):

@@ -43,9 +43,10 @@ class Processor(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__}: the model sees no videos")
 
-    def step_time(self, seconds: float) -> str:
-        """What the prompt says before a step in time that stands apart: when it is, from the video's beginning."""
-        return ""
+    def step_text(self, middle: float, first: float) -> tuple[str, str]:
+        """What the prompt says before and behind a step in time that stands apart: when it is. middle, first: seconds
+        from the video's beginning to the middle of the step, and to its first frame."""
+        return "", ""
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Padded rows and patches [patches, values] as the arguments of the plain model."""

@@ -47,8 +47,8 @@ class Qwen3VlProcessor(GridProcessor):
 
         return self._base or Qwen3VLModel
 
-    def step_time(self, seconds: float) -> str:
-        return f"<{seconds:.1f} seconds>"
+    def step_text(self, middle: float, first: float) -> tuple[str, str]:
+        return f"<{middle:.1f} seconds>", ""
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in named.items() if name != "second_per_grid_ts"}

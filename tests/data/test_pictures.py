@@ -42,7 +42,7 @@ def model(tokenizer: PreTrainedTokenizerBase) -> Processor:
 def apart(model: Processor, preprocessor: Callable[..., Preprocessor]) -> Callable[..., Preprocessor]:
     """apart(**changes): a preprocessor for Qwen3-VL's videos."""
     taking = Taking(2.0, 768, 2, model.takes_both_ends)
-    videos = Videos(model.video_token_id, taking, model.video_patches, None, model.step_tokens, model.step_time)
+    videos = Videos(model.video_token_id, taking, model.video_patches, None, model.step_tokens, model.step_text)
     return partial(preprocessor, videos=videos)
 
 
@@ -90,6 +90,20 @@ def test_the_prompt_is_that_of_the_librarys_processor(
     assert np.array_equal(sample.mm_token_type_ids, 2 * is_video)
     assert (sample.mm_token_type_ids == 2).sum() == steps * 8
     assert "seconds>" in tokenizer.decode(sample.input_ids)
+
+
+def test_text_goes_behind_a_step_too(
+    tmp_path: Path, write_video: Callable[..., Path], model: Processor, preprocessor: Callable[..., Preprocessor],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:  # fmt: skip
+    videos = Videos(
+        model.video_token_id, Taking(2.0, 768, 2), model.video_patches, None, model.step_tokens,
+        lambda middle, first: (f"before {middle} ", f" behind {first}"),
+    )  # fmt: skip
+    path = write_video(tmp_path / "v.mp4", frames=12, rate=4, size=(56, 56))
+    text = tokenizer.decode(preprocessor(videos=videos)(record(Video(path), QUESTION)).input_ids)
+    assert text.replace("<|video_pad|>" * 4, "V").count("<|vision_start|>V<|vision_end|>") == 3
+    assert "before 0.25 " in text and " behind 0.0before 1.25 " in text and text.count("behind 2.0") == 1
 
 
 def test_answers_stay_where_they_are(
@@ -147,7 +161,7 @@ def test_a_placeholder_in_the_text_is_refused(
 def test_lengths_depend_on_how_times_are_told(apart: Callable[..., Preprocessor]) -> None:
     videos = apart.keywords["videos"]
     changed = [
-        videos, replace(videos, step_tokens=None), replace(videos, step_time=str),
+        videos, replace(videos, step_tokens=None), replace(videos, step_text=lambda *times: (str(times), "")),
         replace(videos, taking=replace(videos.taking, both_ends=False)),
     ]  # fmt: skip
     assert len({apart(videos=one).fingerprint() for one in changed}) == 4
@@ -161,7 +175,7 @@ def test_replacing_moves_what_follows() -> None:
 
 
 def test_groups_lie_between_their_first_and_last_frame() -> None:
-    assert Taking(2.0, 768, 2).pace(12, 4.0) == Pace(1.0, (0.25, 1.25, 2.25))
+    assert Taking(2.0, 768, 2).pace(12, 4.0) == Pace(1.0, (0.25, 1.25, 2.25), (0.0, 1.0, 2.0))
     assert Taking(2.0, 768, 2, both_ends=True).pace(12, 4.0).times == (0.25, 1.375, 2.5)
     assert Taking(2.0, 768, 2, both_ends=True).pace(20, 8.0).times == (0.3125, 1.5, 2.375)  # the last frame twice
     assert Taking(2.0, 768, 2).pace(1, 4.0).times == (0.0,)

@@ -40,10 +40,11 @@ def make_sample(
     values: int = 3 * 2 * 14 * 14,
     seconds: Sequence[float | None] = (),
     stamped: bool = False,
+    video_token: int = VIDEO_TOKEN,
 ) -> Sample:
     """A sample with random pixels and text: some text, each image, `tokens` of text whose last `targets` are labels.
 
-    unit: patches of one image token; values: of one patch. seconds: as in Sample; a video has VIDEO_TOKEN.
+    unit: patches of one image token; values: of one patch. seconds: as in Sample; a video has video_token.
     stamped: two tokens of text, as of a time, come before each step of a video.
     """
     rng = np.random.default_rng(seed)
@@ -55,7 +56,7 @@ def make_sample(
         steps = t if stamped and not still else 1
         for _ in range(steps):
             time = text(2) if stamped and not still else []
-            ids += time + [image_token if still else VIDEO_TOKEN] * (t * h * w // unit // steps)
+            ids += time + [image_token if still else video_token] * (t * h * w // unit // steps)
             kinds += [0] * len(time) + [1 if still else 2] * (t * h * w // unit // steps)
         ids += text(1)
         kinds += [0]

@@ -18,7 +18,8 @@ from dhp.doctor.doubles import staying_double
 from dhp.trainers.settings import StageSettings
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
-from tests.helpers.tiny_families import FAMILIES, save_family
+from tests.helpers.tiny import make_sample
+from tests.helpers.tiny_families import FAMILIES, IMAGE, VIDEO, save_family
 from tests.trainers.test_parity import assert_exact
 
 VISION = {"none": Degrees(), "data": Degrees(data=2), "sequence": Degrees(ulysses=2)}
@@ -116,6 +117,41 @@ GRIDS = ["qwen2_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm4v_moe", "
 @pytest.mark.parametrize("name", GRIDS)
 def test_a_tower_by_token_equals_the_plain_model(name: str, layout: str, made: dict[str, Made]) -> None:
     assert_exact(run(made[name], Case(*BY_TOKEN[layout], 2, packing=True)))
+
+
+# Families with videos, beside Qwen2.5-VL and Qwen3-VL, and whether steps in time stand apart in the prompt.
+MOVING = {"qwen2_vl": False, "qwen3_5": True, "qwen3_5_moe": True, "glm4v": True, "glm46v": True, "glm4v_moe": True}
+OF_VIDEOS = {
+    "whole": Case(Degrees(), Degrees(), 2, packing=True, checkpointing=True),
+    "by-image": Case(Degrees(data=2), Degrees(tensor=2), 1),
+    "by-token": Case(Degrees(ulysses=2), Degrees(data=2), 1, packing=True),
+    "by-token-ring": Case(Degrees(ring=2), Degrees(), 2, stages=2),
+}
+
+
+def with_videos(name: str) -> list[list[Sample]]:
+    """A video alone, an image alone and text alone; then a video of three steps. GLM's plain model takes no
+    conversation with both."""
+    sizes = {"image_token": IMAGE, "video_token": VIDEO, "values": 96, "stamped": MOVING[name]}
+    clip = lambda steps, seed: make_sample([(steps, 4, 6)], 5, 3, seed, seconds=(0.5,), **sizes)
+    still = lambda seed: make_sample([(1, 4, 4)], 5, 2, seed, **sizes)
+    text = lambda seed: make_sample([], 6, 3, seed, **sizes)
+    mixed = text(8)
+    if not name.startswith("glm"):
+        mixed = make_sample([(1, 4, 4), (2, 2, 4)], 5, 2, 8, seconds=(None, 1.0), **sizes)
+    return [[clip(2, 1), still(2), text(3), mixed], [clip(3, 4), text(5), text(6), clip(1, 7)]]
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("layout", OF_VIDEOS)
+@pytest.mark.parametrize("name", MOVING)
+def test_videos_equal_the_plain_model(name: str, layout: str, made: dict[str, Made]) -> None:
+    assert_exact(run(Made(made[name].folder, with_videos(name)), OF_VIDEOS[layout]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm46v"])
+def test_videos_by_token_equal_the_plain_model(name: str, made: dict[str, Made]) -> None:
+    assert_exact(run(Made(made[name].folder, with_videos(name)), Case(Degrees(ulysses=2), Degrees(), 1, packing=True)))
 
 
 ALWAYS = [

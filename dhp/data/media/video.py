@@ -54,7 +54,8 @@ class Taking:
         """When the groups are, of a video with `total` frames, `rate` a second."""
         seconds = (self.indices(total, rate) / rate).tolist()
         groups = [seconds[first : first + self.group] for first in range(0, len(seconds), self.group)]
-        return Pace(self.group * total / (len(seconds) * rate), tuple((g[0] + g[-1]) / 2 for g in groups))
+        middles, firsts = tuple((g[0] + g[-1]) / 2 for g in groups), tuple(g[0] for g in groups)
+        return Pace(self.group * total / (len(seconds) * rate), middles, firsts)
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,12 @@ class Pace:
     """When the groups of frames are.
 
     seconds: from one group to the next, on average. times: of each group, seconds from the beginning of the video to
-    the middle between its first and its last frame.
+    the middle between its first and its last frame. firsts: to its first frame.
     """
 
     seconds: float
     times: tuple[float, ...]
+    firsts: tuple[float, ...]
 
 
 @dataclass(frozen=True)
