@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils import logging
 
 from dhp.base.errors import ModelError
+from dhp.models.registry import auxiliary_files
 from dhp.models.split import model_class
 
 
@@ -27,7 +28,8 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
         model = model_class(str(model_dir))(AutoConfig.from_pretrained(model_dir))
     result = model.load_state_dict(dict(weights), strict=False, assign=True)
     model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    held = [*model.named_parameters(), *persistent_buffers(model).items()]
+    missing = [name for name, tensor in held if tensor.is_meta]
     if missing or result.unexpected_keys:
         raise ModelError(
             f"the weights do not fit the model of {model_dir}: missing {missing[:5]}, "
@@ -37,11 +39,21 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
     model.save_pretrained(out_dir)
     for file in out_dir.glob("*.safetensors"):  # which safetensors lets their owner alone read
         shutil.copymode(out_dir / "config.json", file)
-    _copy_beside(sorted(model_dir.iterdir()), out_dir)
+    _copy_beside(auxiliary_files(str(model_dir)), out_dir)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to a model's files as its weights do, though nothing trains them."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def _copy_beside(files: Sequence[Path], out_dir: Path) -> None:
-    """Everything but config.json, which was just written with the number format of the weights."""
+    """All files but config.json, which was just written with the number format of the weights."""
     for file in files:
         if file.name != "config.json":
             shutil.copy(file, out_dir / file.name)

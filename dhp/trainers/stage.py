@@ -24,6 +24,7 @@ from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
 from dhp.models.family import LayerParts
 from dhp.models.registry import load_family
+from dhp.models.whole import persistent_buffers
 from dhp.parallel.activation.checkpointing import RecomputedLayers
 from dhp.parallel.activation.meter import Meter
 from dhp.parallel.comm.mesh import build_mesh
@@ -50,6 +51,8 @@ class StageRank(ABC):
         self.mesh: DeviceMesh = build_mesh(settings.device, settings.spec.degrees)
         self.family = load_family(settings.model_name)
         self.model: PreTrainedModel = self.load_slice()
+        # Before anything rounds them: nothing trains them, and a checkpoint has them as the model came.
+        self._buffers = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(self.model).items()}
         freeze(self.model, settings.train, self.projector())
         self.model.to(self.device)
         self._resume_weights()
@@ -223,6 +226,8 @@ class StageRank(ABC):
         state.write()
         weights = ShardWriter(folder, number, self.rank)
         self.optimizer.save_weights(weights)
+        for name, buffer in self._buffers.items():
+            weights.add(name, buffer)
         return weights.write()
 
     def _part_rank(self) -> int:
