@@ -18,10 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOUND, PAGE = ROOT / "results" / "families.jsonl", ROOT / "docs" / "families.md"
-LIMIT_S = 120
+LIMIT_S = 300
 MEMORY = 12 << 30  # bytes of a process that examines one
 LAYOUTS = ("data", "sequence", "tensor"), ("data", "tensor", "pipeline")
-SHOWN = {"tested": "tested", "contract": "works", "refused": "—"}
 
 HEAD = """\
 # Model families
@@ -37,8 +36,8 @@ config.json alone.
   through. That layout itself is not in a test.
 - **—**: refused by name before a run starts; the last column or the doctor says why.
 
-All parts may also have `none` (one actor) and `deepspeed` (replicas with ZeRO). Vision by `sequence` divides images
-themselves for Qwen2.5-VL and Qwen3-VL; for all other families its actors share whole images.
+All parts may also have `none` (one actor) and `deepspeed` (replicas with ZeRO). Vision by `sequence`: "by token" where
+a picture itself is divided, by Ulysses, ring or both; for all other families its actors share whole pictures.
 """
 
 
@@ -78,13 +77,16 @@ def _one(name: str) -> None:
     from transformers import CONFIG_MAPPING
 
     from dhp.doctor.examine import examine
+    from dhp.models.grid.tower import GridTower
+    from dhp.models.registry import load_family
     from tests.helpers.tiny_families import FAMILIES, make_config
 
     cases = [case for case, (model_type, _) in FAMILIES.items() if model_type == name]
     with tempfile.TemporaryDirectory() as folder:
         (make_config(cases[0]) if cases else CONFIG_MAPPING[name]()).save_pretrained(folder)
         found = json.loads(examine(folder).as_json())
-    print(json.dumps({**found, "declared": bool(cases)}))
+        by_token = bool(found["trainable"]) and isinstance(load_family(folder).tower, GridTower)
+    print(json.dumps({**found, "declared": bool(cases), "by_token": by_token}))
 
 
 def _page(found: Sequence[dict[str, Any]], unknown: Sequence[str]) -> str:
@@ -94,8 +96,8 @@ def _page(found: Sequence[dict[str, Any]], unknown: Sequence[str]) -> str:
     declared = [one for one in works if one.get("declared")]
     lines = [HEAD.format(version=transformers.__version__)]
     lines.append(f"{len(declared)} of {len(found)} families are declared and tested, {len(works)} can be trained.\n")
-    lines.append("| family | vision: data | sequence | tensor | text: data | tensor | pipeline | packed rows |")
-    lines.append("|---|---|---|---|---|---|---|---|")
+    columns = ("family", "vision: data", "sequence", "tensor", "text: data", "tensor", "pipeline", "packed", "videos")
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [_row(one) for one in works]
     lines.append("\n## Not trained here, and why\n")
     lines += [f"- `{one['name']}`: {_reason(one)}" for one in found if not one.get("trainable")]
@@ -108,11 +110,13 @@ def _row(one: dict[str, Any]) -> str:
     cells = []
     for part, layouts in zip(("vision", "text"), LAYOUTS, strict=True):
         for layout in layouts:
-            matrix = one["declared"] and (part, layout) != ("vision", "tensor")
-            cells.append("—" if layout not in one[part] else "tested" if matrix else "works")
+            shown = "—" if layout not in one[part] else "tested" if one["declared"] else "works"
+            by_token = (part, layout) == ("vision", "sequence") and one.get("by_token")
+            cells.append(f"{shown}, by token" if by_token else shown)
     packed = "equal" if one["packed_error"] is not None and one["packed_error"] <= 1e-9 else "differ: refused"
     name = f"**`{one['name']}`**" if one["declared"] else f"`{one['name']}`"
-    return f"| {name} | {' | '.join(cells)} | {packed} |"
+    videos = "—" if "video" in one["refused"] else "tested"
+    return f"| {name} | {' | '.join(cells)} | {packed} | {videos} |"
 
 
 def _reason(one: dict[str, Any]) -> str:

@@ -71,6 +71,13 @@ def test_the_wheel_holds_every_package_and_the_configs() -> None:
     assert (ROOT / settings["package-dir"]["dhp.configs"] / "tiny.yaml").is_file()
 
 
+def test_the_adapter_that_is_shown_is_one() -> None:
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adapters.md").read_text(), re.DOTALL)
+    adapter = (ROOT / "dhp" / "models" / "qwen2_vl.py").read_text()
+    assert shown[0] == adapter and len(adapter.splitlines()) < 40
+    assert shown[1] in (ROOT / "dhp" / "models" / "registry.py").read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())

@@ -34,8 +34,9 @@ class Glm4vProcessor(GridProcessor):
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         ids = named["input_ids"]
-        kept = {name: tensor for name, tensor in named.items() if name != "second_per_grid_ts"}
-        return kept | {"input_ids": ids.masked_fill(ids == self.video_token_id, self.image_token_id)}
+        return super().plain_inputs(named) | {
+            "input_ids": ids.masked_fill(ids == self.video_token_id, self.image_token_id)
+        }
 
 
 class Glm4vTower(GridTower):

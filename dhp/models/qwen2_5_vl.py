@@ -26,6 +26,8 @@ def qwen2_5_vl(config: Any) -> Family:
 class Qwen25VlProcessor(GridProcessor):
     """A video is one run of placeholders; its positions in time go by seconds."""
 
+    paced = True
+
     def model(self) -> type[PreTrainedModel]:
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 

@@ -50,9 +50,6 @@ class Qwen3VlProcessor(GridProcessor):
     def step_text(self, middle: float, first: float) -> tuple[str, str]:
         return f"<{middle:.1f} seconds>", ""
 
-    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in named.items() if name != "second_per_grid_ts"}
-
 
 class Qwen3VlMoeProcessor(Qwen3VlProcessor):
     """The same of the model with experts."""

@@ -16,7 +16,12 @@ from dhp.models.processor import Processor
 
 class GridProcessor(Processor):
     """Images and videos of any size. A grid is (steps in time, rows, columns) of patches; patches that are merged into
-    one token lie one behind another."""
+    one token lie one behind another.
+
+    paced: the model's positions of a video go by the seconds between its steps.
+    """
+
+    paced = False
 
     def __init__(self, config: Any, base: type[nn.Module] | None = None):
         super().__init__(config)
@@ -48,6 +53,9 @@ class GridProcessor(Processor):
         still = np.asarray(output["pixel_values"], dtype=np.float32).reshape(frames, h * w, channels, frames, -1)
         moving = np.stack([still[frame, :, :, frame] for frame in range(frames)], axis=2)
         return moving.reshape(h * w, self.patch_dim), (1, h, w)
+
+    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in named.items() if self.paced or name != "second_per_grid_ts"}
 
     def position_ids(
         self,
