@@ -14,12 +14,13 @@ from dhp.base.errors import ModelError
 from dhp.base.geometry import Form
 from dhp.base.logits import LogitRule
 from dhp.models.decoder import embed
-from dhp.models.family import DecoderInputs
+from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.flops import TextWork, VisionWork
 from dhp.models.generic.declared import block_rule
 from dhp.models.generic.decoder import run_layers
 from dhp.models.generic.forms import pack
 from dhp.models.generic.handover import Handover
+from dhp.models.generic.layers import experts_of, find_text_parts, find_vision_parts
 from dhp.models.generic.pictures import joined, row_values
 from dhp.models.generic.plan import complete_plan
 from dhp.models.generic.rows import generic_name, kinds_for
@@ -52,6 +53,8 @@ class Contract:
     tensor_plan: styles of the decoder's modules that transformers' plan leaves out; None: it has no plan that could be
     completed here.
 
+    vision_layers, text_layers: what their layers consist of. experts: modules of experts among the latter.
+
     unused: the tower's parameters that no output depends on; those of the decoder, with `*` for a layer's number.
     """
 
@@ -69,6 +72,9 @@ class Contract:
     unused: tuple[str, ...]
     vision_work: VisionWork
     text_work: TextWork
+    vision_layers: LayerParts
+    text_layers: LayerParts
+    experts: tuple[str, ...]
 
 
 _found: dict[str, Contract] = {}
@@ -97,6 +103,7 @@ def _find(config: PreTrainedConfig) -> Contract:
     refuse_unknown_layers(config, structure)
     twin = _short_twin(config) or Twin(shrink(config))
     values = row_values(config)
+    text_layers = find_text_parts(model, structure, config.get_text_config())
     picture = {name: tensor.numpy() for name, tensor in twin.picture(0).items() if tensor is not None}
     dummy = pack(picture, twin.tokens(0), values)[1]
     return Contract(
@@ -114,6 +121,9 @@ def _find(config: PreTrainedConfig) -> Contract:
         unused=_unused(twin, structure),
         vision_work=count_vision(config, model, structure),
         text_work=count_text(config, model, structure),
+        vision_layers=find_vision_parts(model, structure),
+        text_layers=text_layers,
+        experts=experts_of(text_layers, model),
     )
 
 

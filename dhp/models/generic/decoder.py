@@ -12,7 +12,7 @@ from dhp.base.errors import ConfigError
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
 from dhp.models.decoder import Decoder, embed, having, unchanged
-from dhp.models.family import DecoderInputs, LayerParts
+from dhp.models.family import DecoderInputs
 from dhp.models.flops import TextWork
 from dhp.models.generic.declared import block_rule, sees_prefix
 from dhp.models.generic.rows import generic_name, kinds_for
@@ -73,7 +73,7 @@ class ContractDecoder(Decoder):
         self.tensor_plan = dict(contract.tensor_plan or {})
         self.mixers, self.block_rule, self.logits = structure.mixers, block_rule(config), contract.logits
         self.sees_prefix = sees_prefix(config)
-        self.layers = LayerParts(structure.layers, (), (), self.layers.kinds)
+        self.layers, self.shared = contract.text_layers, contract.experts
 
     def count_work(self, text: Any) -> TextWork:
         """See `Decoder`."""

@@ -13,7 +13,7 @@ from dhp.base.errors import ConfigError, ModelError
 from dhp.base.geometry import Form, Grid
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
-from dhp.models.family import ImageLayout, LayerParts
+from dhp.models.family import ImageLayout
 from dhp.models.flops import VisionWork
 from dhp.models.generic.contract import Contract
 from dhp.models.generic.forms import unpack
@@ -39,8 +39,7 @@ class WholeTower(Tower):
         self.heads = 1
         self.patch_dim, self.dummy_patches = contract.values, contract.dummy.rows
         self.work: VisionWork = contract.vision_work
-        path = structure.vision_layers or ""
-        self.layers = LayerParts(path, (), (), ("image",) * structure.vision_depth)
+        self.layers = contract.vision_layers
 
     @property
     def dummy_form(self) -> Form:
