@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dhp.base.errors import ConfigError
 from dhp.base.geometry import Form, Grid
 from dhp.config.checks import check_tower
 from dhp.config.part import PartConfig
@@ -40,7 +41,17 @@ class Tower(Part):
 
     def check(self, asked: PartConfig) -> None:
         """See `Part`."""
+        self.check_cut(resolved(asked.tensor))
         check_tower(self.heads, resolved(asked.ulysses), resolved(asked.tensor))
+
+    def check_cut(self, tensor: int) -> None:
+        """Raises ConfigError where its matrices should be cut by so many ranks, and nobody says how."""
+        if tensor > 1 and not self.tensor_plan:
+            raise ConfigError(
+                f"vision.tensor={tensor} with a {self.config.model_type} model: transformers has no tensor-parallel "
+                "plan of its tower, and dhp declares none. Set vision.parallelism=sequence, whose actors share the "
+                "images, or data"
+            )
 
     @property
     def dummy_form(self) -> Form | None:

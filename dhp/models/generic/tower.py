@@ -47,13 +47,8 @@ class WholeTower(Tower):
 
     def check(self, asked: PartConfig) -> None:
         """See `Part`."""
-        tensor, ring = resolved(asked.tensor), resolved(asked.ring)
-        if tensor > 1:
-            raise ConfigError(
-                f"vision.tensor={tensor} with a {self.config.model_type} model: transformers has no tensor-parallel "
-                "plan of its tower, and dhp declares none. Set vision.parallelism=sequence, whose actors share the "
-                "images, or data"
-            )
+        self.check_cut(resolved(asked.tensor))
+        ring = resolved(asked.ring)
         if ring > 1:
             raise ConfigError(
                 f"vision.ring={ring} with a {self.config.model_type} model: its tower takes images whole, so that "

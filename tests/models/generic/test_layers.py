@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dhp.models.generic.layers import experts_of, find_text_parts, find_vision_parts
+from dhp.models.generic.layers import _matrices, experts_of, find_text_parts, find_vision_parts
 from dhp.models.generic.structure import find_structure, without_weights
 from tests.helpers.tiny_families import FAMILIES, make_config
 
@@ -39,11 +39,6 @@ def test_layers_of_one_kind_do_the_same_work() -> None:
 
 
 def test_layers_that_have_no_such_modules_keep_nothing() -> None:
-    from dhp.models.generic.layers import _matrices
-
     with torch.device("meta"):
-        odd = [
-            nn.ModuleDict({"self_attn": nn.ModuleDict({"q": nn.Linear(2, 2)})}),
-            nn.ModuleDict({"conv": nn.Identity()}),
-        ]
-    assert _matrices(odd) == ((), ())
+        some = nn.ModuleDict({"self_attn": nn.ModuleDict({"q": nn.Linear(2, 2)})})
+    assert _matrices([some, nn.ModuleDict({"conv": nn.Identity()})]) == ((), ())
