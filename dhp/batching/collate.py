@@ -60,6 +60,7 @@ class Collator:
             named.get(VIDEO_GRIDS),
             named.get(VIDEO_SECONDS),
             [grid for sample in row for grid in sample.grids if isinstance(grid, Form)],
+            **_sounds(row),
         )
         return named
 
@@ -93,6 +94,12 @@ def _grids(row: Row) -> dict[str, Tensor]:
         VIDEO_SECONDS: [seconds for _, seconds in seen if seconds is not None],
     }
     return {name: torch.tensor(rows) for name, rows in values.items() if rows}
+
+
+def _sounds(row: Row) -> dict[str, Tensor]:
+    """How long clips are, in frames, for a model that counts positions by them."""
+    frames = [form.rows for sample in row for form in sample.clip_forms]
+    return {"audio_seqlens": torch.tensor(frames)} if frames else {}
 
 
 def _pad_rows(rows: Sequence, fill: int, lengths: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from dhp.base.errors import ModelError
 from dhp.base.messages import StepData
 from dhp.batching.collate import Collator, pixels_by_argument
+from dhp.batching.encoders import VISION, Split
 from dhp.batching.scatter import Dealer
 from dhp.config.schema import DatasetEntry
 from dhp.data.lengths.cache import LengthCache, Lengths
@@ -28,22 +30,6 @@ from dhp.data.source import BatchSource, StepSamples, open_dataset
 from dhp.models.family import Family
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
 from dhp.parallel.attention.locality import Locality
-
-VISION = "vision"  # the encoder that this loader has inputs for
-
-
-@dataclass(frozen=True)
-class Split:
-    """How an encoder's inputs are dealt out.
-
-    replicas × ranks: its data replicas, and the ranks of each that share a sequence. dtype: a torch dtype's name, in
-    which inputs travel. locality: which replicas are near which replica of the decoder; None: all alike.
-    """
-
-    replicas: int = 1
-    ranks: int = 1
-    dtype: str = "float32"
-    locality: Locality | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +65,7 @@ def make_feed(settings: FeedSettings) -> Feed:
 
     Raises DataError for an annotation file that cannot be read, ModelError for a model without the needed parts.
     """
-    family = load_family(settings.model_name)
+    family = load_family(settings.model_name).having(settings.encoders)
     family.processor.load()
     tokenizer = load_tokenizer(settings.model_name)
     _check_vocabulary(settings.model_name, tokenizer, family)
@@ -107,8 +93,9 @@ def make_feed(settings: FeedSettings) -> Feed:
     source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     split = settings.encoders[VISION]
+    others = {name: other for name, other in settings.encoders.items() if name != VISION}
     shape = (split.replicas, split.ranks, settings.packing)
-    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, split.dtype), split.locality)
+    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, split.dtype), split.locality, others)
 
 
 def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
@@ -156,6 +143,7 @@ class Feed:
         measured: MeasuredDataset | None = None,
         pixel_dtype: torch.dtype = torch.float32,
         locality: Locality | None = None,
+        others: Mapping[str, Split] = MappingProxyType({}),
     ):
         """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
 
@@ -166,11 +154,13 @@ class Feed:
         pixel_dtype: in which patches travel to the tower.
 
         locality: which vision replicas are near which text replica.
+
+        others: how the inputs of each further encoder are dealt out, by part.
         """
         self._source = source
         self._family = family
         self._collator = Collator(family, pad_token_id, packing)
-        self._dealer = Dealer(family, self._collator, replicas, ranks, pixel_dtype, locality)
+        self._dealer = Dealer(family, self._collator, replicas, ranks, pixel_dtype, locality, others)
         self.measured = measured
 
     @property

@@ -48,7 +48,7 @@ class StageRank(ABC):
         self.settings, self.spec = settings, settings.spec
         self._set_up_torch()
         self.mesh: DeviceMesh = build_mesh(settings.device, settings.spec.degrees)
-        self.family = load_family(settings.model_name)
+        self.family = load_family(settings.model_name).having(settings.chain.parts())
         self.model: PreTrainedModel = self.load_slice()
         freeze(self.model, settings.train, self.projector())
         self.model.to(self.device)
