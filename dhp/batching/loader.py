@@ -16,7 +16,7 @@ from torch import Tensor
 from dhp.base.errors import ModelError
 from dhp.base.messages import StepData
 from dhp.batching.collate import Collator, pixels_by_argument
-from dhp.batching.encoders import VISION, Split
+from dhp.batching.encoders import AUDIO, VISION, Split
 from dhp.batching.scatter import Dealer
 from dhp.config.schema import DatasetEntry
 from dhp.data.lengths.cache import LengthCache, Lengths
@@ -26,6 +26,7 @@ from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler, StepBatch
 from dhp.data.preprocess import Preprocessor, Videos
 from dhp.data.read_settings import ReadSettings
+from dhp.data.sounds import Sounds
 from dhp.data.source import BatchSource, StepSamples, open_dataset
 from dhp.models.family import Family
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
@@ -82,6 +83,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
         family.processor.about(),
         family.processor.image_arguments,
+        _sounds(family),
     )
     allow_http = settings.reading.allow_http
     dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
@@ -116,6 +118,15 @@ def _videos(family: Family, reading: ReadSettings) -> Videos | None:
     taking = Taking(reading.video_fps, reading.video_max_frames, own.frames_per_patch, own.takes_both_ends)
     most = reading.video_max_pixels
     return Videos(own.video_token_id, taking, own.video_patches, most, own.step_tokens, own.step_time)
+
+
+def _sounds(family: Family) -> Sounds | None:
+    """How the run hears; None: not at all."""
+    own = family.processor.hearing
+    if own is None or AUDIO not in family.parts:
+        return None
+    own.load()
+    return Sounds(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:

@@ -55,8 +55,8 @@ class Hearing:
 
     @property
     def shortest(self) -> int:
-        """Samples of sound that one frame takes."""
-        return self._extractor.hop_length
+        """Samples of sound of the shortest clip: those of one Fourier transform."""
+        return self._extractor.n_fft
 
     def about(self) -> list[Any]:
         """All that decides the number of a clip's tokens, beside its file."""
