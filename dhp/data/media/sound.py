@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 import av
 import numpy as np
@@ -15,6 +16,7 @@ from dhp.data.media.sources import File, name_of, open_media
 MAX_SECONDS = 3600  # of a clip: all of it has to lie in memory
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
 _CONTAINERS = "wav,w64,flac,mp3,aac,ogg,aiff,caf,au,amr,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,asf"
+_STREAMED = 0x7FFF_0000  # a size from here on was written by who did not know it yet
 _EXACT_CONTAINERS = {"wav", "flac"}  # whose headers say how many samples there are
 
 
@@ -64,6 +66,7 @@ def _opened(file: File) -> Iterator[tuple[Any, Any]]:
     """The container and its first stream of sound."""
     name = name_of(file)
     with open_media(file, "audio") as content:
+        _check_riff(content, name)
         with _decoding(name):
             container = av.open(content, options={"format_whitelist": _CONTAINERS}, metadata_errors="ignore")
         with container:
@@ -85,6 +88,16 @@ def _decoding(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise DataError(f"audio {name} cannot be decoded: {error or type(error).__name__}") from error
+
+
+def _check_riff(content: BinaryIO, name: str) -> None:
+    """FFmpeg reads a wave that is cut off as a shorter one. Raises DataError for such a file."""
+    head = content.read(8)
+    size = content.seek(0, os.SEEK_END)
+    content.seek(0)
+    told = int.from_bytes(head[4:8], "little") + 8
+    if head[:4] == b"RIFF" and size < told < _STREAMED:
+        raise DataError(f"audio {name} is cut off: it has {size} bytes, and its header says {told}. Copy it again")
 
 
 def _told(container: Any, stream: Any) -> int | None:
