@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dhp.base.geometry import IGNORED, Form
 from dhp.data.sample import Sample
@@ -77,6 +78,17 @@ def pixels_by_argument(row: Row) -> dict[str, Tensor]:
             name = "pixel_values" if seconds is None else "pixel_values_videos"
             found.setdefault(name, []).append(torch.from_numpy(pixels))
     return {name: torch.cat(patches) for name, patches in found.items()}
+
+
+def sounds_by_argument(row: Row) -> dict[str, Tensor]:
+    """The clips of a row by argument of the plain model, filled up to the longest of them."""
+    clips = [torch.from_numpy(clip) for sample in row for clip in sample.clips]
+    if not clips:
+        return {}
+    frames = torch.tensor([len(clip) for clip in clips])
+    mask = (torch.arange(int(frames.max())) < frames[:, None]).long()
+    features = pad_sequence(clips, batch_first=True).transpose(1, 2)
+    return {"input_features": features, "feature_attention_mask": mask}
 
 
 def _with_targets(named: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dhp.base.errors import ModelError
 from dhp.base.messages import StepData
-from dhp.batching.collate import Collator, pixels_by_argument
+from dhp.batching.collate import Collator, pixels_by_argument, sounds_by_argument
 from dhp.batching.encoders import AUDIO, VISION, Split
 from dhp.batching.scatter import Dealer
 from dhp.config.schema import DatasetEntry
@@ -241,7 +241,7 @@ class Feed:
         tensors = {}
         for m, rows in enumerate(self._source.step(step).samples):
             for d, row in enumerate(rows):
-                named = self._collator.padded(row) | pixels_by_argument(row)
+                named = self._collator.padded(row) | pixels_by_argument(row) | sounds_by_argument(row)
                 plain = self._family.processor.plain_inputs(named)
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
         return tensors

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dhp.base.geometry import IGNORED, Form
+from dhp.batching.collate import sounds_by_argument
 from dhp.data.sample import Sample
 from dhp.models.audio import clip_forms
 from dhp.models.family import Family
@@ -62,14 +63,9 @@ def _sound(form: Form, seed: int) -> np.ndarray:
 
 
 def sound_inputs(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A sample's clips as the plain model's own arguments, filled up to the longest of them."""
-    if not sample.clips:
-        return {}
-    frames = torch.tensor([len(clip) for clip in sample.clips])
-    clips = [torch.from_numpy(clip).to(dtype) for clip in sample.clips]
-    features = torch.nn.utils.rnn.pad_sequence(clips, batch_first=True).transpose(1, 2)
-    mask = (torch.arange(int(frames.max())) < frames[:, None]).long()
-    return {"input_features": features, "feature_attention_mask": mask}
+    """A sample's clips as the plain model's own arguments."""
+    found = sounds_by_argument((sample,))
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
 def plain_inputs(family: Family, forward: Any, sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
