@@ -68,7 +68,8 @@ def stage_shapes(config: Config, chain: Chain, source: str) -> dict[str, PartSha
 def _shape(stage: StageSpec, source: str, family: Family, only_projector: bool) -> PartShape:
     part, tensor, expert = family.parts[stage.part], stage.degrees.tensor, stage.degrees.expert
     absent = part.absent(chunks_of(stage.chunks, part.whole))
-    plan, only = with_fused(part.tensor_plan, part.fused), part.projector if only_projector else None
+    only = part.projector if only_projector else part.modules if family.idle else None
+    plan = with_fused(part.tensor_plan, part.fused)
     return part_shape(
         source, (*family.outside(stage.part), *absent), tensor, part.kept_whole(tensor), plan, only, part.shared, expert
     )
