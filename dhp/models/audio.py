@@ -146,18 +146,25 @@ class AudioTower(Tower):
             while left > 0:
                 ends.append(ends[-1] + min(window, left))
                 left -= window
-        return _Plan(*(t.to(device) for t in (gathered, chunks, valid, torch.tensor(ends, dtype=torch.int32))))
+        windows = torch.tensor(ends, dtype=torch.int32)
+        return _Plan(_moved(gathered, device), chunks, _moved(valid, device), windows)
 
 
 @dataclass(frozen=True)
 class _Plan:
     """frames: which row of the clips each place of a chunk has, [chunks, longest]. chunks: frames of each. valid: of
-    all chunks' rows behind the convolutions, those that are no filling. windows: cumulative lengths."""
+    all chunks' rows behind the convolutions, those that are no filling. windows: cumulative lengths. Chunks and windows
+    stay on the host, which reads them: on the device it would wait for them in every layer."""
 
     frames: Tensor
     chunks: Tensor
     valid: Tensor
     windows: Tensor
+
+
+def _moved(indices: Tensor, device: torch.device) -> Tensor:
+    """From pageable memory a transfer would wait until all that is queued on the device is done."""
+    return indices if device.type == "cpu" else indices.pin_memory().to(device, non_blocking=True)
 
 
 def _count_work(audio: Any, chunk_tokens: int) -> AudioWork:
