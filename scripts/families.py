@@ -40,9 +40,9 @@ config.json alone.
 All parts may also have `none` (one actor) and `deepspeed` (replicas with ZeRO). Vision by `sequence` divides images
 themselves for Qwen2.5-VL and Qwen3-VL; for all other families its actors share whole images.
 
-`qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested beside all of the
-below, and without a section `audio` a run leaves the tower as it is ([data.md](data.md#sound)). The audio towers of
-other families stay as they are, and their sound is not read.
+`qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested beside all of
+the below. Without a section `audio` a run leaves the tower as it is ([data.md](data.md#sound)). The audio towers of other
+families stay as they are, and their sound is not read.
 """
 
 

@@ -20,7 +20,7 @@ from dhp.data.media.video import Pace
 from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
 from dhp.data.sample import Sample
-from dhp.data.sounds import Clip, Sounds, refuse
+from dhp.data.sounds import Clip, Sounds, refuse, sounds_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,7 +94,7 @@ class Preprocessor:
     def __call__(self, record: Record) -> Sample:
         """Decode and tokenise one record. DataError, with the record's place, when it cannot be used."""
         with located(record.where):
-            clips = [] if self._sounds is None else self._sounds.decode(record.sounds)
+            clips = [] if self._sounds is None else self._sounds.decode(sounds_of(record))
             tokens, pictures = self._read(record, self._pictures.decode, clips)
             return self._assemble(record, tokens, pictures, clips)
 
@@ -105,7 +105,7 @@ class Preprocessor:
         DataError as a call does, with the record's place, for defects that show without pixels.
         """
         with located(record.where):
-            clips = [] if self._sounds is None else self._sounds.outline(record.sounds)
+            clips = [] if self._sounds is None else self._sounds.outline(sounds_of(record))
             tokens, outlines = self._read(record, self._pictures.outline, clips)
             runs = self._pictures.runs(outlines)
             shown = self._written is not None

@@ -12,6 +12,7 @@ from dhp.base.errors import DataError
 from dhp.base.geometry import Form
 from dhp.data.media.sound import count_samples, read_sound
 from dhp.data.media.sources import File, name_of
+from dhp.data.records import Record
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,15 @@ class Sounds:
                     f"{self.shortest}. Leave it out"
                 )
         return self.forms(samples)
+
+
+def sounds_of(record: Record) -> tuple[File, ...]:
+    """Its clips. Raises DataError where a user's turn has their tag, and none is named: a key was mistyped."""
+    told = [part for turn in record.turns if turn.role == "user" for part in turn.parts if isinstance(part, str)]
+    tags = sum(text.count("<audio>") for text in told)
+    if tags and not record.sounds:
+        raise DataError(f"{tags} <audio> tags in the human turns, but 0 audios. Name them under 'audio' or 'audios'")
+    return record.sounds
 
 
 def refuse(files: Sequence[File]) -> None:

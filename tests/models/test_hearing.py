@@ -150,6 +150,13 @@ def test_a_placeholder_in_the_text_is_refused(folder: Path, preprocess: Preproce
         preprocess(record(folder, "0.wav", "What is <|audio_pad|>?"))
 
 
+def test_a_tag_without_sound_is_refused(folder: Path, preprocess: Preprocessor) -> None:
+    for look in (preprocess, preprocess.measure):
+        with pytest.raises(DataError, match="1 <audio> tags in the human turns, but 0 audios. Name them under 'audio'"):
+            look(record(folder, "<audio>What?"))
+    assert of_run(folder, ("vision",))(record(folder, "<audio>What?")).clips == ()
+
+
 def test_a_clip_that_is_too_short_for_features(folder: Path, preprocess: Preprocessor) -> None:
     save_wave(folder / "9.wav", make_wave(0.01, 0))
     for look in (preprocess, preprocess.measure):

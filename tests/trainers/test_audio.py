@@ -62,9 +62,15 @@ def test_equals_the_plain_model(case: Case, made: Made) -> None:
     assert_exact(run(made, case))
 
 
-@pytest.mark.parametrize("train", [NOTHING, PROJECTOR])
-def test_equals_the_plain_model_of_which_less_is_trained(train: str, made: Made) -> None:
-    assert_exact(run(made, Case(ONE, ONE, 2, packing=True, audio=ONE, audio_train=train)))
+LESS = [
+    {"audio_train": NOTHING},
+    {"audio_train": PROJECTOR, "vision_train": NOTHING, "text_trains": False},
+]
+
+
+@pytest.mark.parametrize("trained", LESS, ids=["all but sound", "sound's projector alone"])
+def test_equals_the_plain_model_of_which_less_is_trained(trained: dict, made: Made) -> None:
+    assert_exact(run(made, Case(ONE, ONE, 2, packing=True, audio=ONE, **trained)))
 
 
 ZERO = [(TWO, 1), *(pytest.param(*case, marks=pytest.mark.families) for case in product((TWO, SEQUENCE), (1, 2, 3)))]
