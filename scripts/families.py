@@ -41,7 +41,7 @@ All parts may also have `none` (one actor) and `deepspeed` (replicas with ZeRO).
 themselves for Qwen2.5-VL and Qwen3-VL; for all other families its actors share whole images.
 
 `qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested beside all of
-the below. Without a section `audio` a run leaves the tower as it is ([data.md](data.md#sound)). The audio towers of other
+the below. Without a section `audio` a run leaves it as it is ([data.md](data.md#sound)). The audio towers of other
 families stay as they are, and their sound is not read.
 """
 
