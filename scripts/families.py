@@ -31,13 +31,17 @@ config.json alone.
 
 - **tested**: the layout is in the matrix of `make test ARGS='-m families'`: loss, every gradient and three optimizer
   steps equal the plain model's, with packed and with padded rows.
-- **works**: a tiny model of the family, trained by the trainers of both parts in one process, equals the whole model in
+- **works**: a tiny model of the family, trained by the trainers of its parts in one process, equals the whole model in
   loss and every gradient to 1e-9, packed and padded; and every check that a run makes before it starts lets the layout
   through. That layout itself is not in a test.
 - **—**: refused by name before a run starts; the last column or the doctor says why.
 
 All parts may also have `none` (one actor) and `deepspeed` (replicas with ZeRO). Vision by `sequence`: "by token" where
 a picture itself is divided, by Ulysses, ring or both; for all other families its actors share whole pictures.
+
+`qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested beside all of
+the below. Without a section `audio` a run leaves it as it is ([data.md](data.md#sound)). The audio towers of other
+families stay as they are, and their sound is not read.
 """
 
 

@@ -24,6 +24,7 @@ class Form:
 
 
 IGNORED = -100  # the label of a token that is not a target
+SOUND = 3  # the kind of a token in whose place sound goes; those of pictures have 1 and 2, text has 0
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class StepInfo:
 
     data_s: seconds spent reading and decoding. measure_s: seconds spent on choosing its samples, which includes
     measuring their lengths.
+
+    clips: how many clips of sound.
     """
 
     step: int
@@ -55,11 +57,12 @@ class StepInfo:
     flops: Mapping[str, int]
     data_s: float
     measure_s: float
+    clips: int = 0
 
 
 @dataclass(frozen=True)
 class VisionInput:
-    """One shard's work of the vision part in a micro-batch; patches in tower order.
+    """One shard's work of an encoder in a micro-batch; patches in tower order. Of sound, a frame is a patch.
 
     pixels: [patches, values]; positions: of each patch, as the tower takes them, [patches, …].
 
@@ -95,7 +98,7 @@ class TextInput:
     lengths: tokens of each sample of the packed row; None where rows are padded.
 
     placement: for each image token of the rows, in order, its row among those received from the vision shards, one
-    shard behind another; None where the rows hold no image.
+    shard behind another; None where the rows hold no image. heard: the same of sound and the audio shards.
 
     target_tokens: N_global of the step, not of these rows.
 
@@ -107,6 +110,7 @@ class TextInput:
     placement: Tensor | None
     target_tokens: int
     samples: tuple[int, ...] = ()
+    heard: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dhp.base.geometry import IGNORED, Form
 from dhp.data.sample import Sample
@@ -60,6 +61,7 @@ class Collator:
             named.get(VIDEO_GRIDS),
             named.get(VIDEO_SECONDS),
             [grid for sample in row for grid in sample.grids if isinstance(grid, Form)],
+            **_sounds(row),
         )
         return named
 
@@ -78,6 +80,17 @@ def pixels_by_argument(row: Row) -> dict[str, Tensor]:
     return {name: torch.cat(patches) for name, patches in found.items()}
 
 
+def sounds_by_argument(row: Row) -> dict[str, Tensor]:
+    """The clips of a row by argument of the plain model, filled up to the longest of them."""
+    clips = [torch.from_numpy(clip) for sample in row for clip in sample.clips]
+    if not clips:
+        return {}
+    frames = torch.tensor([len(clip) for clip in clips])
+    mask = (torch.arange(int(frames.max())) < frames[:, None]).long()
+    features = pad_sequence(clips, batch_first=True).transpose(1, 2)
+    return {"input_features": features, "feature_attention_mask": mask}
+
+
 def _with_targets(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rows with targets in place of labels: what the last token of a row would predict is not known."""
     labels = named.pop("labels")
@@ -93,6 +106,12 @@ def _grids(row: Row) -> dict[str, Tensor]:
         VIDEO_SECONDS: [seconds for _, seconds in seen if seconds is not None],
     }
     return {name: torch.tensor(rows) for name, rows in values.items() if rows}
+
+
+def _sounds(row: Row) -> dict[str, Tensor]:
+    """How long clips are, in frames, for a model that counts positions by them."""
+    frames = [form.rows for sample in row for form in sample.clip_forms]
+    return {"audio_seqlens": torch.tensor(frames)} if frames else {}
 
 
 def _pad_rows(rows: Sequence, fill: int, lengths: Tensor) -> Tensor:

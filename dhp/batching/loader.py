@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from dhp.base.errors import ModelError
 from dhp.base.messages import StepData
-from dhp.batching.collate import Collator, pixels_by_argument
+from dhp.batching.collate import Collator, pixels_by_argument, sounds_by_argument
+from dhp.batching.encoders import AUDIO, VISION, Split
 from dhp.batching.scatter import Dealer
 from dhp.config.schema import DatasetEntry
 from dhp.data.lengths.cache import LengthCache, Lengths
@@ -24,26 +26,11 @@ from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler, StepBatch
 from dhp.data.preprocess import Preprocessor, Videos
 from dhp.data.read_settings import ReadSettings
+from dhp.data.sounds import Sounds
 from dhp.data.source import BatchSource, StepSamples, open_dataset
 from dhp.models.family import Family
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
 from dhp.parallel.attention.locality import Locality
-
-VISION = "vision"  # the encoder that this loader has inputs for
-
-
-@dataclass(frozen=True)
-class Split:
-    """How an encoder's inputs are dealt out.
-
-    replicas × ranks: its data replicas, and the ranks of each that share a sequence. dtype: a torch dtype's name, in
-    which inputs travel. locality: which replicas are near which replica of the decoder; None: all alike.
-    """
-
-    replicas: int = 1
-    ranks: int = 1
-    dtype: str = "float32"
-    locality: Locality | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +66,7 @@ def make_feed(settings: FeedSettings) -> Feed:
 
     Raises DataError for an annotation file that cannot be read, ModelError for a model without the needed parts.
     """
-    family = load_family(settings.model_name)
+    family = load_family(settings.model_name).having(settings.encoders)
     family.processor.load()
     tokenizer = load_tokenizer(settings.model_name)
     _check_vocabulary(settings.model_name, tokenizer, family)
@@ -96,6 +83,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
         family.processor.about(),
         family.processor.image_arguments,
+        _sounds(family),
     )
     allow_http = settings.reading.allow_http
     dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
@@ -107,8 +95,9 @@ def make_feed(settings: FeedSettings) -> Feed:
     source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     split = settings.encoders[VISION]
+    others = {name: other for name, other in settings.encoders.items() if name != VISION}
     shape = (split.replicas, split.ranks, settings.packing)
-    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, split.dtype), split.locality)
+    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, split.dtype), split.locality, others)
 
 
 def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
@@ -129,6 +118,15 @@ def _videos(family: Family, reading: ReadSettings) -> Videos | None:
     taking = Taking(reading.video_fps, reading.video_max_frames, own.frames_per_patch, own.takes_both_ends)
     most = reading.video_max_pixels
     return Videos(own.video_token_id, taking, own.video_patches, most, own.step_tokens, own.step_text)
+
+
+def _sounds(family: Family) -> Sounds | None:
+    """How the run hears; None: not at all."""
+    own = family.processor.hearing
+    if own is None or AUDIO not in family.parts:
+        return None
+    own.load()
+    return Sounds(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
@@ -156,6 +154,7 @@ class Feed:
         measured: MeasuredDataset | None = None,
         pixel_dtype: torch.dtype = torch.float32,
         locality: Locality | None = None,
+        others: Mapping[str, Split] = MappingProxyType({}),
     ):
         """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
 
@@ -166,11 +165,13 @@ class Feed:
         pixel_dtype: in which patches travel to the tower.
 
         locality: which vision replicas are near which text replica.
+
+        others: how the inputs of each further encoder are dealt out, by part.
         """
         self._source = source
         self._family = family
         self._collator = Collator(family, pad_token_id, packing)
-        self._dealer = Dealer(family, self._collator, replicas, ranks, pixel_dtype, locality)
+        self._dealer = Dealer(family, self._collator, replicas, ranks, pixel_dtype, locality, others)
         self.measured = measured
 
     @property
@@ -240,7 +241,7 @@ class Feed:
         tensors = {}
         for m, rows in enumerate(self._source.step(step).samples):
             for d, row in enumerate(rows):
-                named = self._collator.padded(row) | pixels_by_argument(row)
+                named = self._collator.padded(row) | pixels_by_argument(row) | sounds_by_argument(row)
                 plain = self._family.processor.plain_inputs(named)
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
         return tensors

@@ -53,9 +53,10 @@ class Start:
         if self.checkpoint is None:
             return
         other = [key for key, value in now.items() if self.settings.get(key) != value]
+        other += _left_out(self.settings, now)
         if not other:
             return
-        told = "; ".join(f"{key} was {self.settings.get(key)} and is {now[key]}" for key in other)
+        told = "; ".join(f"{key} was {self.settings.get(key)} and is {now.get(key)}" for key in other)
         why = "a resumed run goes on with the samples after those seen, so the data's order and cut must stay"
         if any(key.startswith(LAYOUT) for key in other):
             why = "a checkpoint is resumed in the layout that it was saved in; resuming in another layout comes later"
@@ -63,6 +64,12 @@ class Start:
             f"{self.checkpoint} does not continue as this run is configured: {told}. Reason: {why}. Set what it had, "
             "or begin anew in another run_dir with training.resume=never"
         )
+
+
+def _left_out(kept: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Keys of parts that the checkpoint has and a run with these settings has not."""
+    parts = {key.partition(".")[0] for key in now if key.startswith(LAYOUT)}
+    return [key for key in kept if parts and key.startswith(LAYOUT) and key.partition(".")[0] not in parts]
 
 
 def find_start(resume: str, checkpoint_dir: Path, replaced: bool = False) -> Start:

@@ -44,7 +44,8 @@ def check_trained(config: Config) -> None:
     """Something must be trained. Raises ConfigError."""
     if not any(part.trainable for part in parts(config).values()):
         raise ConfigError(
-            "vision.trainable=false with text.trainable=false: nothing would be trained. Set one of them to true, or "
+            f"{' with '.join(f'{name}.trainable=false' for name in parts(config))}: nothing would be trained. Set one "
+            "of them to true, or "
             "vision.train=projector with vision.trainable=true to train the projector alone."
         )
 

@@ -12,10 +12,12 @@ from dhp.config.schema import PartConfig
 DEGREES = ("pipeline", "data", "ulysses", "ring", "tensor")
 PARALLELISMS = {
     "vision": ("none", "data", "sequence", "tensor", "deepspeed"),
+    "audio": ("none", "data", "sequence", "deepspeed"),
     "text": ("none", "data", "tensor", "pipeline", "deepspeed", "autotp"),
 }
 OFFERED = {
     "vision": ("data", "ulysses", "ring", "tensor"),
+    "audio": ("data", "ulysses"),
     "text": ("pipeline", "data", "tensor"),
 }  # what may be above 1
 # What others call a parallelism.
@@ -44,7 +46,7 @@ ZERO_ENGINES = ("auto", DEEPSPEED, FSDP)
 
 
 def resolve_part(name: str, part: PartConfig) -> PartConfig:
-    """A copy of the part ("vision" or "text") with every degree a number. Raises ConfigError."""
+    """A copy of the part ("vision", "audio" or "text") with every degree a number. Raises ConfigError."""
     require_choice(f"{name}.parallelism", part.parallelism, PARALLELISMS[name], _MEANT)
     require_positive(f"{name}.num_actors", part.num_actors)
     degrees = {degree: getattr(part, degree) for degree in DEGREES}
@@ -161,7 +163,7 @@ def _check_expert(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
 
 
 def _check_training(name: str, part: PartConfig) -> None:
-    require_choice(f"{name}.train", part.train, ("all", "projector") if name == "vision" else ("all",))
+    require_choice(f"{name}.train", part.train, ("all",) if name == "text" else ("all", "projector"))
     if not part.trainable and part.train != "all":
         raise ConfigError(
             f"{name}.trainable=false with {name}.train={part.train}: the one says that nothing is trained. Set "

@@ -3,7 +3,7 @@
 import ast
 import inspect
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -28,7 +28,7 @@ class Key:
 @cache
 def schema_keys() -> dict[str, Key]:
     """Every key of the schema by its dotted path, in the order written; sections come before their keys."""
-    return {key.path: key for key in _walk(Config, "")}
+    return {key.path: key for key in _walk(Config(), "")}
 
 
 def find_key(path: str) -> Key | None:
@@ -60,20 +60,22 @@ def _list_example(item: type) -> str:
     return "[0.9, 0.999]" if item is float else "[first, second]"
 
 
-def _walk(section: type, prefix: str) -> Iterator[Key]:
+def _walk(made: Any, prefix: str) -> Iterator[Key]:
+    """made: a section with its defaults."""
+    section: type = type(made)
     docs, hints = field_docs(section), get_type_hints(section)
     for field in fields(section):
         path, hint = f"{prefix}{field.name}", hints[field.name]
         inner = hint if isinstance(hint, type) and is_dataclass(hint) else _entry_type(hint)
         if inner is None:
-            yield Key(path, hint, _default(field), docs.get(field.name, ""), is_section=False)
+            yield Key(path, hint, getattr(made, field.name), docs.get(field.name, ""), is_section=False)
             continue
         doc = docs.get(field.name, "") or inspect.getdoc(inner) or ""
         yield Key(path, hint, None, doc, is_section=True)
         below = path if is_dataclass(hint) else f"{path}.{ANY_NAME}"
         if not is_dataclass(hint):
             yield Key(below, inner, None, inspect.getdoc(inner) or "", is_section=True)
-        yield from _walk(inner, f"{below}.")
+        yield from _walk(getattr(made, field.name) if is_dataclass(hint) else inner(), f"{below}.")
 
 
 def _entry_type(hint: Any) -> type | None:
@@ -81,10 +83,6 @@ def _entry_type(hint: Any) -> type | None:
     if get_origin(hint) is dict and is_dataclass(get_args(hint)[1]):
         return get_args(hint)[1]
     return None
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 @cache

@@ -6,18 +6,19 @@ from typing import Optional
 
 @dataclass
 class PartConfig:
-    """One part of the model (vision or text): its weights, its actors and how they share the work."""
+    """One part of the model (vision, audio or text): its weights, its actors and how they share the work."""
 
     model_name: str = ""
     """Hugging Face directory or hub id. Empty: the other part's."""
 
     parallelism: str = "none"
-    """How the actors share the work. vision: none | data | sequence | tensor | deepspeed; text: none | data | tensor |
-    pipeline | deepspeed | autotp. deepspeed: replicas, as data, beside a zero_stage from 1 on by DeepSpeed; autotp: as
-    tensor, with DeepSpeed's layers."""
+    """How the actors share the work. vision: none | data | sequence | tensor | deepspeed; audio: the same without
+    tensor; text: none | data | tensor | pipeline | deepspeed | autotp. deepspeed: replicas, as data, beside a
+    zero_stage from 1 on by DeepSpeed; autotp: as tensor, with DeepSpeed's layers."""
 
     num_actors: int = 1
-    """Actors of this part (processes, one device each); num_actors = pipeline × data × ulysses × ring × tensor."""
+    """Actors of this part (processes, one device each); num_actors = pipeline × data × ulysses × ring × tensor. audio
+    has 0 unless it is set: the run has no audio part then, and reads no sound."""
 
     pipeline: Optional[int] = None
     """Stages that the layers are cut into, each with actors of its own that are split by the other degrees: the first
@@ -38,13 +39,15 @@ class PartConfig:
     it is trained either."""
 
     train: str = "all"
-    """What of a trainable part is trained: all | projector (vision: the layers between tower and decoder alone)."""
+    """What of a trainable part is trained: all | projector (vision and audio: the layers between tower and decoder
+    alone)."""
 
     data: Optional[int] = None
     """Replicas that work on different samples. Null: what the other degrees leave with parallelism=data, else 1."""
 
     ulysses: Optional[int] = None
-    """Actors that split a sequence by all-to-all on heads. Null: what the others leave with sequence, else 1."""
+    """Actors that split a sequence by all-to-all on heads; of audio, that share out the clips. Null: what the others
+    leave with sequence, else 1."""
 
     ring: Optional[int] = None
     """Actors that split a sequence by passing keys and values around a ring, outside Ulysses: for more actors than

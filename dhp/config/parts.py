@@ -10,14 +10,21 @@ from dhp.config.schema import Config
 DECODER = "text"  # the part behind all others: it has the samples' rows and the loss
 
 
-def parts(config: Config) -> dict[str, PartConfig]:
-    """Sections of parts by name, in the order in which data comes by: encoders, and then the decoder."""
-    sections = {field.name: getattr(config, field.name) for field in fields(config)}
-    found = {name: section for name, section in sections.items() if isinstance(section, PartConfig)}
+def sections(config: Config) -> dict[str, PartConfig]:
+    """Sections of all parts by name, in the order in which data comes by: encoders, and then the decoder."""
+    every = {field.name: getattr(config, field.name) for field in fields(config)}
+    found = {name: section for name, section in every.items() if isinstance(section, PartConfig)}
     return {name: section for name, section in found.items() if name != DECODER} | {DECODER: found[DECODER]}
 
 
-PARTS = tuple(parts(Config()))  # names of all that a configuration can have
+PARTS = tuple(sections(Config()))  # names of all that a configuration can have
+# Those that some models alone have: a run has such a part where its section has actors.
+OPTIONAL = tuple(name for name, section in sections(Config()).items() if not section.num_actors)
+
+
+def parts(config: Config) -> dict[str, PartConfig]:
+    """Sections of the run's parts by name, in the order in which data comes by: encoders, and then the decoder."""
+    return {name: part for name, part in sections(config).items() if part.num_actors or name not in OPTIONAL}
 
 
 def encoders(config: Config) -> dict[str, PartConfig]:

@@ -46,7 +46,7 @@ def read_choices(text: str, layers: int, key: str = "recompute") -> tuple[str, .
 
 
 def resolve_recompute(name: str, part: PartConfig) -> str:
-    """What the part ("vision" or "text") recomputes, activation_checkpointing considered. Raises ConfigError."""
+    """What the part (as "vision" or "text") recomputes, activation_checkpointing considered. Raises ConfigError."""
     text, checkpointing = part.recompute, part.activation_checkpointing
     if text is None:
         return "full" if checkpointing else "none"

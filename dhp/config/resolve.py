@@ -16,7 +16,7 @@ from dhp.config.checks import (
     check_trained,
 )
 from dhp.config.degrees import resolve_part
-from dhp.config.parts import parts
+from dhp.config.parts import OPTIONAL, parts, sections
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
 from dhp.config.resolved import resolved
 from dhp.config.schema import Config
@@ -33,11 +33,12 @@ def resolve(config: Config) -> Config:
     check_data(config.data)
     check_memory(config.memory)
     check_cluster(config.cluster)
+    _check_absent(config)
     model_name = _shared_model_name(config)
-    sections: dict[str, Any] = {
+    found: dict[str, Any] = {
         n: replace(resolve_part(n, part), model_name=model_name) for n, part in parts(config).items()
     }
-    resolved = replace(deepcopy(config), **sections)
+    resolved = replace(deepcopy(config), **found)
     check_schedule(resolved)
     check_pipeline_schedule(resolved)
     check_trained(resolved)
@@ -99,18 +100,31 @@ def check_model_dir(name: str) -> None:
         raise ConfigError(f"model_name={name} has no config.json ({path.absolute()}). {remedy}")
 
 
+def _check_absent(config: Config) -> None:
+    """What is said of a part that the run does not have would be ignored. Raises ConfigError."""
+    for name in OPTIONAL:
+        section = sections(config)[name]
+        if name not in parts(config) and section != sections(Config())[name]:
+            raise ConfigError(
+                f"{name} has settings, but {name}.num_actors=0: the run has no such part. Set {name}.num_actors to 1 "
+                f"or more for a model that has one, or leave the section {name} out"
+            )
+
+
 def _shared_model_name(config: Config) -> str:
-    vision, text = config.vision.model_name, config.text.model_name
-    if not (vision or text):
+    given = {f"{name}.model_name": part.model_name for name, part in parts(config).items() if part.model_name}
+    if not given:
         raise ConfigError(
             "vision.model_name and text.model_name are not set; set one of them to a Hugging Face directory or hub id"
         )
-    if vision and text and vision != text:
-        raise ConfigError(
-            f"vision.model_name={vision} != text.model_name={text}: both parts come from one checkpoint for now, "
-            "so vision.model_name = text.model_name. Set both alike, or only one."
-        )
-    return _expanded(vision or text)
+    first, *others = given
+    for other in others:
+        if given[other] != given[first]:
+            raise ConfigError(
+                f"{first}={given[first]} != {other}={given[other]}: all parts come from one checkpoint for now, "
+                f"so {first} = {other}. Set both alike, or only one."
+            )
+    return _expanded(given[first])
 
 
 def _fill_paths(config: Config) -> None:

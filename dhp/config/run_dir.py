@@ -12,14 +12,15 @@ import yaml
 
 from dhp.base.errors import ConfigError
 from dhp.config.mixing import split_share
-from dhp.config.parts import PARTS, parts
+from dhp.config.parts import OPTIONAL, PARTS, parts
 from dhp.config.schema import Config
 
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
 _RECORD = (*_MARKS, "trace.json", "tb")
 _RANK_LOG = re.compile(rf"({'|'.join(PARTS)}|data)(\.\d+)?(-\w+)*\.log")
 _CHECKPOINT = re.compile(r"step_\d+(\.partial)?")
-_SECTIONS = {"run_dir", *PARTS, "training", "data", "cluster"}  # config.yaml of a run has all of them
+# config.yaml of a run has all of them, that of an earlier release too.
+_SECTIONS = {"run_dir", *(name for name in PARTS if name not in OPTIONAL), "training", "data", "cluster"}
 
 
 def check_run_dir(config: Config) -> None:

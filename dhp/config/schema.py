@@ -238,7 +238,7 @@ class ClusterConfig:
 
 @dataclass
 class Config:
-    """A run: two parts of a model, a training recipe, data, and the cluster to run on."""
+    """A run: the parts of a model, a training recipe, data, and the cluster to run on."""
 
     name: str = "run"
     """The run's name; part of the default run_dir."""
@@ -256,6 +256,7 @@ class Config:
     """Directory in which the tiny model and dataset are made when absent. Null: nothing is made."""
 
     vision: PartConfig = field(default_factory=PartConfig)
+    audio: PartConfig = field(default_factory=lambda: PartConfig(num_actors=0))
     text: PartConfig = field(default_factory=PartConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)

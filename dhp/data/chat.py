@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from dhp.base.errors import DataError
-from dhp.data.media.sources import Video
+from dhp.data.media.sources import Sound, Video
 from dhp.data.records import Part, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# {"role": …, "content": [{"type": "image"} | {"type": "video"} | {"type": "text", "text": …}, …]}
+# {"role": …, "content": [{"type": "image" | "video" | "audio"} | {"type": "text", "text": …}, …]}
 Message = dict[str, Any]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -67,6 +67,8 @@ def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rende
 def _content(part: Part) -> dict[str, str]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if isinstance(part, Sound):
+        return {"type": "audio"}
     return {"type": "video" if isinstance(part, Video) else "image"}
 
 

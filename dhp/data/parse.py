@@ -20,14 +20,13 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], MediaResolver], tuple[Turn, ...]
 
 
 def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, media: MediaResolver) -> Record:
-    """Check one raw annotation and resolve its images and videos. form: one of FORMATS.
+    """Check one raw annotation and resolve its images, videos and sounds. form: one of FORMATS.
 
     DataError, with the reason alone, when keys or types are wrong, roles do not alternate, the last turn is not an
-    answer, tags and images differ in number, an image or video may not be read, or there is audio.
+    answer, tags and images differ in number, or a file may not be read.
     """
     if not isinstance(raw, Mapping):
         raise DataError(f"expected an object with 'conversations' or 'messages', got {type(raw).__name__}")
-    _refuse_audio(raw)
     turns = FORMATS[form](raw, media)
     for number, turn in enumerate(turns, start=1):
         _check_text(number, turn)
@@ -48,13 +47,6 @@ def detect(samples: Iterable[Any]) -> str:
     return fallback or "llava"
 
 
-def _refuse_audio(raw: Mapping[str, Any]) -> None:
-    """Without its sound such a sample would be trained on as text."""
-    for key in ("audio", "audios"):
-        if raw.get(key):
-            raise DataError(f"{key!r}: audio is not read; only text, images and videos are. Leave such samples out")
-
-
 def _check_text(number: int, turn: Turn) -> None:
     """JSON can hold one half of a character that UTF-16 writes as two; no tokenizer takes it."""
     try:
@@ -72,10 +64,10 @@ def _recognise(raw: Any) -> tuple[str | None, str | None]:
     if any(isinstance(content, list) for content in contents):
         return "openai", None
     if "messages" in raw or "conversations" in raw:
-        if raw.get("images") is not None or raw.get("videos") is not None:
+        if any(raw.get(key) is not None for key in ("images", "videos", "audios")):
             return "sharegpt", None
         if "messages" in raw:
             return None, "sharegpt"
-        named = raw.get("image") is not None or raw.get("video") is not None
+        named = any(raw.get(key) is not None for key in ("image", "video", "audio"))
         return ("llava", None) if named else (None, "llava")
     return None, None

@@ -1,4 +1,4 @@
-"""A record to a sample: chat template, one tokenisation, labels on the answers, pictures to patches."""
+"""A record to a sample: chat template, one tokenisation, labels on the answers, pictures and sound as features."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import numpy as np
 import transformers
 
 from dhp.base.errors import DataError, ModelError
-from dhp.base.geometry import IGNORED, Grid
+from dhp.base.geometry import IGNORED, SOUND, Grid
 from dhp.data.chat import Rendered, render, replace_each, to_messages
 from dhp.data.media.video import Pace
 from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
 from dhp.data.sample import Sample
+from dhp.data.sounds import Clip, Sounds, refuse, sounds_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,13 +67,14 @@ class Preprocessor:
         written: Written | None = None,
         about: Sequence[Any] = (),
         image_arguments: Mapping[str, Any] = MappingProxyType({}),
+        sounds: Sounds | None = None,
     ) -> None:
         """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
         processor gave for one image → (rows float32 [patches, dim], grid).
         min_pixels, max_pixels: width × height bounds of a scaled image; None: the image processor's own.
         videos: None for a model that sees none. max_tokens: of a sample, those of its pictures included. written: how a
         prompt shows an image; None: by its placeholder again and again. about: all else that decides lengths.
-        image_arguments: of the image processor.
+        image_arguments: of the image processor. sounds: None for a run that hears nothing.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
@@ -83,6 +85,7 @@ class Preprocessor:
         self._tokenizer = tokenizer
         self._image_token_id = image_token_id
         self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)
+        self._sounds = sounds
         self._pictures = Pictures(
             image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments
         )
@@ -91,8 +94,9 @@ class Preprocessor:
     def __call__(self, record: Record) -> Sample:
         """Decode and tokenise one record. DataError, with the record's place, when it cannot be used."""
         with located(record.where):
-            tokens, pictures = self._read(record, self._pictures.decode)
-            return self._assemble(record, tokens, pictures)
+            clips = [] if self._sounds is None else self._sounds.decode(sounds_of(record))
+            tokens, pictures = self._read(record, self._pictures.decode, clips)
+            return self._assemble(record, tokens, pictures, clips)
 
     def measure(self, record: Record) -> Length:
         """Length of the sample that a call would give, told from the headers of its files.
@@ -101,7 +105,8 @@ class Preprocessor:
         DataError as a call does, with the record's place, for defects that show without pixels.
         """
         with located(record.where):
-            tokens, outlines = self._read(record, self._pictures.outline)
+            clips = [] if self._sounds is None else self._sounds.outline(sounds_of(record))
+            tokens, outlines = self._read(record, self._pictures.outline, clips)
             runs = self._pictures.runs(outlines)
             shown = self._written is not None
             length = Length(sum(runs), len(tokens.ids) + (0 if shown else sum(runs) - len(runs)))
@@ -120,30 +125,42 @@ class Preprocessor:
             "pictures": [self._image_token_id, *self._pictures.about()],
             "max_tokens": self._max_tokens,
             "family": self._about,
+            **({} if self._sounds is None else {"sounds": list(self._sounds.about)}),
         }
         return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 
-    def _read(self, record: Record, look: Callable[[Sequence[Any]], list[Seen]]) -> tuple[Tokens, list[Seen]]:
-        """The conversation and its pictures.
+    def _read(
+        self, record: Record, look: Callable[[Sequence[Any]], list[Seen]], clips: Sequence[Clip]
+    ) -> tuple[Tokens, list[Seen]]:
+        """The conversation, in which the given clips are heard, and its pictures.
 
         The text is read first, because its defects show soonest; but where it tells the times of frames, the pictures
         come first.
         """
+        if self._sounds is None:
+            refuse(record.sounds)
         apart = self._videos is not None and self._videos.step_tokens is not None
         if apart and len(record.images) < len(record.media):
             seen = look(record.media)
-            return self._tokens(record, [one.pace for one in seen if one.pace is not None]), seen
+            return self._tokens(record, clips, [one.pace for one in seen if one.pace is not None]), seen
         if self._written is not None and record.media:
             seen = look(record.media)
-            return self._tokens(record, [], seen), seen
-        return self._tokens(record, []), look(record.media)
+            return self._tokens(record, clips, [], seen), seen
+        return self._tokens(record, clips, []), look(record.media)
 
-    def _tokens(self, record: Record, told: Sequence[Pace], shown: Sequence[PicturePatches | Outline] = ()) -> Tokens:
+    def _tokens(
+        self,
+        record: Record,
+        clips: Sequence[Clip],
+        told: Sequence[Pace],
+        shown: Sequence[PicturePatches | Outline] = (),
+    ) -> Tokens:
         """told: of the videos whose times the prompt tells. shown: pictures that the prompt shows in their own way."""
         with _TEXT:
             rendered = render(self._tokenizer, to_messages(record.turns))
             rendered = self._with_times(rendered, told) if told else rendered
             rendered = self._with_pictures(rendered, shown) if shown else rendered
+            rendered = self._with_sounds(rendered, clips) if self._sounds is not None else rendered
             encoding = self._tokenizer(
                 rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
@@ -161,6 +178,14 @@ class Preprocessor:
         if found != len(shown):
             raise _miscounted("image", found, len(shown), placeholder)
         return replace_each(rendered, placeholder, [text_of(one.grid) for one in shown])
+
+    def _with_sounds(self, rendered: Rendered, clips: Sequence[Clip]) -> Rendered:
+        """Repeat the placeholder of each clip to its length."""
+        placeholder = self._tokenizer.convert_ids_to_tokens(self._sounds.token_id)
+        found = rendered.text.count(placeholder)
+        if found != len(clips):
+            raise _miscounted("audio clip", found, len(clips), placeholder)
+        return replace_each(rendered, placeholder, [placeholder * clip.form.tokens for clip in clips])
 
     def _with_times(self, rendered: Rendered, told: Sequence[Pace]) -> Rendered:
         """Replace the placeholder of each video by one for each step in time. This is done in the text, not among its
@@ -214,7 +239,9 @@ class Preprocessor:
         if not tokens.target[1:].any():
             raise DataError("no target token: the chat template writes no answer for this conversation")
 
-    def _assemble(self, record: Record, tokens: Tokens, pictures: list[PicturePatches]) -> Sample:
+    def _assemble(
+        self, record: Record, tokens: Tokens, pictures: list[PicturePatches], clips: Sequence[Clip]
+    ) -> Sample:
         """Repeat each placeholder to the length of its picture."""
         kinds = (tokens.ids == self._image_token_id).astype(np.int64)
         if self._videos is not None:
@@ -224,6 +251,8 @@ class Preprocessor:
             repeats[kinds > 0] = self._pictures.runs(pictures)
         self._check_length(Length(int(repeats[kinds > 0].sum()), int(repeats.sum())))
         labels = np.where(tokens.target, tokens.ids, IGNORED)
+        if self._sounds is not None:
+            kinds[tokens.ids == self._sounds.token_id] = SOUND  # as many as the clips have
         return Sample(
             dataset=record.dataset,
             position=record.position,
@@ -233,6 +262,8 @@ class Preprocessor:
             pixels=tuple(picture.pixels for picture in pictures),
             grids=tuple(picture.grid for picture in pictures),
             seconds=tuple(None if picture.pace is None else picture.pace.seconds for picture in pictures),
+            clips=tuple(clip.features for clip in clips if clip.features is not None),
+            clip_forms=tuple(clip.form for clip in clips),
         )
 
     def _check_length(self, length: Length) -> None:

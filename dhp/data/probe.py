@@ -45,4 +45,5 @@ def _check(dataset: Dataset, index: int) -> None:
 
 def _files(record: Record) -> list[tuple[Path, str]]:
     shown = [(part.file, "video") if isinstance(part, Video) else (part, "image") for part in record.media]
-    return [(file, what) for file, what in shown if isinstance(file, Path)]
+    heard = [(file, "audio") for file in record.sounds]
+    return [(file, what) for file, what in shown + heard if isinstance(file, Path)]

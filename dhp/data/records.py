@@ -1,4 +1,4 @@
-"""One conversation, checked: turns of text, images and videos, in order."""
+"""One conversation, checked: turns of text, images, videos and sounds, in order."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dhp.base.errors import DataError
-from dhp.data.media.sources import File, Video
+from dhp.data.media.sources import File, Sound, Video
 
-Part = str | File | Video
+Part = str | File | Video | Sound
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says. role: system, user or assistant; parts: text (str), images (File) and videos (Video)."""
+    """What one side says. role: system, user or assistant; parts: text (str), images (File), videos (Video) and sounds
+    (Sound)."""
 
     role: str
     parts: tuple[Part, ...]
@@ -32,12 +33,17 @@ class Record:
     @property
     def media(self) -> tuple[File | Video, ...]:
         """All images and videos, in the order in which the conversation shows them."""
-        return tuple(part for turn in self.turns for part in turn.parts if not isinstance(part, str))
+        return tuple(part for turn in self.turns for part in turn.parts if not isinstance(part, str | Sound))
 
     @property
     def images(self) -> tuple[File, ...]:
         """All images, in the order in which the conversation shows them."""
         return tuple(part for part in self.media if not isinstance(part, Video))
+
+    @property
+    def sounds(self) -> tuple[File, ...]:
+        """All clips of sound, in the order in which the conversation has them."""
+        return tuple(part.file for turn in self.turns for part in turn.parts if isinstance(part, Sound))
 
 
 @contextmanager

@@ -12,10 +12,11 @@ EXACT = 1e-9  # the largest deviation, relative, at which parts and packed rows 
 class Diagnosis:
     """Of one configuration.
 
-    split_error, packed_error: the largest relative deviation of a tiny model's loss and gradients, trained in two
+    split_error, packed_error: the largest relative deviation of a tiny model's loss and gradients, trained in its
     parts, from the whole model's: with rows padded, and with samples packed into one row. None: it could not be run.
 
-    vision, text: layouts that each part has. refused: why not, by layout.
+    vision, text, audio: layouts that each part has; audio is empty for a model without such a part. refused: why not,
+    by layout.
     """
 
     family: str
@@ -25,6 +26,7 @@ class Diagnosis:
     vision: tuple[str, ...]
     text: tuple[str, ...]
     refused: dict[str, str]
+    audio: tuple[str, ...] = ()
 
     def as_json(self) -> str:
         """One object on one line."""
@@ -35,12 +37,13 @@ class Diagnosis:
         rows = [
             ("family", self.family),
             ("trainable", "yes" if self.trainable else "no"),
-            ("in two parts", _told(self.split_error)),
+            ("in three parts" if self.audio else "in two parts", _told(self.split_error)),
             ("packed rows", _told(self.packed_error)),
             ("vision", ", ".join(self.vision) or "none of the layouts"),
+            *([("audio", ", ".join(self.audio))] if self.audio else []),
             ("text", ", ".join(self.text) or "none of the layouts"),
         ]
-        lines = [f"{name:14}{value}" for name, value in rows]
+        lines = [f"{name:15}{value}" for name, value in rows]
         if self.refused:
             lines.append("refused")
             lines += [f"  {layout}: {why}" for layout, why in self.refused.items()]

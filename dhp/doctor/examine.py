@@ -34,8 +34,8 @@ def examine(source: str) -> Diagnosis:
         family = load_family(source)
     except ModelError as error:
         return Diagnosis(name, False, None, None, (), (), {"family": _without(source, error)})
-    vision, text = (find_layouts(part, family, source) for part in ("vision", "text"))
-    refused = {**vision.refused, **text.refused}
+    layouts = {part: find_layouts(part, family, source) for part in family.parts}
+    refused = {layout: why for found in layouts.values() for layout, why in found.refused.items()}
     errors: dict[bool, float | None] = {False: None, True: None}
     try:
         errors = _try(config)
@@ -47,8 +47,11 @@ def examine(source: str) -> Diagnosis:
             refused[layout] = f"loss or gradients differ from the whole model's by {found:.1e}, relative"
     if family.processor.video_token_id is None:
         refused["video"] = "the model's videos are not read here, images alone"
+    if any("audio" in module for module in family.idle):
+        refused["audio"] = "the model's audio tower stays as it is: it is not trained here, and no sound is read"
     trainable = split is not None and split <= EXACT
-    return Diagnosis(name, trainable, split, packed, vision.possible, text.possible, refused)
+    vision, text, audio = (layouts[part].possible if part in layouts else () for part in ("vision", "text", "audio"))
+    return Diagnosis(name, trainable, split, packed, vision, text, refused, audio)
 
 
 def _try(config: PreTrainedConfig) -> dict[bool, float | None]:

@@ -1,4 +1,4 @@
-"""One step of a tiny model, by one plain process and by the trainers of both parts: losses and gradients of each."""
+"""One step of a tiny model, by one plain process and by the trainers of all parts: losses and gradients of each."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.geometry import IGNORED
 from dhp.base.stages import Chain, Edge, Node, StageSpec
 from dhp.batching.collate import Collator
+from dhp.batching.encoders import Split
 from dhp.batching.scatter import Dealer
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
@@ -65,18 +66,21 @@ def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample])
 
 
 def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: bool) -> Outcome:
-    """The trainers of both parts, one rank each, in this process."""
-    dealer = Dealer(family, Collator(family, 0, packing), 1, 1, torch.float64)
+    """The trainers of all parts, one rank each, in this process."""
+    others = {name: Split(dtype="float64") for name in family.others}
+    dealer = Dealer(family, Collator(family, 0, packing), 1, 1, torch.float64, others=others)
     data = dealer.deal(StepSamples(0, 0, ((tuple(samples),),), ()))
     chain = _chain(family)
     with _one_rank():
-        vision, text = (make_rank(_settings(stage, chain, folder, packing)) for stage in chain.stages)
-        bundles = vision.forward_step(0, 0, data.work["vision"][0][0])
+        ranks = {stage.name: make_rank(_settings(stage, chain, folder, packing)) for stage in chain.stages}
+        *encoders, (_, text) = ranks.items()
+        bundles = [one for name, rank in encoders for one in rank.forward_step(0, 0, data.work[name][0][0])]
         text.forward_step(0, 0, data.work["text"][0][0], *bundles)
-        vision.backward_step(0, 0, True, *text.backward_step(0, 0, True))
+        for (_, rank), gradients in zip(encoders, text.backward_step(0, 0, True), strict=True):
+            rank.backward_step(0, 0, True, gradients)
         loss = text.take_loss()
     assert loss is not None
-    return Outcome(loss, _gradients(vision.model) | _gradients(text.model))
+    return Outcome(loss, {name: g for rank in ranks.values() for name, g in _gradients(rank.model).items()})
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -86,9 +90,11 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 def _chain(family: Family) -> Chain:
     stages = tuple(
         StageSpec(name, name, (range(len(family.parts[name].layers.kinds)),), Degrees(), True, range(1))
-        for name in ("vision", "text")
+        for name in family.parts
     )
-    return Chain(stages, (Edge(Node("vision"), Node("text"), tuple(family.decoder.takes), True),))
+    *encoders, text = stages
+    edges = (Edge(Node(s.name), Node(text.name), family.parts[s.name].tensors, True) for s in encoders)
+    return Chain(stages, tuple(edges))
 
 
 def _settings(stage: StageSpec, chain: Chain, folder: str, packing: bool) -> StageSettings:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from dhp.models.processor import Processor
     from dhp.models.tower import Tower
 
+VISION = "vision"  # the part that every family has beside its decoder
+
 
 @dataclass(frozen=True)
 class Family:
@@ -26,6 +28,8 @@ class Family:
 
     tower: the part "vision". decoder: the part "text". others: further encoders, by part.
 
+    idle: modules that no part of a run trains: vision's ranks hold them as they are, so that a checkpoint has all.
+
     note: what whoever trains it should know; "" where that is nothing.
     """
 
@@ -34,16 +38,24 @@ class Family:
     tower: Tower
     decoder: Decoder
     others: Mapping[str, Part] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()
     note: str = ""
 
     @property
     def parts(self) -> dict[str, Part]:
         """All parts by name, in the order in which data comes by."""
-        return {"vision": self.tower, **self.others, "text": self.decoder}
+        return {VISION: self.tower, **self.others, "text": self.decoder}
+
+    def having(self, parts: Iterable[str]) -> Family:
+        """The family in a run with these parts alone: the modules of further encoders that it leaves out are idle."""
+        kept = {name: part for name, part in self.others.items() if name in set(parts)}
+        left_out = tuple(module for name, part in self.others.items() if name not in kept for module in part.modules)
+        return replace(self, others=kept, idle=(*self.idle, *left_out))
 
     def outside(self, part: str) -> tuple[str, ...]:
         """Modules of all other parts: what this one's ranks drop."""
-        return tuple(module for name, other in self.parts.items() if name != part for module in other.modules)
+        others = tuple(module for name, other in self.parts.items() if name != part for module in other.modules)
+        return others if part == VISION else (*others, *self.idle)
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,8 @@ class DecoderInputs:
     [rows, tokens]: 0 text, 1 of an image, 2 of a video. images: what the tower
     made of images and videos, [n, hidden] each, by the name of the tower's tensor: those that enter here, none where
     there are no images. image_positions: of each of the n among the flattened rows × tokens; int64 [n], None without
-    images. hidden: states that the chunk before gave, [rows, tokens, hidden]; None for a first chunk.
+    images. sounds and sound_positions: the same of the audio tower's tensors. hidden: states that the chunk before
+    gave, [rows, tokens, hidden]; None for a first chunk.
     """
 
     input_ids: Tensor | None
@@ -116,3 +129,5 @@ class DecoderInputs:
     image_positions: Tensor | None = None
     hidden: Tensor | None = None
     kinds: Tensor | None = None
+    sounds: Mapping[str, Tensor] = field(default_factory=dict)
+    sound_positions: Tensor | None = None

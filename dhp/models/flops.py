@@ -57,6 +57,35 @@ class VisionWork:
 
 
 @dataclass(frozen=True)
+class AudioWork:
+    """Multiply-adds of an audio tower and its projector.
+
+    frame: for each frame in the first convolution; sound has no gradient. convolved: for each frame in the others.
+
+    token: for each row behind the convolutions in the matrices of all layers. pair: for two rows of one window, of
+    which a full one has `window` rows.
+    """
+
+    frame: int
+    convolved: int
+    token: int
+    pair: int
+    window: int
+
+    def flops(self, layouts: Iterable[ImageLayout], backward: bool = True) -> int:
+        """Operations for these clips."""
+        entering = rest = 0
+        for layout in layouts:
+            full, left = divmod(len(layout.order), self.window)
+            entering += self.frame * layout.patches
+            rest += self.convolved * layout.patches + self.token * len(layout.order)
+            rest += self.pair * (full * self.window**2 + left**2)
+        if not backward:
+            return FORWARD * (entering + rest)
+        return (FORWARD + WEIGHTS) * entering + (FORWARD + BACKWARD) * rest
+
+
+@dataclass(frozen=True)
 class TextWork:
     """Multiply-adds of a decoder and its head.
 

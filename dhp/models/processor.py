@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dhp.base.geometry import Form, Grid
+
+if TYPE_CHECKING:
+    from dhp.models.hearing import Hearing
 
 
 class Processor(ABC):
@@ -25,6 +28,7 @@ class Processor(ABC):
     step_tokens: tuple[int, int] | None = None
     patch_dim: int  # values in one patch
     merge_unit: int = 1  # patches that become one token of the text part
+    hearing: Hearing | None = None  # None: the model hears nothing
 
     def __init__(self, config: Any):
         self.config = config
@@ -84,11 +88,12 @@ class Processor(ABC):
         video_grids: Tensor | None = None,
         video_seconds: Tensor | None = None,
         forms: Sequence[Form] = (),
+        **more: Tensor,
     ) -> Tensor:
         """Rotary positions of right-padded rows; int64 [rows, tokens], or [3, rows, tokens] with three axes, where
         padding has zeros.
 
         grids: of the images; video_grids: of the videos, and video_seconds: of a step in time of each. forms: of
-        pictures that are no grids.
+        pictures that are no grids. more: `audio_seqlens` where there are clips, frames of each, for a model that hears.
         """
         return torch.arange(input_ids.shape[1]).expand_as(input_ids).contiguous()

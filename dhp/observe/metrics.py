@@ -40,6 +40,8 @@ class StepMetrics:
     """Samples of the global batch."""
     images: int | None = None
     """Images of the global batch."""
+    clips: int | None = None
+    """Clips of sound of the global batch."""
     step_s: float | None = None
     """Wall time of the step, seconds."""
     data_s: float | None = None

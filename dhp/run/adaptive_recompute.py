@@ -49,7 +49,7 @@ class Recomputing:
     ):
         """device: cpu | cuda."""
         self._stages, self._chain, self._say = stages, chain, say
-        family = load_family(model_name(config))
+        family = load_family(model_name(config)).having(parts(config))
         of_part = {name: part.layers.kinds for name, part in family.parts.items()}
         written = {name: resolved(part.recompute) for name, part in parts(config).items()}
         kept = [stage for stage in chain.stages if any(chain.goes_back(node) for node in stage.nodes)]

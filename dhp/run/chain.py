@@ -24,6 +24,7 @@ def make_chain(config: Config, family: Family, source: str) -> Chain:
 
     Raises ConfigError for cuts that the model's layers do not admit.
     """
+    family = family.having(parts(config))
     stages: list[StageSpec] = []
     ties: list[Tie] = []
     for name, section in parts(config).items():

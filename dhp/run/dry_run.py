@@ -58,7 +58,8 @@ def dry_run(config: Config) -> str:
 
 def stage_shapes(config: Config, chain: Chain, source: str) -> dict[str, PartShape]:
     """Parameters of each stage; `source` as `config_source` gives it."""
-    family, sections = load_family(source), parts(config)
+    sections = parts(config)
+    family = load_family(source).having(sections)
     return {
         stage.name: _shape(stage, source, family, trained(sections[stage.part]) == PROJECTOR) for stage in chain.stages
     }
@@ -67,7 +68,8 @@ def stage_shapes(config: Config, chain: Chain, source: str) -> dict[str, PartSha
 def _shape(stage: StageSpec, source: str, family: Family, only_projector: bool) -> PartShape:
     part, tensor, expert = family.parts[stage.part], stage.degrees.tensor, stage.degrees.expert
     absent = part.absent(chunks_of(stage.chunks, part.whole))
-    plan, only = with_fused(part.tensor_plan, part.fused), part.projector if only_projector else None
+    only = part.projector if only_projector else part.modules if family.idle else None
+    plan = with_fused(part.tensor_plan, part.fused)
     return part_shape(
         source, (*family.outside(stage.part), *absent), tensor, part.kept_whole(tensor), plan, only, part.shared, expert
     )
@@ -75,7 +77,8 @@ def _shape(stage: StageSpec, source: str, family: Family, only_projector: bool) 
 
 def footprints(config: Config, chain: Chain, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
     """What a rank of each stage takes, by stage."""
-    family, sections, cuda = load_family(source), parts(config), config.cluster.device != "cpu"
+    sections, cuda = parts(config), config.cluster.device != "cpu"
+    family = load_family(source).having(sections)
     found = {}
     for stage in chain.stages:
         part = family.parts[stage.part]

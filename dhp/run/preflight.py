@@ -89,6 +89,13 @@ def _check_model(config: Config) -> None:
 
         source = config_source(source)
     family = load_family(source)
+    for name in parts(config):
+        if name not in family.parts:
+            raise ConfigError(
+                f"{name}.num_actors={parts(config)[name].num_actors} with a {family.config.model_type} model, which "
+                f"has no {name} part here: its parts are {', '.join(family.parts)}. Leave the section {name} out"
+            )
+    family = family.having(parts(config))
     for name, part in parts(config).items():
         family.parts[name].check(part)
         check_layers(f"{name}.recompute", resolved(part.recompute), len(family.parts[name].layers.kinds))

@@ -10,7 +10,8 @@ from typing import Any
 
 from dhp.base.messages import Choices
 from dhp.base.stages import Chain, StageSpec
-from dhp.batching.loader import FeedSettings, Split
+from dhp.batching.encoders import Split
+from dhp.batching.loader import FeedSettings
 from dhp.config.mixing import split_share
 from dhp.config.parts import DECODER, decoder, encoders, model_name, parts
 from dhp.config.recompute import read_choices

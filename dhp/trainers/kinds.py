@@ -18,6 +18,10 @@ def make_rank(settings: StageSettings) -> StageRank:
             from dhp.trainers.vision import VisionTrainer
 
             return VisionTrainer(settings)
+        case "audio":
+            from dhp.trainers.vision import AudioTrainer
+
+            return AudioTrainer(settings)
         case "text":
             from dhp.trainers.text import TextTrainer
 

@@ -30,6 +30,13 @@ def freeze(model: nn.Module, train: str, projector: Sequence[str]) -> None:
         parameter.requires_grad_(parameter.requires_grad and inside)
 
 
+def freeze_modules(model: nn.Module, modules: Sequence[str]) -> None:
+    """Take the gradient off all parameters of some modules."""
+    for name, parameter in model.named_parameters():
+        if any(name.startswith(f"{module}.") for module in modules):
+            parameter.requires_grad_(False)
+
+
 def make_optimizer(
     model: nn.Module, layers: Sequence[nn.Module], settings: StageSettings, mesh: DeviceMesh
 ) -> StageOptimizer:

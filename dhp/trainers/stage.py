@@ -49,7 +49,7 @@ class StageRank(ABC):
         self.settings, self.spec = settings, settings.spec
         self._set_up_torch()
         self.mesh: DeviceMesh = build_mesh(settings.device, settings.spec.degrees)
-        self.family = load_family(settings.model_name)
+        self.family = load_family(settings.model_name).having(settings.chain.parts())
         self.model: PreTrainedModel = self.load_slice()
         # Before anything rounds them: nothing trains them, and a checkpoint has them as the model came.
         self._buffers = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(self.model).items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
+from dhp.base.geometry import SOUND
 from dhp.base.messages import Bundle, StepInfo, TextInput
 from dhp.base.stages import HIDDEN_STATES
+from dhp.models.audio import AUDIO_EMBEDDINGS
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.slice import chunks_of
 from dhp.models.split import ReadPlan, load_part
@@ -43,6 +45,7 @@ from dhp.trainers.objective import (
 from dhp.trainers.stage import StageRank, gradient_of
 
 CPU = torch.device("cpu")
+PICTURES, SOUNDS = (1, 2), (SOUND,)  # kinds of tokens
 SEGMENTS = "dhp_segments"  # a name that transformers has no mask function for: no mask is built
 
 
@@ -180,20 +183,26 @@ class TextTrainer(StageRank):
         return leaves, tuple(flying)
 
     def _inputs(
-        self, work: TextInput, hidden: Tensor | None, pictures: Sequence[dict[str, Tensor]]
+        self, work: TextInput, hidden: Tensor | None, received: Sequence[dict[str, Tensor]]
     ) -> tuple[DecoderInputs, Targets, dict[str, object]]:
         """The decoder's inputs on the device, the targets, and what the attention function is told."""
         named = work.tensors
         plan = self._plan(work)
         told = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
-        given = (*told, *find_targets(named["targets"]), _image_rows(work))
-        (input_ids, position_ids, kinds, *targets, image_rows), (segments,) = move_with_plans(
+        places = (_places(named, work.placement, PICTURES), _places(named, work.heard, SOUNDS))
+        given = (*told, *find_targets(named["targets"]), *places)
+        (input_ids, position_ids, kinds, *targets, image_rows, sound_rows), (segments,) = move_with_plans(
             given, [plan], self.device
         )
-        names = pictures[0] if pictures else ()
-        images = {name: joined([bundle[name] for bundle in pictures]).to(self.dtype) for name in names}
-        inputs = DecoderInputs(input_ids, position_ids, images, image_rows, hidden, kinds)
+        images = self._joined([bundle for bundle in received if AUDIO_EMBEDDINGS not in bundle])
+        sounds = self._joined([bundle for bundle in received if AUDIO_EMBEDDINGS in bundle])
+        inputs = DecoderInputs(input_ids, position_ids, images, image_rows, hidden, kinds, sounds, sound_rows)
         return inputs, Targets(*targets), {"segments": segments}
+
+    def _joined(self, bundles: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The rows of all shards of one encoder, by name."""
+        names = bundles[0] if bundles else ()
+        return {name: joined([bundle[name] for bundle in bundles]).to(self.dtype) for name in names}
 
     def _plan(self, work: TextInput) -> SegmentPlan:
         """Which tokens see each other."""
@@ -210,10 +219,12 @@ class TextTrainer(StageRank):
         return plan_segments(lengths, CPU, True, varlen, number_runs(inside), rule)
 
 
-def _image_rows(work: TextInput) -> Tensor:
-    """Where each row of the embeddings, as they are received, belongs among the flattened rows × tokens."""
-    if work.placement is None:
+def _places(named: Mapping[str, Tensor], placement: Tensor | None, kinds: tuple[int, ...]) -> Tensor:
+    """Where each row of an encoder's embeddings, as they are received, belongs among the flattened rows × tokens.
+    kinds: of the tokens in whose places they go."""
+    if placement is None:
         return torch.empty(0, dtype=torch.long)
-    rows = torch.empty_like(work.placement)
-    rows[work.placement] = work.tensors["mm_token_type_ids"].flatten().nonzero()[:, 0]
+    rows = torch.empty_like(placement)
+    inside = torch.isin(named["mm_token_type_ids"].flatten(), torch.tensor(kinds))
+    rows[placement] = inside.nonzero()[:, 0]
     return rows

@@ -1,8 +1,9 @@
-"""The vision part on one rank: its windows in, named tensors of merged rows out; gradients in, an optimizer step."""
+"""An encoder on one rank: its windows in, named tensors of merged rows out; gradients in, an optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from dhp.base.geometry import TokenRange
 from dhp.base.messages import Bundle, StepInfo, VisionInput
 from dhp.models.family import LayerParts
 from dhp.models.split import load_part
+from dhp.models.tower import Tower
 from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
 from dhp.parallel.activation.checkpointing import save_output
 from dhp.parallel.attention.kernels import has_varlen
@@ -28,6 +30,7 @@ from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import with_fused
 from dhp.trainers.moving import joined, move_with_plans, to_device
+from dhp.trainers.recipe import freeze_modules
 from dhp.trainers.stage import StageRank
 
 # "flash" in the name: the tower then calls once a layer with all segments instead of once per window.
@@ -38,13 +41,19 @@ CPU = torch.device("cpu")
 class VisionTrainer(StageRank):
     """See `dhp.step.stages.StageTrainer`. The tower is never cut into a pipeline: its one chunk is all of it."""
 
+    @property
+    def tower(self) -> Tower:
+        """The part's."""
+        return cast(Tower, self.family.parts[self.spec.part])
+
     def load_slice(self) -> PreTrainedModel:
-        tower, mesh = self.family.tower, self.mesh["tensor"]
+        tower, mesh = self.tower, self.mesh["tensor"]
         plan = with_fused(tower.tensor_plan, tower.fused)
         dropped = self.family.outside(self.spec.part)
         model = load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan, local_plan)
         use_local_slices(model)
         tower.freeze_unused(model)
+        freeze_modules(model, self.family.idle)
         tower.split_heads(model, self.spec.degrees.tensor)
         AttentionInterface.register(ATTENTION, save_output(KEPT_ATTENTION, segment_attention))
         tower.use_attention(model, ATTENTION)
@@ -53,10 +62,10 @@ class VisionTrainer(StageRank):
         return model
 
     def layer_parts(self) -> LayerParts:
-        return self.family.tower.layers
+        return self.tower.layers
 
     def projector(self) -> Sequence[str]:
-        return self.family.tower.projector
+        return self.tower.projector
 
     def is_active(self, info: StepInfo) -> bool:
         return info.images > 0 and info.target_tokens > 0
@@ -69,7 +78,7 @@ class VisionTrainer(StageRank):
         (positions,), (windows, frames) = move_with_plans((work.positions,), plans, self.device)
         with self.metered_forward(len(pixels), micro_batch):
             output: dict[str, Tensor] = self.optimizer.forward(
-                lambda: self.family.tower.encode(self.model, pixels, positions, windows, frames, work.forms)
+                lambda: self.tower.encode(self.model, pixels, positions, windows, frames, work.forms)
             )
         if self.spec.trains:
             self._outputs[micro_batch] = (output, work.rows)
@@ -103,3 +112,10 @@ class VisionTrainer(StageRank):
         shards = ShardPlan(work.segment_lengths, by_ring_rank)
         few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
         return plan_shard(shards, self._position, CPU, gather=few, varlen=varlen)
+
+
+class AudioTrainer(VisionTrainer):
+    """The same of an audio tower: its patches are frames of sound."""
+
+    def is_active(self, info: StepInfo) -> bool:
+        return info.clips > 0 and info.target_tokens > 0

@@ -56,7 +56,10 @@ def test_datasets_are_removed_from_the_command_line():
         ("+training.batchsize=2", "training.batchsize is not a key; did you mean training.batch_size?"),
         ("~training.batchsize", "training.batchsize is not a key; did you mean training.batch_size?"),
         ("trainig.batch_size=2", "trainig.batch_size is not a key; did you mean training.batch_size?"),
-        ("num_actors=2", "num_actors is not a key; did you mean vision.num_actors or text.num_actors?"),
+        (
+            "num_actors=2",
+            "num_actors is not a key; did you mean vision.num_actors or audio.num_actors or text.num_actors?",
+        ),
         (
             "data.data_registry.a.path=x",
             "data.data_registry.a.path is not a key; did you mean data.data_registry.a.data_path?",

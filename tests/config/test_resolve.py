@@ -5,6 +5,9 @@ from copy import deepcopy
 import pytest
 
 from dhp.base.errors import ConfigError
+from dhp.config.keys import find_key
+from dhp.config.load import compose_config
+from dhp.config.parts import parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve, warmup_steps
 from dhp.config.schema import Config, DataConfig, DatasetEntry, PartConfig
 
@@ -309,3 +312,14 @@ def test_torch_cuts_the_states_of_slices_and_deepspeed_whole_ones(tensor, asked,
     text = {"parallelism": "data", "num_actors": 4, "tensor": tensor, "zero_stage": 3, "zero_engine": asked}
     resolved = resolve(config(**{f"text__{key}": value for key, value in text.items()}))
     assert (resolved.text.zero_engine, resolved.text.data) == (engine, 4 // tensor)
+
+
+def test_a_run_has_an_audio_part_where_its_section_has_actors():
+    plain = compose_config("tiny", overrides=["training.batch_size=16"])
+    assert plain.audio.num_actors == find_key("audio.num_actors").default == 0
+    assert list(parts(resolve(plain))) == ["vision", "text"]
+    asked = ["audio.parallelism=data", "audio.num_actors=3"]
+    hearing = resolve(compose_config("tiny", overrides=asked))
+    assert list(parts(hearing)) == ["vision", "audio", "text"]
+    assert (hearing.audio.data, hearing.audio.model_name) == (3, hearing.text.model_name)
+    assert compose_config("tiny", overrides=["audio.num_actors=0"]).audio == Config().audio

@@ -115,8 +115,10 @@ def part(**fields: Any) -> dict:
 
 # What stands in the second of three lines → why it cannot be used. The lines around it are good.
 LINES: dict[str, tuple[Any, str]] = {
-    "audio": (talk({"from": "human", "value": "<audio>Who?"}, ANSWER, audio="a.wav"), "'audio': audio is not read"),
-    "audios": (shown("a.png", audios=["a.wav"]), "'audios': audio is not read; .*Leave such samples out"),
+    "audio": (shown("a.wav", "audio"), r"audio .*a\.wav, but this run hears nothing. Give it an audio part"),
+    "audios": (shown("a.png", audios=["a.wav"]), r"0 <audio> tags in the human turns, but 1 audios: \['a.wav'\]"),
+    "audio under two keys": (shown("a.wav", "audio", audios=["b.wav"]), "both 'audio' and 'audios' name clips"),
+    "audio elsewhere": (shown("../a.wav", "audio"), r"audio path '../a\.wav' leaves data_path"),
     "JSON cut off": (b'{"conversations": [', "malformed JSON at column"),
     "two values in a line": (b"{} {}", "malformed JSON at column 4"),
     "no UTF-8": ('{"x": "é"}'.encode("latin-1"), r"not UTF-8 \(byte 0xe9\)"),
@@ -185,11 +187,16 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "message without content": ({"messages": [{"role": "user"}]}, "turn 1: 'content' must be a string or a list"),
     "role of another type": ({"messages": [{"role": 1, "content": "x"}]}, "turn 1: 'role' must be a string"),
     "message of another type": ({"messages": [3]}, "turn 1 must be an object with 'role' and 'content', got int"),
-    "audio": (messages("<audio>Who?", "Ann.", audios=["a.wav"]), "'audios': audio is not read; only text, images"),
+    "audio": (messages("<audio>Who?", "Ann.", audios=["a.wav"]), "'audios': sound is a part of a turn's content here"),
+    "part with sound": (part(type="audio", audio="a.wav"), r"audio .*a\.wav, but this run hears nothing"),
+    "sound that is an address": (
+        part(type="input_audio", input_audio="a.wav"), "'input_audio' must hold 'data' in base64 and 'format'"),
+    "sound that is not base64": (
+        part(type="input_audio", input_audio={"data": "?", "format": "wav"}), "is not base64"),
     "tool call": ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "'tool_calls' is not read"),
     "an answer that is not to be learned": (
         {"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, "turn 1: 'weight' 0"),
-    "part of another type": (part(type="input_audio"), "turn 1: a part must be an object of type text, image_url"),
+    "part of another type": (part(type="file"), "turn 1: a part must be an object of type text, image_url"),
     "part without its image": (part(type="image_url"), "a part of type image_url must hold 'image_url'"),
     "part whose text is none": (part(type="text", text=3), "'text' of a part must be a string, got 3"),
     "address of another type": (part(type="image_url", image_url={"url": 3}), "'image' must be a path, got 3"),
@@ -260,7 +267,10 @@ WITHOUT_NAME = json.dumps(talk({"from": "human", "value": "<image>\nWhat?"}, ANS
         ({"2.json": WITHOUT_NAME, "2.png": png()[:300]}, r"2\.png in .* cannot be decoded"),
         ({"2.json": json.dumps(shown("../1.png")).encode(), "2.png": png()}, "is 0 members of the sample's archive"),
         ({"2.json": json.dumps(shown("1.png")).encode(), "2.png": png()}, "is 0 members of the sample's archive"),
-        ({"2.json": WITHOUT_NAME, "2.png": png(), "2.WAV": b"RIFF"}, r"2\.WAV: audio is not read"),
+        (
+            {"2.json": WITHOUT_NAME, "2.png": png(), "2.WAV": b"RIFF"},
+            r"0 <audio> tags in the human turns, but 1 audios: \['2\.WAV'\]",
+        ),
     ],
     ids=[
         "no json",

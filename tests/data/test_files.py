@@ -18,7 +18,7 @@ from dhp.data.annotations import read_annotations
 from dhp.data.files import jsonl
 from dhp.data.files.jsonl import JsonlRows, line_bounds
 from dhp.data.media.images import open_image
-from dhp.data.media.sources import Member, Video
+from dhp.data.media.sources import Member, Sound, Video
 from dhp.data.source import open_dataset
 
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A circle."}]
@@ -92,6 +92,13 @@ def test_videos_of_a_shard_and_messages(tmp_path):
     path = shard(tmp_path / "a.tar", {"1.mp4": b"x", "1.json": json.dumps(said).encode()})
     (part, _) = read_annotations("set", path, None).record(0).turns[0].parts
     assert isinstance(part, Video) and part.file.name == "1.mp4"
+
+
+def test_sounds_of_a_shard(tmp_path):
+    said = {"conversations": [{"from": "human", "value": "<audio>Who?"}, TALK[1]]}
+    path = shard(tmp_path / "a.tar", {"1.flac": b"x", "1.json": json.dumps(said).encode()})
+    (part, _) = read_annotations("set", path, None).record(0).turns[0].parts
+    assert isinstance(part, Sound) and part.file.name == "1.flac"
 
 
 def test_links_in_a_shard_are_no_members(tmp_path):

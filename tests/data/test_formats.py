@@ -13,7 +13,7 @@ import pytest
 from dhp.base.errors import DataError
 from dhp.data.media.images import open_image
 from dhp.data.media.resolver import MediaResolver
-from dhp.data.media.sources import Blob, Remote, Video
+from dhp.data.media.sources import Blob, Remote, Sound, Video
 from dhp.data.parse import FORMATS, detect, parse_record
 from dhp.data.records import Turn
 
@@ -43,6 +43,33 @@ def test_one_conversation_in_three_formats(images):
     assert parse("sharegpt", sharegpt(text, images=["a.png"], videos=["v.mp4"]), images) == expected
     assert parse("sharegpt", llava(text, images=["a.png"], videos=["v.mp4"]), images) == expected
     assert parse("openai", sharegpt(parts), images) == expected
+
+
+def test_sound_in_three_formats(images):
+    sounds = (Sound(images.resolve() / "a.wav"), Sound(images.resolve() / "b.wav"))
+    expected = (Turn("user", (sounds[0], "Who?", sounds[1])), Turn("assistant", ("A circle.",)))
+    parts = [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "Who?"}, url("b.wav", "audio_url")]
+    text, names = "<audio>\nWho?\n<audio>", ["a.wav", "b.wav"]
+    for form, write in (("llava", llava), ("sharegpt", sharegpt), ("sharegpt", llava)):
+        for key in ("audio", "audios"):
+            assert parse(form, write(text, **{key: names}), images) == expected
+    assert parse("openai", sharegpt(parts), images) == expected
+
+
+def test_sound_in_a_message_itself():
+    data = base64.b64encode(b"RIFF").decode()
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    ((sound,), _) = (turn.parts for turn in parse("openai", sharegpt([part])))
+    assert isinstance(sound, Sound) and isinstance(sound.file, Blob) and sound.file.content == b"RIFF"
+
+
+def test_where_no_sound_is_named_its_tag_is_text():
+    assert parse("llava", llava("Is <audio> a tag?"))[0].parts == ("Is <audio> a tag?",)
+
+
+@pytest.mark.parametrize(("key", "form"), [("audio", "llava"), ("audios", "sharegpt")])
+def test_sound_tells_the_format(key, form):
+    assert detect([llava("<audio>Who?", **{key: ["a.wav"]})]) == form
 
 
 def test_llavas_own_video_sets_write_image_where_the_video_is(images):

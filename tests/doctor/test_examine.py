@@ -44,6 +44,20 @@ def test_every_declared_family_equals_the_whole_model_in_two_parts(name: str, tm
     assert {"none", "data", "sequence"} <= set(found.vision)
     assert {"none", "data"} <= set(found.text)
     assert ("pipeline" in found.text) == (name not in WITHOUT_PIPELINE), found.refused
+    assert found.audio == (("none", "data", "sequence", "deepspeed") if name == "qwen3_omni" else ())
+    assert ("audio          none" in found.as_table()) == (name == "qwen3_omni")
+
+
+def test_a_tower_of_sound_that_is_not_trained_is_told(tmp_path: Path) -> None:
+    config = make_config("gemma4").to_dict()
+    config["audio_config"] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config["audio_config"] |= {"output_proj_dims": 32}
+    CONFIG_MAPPING["gemma4"](**{k: v for k, v in config.items() if k != "model_type"}).save_pretrained(tmp_path)
+    found = examine(str(tmp_path))
+    assert found.trainable and found.audio == (), found.as_table()
+    assert (
+        found.refused["audio"] == "the model's audio tower stays as it is: it is not trained here, and no sound is read"
+    )
 
 
 def test_families_of_the_matrix_are_declared_and_others_carry_a_note(tmp_path: Path) -> None:

@@ -22,10 +22,14 @@ def make_chain(
     cuts: tuple[int, ...] = (),
     enters: dict[str, int] | None = None,
     tied: bool = False,
+    audio: Degrees | None = None,
+    audio_layers: int = 1,
+    audio_trains: bool = True,
 ) -> Chain:
     """Vision, and text in so many stages of so many chunks each, that share devices.
 
-    cuts: of the text's layers; none: even ones. enters: the layer after which a tensor of the tower is added.
+    cuts: of the text's layers; none: even ones. enters: the layer after which a tensor of the tower is added. audio:
+    how an audio tower is split; None: there is none.
     """
     runs = stages * chunks
     bounds = [0, *(cuts or (layers * run // runs for run in range(1, runs))), layers]
@@ -47,7 +51,11 @@ def make_chain(
     for node, own in nodes:
         names = tuple(name for name, layer in {"embeddings": 0, **(enters or {})}.items() if layer in own)
         edges += [Edge(Node("vision"), node, names, vision_trains)] if names else []
-    back = vision_trains or text_trains
+    encoders = [tower]
+    if audio is not None:
+        encoders.append(StageSpec("audio", "audio", (range(audio_layers),), audio, audio_trains, range(audio.world)))
+        edges.append(Edge(Node("audio"), nodes[0][0], ("audio_embeddings",), audio_trains))
+    back = vision_trains or text_trains or (audio is not None and audio_trains)
     edges += [Edge(a, b, (HIDDEN_STATES,), back) for (a, _), (b, _) in pairwise(nodes)]
     ties = (Tie(parts[0].name, parts[-1].name),) if tied and stages > 1 else ()
-    return Chain((tower, *parts), tuple(edges), ties)
+    return Chain((*encoders, *parts), tuple(edges), ties)

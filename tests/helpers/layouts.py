@@ -18,11 +18,13 @@ from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.base.stages import Chain, StageSpec
 from dhp.batching.collate import Collator
+from dhp.batching.encoders import Split
 from dhp.batching.scatter import Dealer
 from dhp.config.recompute import read_choices
 from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
+from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.parallel.optimizer import zero
 from dhp.parallel.optimizer.frozen import Frozen
@@ -33,7 +35,7 @@ from dhp.step.stages import Batch, make_stages
 from dhp.step.step import accumulate_gradients, update_weights
 from dhp.trainers.settings import ALL, NOTHING, PROJECTOR, OptimizerSettings, StageSettings
 from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
+from dhp.trainers.vision import AudioTrainer, VisionTrainer
 from tests.helpers.chains import make_chain
 from tests.helpers.oracle import MixedOracle, Oracle, Step
 from tests.helpers.ranks import LocalGroup
@@ -74,6 +76,9 @@ class Case:
     vision_train: str = ALL
     text_trains: bool = True
     device: str = "cpu"
+    audio: Degrees | None = None  # None: the run has no audio part
+    audio_train: str = ALL
+    audio_zero_stage: int = 0
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -88,6 +93,7 @@ class Case:
         packed += f" of {self.chunks}" if self.chunks > 1 else ""
         packed += f", vision trains {self.vision_train}" if self.vision_train != ALL else ""
         packed += "" if self.text_trains else ", text frozen"
+        packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')} trains {self.audio_train}"
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
 
@@ -166,6 +172,10 @@ class InspectedText(Inspected, TextTrainer):
     pass
 
 
+class InspectedAudio(Inspected, AudioTrainer):
+    pass
+
+
 def _gathered(shard: Any, rows: Tensor) -> Tensor:
     """What FSDP has cut by rows, put together to this rank's slice, and that to the whole."""
     parameter = shard.parameter
@@ -185,7 +195,8 @@ def _whole(value: Tensor, like: Tensor) -> Tensor:
 
 def chain_of(model: str, case: Case) -> Chain:
     """The stages of a case for a model."""
-    family = load_family(model)
+    family = family_of(model, case)
+    takes = {name: layer for name, layer in family.decoder.takes.items() if name in family.tower.tensors}
     return make_chain(
         case.vision,
         case.text,
@@ -195,14 +206,23 @@ def chain_of(model: str, case: Case) -> Chain:
         len(family.tower.layers.kinds),
         case.vision_train != NOTHING,
         case.text_trains,
-        enters=dict(family.decoder.takes),
+        enters=takes,
         tied=family.decoder.tied,
+        audio=case.audio,
+        audio_layers=0 if case.audio is None else len(family.parts["audio"].layers.kinds),
+        audio_trains=case.audio_train != NOTHING,
     )
+
+
+def family_of(model: str, case: Case) -> Family:
+    """With the parts that the case has."""
+    return load_family(model).having(() if case.audio is None else ("audio",))
 
 
 def settings(stage: StageSpec, chain: Chain, model: str, case: Case) -> StageSettings:
     """Settings of one stage of a case."""
-    vision = stage.part == "vision"
+    train = {"vision": case.vision_train, "audio": case.audio_train, "text": ALL if case.text_trains else NOTHING}
+    zero_stage = {"vision": case.zero_stage, "audio": case.audio_zero_stage, "text": case.text_zero_stage}
     layers = sum(len(one.layers) for one in chain.of_part(stage.part))
     choices = read_choices("full" if case.checkpointing else case.recompute, layers)
     return StageSettings(
@@ -213,10 +233,10 @@ def settings(stage: StageSpec, chain: Chain, model: str, case: Case) -> StageSet
         device=case.device,
         recompute=tuple(choices[layer] for layer in stage.layers),
         measure=False,
-        train=case.vision_train if vision else ALL if case.text_trains else NOTHING,
-        zero_stage=case.zero_stage if vision else case.text_zero_stage,
+        train=train[stage.part],
+        zero_stage=zero_stage[stage.part],
         zero_engine="fsdp" if case.fsdp else "deepspeed",
-        autotp=case.autotp and not vision,
+        autotp=case.autotp and stage.part == "text",
         packing=case.packing,
         update=UPDATE,
         seed=0,
@@ -228,7 +248,12 @@ def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed
     from dhp.batching.loader import Feed  # which decodes videos, and needs a package for it
 
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
-    return Feed(source, load_family(model), 0, case.vision.data, case.vision.sequence, case.packing)
+    family = family_of(model, case)
+    return Feed(source, family, 0, case.vision.data, case.vision.sequence, case.packing, others=_others(case))
+
+
+def _others(case: Case) -> dict[str, Split]:
+    return {} if case.audio is None else {"audio": Split(case.audio.data, case.audio.sequence)}
 
 
 def _slotted(step: int, case: Case, samples: Sequence[Sample]) -> StepSamples:
@@ -239,8 +264,9 @@ def _slotted(step: int, case: Case, samples: Sequence[Sample]) -> StepSamples:
 
 def make_dealer(model: str, case: Case) -> Dealer:
     """What deals samples out over the case's ranks: the feed without what reads and decodes them."""
-    family = load_family(model)
-    return Dealer(family, Collator(family, 0, case.packing), case.vision.data, case.vision.sequence)
+    family = family_of(model, case)
+    collator = Collator(family, 0, case.packing)
+    return Dealer(family, collator, case.vision.data, case.vision.sequence, others=_others(case))
 
 
 @dataclass(frozen=True)
@@ -250,6 +276,7 @@ class Fault:
     vision: type = InspectedVision
     text: type = InspectedText
     edit: Callable[[StepData], StepData] = lambda data: data
+    audio: type = InspectedAudio
 
 
 @dataclass(frozen=True)
@@ -279,7 +306,7 @@ class Running:
         with ExitStack() as stack:
             self.groups = {}
             for spec in self.chain.stages:
-                trainer = self._fault.vision if spec.part == "vision" else self._fault.text
+                trainer = getattr(self._fault, spec.part)
                 group = LocalGroup(trainer, spec.degrees.world, self._settings[spec.name])
                 self.groups[spec.name] = stack.enter_context(group)
             self._stack = stack.pop_all()
@@ -324,7 +351,8 @@ def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Faul
         for k in range(len(steps)):
             data = fault.edit(dealer.deal(_slotted(k, case, steps[k])))
             batch = running.accumulate(data)
-            gradients.append(_found_gradients(running.groups, running.chain, data.info.images > 0))
+            idle = {part for part, shown in (("vision", data.info.images), ("audio", data.info.clips)) if not shown}
+            gradients.append(_found_gradients(running.groups, running.chain, idle))
             loss, reports = running.update(batch)
             losses.append(loss)
             norms.append([r.grad_norm for of_stage in reports.values() for r in of_stage])
@@ -367,11 +395,14 @@ def _expected(model: str, case: Case, steps: Sequence[Sequence[Sample]], kind: t
 
 def _trained_modules(model: str, case: Case) -> tuple[str, ...] | None:
     """Modules that the case trains; None: all."""
-    if case.vision_train == ALL and case.text_trains:
+    if case.vision_train == case.audio_train == ALL and case.text_trains:
         return None
-    family = load_family(model)
-    of_vision = {ALL: family.tower.modules, PROJECTOR: family.tower.projector, NOTHING: ()}[case.vision_train]
-    return (*of_vision, *(family.decoder.modules if case.text_trains else ()))
+    family = family_of(model, case)
+    of_parts = {"vision": case.vision_train, "audio": case.audio_train, "text": ALL if case.text_trains else NOTHING}
+    found = []
+    for name, part in family.parts.items():
+        found += {ALL: part.modules, PROJECTOR: part.projector, NOTHING: ()}[of_parts[name]]
+    return tuple(found)
 
 
 def _step_on_host(oracle: Oracle, samples: Sequence[Sample]) -> Step:
@@ -439,9 +470,10 @@ def _deviation(found: float, wanted: float) -> float:
     return math.inf if math.isnan(error) else error  # max() would pass over it
 
 
-def _found_gradients(groups: dict[str, LocalGroup], chain: Chain, images: bool) -> list[dict[str, Tensor]]:
-    """Of every rank: all must agree, not only the first. Of a weight that two stages hold, the sum of both."""
-    found = {name: group.execute_all("gradients") for name, group in groups.items() if images or name != "vision"}
+def _found_gradients(groups: dict[str, LocalGroup], chain: Chain, idle: set[str]) -> list[dict[str, Tensor]]:
+    """Of every rank: all must agree, not only the first. Of a weight that two stages hold, the sum of both. idle:
+    encoders that saw nothing in the step."""
+    found = {name: group.execute_all("gradients") for name, group in groups.items() if name not in idle}
     for tie in chain.ties:
         for ours, theirs in zip(found[tie.owner], found[tie.other], strict=True):
             for name in ours.keys() & theirs.keys():

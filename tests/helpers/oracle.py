@@ -11,6 +11,7 @@ from transformers import AutoModelForImageTextToText, get_scheduler
 
 from dhp.base.geometry import Form
 from dhp.data.sample import Sample
+from dhp.doctor.samples import sound_inputs
 from dhp.models.generic.declared import token_types
 from dhp.models.generic.forms import unpack
 from dhp.models.generic.pictures import joined
@@ -122,6 +123,8 @@ class Oracle:
         elif sample.pixels:
             inputs |= _pictures(sample, self.model.dtype)
             inputs["mm_token_type_ids"] = kinds
+        if sample.clips:
+            inputs |= {"attention_mask": torch.ones_like(kinds), **sound_inputs(sample, self.model.dtype)}
         inputs = self._family.processor.plain_inputs(inputs) | kinds_for(type(self.model).forward, kinds)
         inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]

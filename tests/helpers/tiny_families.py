@@ -368,12 +368,13 @@ FAMILIES: dict[str, tuple[str, Parts]] = {
             "vision_config": _grid(**DEEPSTACK, image_size=None),
             "audio_config": {
                 "d_model": 16,
-                "encoder_layers": 1,
+                "encoder_layers": 2,
                 "encoder_attention_heads": 2,
                 "encoder_ffn_dim": 16,
                 "output_dim": 32,
                 "downsample_hidden_size": 8,
                 "num_mel_bins": 16,
+                "n_window_infer": 200,  # two chunks, so that a clip has several windows
             },
             **QWEN,
             "audio_token_id": 305,

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dhp.observe.metrics import MetricsWriter, StepMetrics, keep_steps, read_metrics
 
 FIELDS = (
-    "step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, step_s, data_s, "
+    "step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, clips, step_s, data_s, "
     "tokens_per_s, flops, mfu, memory_bytes, activation_bytes, comm_bytes, dist_ratio, pad_ratio, skipped_samples"
 ).split(", ")
 

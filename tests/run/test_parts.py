@@ -30,104 +30,104 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass
-class WithAudio(Config):
+class WithRadar(Config):
     """A configuration with one part more."""
 
-    audio: PartConfig = field(default_factory=PartConfig)
+    radar: PartConfig = field(default_factory=PartConfig)
 
 
-class Audio(Part):
+class Radar(Part):
     """An encoder of two layers. What it makes enters the decoder at its start and behind its second layer."""
 
-    modules = ("model.audio_tower",)
-    tensors = ("audio_embeddings", "audio_features")
-    layers = LayerParts("model.audio_tower.layers", (), (), ("audio",) * 2)
+    modules = ("model.radar_tower",)
+    tensors = ("radar_embeddings", "radar_features")
+    layers = LayerParts("model.radar_tower.layers", (), (), ("radar",) * 2)
 
     def check(self, asked: PartConfig) -> None:
         """Any degrees will do."""
 
 
-def with_audio(model: str) -> tuple[WithAudio, Family]:
-    """Vision on 2 ranks, audio on 3, text in two stages of two layers each; nothing of audio is trained."""
+def with_radar(model: str) -> tuple[WithRadar, Family]:
+    """Vision on 2 ranks, radar on 3, text in two stages of two layers each; nothing of radar is trained."""
     names = [f"{part}.model_name={model}" for part in ("vision", "text")]
     plain = resolve(compose_config("tiny", overrides=[*names, "text.parallelism=pipeline", "text.num_actors=2"]))
     asked = PartConfig(model, "data", 3, dtype="bfloat16", trainable=False, recompute="auto")
-    config = WithAudio(**{f.name: getattr(plain, f.name) for f in fields(plain)}, audio=resolve_audio(asked))
+    config = WithRadar(**{f.name: getattr(plain, f.name) for f in fields(plain)}, radar=resolve_radar(asked))
     family = load_family(model)
     decoder = family.decoder
 
-    class Hears(type(decoder)):
+    class Senses(type(decoder)):
         @property
         def takes(self) -> dict[str, int]:
-            return {**super().takes, "audio_embeddings": 0, "audio_features": 2}
+            return {**super().takes, "radar_embeddings": 0, "radar_features": 2}
 
-    decoder.__class__ = Hears
-    return config, replace(family, others={"audio": Audio()})
+    decoder.__class__ = Senses
+    return config, replace(family, others={"radar": Radar()})
 
 
-def resolve_audio(asked: PartConfig) -> PartConfig:
+def resolve_radar(asked: PartConfig) -> PartConfig:
     """By the rules of an encoder that there is."""
     return resolve_part("vision", asked)
 
 
 @pytest.fixture(scope="module")
-def heard(four_layers_model: str) -> tuple[WithAudio, Chain]:
-    config, family = with_audio(four_layers_model)
+def heard(four_layers_model: str) -> tuple[WithRadar, Chain]:
+    config, family = with_radar(four_layers_model)
     return config, make_chain(config, family, four_layers_model)
 
 
-def test_its_stage_and_edges_are_in_the_chain(heard: tuple[WithAudio, Chain]) -> None:
+def test_its_stage_and_edges_are_in_the_chain(heard: tuple[WithRadar, Chain]) -> None:
     _, chain = heard
     assert [(s.name, s.degrees.world, s.trains) for s in chain.stages] == [
-        ("vision", 2, True), ("audio", 3, False), ("text.0", 1, True), ("text.1", 1, True),
+        ("vision", 2, True), ("radar", 3, False), ("text.0", 1, True), ("text.1", 1, True),
     ]  # fmt: skip
     first, second = Node("text.0"), Node("text.1")
     assert set(chain.edges) == {
         Edge(Node("vision"), first, ("embeddings",), True),
-        Edge(Node("audio"), first, ("audio_embeddings",), False),
-        Edge(Node("audio"), second, ("audio_features",), False),
+        Edge(Node("radar"), first, ("radar_embeddings",), False),
+        Edge(Node("radar"), second, ("radar_features",), False),
         Edge(first, second, ("hidden_states",), True),
     }
-    assert not chain.goes_back(Node("audio"))
+    assert not chain.goes_back(Node("radar"))
 
 
-def test_its_settings_come_from_its_own_section(heard: tuple[WithAudio, Chain]) -> None:
+def test_its_settings_come_from_its_own_section(heard: tuple[WithRadar, Chain]) -> None:
     config, chain = heard
-    assert list(world(config)) == ["vision", "audio", "text"]
-    assert world(config)["audio"]["data"] == 3
-    assert kept_settings(config)["audio.dtype"] == "bfloat16" and kept_settings(config)["audio.train"] == "nothing"
-    assert set(needed_paths(config, None)) == {"vision", "audio", "text", "data"}
+    assert list(world(config)) == ["vision", "radar", "text"]
+    assert world(config)["radar"]["data"] == 3
+    assert kept_settings(config)["radar.dtype"] == "bfloat16" and kept_settings(config)["radar.train"] == "nothing"
+    assert set(needed_paths(config, None)) == {"vision", "radar", "text", "data"}
     assert measures(config)
-    assert not measures(replace(config, audio=replace(config.audio, recompute="none")))
-    own = stage_settings(config, chain, chain.stage("audio"), "cpu", 10)
+    assert not measures(replace(config, radar=replace(config.radar, recompute="none")))
+    own = stage_settings(config, chain, chain.stage("radar"), "cpu", 10)
     assert (own.dtype, own.train, own.recompute) == ("bfloat16", "nothing", ("none", "none"))
     encoders = feed_settings(config, find_localities(chain, devices_as_planned(chain), 0.01)).encoders
-    assert (encoders["audio"].replicas, encoders["audio"].dtype) == (3, "bfloat16")
-    assert encoders["audio"].locality.distances == ((0, 1, 1),)  # the first of them is on the first text stage's device
-    assert set(encoders) == {"vision", "audio"}
+    assert (encoders["radar"].replicas, encoders["radar"].dtype) == (3, "bfloat16")
+    assert encoders["radar"].locality.distances == ((0, 1, 1),)  # the first of them is on the first text stage's device
+    assert set(encoders) == {"vision", "radar"}
 
 
-def test_a_step_sends_its_rows_to_both_text_stages(heard: tuple[WithAudio, Chain]) -> None:
+def test_a_step_sends_its_rows_to_both_text_stages(heard: tuple[WithRadar, Chain]) -> None:
     _, chain = heard
     schedule = make_schedule("1f1b", chain, 2)
     assert draw(schedule, chain).splitlines() == [
         "vision 0 1 . .  .  0' .  1'",
-        "audio  0 1 . .  .  .  .  .",
+        "radar  0 1 . .  .  .  .  .",
         "text.0 . 0 1 .  0' .  1' .",
         "text.1 . . 0 0' 1  1' .  .",
     ]
     calls: list[Call] = []
     stages = make_stages(chain, {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in chain.stages})
-    ranks = {"vision": 2, "audio": 3, "text": 1}
+    ranks = {"vision": 2, "radar": 3, "text": 1}
     work = {part: [[f"{part}{m}:{shard}" for shard in range(n)] for m in (0, 1)] for part, n in ranks.items()}
-    routes = {"vision": [dense(2, 1)] * 2, "audio": [Route(((1, 0),))] * 2}
+    routes = {"vision": [dense(2, 1)] * 2, "radar": [Route(((1, 0),))] * 2}
     train_step(stages, schedule, chain.ties, Batch("info", work, routes))
     given = [(c.stage, c.arguments[2:]) for c in calls if c.method == "forward_step" and c.arguments[0] == 1]
     assert given == [
         *(("vision", (f"vision1:{rank}",)) for rank in (0, 1)),
-        *(("audio", (f"audio1:{rank}",)) for rank in (0, 1, 2)),
-        ("text.0", ("text1:0", "e10:vision0#0", "e10:vision1#0", "e10:audio1#0")),
-        ("text.1", ("text1:0", "e10:audio1#1", "e10:text.00#0")),
+        *(("radar", (f"radar1:{rank}",)) for rank in (0, 1, 2)),
+        ("text.0", ("text1:0", "e10:vision0#0", "e10:vision1#0", "e10:radar1#0")),
+        ("text.1", ("text1:0", "e10:radar1#1", "e10:text.00#0")),
     ]
     assert {c.stage for c in calls if c.method == "backward_step"} == {"vision", "text.0", "text.1"}
     assert {c.stage for c in calls if c.method == "optimizer_step"} == {s.name for s in chain.stages}

@@ -98,15 +98,14 @@ def _ending(name: str) -> str:
 
 
 def _with_media(value: Any, members: dict[str, Member]) -> Any:
-    """A sample that names no image or video shows all those of its archive, in order. Raises DataError for a sound."""
-    sounds = [name for name in members if _ending(name).rpartition(".")[2] in AUDIO]
-    if sounds:
-        raise DataError(f"{sounds[0]}: audio is not read; only text, images and videos are. Leave such samples out")
-    if not isinstance(value, dict) or {"image", "images", "video", "videos"} & set(value):
+    """A sample that names no image or video shows all those of its archive, in order; the same of sound."""
+    if not isinstance(value, dict):
         return value
     named = dict(value)
     plural = "s" if "messages" in value else ""
-    for kind, endings in (("image", IMAGES), ("video", VIDEOS)):
+    seen = () if {"image", "images", "video", "videos"} & set(value) else (("image", IMAGES), ("video", VIDEOS))
+    heard = () if {"audio", "audios"} & set(value) else (("audio", AUDIO),)
+    for kind, endings in (*seen, *heard):
         found = [name for name in members if _ending(name).rpartition(".")[2] in endings]
         if found:
             named[kind + plural] = found

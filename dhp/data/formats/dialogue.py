@@ -8,13 +8,15 @@ from typing import Any
 
 from dhp.base.errors import DataError
 from dhp.data.media.resolver import MediaResolver
-from dhp.data.media.sources import Video
+from dhp.data.media.sources import Sound, Video
 from dhp.data.records import Part, Turn
 
 Said = tuple[str, str]  # role, text
 
 # The newline that is written between a tag and the text belongs to the tag, not to the question.
 _TAG = re.compile(r"\n?<(image|video)>\n?")
+_TAG_WITH_SOUND = re.compile(r"\n?<(image|video|audio)>\n?")
+SOUND_KEYS = ("audio", "audios")
 
 
 def entries_of(raw: Mapping[str, Any], key: str) -> list[Any]:
@@ -76,7 +78,7 @@ def check_order(roles: Sequence[str]) -> None:
 
 
 def listed(raw: Mapping[str, Any], key: str) -> list[Any]:
-    """The images or videos under `key`: one, or a list of them; none where the key is absent or null."""
+    """The files under `key`: one, or a list of them; none where the key is absent or null."""
     value = raw.get(key)
     names = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(name, (str, bytes, Mapping)) and name for name in names):
@@ -84,31 +86,47 @@ def listed(raw: Mapping[str, Any], key: str) -> list[Any]:
     return names
 
 
+def listed_sounds(raw: Mapping[str, Any]) -> list[Any]:
+    """The clips of a sample, under either key."""
+    found = [listed(raw, key) for key in SOUND_KEYS]
+    if all(found):
+        raise DataError("both 'audio' and 'audios' name clips; name all of them under one")
+    return found[0] or found[1]
+
+
 def count_tags(said: Sequence[Said], kind: str) -> int:
-    """`<image>` or `<video>` tags in the human turns."""
+    """`<image>`, `<video>` or `<audio>` tags in the human turns."""
     return sum(text.count(f"<{kind}>") for role, text in said if role == "user")
 
 
 def tagged_turns(
-    said: Sequence[Said], images: Sequence[Any], videos: Sequence[Any], media: MediaResolver
+    said: Sequence[Said],
+    images: Sequence[Any],
+    videos: Sequence[Any],
+    media: MediaResolver,
+    sounds: Sequence[Any] = (),
 ) -> tuple[Turn, ...]:
-    """Turns with images and videos in place of their tags, in order. Raises DataError when the numbers differ."""
+    """Turns with images, videos and sounds in place of their tags, in order; `<audio>` is a tag where there are any
+    sounds, else text. Raises DataError when the numbers differ."""
     check_order([role for role, _ in said])
-    for kind, names in (("image", images), ("video", videos)):
+    shown = {"image": images, "video": videos, **({"audio": sounds} if sounds else {})}
+    for kind, names in shown.items():
         tags = count_tags(said, kind)
         if tags != len(names):
             raise DataError(f"{tags} <{kind}> tags in the human turns, but {len(names)} {kind}s: {_brief(names)}")
     found = {
         "image": iter([media.find(name, "image") for name in images]),
         "video": iter([Video(media.find(name, "video")) for name in videos]),
+        "audio": iter([Sound(media.find(name, "audio")) for name in sounds]),
     }
-    return tuple(Turn(role, _parts(text, found) if role == "user" else (text,)) for role, text in said)
+    tag = _TAG_WITH_SOUND if sounds else _TAG
+    return tuple(Turn(role, _parts(text, found, tag) if role == "user" else (text,)) for role, text in said)
 
 
-def _parts(text: str, media: Mapping[str, Iterator[Part]]) -> tuple[Part, ...]:
-    """Text around the tags, with the next image or video in place of each tag."""
+def _parts(text: str, media: Mapping[str, Iterator[Part]], tag: re.Pattern[str]) -> tuple[Part, ...]:
+    """Text around the tags, with the next image, video or sound in place of each tag."""
     parts: list[Part] = []
-    for number, piece in enumerate(_TAG.split(text)):
+    for number, piece in enumerate(tag.split(text)):
         if number % 2:
             parts.append(next(media[piece]))
         elif piece:

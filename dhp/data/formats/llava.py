@@ -1,11 +1,11 @@
-"""LLaVA: `conversations` of from and value, `image` and `video` as one path or a list."""
+"""LLaVA: `conversations` of from and value, `image`, `video` and `audio` as one path or a list."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from dhp.data.formats.dialogue import count_tags, entries_of, listed, statement, tagged_turns
+from dhp.data.formats.dialogue import count_tags, entries_of, listed, listed_sounds, statement, tagged_turns
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.records import Turn
 
@@ -22,4 +22,4 @@ def read_llava(raw: Mapping[str, Any], media: MediaResolver) -> tuple[Turn, ...]
     if videos and not images and not count_tags(said, "video"):
         # LLaVA's own video sets write <image> where the video is.
         said = [(role, text.replace("<image>", "<video>") if role == "user" else text) for role, text in said]
-    return tagged_turns(said, images, videos, media)
+    return tagged_turns(said, images, videos, media, listed_sounds(raw))

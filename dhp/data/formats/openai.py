@@ -1,4 +1,4 @@
-"""OpenAI: `messages` of role and content, where content is text or a list of parts with image_url and video_url."""
+"""OpenAI: `messages` of role and content, where content is text or parts as image_url, video_url and input_audio."""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from dhp.base.errors import DataError
-from dhp.data.formats.dialogue import check_answer, check_order, entries_of, known_role
+from dhp.data.formats.dialogue import SOUND_KEYS, check_answer, check_order, entries_of, known_role
 from dhp.data.media.resolver import MediaResolver
-from dhp.data.media.sources import Video
+from dhp.data.media.sources import Sound, Video
 from dhp.data.records import Part, Turn
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-MEDIA = {"image_url": "image", "image": "image", "video_url": "video", "video": "video"}
+MEDIA = {
+    "image_url": "image",
+    "image": "image",
+    "video_url": "video",
+    "video": "video",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "audio": "audio",
+}
+_WRAPPED = {"video": Video, "audio": Sound}
 
 
 def read_openai(raw: Mapping[str, Any], media: MediaResolver) -> tuple[Turn, ...]:
     """The turns of a raw sample. Raises DataError, with the reason alone."""
+    for key in SOUND_KEYS:
+        if raw.get(key):
+            raise DataError(f"{key!r}: sound is a part of a turn's content here, of type input_audio or audio")
     turns = [_turn(number, entry, media) for number, entry in enumerate(entries_of(raw, "messages"), start=1)]
     check_order([turn.role for turn in turns])
     return tuple(turns)
@@ -30,12 +42,14 @@ def _turn(number: int, entry: Any, media: MediaResolver) -> Turn:
     role = known_role(number, entry["role"], ROLES)
     for key in ("tool_calls", "function_call"):
         if entry.get(key):
-            raise DataError(f"turn {number}: {key!r} is not read; only text, images and videos are")
+            raise DataError(f"turn {number}: {key!r} is not read; only text, images, videos and sound are")
     if entry.get("weight", 1) not in (None, 1):
         raise DataError(f"turn {number}: 'weight' {entry['weight']!r:.20}; every answer is learned with weight 1 here")
     parts = _parts(number, entry.get("content"), media)
     if role != "user" and not all(isinstance(part, str) for part in parts):
-        raise DataError(f"turn {number}: images and videos can only be in user turns, not in one from the {role}")
+        raise DataError(
+            f"turn {number}: images, videos and sound can only be in user turns, not in one from the {role}"
+        )
     check_answer(number, role, "".join(part for part in parts if isinstance(part, str)))
     return Turn(role, parts if role == "user" else ("".join(map(str, parts)),))
 
@@ -61,5 +75,14 @@ def _part(number: int, part: Any, media: MediaResolver) -> Part:
         value = value.get("url")
     if value is None:
         raise DataError(f"turn {number}: a part of type {kind} must hold {kind!r}, got {part!r:.80}")
+    if kind == "input_audio":
+        value = _address(number, value)
     file = media.find(value, MEDIA[kind])
-    return file if MEDIA[kind] == "image" else Video(file)
+    return _WRAPPED[MEDIA[kind]](file) if MEDIA[kind] in _WRAPPED else file
+
+
+def _address(number: int, value: Any) -> str:
+    """The address that {data, format} of an input_audio part stand for."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("data"), str):
+        raise DataError(f"turn {number}: 'input_audio' must hold 'data' in base64 and 'format', got {value!r:.80}")
+    return f"data:audio/{value.get('format')};base64,{value['data']}"

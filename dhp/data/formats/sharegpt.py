@@ -1,4 +1,5 @@
-"""ShareGPT: `messages` of role and content (or `conversations` of from and value), `images` and `videos` as lists."""
+"""ShareGPT: `messages` of role and content (or `conversations` of from and value), and lists `images`, `videos` and
+`audios`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dhp.base.errors import DataError
-from dhp.data.formats.dialogue import entries_of, listed, statement, tagged_turns
+from dhp.data.formats.dialogue import entries_of, listed, listed_sounds, statement, tagged_turns
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.records import Turn
 
@@ -24,4 +25,4 @@ def read_sharegpt(raw: Mapping[str, Any], media: MediaResolver) -> tuple[Turn, .
         if not isinstance(system, str):
             raise DataError(f"'system' must be a string, got {system!r:.80}")
         said = [("system", system), *said] if system else said
-    return tagged_turns(said, listed(raw, "images"), listed(raw, "videos"), media)
+    return tagged_turns(said, listed(raw, "images"), listed(raw, "videos"), media, listed_sounds(raw))

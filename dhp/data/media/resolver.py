@@ -1,4 +1,4 @@
-"""What an annotation calls an image or a video, resolved: nothing outside data_path, nothing fetched unasked."""
+"""What an annotation calls an image, video or sound, resolved: nothing outside data_path, nothing fetched unasked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)://")
 
 @dataclass(frozen=True)
 class MediaResolver:
-    """Where one sample's images and videos may come from.
+    """Where one sample's images, videos and sounds may come from.
 
     data_path: the folder that paths start from; None: no files. members: files of the sample's archive, by name; None:
     it has no archive. allow_http: fetch http and https addresses.
@@ -32,7 +32,7 @@ class MediaResolver:
     def find(self, value: Any, what: str) -> File:
         """The bytes that `value` stands for: a path, a data: or http(s) or file: address, bytes, or {bytes, path}.
 
-        what: "image" or "video". Raises DataError, with the reason alone.
+        what: "image", "video" or "audio". Raises DataError, with the reason alone.
         """
         if isinstance(value, Mapping):
             content = value.get("bytes")

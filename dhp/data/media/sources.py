@@ -1,4 +1,4 @@
-"""Where the bytes of an image or a video are: a file, the annotation itself, a member of an archive, a URL."""
+"""Where the bytes of an image, a video or a sound are: a file, the annotation itself, a member of an archive, a URL."""
 
 from __future__ import annotations
 
@@ -53,6 +53,13 @@ class Video:
     file: File
 
 
+@dataclass(frozen=True)
+class Sound:
+    """A file that is heard."""
+
+    file: File
+
+
 def name_of(file: File) -> str:
     """How errors call a file."""
     if isinstance(file, Path):
@@ -63,7 +70,7 @@ def name_of(file: File) -> str:
 
 
 def open_media(file: File, what: str) -> BinaryIO:
-    """Its bytes, open for reading and seekable. what: "image" or "video", for errors.
+    """Its bytes, open for reading and seekable. what: "image", "video" or "audio", for errors.
 
     Raises DataError, which names the file and the reason: missing, no regular file, empty, unreadable, too large.
     """

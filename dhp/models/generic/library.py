@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import ProcessorMixin
+from transformers import CONFIG_MAPPING, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from dhp.base.errors import ModelError
@@ -81,8 +81,9 @@ class LibraryProcessor:
             ) from error
 
     def _kind(self) -> type[ProcessorMixin]:
+        whole = self._config.model_type.removesuffix("_thinker")  # of a model that talks, the half that reads
         try:
-            return PROCESSOR_MAPPING[type(self._config)]
+            return PROCESSOR_MAPPING[CONFIG_MAPPING[whole]]
         except (KeyError, ImportError) as error:
             raise ModelError(
                 f"{self._model_name}: transformers has no processor for {self._config.model_type} that can be used "

@@ -86,10 +86,11 @@ class ContractProcessor(Processor):
         video_grids: Tensor | None = None,
         video_seconds: Tensor | None = None,
         forms: Sequence[Form] = (),
+        **more: Tensor,
     ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
         index = getattr(self._contract.base, "get_rope_index", None)
         asked = () if index is None else signature(index).parameters
         each = [{n: array for n, array in arrays_of(form).items() if n in asked} for form in forms]
         sizes = {name: torch.from_numpy(np.concatenate([one[name] for one in each])) for name in (each or [{}])[0]}
-        return positions(self._contract.base, self.config, input_ids, mm_token_type_ids, inside, sizes)
+        return positions(self._contract.base, self.config, input_ids, mm_token_type_ids, inside, sizes | more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
+from itertools import zip_longest
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from dhp.base.geometry import SOUND
 from dhp.models.generic.declared import first_position
 
 # What says of each token whether it is a picture's, under the names that models give it.
@@ -25,8 +27,11 @@ def placeholder(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def make_row(config: PreTrainedConfig, counts: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    """A conversation with images of so many tokens: ids and kinds (1 at images), [1, tokens] each."""
+def make_row(
+    config: PreTrainedConfig, counts: Sequence[int], seed: int, sounds: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """A conversation with images of so many tokens, each followed by a clip of `sounds` as far as there are any: ids
+    and kinds (1 at images, 3 at sound), [1, tokens] each."""
     generator = torch.Generator().manual_seed(seed)
     taken = set(_numbers(config))
     vocabulary = min(config.get_text_config().vocab_size, 512)
@@ -34,10 +39,15 @@ def make_row(config: PreTrainedConfig, counts: Sequence[int], seed: int) -> tupl
     text = lambda n: plain[torch.randint(len(plain), (n,), generator=generator)].tolist()
     begin, end = ([n] if isinstance(n, int) else [] for n in _around(config))
     ids, kinds = text(4), [0] * 4
-    for count in counts:
+    image, sound = (begin, placeholder(config), end, 1), _sound(config) if sounds else None
+    shown = [(count, around) for pair in zip_longest(counts, sounds) for count, around in zip(pair, (image, sound))]
+    for count, around in shown:
+        if count is None:
+            continue
+        begin, token, end, kind = around
         tail = text(3)
-        ids += begin + [placeholder(config)] * count + end + tail
-        kinds += [0] * len(begin) + [1] * count + [0] * len(end + tail)
+        ids += begin + [token] * count + end + tail
+        kinds += [0] * len(begin) + [kind] * count + [0] * len(end + tail)
     tail = text(5)
     return torch.tensor([ids + tail]), torch.tensor([kinds + [0] * 5])
 
@@ -51,6 +61,16 @@ def _around(config: PreTrainedConfig) -> tuple[Any, Any]:
         if isinstance(getattr(config, names[0], None), int):
             return getattr(config, names[0]), getattr(config, names[1], None)
     return None, None
+
+
+def _sound(config: PreTrainedConfig) -> tuple[list[int], int, list[int], int]:
+    return [config.audio_start_token_id], config.audio_token_id, [_audio_end(config)], SOUND
+
+
+def _audio_end(config: PreTrainedConfig) -> int:
+    """The token behind a clip; some configurations do not name it, and the one after the first is it."""
+    end = getattr(config, "audio_end_token_id", None)
+    return config.audio_start_token_id + 1 if end is None else end
 
 
 def _numbers(config: PreTrainedConfig) -> list[int]:

@@ -34,7 +34,8 @@ class Structure:
 
     mixers: classes of the decoder's modules that carry state along a row, as far as they are known here.
 
-    text, vision: what each part holds, as the other drops it. vision_layers: the tower's largest list of layers.
+    text, vision: what each part holds, as the other drops it. vision_layers: the tower's largest list of layers. audio:
+    what hears, by its name; no picture comes by.
     """
 
     base: str
@@ -49,6 +50,7 @@ class Structure:
     vision: tuple[str, ...]
     vision_layers: str | None
     vision_depth: int
+    audio: tuple[str, ...] = ()
 
 
 def family_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -84,7 +86,9 @@ def find_structure(model: PreTrainedModel) -> Structure:
     layers = _longest_list(decoder)
     if layers is None:
         raise ModelError(f"{type(model).__name__}: its decoder {type(decoder).__name__} has no list of layers")
-    text, vision = _divide(model, {id(decoder), id(head)})
+    text, others = _divide(model, {id(decoder), id(head)})
+    audio = tuple(name for name in others if "audio" in name.rpartition(".")[2])
+    vision = tuple(name for name in others if name not in audio)
     tower = _longest_of(model, vision)
     return Structure(
         base=names[id(base)],
@@ -99,6 +103,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
         vision=vision,
         vision_layers=None if tower is None else names[id(tower)],
         vision_depth=0 if tower is None else len(tower),
+        audio=audio,
     )
 
 

@@ -1,0 +1,202 @@
+"""An encoder's side of dealing out: which rank takes which picture or clip, and what goes to whom from there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dhp.base.geometry import Form, Grid
+from dhp.base.messages import VisionInput
+from dhp.base.routes import Route
+from dhp.batching.collate import Row
+from dhp.data.sample import Sample
+from dhp.models.family import ImageLayout
+from dhp.models.tower import Tower
+from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces, shard_images
+from dhp.parallel.attention.locality import Locality
+
+VISION, AUDIO = "vision", "audio"  # the encoders that samples have inputs for
+Shown = Iterable[tuple[np.ndarray, Grid | Form]]
+_SHOWN: Mapping[str, Callable[[Sample], Shown]] = {
+    VISION: lambda sample: zip(sample.pixels, sample.grids, strict=True),
+    AUDIO: lambda sample: zip(sample.clips, sample.clip_forms, strict=True),
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How an encoder's inputs are dealt out.
+
+    replicas × ranks: its data replicas, and the ranks of each that share a sequence. dtype: a torch dtype's name, in
+    which inputs travel. locality: which replicas are near which replica of the decoder; None: all alike.
+    """
+
+    replicas: int = 1
+    ranks: int = 1
+    dtype: str = "float32"
+    locality: Locality | None = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image or video, or a clip: the text replica that needs it, its patches in processor order, its layout."""
+
+    replica: int
+    pixels: Tensor  # [patches, values]
+    layout: ImageLayout
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A micro-batch of one encoder: its pictures in the order of the text replicas and their samples, and the pieces
+    of each rank, sequence ranks innermost."""
+
+    pictures: Sequence[Picture]
+    shards: Sequence[Pieces]
+
+    def route(self) -> Route:
+        """Which shard has rows for which text replica."""
+        pairs = {
+            (rank, self.pictures[piece.image].replica) for rank, pieces in enumerate(self.shards) for piece in pieces
+        }
+        return Route(tuple(sorted(pairs)))
+
+    def placement(self, replica: int) -> Tensor | None:
+        """For each token of a text replica's pictures, in order, its row among those received from the shards, one
+        shard behind another; None where it has no picture."""
+        starts, total = {}, 0
+        for index, picture in enumerate(self.pictures):
+            if picture.replica == replica:
+                starts[index], total = total, total + len(picture.layout.order)
+        wanted = [[piece for piece in pieces if piece.image in starts] for pieces in self.shards]
+        units = [
+            [_units(self.pictures[p.image].layout, p.first, p.last) + starts[p.image] for p in ps] for ps in wanted
+        ]
+        received = [torch.cat(rank) if rank else torch.empty(0, dtype=torch.long) for rank in units]
+        return torch.argsort(torch.cat(received)) if total else None
+
+
+class Encoder:
+    """One encoder's ranks, for one model."""
+
+    def __init__(self, name: str, tower: Tower, split: Split):
+        """name: the part's. Patches travel in the split's dtype: the tower gets the same bits if it rounds them to this
+        format first thing."""
+        self.tower, self._split, self._shown = tower, split, _SHOWN[name]
+        self._dtype: torch.dtype = getattr(torch, split.dtype)
+        self._known_layout = lru_cache(maxsize=256)(tower.image_layout)
+
+    def deal(self, rows: Sequence[Row]) -> Dealt:
+        """One micro-batch."""
+        pictures = self._pictures(rows)
+        work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
+        crossover, own = self.tower.attention_crossover_patches, self._split
+        sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
+        return Dealt(pictures, [pieces for replica in sharded for pieces in replica])
+
+    def inputs(self, dealt: Dealt) -> tuple[VisionInput, ...]:
+        """What each rank receives."""
+        return tuple(self._input(dealt, rank) for rank in range(len(dealt.shards)))
+
+    def _pictures(self, rows: Sequence[Row]) -> list[Picture]:
+        found = []
+        for replica, row in enumerate(rows):
+            for sample in row:
+                shown = self._shown(sample)
+                found += [Picture(replica, torch.from_numpy(pixels), self._layout(grid)) for pixels, grid in shown]
+        return found
+
+    def _layout(self, grid: Grid | Form) -> ImageLayout:
+        """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
+        video = not isinstance(grid, Form) and grid[0] > 1
+        return self.tower.image_layout(grid) if video else self._known_layout(grid)
+
+    def _input(self, dealt: Dealt, rank: int) -> VisionInput:
+        tower, pictures = self.tower, dealt.pictures
+        dummy = tower.dummy_patches
+        first = rank - rank % self._split.ranks
+        group = dealt.shards[first : first + self._split.ranks]
+        cuts = [_cut(pictures[piece.image], piece.first, piece.last) for piece in dealt.shards[rank]]
+        rows = Counter[int]()  # by text replica
+        for piece, cut in zip(dealt.shards[rank], cuts, strict=True):
+            rows[pictures[piece.image].replica] += cut.tokens
+        if not cuts:
+            positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
+            pixels = torch.full((dummy, tower.patch_dim), 0.5)  # a black picture is padding to some towers
+            cuts = [_Cut(pixels, positions, (dummy,), 0, tower.dummy_form)]
+        segment_lengths, shards = _lay_out(pictures, group, dummy)
+        return VisionInput(
+            pixels=torch.cat([cut.pixels for cut in cuts]).to(self._dtype),
+            positions=torch.cat([cut.positions for cut in cuts]),
+            window_lengths=tuple(length for cut in cuts for length in cut.window_lengths),
+            segment_lengths=segment_lengths,
+            shards=shards,
+            rows=tuple(rows[replica] for replica in sorted(rows)),
+            forms=tuple(cut.form for cut in cuts if cut.form is not None),
+        )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    pixels: Tensor
+    positions: Tensor
+    window_lengths: tuple[int, ...]
+    tokens: int
+    form: Form | None
+
+
+def _cut(picture: Picture, first: int, last: int) -> _Cut:
+    layout = picture.layout
+    lengths = layout.window_lengths
+    begin, end = sum(lengths[:first]), sum(lengths[:last])
+    pixels = picture.pixels[layout.patch_order()[begin:end]]
+    tokens = sum(layout.window_tokens[first:last])
+    return _Cut(pixels, layout.positions[begin:end], lengths[first:last], tokens, layout.form)
+
+
+def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
+    """Merged tokens of windows `first` to `last`, as indices in processor order."""
+    begin, end = (sum(layout.window_tokens[:w]) for w in (first, last))
+    return layout.order[begin:end]
+
+
+def _lay_out(
+    pictures: Sequence[Picture], group: Sequence[Pieces], dummy: int
+) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, int, int], ...], ...]]:
+    """Lengths of the full-attention segments of a group of ranks, and each rank's ranges of them.
+
+    A rank without pieces has a dummy window, which is a segment of its own.
+    """
+    numbers: dict[tuple[int, int], int] = {}  # of a segment by image and frame
+    lengths: list[int] = []
+    shards = []
+    for pieces in group:
+        ranges = []
+        for piece in pieces:
+            for frame, first, count in _frames(pictures[piece.image].layout, piece):
+                number = numbers.setdefault((piece.image, frame), len(lengths))
+                if number == len(lengths):
+                    lengths.append(pictures[piece.image].layout.frame_lengths[frame])
+                ranges.append((number, first, count))
+        if not pieces:
+            ranges.append((len(lengths), 0, dummy))
+            lengths.append(dummy)
+        shards.append(tuple(ranges))
+    return tuple(lengths), tuple(shards)
+
+
+def _frames(layout: ImageLayout, piece: Piece) -> Iterator[tuple[int, int, int]]:
+    """The frames that a piece touches, with its first patch in each and the number of its patches there."""
+    begin, end = (sum(layout.window_lengths[:w]) for w in (piece.first, piece.last))
+    start = 0
+    for frame, length in enumerate(layout.frame_lengths):
+        first, last = max(begin - start, 0), min(end - start, length)
+        if first < last:
+            yield frame, first, last - first
+        start += length

@@ -1,0 +1,79 @@
+"""Files of sound to what the model hears of them, or, from their headers alone, to how many tokens that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dhp.base.errors import DataError
+from dhp.base.geometry import Form
+from dhp.data.media.sound import count_samples, read_sound
+from dhp.data.media.sources import File, name_of
+from dhp.data.records import Record
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What the model hears of a file: features float32 [frames, bins]; None: told from the header."""
+
+    form: Form
+    features: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Sounds:
+    """How the model hears.
+
+    token_id: its placeholder. rate: samples a second. shortest: samples of the shortest clip.
+
+    features: waves of one sample's clips → float32 [frames, bins] each. forms: samples in these waves → forms.
+
+    about: all that decides a clip's tokens beside its file.
+    """
+
+    token_id: int
+    rate: int
+    shortest: int
+    features: Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+    forms: Callable[[Sequence[int]], list[Form]]
+    about: Sequence[Any] = ()
+
+    def decode(self, files: Sequence[File]) -> list[Clip]:
+        """The clips of one sample. Raises DataError for a file that cannot be used."""
+        waves = [read_sound(file, self.rate) for file in files]
+        forms = self._forms(files, [len(wave) for wave in waves])
+        return [Clip(form, found) for form, found in zip(forms, self.features(waves) if waves else (), strict=True)]
+
+    def outline(self, files: Sequence[File]) -> list[Clip]:
+        """What `decode` would give, without features. Raises DataError as it does, for what shows in headers."""
+        return [Clip(form) for form in self._forms(files, [count_samples(file, self.rate) for file in files])]
+
+    def _forms(self, files: Sequence[File], samples: Sequence[int]) -> list[Form]:
+        for file, count in zip(files, samples, strict=True):
+            if count < self.shortest:
+                raise DataError(
+                    f"audio {name_of(file)} is {count} samples long at {self.rate} a second; the model's features need "
+                    f"{self.shortest}. Leave it out"
+                )
+        return self.forms(samples)
+
+
+def sounds_of(record: Record) -> tuple[File, ...]:
+    """Its clips. Raises DataError where a user's turn has their tag, and none is named: a key was mistyped."""
+    told = [part for turn in record.turns if turn.role == "user" for part in turn.parts if isinstance(part, str)]
+    tags = sum(text.count("<audio>") for text in told)
+    if tags and not record.sounds:
+        raise DataError(f"{tags} <audio> tags in the human turns, but 0 audios. Name them under 'audio' or 'audios'")
+    return record.sounds
+
+
+def refuse(files: Sequence[File]) -> None:
+    """Raises DataError where there is sound: without it such a sample would be trained on as another one."""
+    if files:
+        raise DataError(
+            f"audio {name_of(files[0])}, but this run hears nothing. Give it an audio part (audio.num_actors=1), if "
+            "its model has one, or leave samples with sound out of its data"
+        )

@@ -1,0 +1,183 @@
+"""The audio part of Qwen3-Omni: clips of sound in, as frames of a mel spectrogram, a row for each placeholder out.
+
+Convolutions see a clip in chunks of a second at most, layers attend to windows of several chunks. The library fills
+chunks up to the longest one of a call, and what lies behind a short chunk shows in its last row. So a clip keeps how
+long the longest chunk of its own sample is, and gives the same rows whatever goes through the tower beside it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dhp.base.errors import ConfigError
+from dhp.base.geometry import Form, Grid
+from dhp.config.part import PartConfig
+from dhp.config.resolved import resolved
+from dhp.models.family import ImageLayout, LayerParts
+from dhp.models.flops import AudioWork
+from dhp.models.generic.forms import arrays_of
+from dhp.models.tower import Tower
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PATH = "model.audio_tower"
+AUDIO_EMBEDDINGS = "audio_embeddings"  # the tensor whose rows stand in the places of a clip's placeholders
+_FEATURES, _CHUNK = "input_features", "chunk"
+_DUMMY_FRAMES = 8
+
+
+def count_tokens(frames: int, config: Any) -> int:
+    """Placeholders of a clip of so many frames, by the model's own formula."""
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
+
+    return int(_get_feat_extract_output_lengths(frames, config.audio_config.n_window))
+
+
+def clip_forms(frames: Sequence[int], config: Any) -> list[Form]:
+    """The forms of one sample's clips, of so many frames each."""
+    audio = config.audio_config
+    longest = min(max(frames, default=0), 2 * audio.n_window)
+    chunk = (_CHUNK, "int64", (1,), np.int64(longest).tobytes())
+    return [
+        Form(((_FEATURES, (count, audio.num_mel_bins)),), (chunk,), count, count_tokens(count, config))
+        for count in frames
+    ]
+
+
+class AudioTower(Tower):
+    """Each clip lies on one rank; the ranks of a sequence share clips out."""
+
+    modules = (PATH,)
+    projector = (f"{PATH}.proj1", f"{PATH}.proj2")
+    tensors = (AUDIO_EMBEDDINGS,)
+    position_columns = 0
+    heads = 1
+    dummy_patches = _DUMMY_FRAMES
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        audio = config.audio_config
+        self.patch_dim = audio.num_mel_bins
+        self.layers = LayerParts(
+            f"{PATH}.layers",
+            tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")),
+            ("fc1",),
+            ("audio",) * audio.encoder_layers,
+        )
+        self.work: AudioWork = _count_work(audio, count_tokens(2 * audio.n_window, config))
+
+    @property
+    def dummy_form(self) -> Form:
+        return clip_forms([_DUMMY_FRAMES], self.config)[0]
+
+    def check(self, asked: PartConfig) -> None:
+        """See `Part`."""
+        for degree in ("tensor", "ring"):
+            value = resolved(getattr(asked, degree))
+            if value > 1:
+                raise ConfigError(
+                    f"audio.{degree}={value} with a {self.config.model_type} model: its audio tower takes clips whole, "
+                    "and no matrix of it is cut. Set audio.parallelism=sequence, whose actors share the clips, or data"
+                )
+
+    def image_layout(self, grid: Grid | Form) -> ImageLayout:
+        if not isinstance(grid, Form):
+            raise TypeError(f"a clip is told by its form, not by a grid {grid}")
+        nowhere = torch.zeros(grid.rows, 0, dtype=torch.long)
+        return ImageLayout(torch.arange(grid.tokens), 1, (grid.rows,), (grid.rows,), nowhere, (grid.tokens,), grid)
+
+    def encode(
+        self,
+        model: PreTrainedModel,
+        pixels: Tensor,
+        positions: Tensor,
+        windows: Any,
+        frames: Any,
+        forms: Sequence[Form] = (),
+    ) -> dict[str, Tensor]:
+        """Rows of frames in, one clip behind another. Clips whose samples have chunks of one length go through the
+        tower together."""
+        tower, clips = model.get_submodule(PATH), pixels.split([form.rows for form in forms])
+        groups: dict[int, list[int]] = defaultdict(list)
+        for number, form in enumerate(forms):
+            groups[int(arrays_of(form)[_CHUNK][0])].append(number)
+        found: list[Tensor] = list(clips)
+        for longest, numbers in groups.items():
+            plan = self._plan([forms[n].rows for n in numbers], longest, pixels.device)
+            rows = torch.cat([clips[n] for n in numbers] + [pixels.new_zeros(1, pixels.shape[1])])  # the last fills up
+            output = tower(
+                padded_feature=rows[plan.frames].transpose(1, 2),
+                chunk_lengths=plan.chunks,
+                valid_indices=plan.valid,
+                cu_seqlens=plan.windows,
+                return_dict=True,
+            )
+            tokens = [forms[n].tokens for n in numbers]
+            for n, own in zip(numbers, output.last_hidden_state.split(tokens), strict=True):
+                found[n] = own
+        return {AUDIO_EMBEDDINGS: torch.cat(found)}
+
+    def use_attention(self, model: PreTrainedModel, name: str) -> None:
+        """Attention stays the library's: windows are short."""
+
+    def _plan(self, frames: Sequence[int], longest: int, device: torch.device) -> _Plan:
+        """How clips of so many frames go through the tower, chunks filled up to `longest`."""
+        audio, most = self.config.audio_config, 2 * self.config.audio_config.n_window
+        own = [[min(most, count - first) for first in range(0, count, most)] for count in frames]
+        chunks = torch.tensor([length for of_clip in own for length in of_clip])
+        places, inside = torch.arange(longest), torch.arange(longest) < chunks[:, None]
+        starts = chunks.cumsum(0) - chunks
+        gathered = torch.where(inside, starts[:, None] + places, int(chunks.sum()))
+        after = count_tokens(longest, self.config)
+        tokens = torch.tensor([count_tokens(int(length), self.config) for length in chunks])
+        valid = (torch.arange(after) < tokens[:, None]).flatten().nonzero()[:, 0]
+        window = after * (audio.n_window_infer // most)
+        ends = [0]
+        for count in frames:
+            left = count_tokens(count, self.config)
+            while left > 0:
+                ends.append(ends[-1] + min(window, left))
+                left -= window
+        windows = torch.tensor(ends, dtype=torch.int32)
+        return _Plan(_moved(gathered, device), chunks, _moved(valid, device), windows)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """frames: which row of the clips each place of a chunk has, [chunks, longest]. chunks: frames of each. valid: of
+    all chunks' rows behind the convolutions, those that are no filling. windows: cumulative lengths. Chunks and windows
+    stay on the host, which reads them: on the device it would wait for them in every layer."""
+
+    frames: Tensor
+    chunks: Tensor
+    valid: Tensor
+    windows: Tensor
+
+
+def _moved(indices: Tensor, device: torch.device) -> Tensor:
+    """From pageable memory a transfer would wait until all that is queued on the device is done."""
+    return indices if device.type == "cpu" else indices.pin_memory().to(device, non_blocking=True)
+
+
+def _count_work(audio: Any, chunk_tokens: int) -> AudioWork:
+    width, channels, inner = audio.d_model, audio.downsample_hidden_size, audio.encoder_ffn_dim
+    bins = [audio.num_mel_bins]
+    for _ in range(3):
+        bins.append((bins[-1] + 1) // 2)
+    convolutions = 9 * channels * channels * (bins[2] / 4 + bins[3] / 8)
+    token = bins[3] * channels * width + audio.encoder_layers * width * (4 * width + 2 * inner)
+    return AudioWork(
+        frame=round(9 * channels * bins[1] / 2),
+        convolved=round(convolutions),
+        token=token + width * (width + audio.output_dim),
+        pair=audio.encoder_layers * 2 * width,
+        window=chunk_tokens * (audio.n_window_infer // (2 * audio.n_window)),
+    )

@@ -1,0 +1,90 @@
+"""Clips are dealt out as pictures are: by work, each to one rank, their rows to who needs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dhp.base.degrees import Degrees
+from dhp.base.geometry import SOUND
+from dhp.base.messages import StepData
+from dhp.data.sample import Sample
+from dhp.models.registry import load_family
+from tests.helpers.families import Maker
+from tests.helpers.layouts import Case, _slotted, make_dealer
+from tests.helpers.tiny_families import save_family
+
+ONE = Degrees()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_family("qwen3_omni", tmp_path_factory.mktemp("omni")))
+
+
+@pytest.fixture(scope="module")
+def samples(folder: str) -> list[Sample]:
+    """Eight clips, one long, and two pictures, in four samples."""
+    make = Maker(folder).sample
+    frames = ([700], [100, 150, 100], [], [50, 150, 100, 50])
+    return [make([0] if n % 2 else [], 3, n, clips) for n, clips in enumerate(frames)]
+
+
+def deal(folder: str, samples: list[Sample], case: Case) -> StepData:
+    return make_dealer(folder, case).deal(_slotted(0, case, samples))
+
+
+@pytest.mark.parametrize("audio", [Degrees(data=2), Degrees(ulysses=2)], ids=["data", "sequence"])
+def test_clips_go_to_ranks_by_their_work(audio: Degrees, folder: str, samples: list[Sample]) -> None:
+    data = deal(folder, samples, Case(ONE, ONE, 1, packing=True, audio=audio))
+    (ranks,) = data.work["audio"]
+    assert [[form.rows for form in rank.forms] for rank in ranks] == [[700], [100, 150, 100, 50, 150, 100, 50]]
+    assert [len(rank.pixels) for rank in ranks] == [700, 700]
+    assert data.info.dist_ratio["audio"] == 0 and (data.info.clips, data.info.images) == (8, 2)
+    assert list(data.info.flops) == ["vision", "audio", "text"] and data.info.flops["audio"] > 0
+    tokens = sum(form.tokens for sample in samples for form in sample.clip_forms)
+    assert sum(sum(rank.rows) for rank in ranks) == tokens
+    kinds = data.work["text"][0][0].tensors["mm_token_type_ids"]
+    assert int((kinds == SOUND).sum()) == tokens == len(data.work["text"][0][0].heard)
+
+
+def test_rows_go_where_their_placeholders_are(folder: str, samples: list[Sample]) -> None:
+    """Two text replicas: each finds the rows of its own clips, in order, among those that it receives."""
+    case = Case(ONE, Degrees(data=2), 1, packing=True, audio=Degrees(data=2))
+    data = deal(folder, samples, case)
+    (ranks,), (route,) = data.work["audio"], data.routes["audio"]
+    for replica, work in enumerate(data.work["text"][0]):
+        received = []
+        for rank in route.sources[replica]:
+            rows = iter(ranks[rank].rows)
+            own = {target: next(rows) for target in route.targets[rank]}
+            before = sum(count for target, count in own.items() if target < replica)
+            every = [(form, row) for form in ranks[rank].forms for row in range(form.tokens)]
+            received += every[before : before + own[replica]]
+        wanted = [
+            (form.rows, row)
+            for sample in _slotted(0, case, samples).samples[0][replica]
+            for form in sample.clip_forms
+            for row in range(form.tokens)
+        ]
+        assert [(received[n][0].rows, received[n][1]) for n in work.heard] == wanted
+
+
+def test_a_rank_without_sound_has_a_dummy(folder: str, samples: list[Sample]) -> None:
+    data = deal(folder, samples[2:3], Case(ONE, ONE, 1, audio=Degrees(data=2)))
+    (ranks,), (route,) = data.work["audio"], data.routes["audio"]
+    dummy = load_family(folder).parts["audio"].dummy_form
+    assert [(rank.forms, rank.rows, tuple(rank.pixels.shape)) for rank in ranks] == [((dummy,), (), (8, 16))] * 2
+    assert route.pairs == () and data.work["text"][0][0].heard is None
+    assert (data.info.clips, data.info.flops["audio"]) == (0, 0)
+
+
+def test_sound_travels_in_the_parts_format(folder: str, samples: list[Sample]) -> None:
+    from dhp.batching.collate import Collator
+    from dhp.batching.encoders import Split
+    from dhp.batching.scatter import Dealer
+
+    family, case = load_family(folder), Case(ONE, ONE, 1, audio=ONE)
+    dealer = Dealer(family, Collator(family, 0, True), 1, 1, others={"audio": Split(dtype="bfloat16")})
+    work = dealer.deal(_slotted(0, case, samples)).work
+    assert work["audio"][0][0].pixels.dtype == torch.bfloat16 and work["vision"][0][0].pixels.dtype == torch.float32
