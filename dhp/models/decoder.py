@@ -163,14 +163,16 @@ class Decoder(Part):
 def embed(model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
     """The first layer's states, [rows, tokens, hidden].
 
-    Pictures go in by their positions: the model's own way looks for placeholders among the tokens on the device, and
-    waits for the answer.
+    Pictures and sounds go in by their positions: the model's own way looks for placeholders among the tokens on the
+    device, and waits for the answer.
     """
     states = model.get_input_embeddings()(inputs.input_ids)
-    if EMBEDDINGS not in inputs.images:
-        return states
-    images = inputs.images[EMBEDDINGS].to(states.dtype)
-    return states.flatten(0, 1).index_copy(0, inputs.image_positions, images).view_as(states)
+    flat = states.flatten(0, 1)
+    if EMBEDDINGS in inputs.images:
+        flat = flat.index_copy(0, inputs.image_positions, inputs.images[EMBEDDINGS].to(flat.dtype))
+    for sounds in inputs.sounds.values():
+        flat = flat.index_copy(0, inputs.sound_positions, sounds.to(flat.dtype))
+    return flat.view_as(states)
 
 
 def _run_and_add(

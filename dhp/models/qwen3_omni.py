@@ -1,22 +1,25 @@
-"""Qwen3-Omni's thinker: a family by transformers' contract, and an audio tower as a part of its own."""
+"""Qwen3-Omni's thinker: it sees as Qwen3-VL does, and hears by an audio tower, a part of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from dhp.models.audio import AUDIO_EMBEDDINGS, AudioTower
+from dhp.models.decoder import Decoder
 from dhp.models.family import DecoderInputs, Family
+from dhp.models.generic.contract import find_contract
 from dhp.models.generic.decoder import ContractDecoder
-from dhp.models.generic.processor import ContractProcessor
+from dhp.models.generic.rows import kinds_for
+from dhp.models.grid.processor import GridProcessor
 from dhp.models.hearing import Hearing
+from dhp.models.qwen3_vl import Qwen3VlTower, deepstack_names
 from dhp.models.slice import Chunk
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from transformers import PreTrainedModel
 
     from dhp.models.generic.contract import Contract
@@ -24,44 +27,56 @@ if TYPE_CHECKING:
 AUDIO = "audio"  # the part
 
 
-def hears(config: Any) -> bool:
-    """Whether the audio tower of a configuration can be trained here."""
-    return config.model_type == "qwen3_omni_moe_thinker" and getattr(config, "audio_config", None) is not None
+def qwen3_omni(config: Any) -> Family:
+    """Qwen3-Omni's thinker of that configuration. Its feature extractor is where the configuration is from."""
+    contract = find_contract(config)
+    # What the twin did not try: features enter behind layers, as with Qwen3-VL, so that these can be cut.
+    decoder = OmniDecoder(config, replace(contract, embeds=True, cuts=True))
+    processor = OmniProcessor(config, contract)
+    hears = getattr(config, "audio_config", None) is not None
+    others = {AUDIO: AudioTower(config)} if hears else {}
+    idle = tuple(module for module in contract.structure.audio if not (hears and module in AudioTower.modules))
+    return Family(config, processor, OmniTower(config), decoder, others=others, idle=idle)
 
 
-def with_audio(family: Family, contract: Contract, model_name: str) -> Family:
-    """The family with its audio tower as a part."""
-    return replace(
-        family,
-        processor=HearingProcessor(family.config, contract, model_name),
-        decoder=HearingDecoder(family.config, contract),
-        others={AUDIO: AudioTower(family.config)},
-        idle=tuple(module for module in family.idle if module not in AudioTower.modules),
-    )
+class OmniProcessor(GridProcessor):
+    """Sound too. A video is one run of placeholders, whose positions in time go by seconds."""
+
+    paced = True
+
+    def __init__(self, config: Any, contract: Contract):
+        super().__init__(config, contract.base)
+        self._forward = contract.base.forward
+        if getattr(config, "audio_config", None) is not None:
+            self.hearing = Hearing(config, config.name_or_path)
+
+    def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = super().plain_inputs(named)
+        kinds, seconds = (kept.pop(name, None) for name in ("mm_token_type_ids", "second_per_grid_ts"))
+        kept |= {} if kinds is None else kinds_for(self._forward, kinds)
+        return kept | ({} if seconds is None else {"video_second_per_grid": seconds})
 
 
-class HearingProcessor(ContractProcessor):
-    """Sound too."""
+class OmniTower(Qwen3VlTower):
+    """Its mergers have other names."""
 
-    def __init__(self, config: Any, contract: Contract, model_name: str):
-        super().__init__(config, contract, model_name)
-        self.hearing = Hearing(config, model_name)
+    mergers = ("merger", "merger_list")
+    merger_plan = {"ln_q": "dhp_whole", "mlp.0": "colwise", "mlp.2": "rowwise"}
 
 
-class HearingDecoder(ContractDecoder):
-    """Rows of sound go in by their places, among the embeddings that the base model is given."""
+class OmniDecoder(ContractDecoder):
+    """Features of the tower are added behind its first layers; rows of sound go in by their places."""
+
+    def __init__(self, config: Any, contract: Contract):
+        super().__init__(config, contract)
+        self.enters = {name: layer for layer, name in enumerate(deepstack_names(config))}
 
     @property
     def takes(self) -> Mapping[str, int]:
-        """Sound at the first layer."""
-        return {**super().takes, AUDIO_EMBEDDINGS: 0}
+        """Pictures and sound at the first layer, features behind the first ones."""
+        sound = {AUDIO_EMBEDDINGS: 0} if getattr(self.config, "audio_config", None) is not None else {}
+        return {**Decoder.takes.fget(self), **sound}  # type: ignore[attr-defined]
 
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
-        """See `Decoder`."""
-        if chunk.first and AUDIO_EMBEDDINGS in inputs.sounds:
-            states = model.get_input_embeddings()(inputs.input_ids)
-            sounds = inputs.sounds[AUDIO_EMBEDDINGS].to(states.dtype)
-            # The base model takes both: pictures go in by the ids, into embeddings that hold the sound already.
-            flat = states.flatten(0, 1).index_copy(0, inputs.sound_positions, sounds)
-            extra["inputs_embeds"] = flat.view_as(states)
-        return super().run(model, chunk, inputs, **extra)
+        """See `Decoder`, which adds what enters behind a layer."""
+        return Decoder.run(self, model, chunk, inputs, **extra)

@@ -5,7 +5,7 @@ prompt, a time in words before each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -64,14 +64,16 @@ class Qwen3VlTower(GridTower):
     """A patch's learned position is interpolated from a square table, by its own place and the size of its frame."""
 
     gates = ("mlp.linear_fc1",)
+    mergers: tuple[str, ...] = ("merger", "deepstack_merger_list")  # of the last layer, and of those on the way
+    # A merger's norm stands before its matrices and sees whole rows.
+    merger_plan: Mapping[str, str] = {"norm": "dhp_whole", "linear_fc1": "colwise", "linear_fc2": "rowwise"}
 
     def __init__(self, config: Any, work: VisionWork | None = None):
         super().__init__(config, work or _count_work(config.vision_config))
         features = deepstack_names(config)
         self.tensors = (EMBEDDINGS, *features)
-        mergers = ("merger", "deepstack_merger_list") if features else ("merger",)
-        self.projector = tuple(f"{self.path}.{merger}" for merger in mergers)
-        self.tensor_plan = _tower_plan(self.layers.path, self.projector)
+        self.projector = tuple(f"{self.path}.{merger}" for merger in self.mergers[: 2 if features else 1])
+        self.tensor_plan = self._plan()
 
     def derive(self, tower: Any, positions: Tensor, windows: Any, frames: Any) -> dict[str, Any]:
         """See `GridTower`."""
@@ -83,18 +85,17 @@ class Qwen3VlTower(GridTower):
         features = output.deepstack_features if len(self.tensors) > 1 else ()
         return dict(zip(self.tensors, (output.pooler_output, *features), strict=True))
 
-
-def _tower_plan(layers: str, projector: Sequence[str]) -> dict[str, str]:
-    plan = {
-        f"{layers}.*.attn.proj": "rowwise",
-        f"{layers}.*.mlp.linear_fc1": "colwise",
-        f"{layers}.*.mlp.linear_fc2": "rowwise",
-    }
-    for merger in projector:
-        merger += ".*" if merger.endswith("_list") else ""
-        # A merger's norm stands before its matrices and sees whole rows.
-        plan |= {f"{merger}.norm": "dhp_whole", f"{merger}.linear_fc1": "colwise", f"{merger}.linear_fc2": "rowwise"}
-    return plan
+    def _plan(self) -> dict[str, str]:
+        layers = self.layers.path
+        plan = {
+            f"{layers}.*.attn.proj": "rowwise",
+            f"{layers}.*.mlp.linear_fc1": "colwise",
+            f"{layers}.*.mlp.linear_fc2": "rowwise",
+        }
+        for merger in self.projector:
+            every = f"{merger}.*" if merger.endswith("_list") else merger
+            plan |= {f"{every}.{module}": style for module, style in self.merger_plan.items()}
+        return plan
 
 
 class Qwen3VlDecoder(Decoder):

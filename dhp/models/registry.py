@@ -23,6 +23,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "llava": ("llava", "llava"),
     "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl"),
     "qwen2_vl": ("qwen2_vl", "qwen2_vl"),
+    "qwen3_omni_moe_thinker": ("qwen3_omni", "qwen3_omni"),
     "qwen3_5": ("qwen3_5", "qwen3_5"),
     "qwen3_5_moe": ("qwen3_5", "qwen3_5"),
     "qwen3_vl": ("qwen3_vl", "qwen3_vl"),

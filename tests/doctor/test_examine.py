@@ -23,7 +23,7 @@ from tests.helpers.tiny_families import FAMILIES, SLIDING, make_config
 
 # Text layouts that a family has not, because its plan is not known to be exact, or because its layers need more than
 # the states of the one before.
-WITHOUT_PIPELINE = {"gemma4", "paligemma2", "qwen3_omni"}
+WITHOUT_PIPELINE = {"gemma4", "paligemma2"}
 
 
 def save(folder: Path, name: str, **changes: Any) -> str:

@@ -41,10 +41,13 @@ def make_sample(
     seconds: Sequence[float | None] = (),
     stamped: bool = False,
     video_token: int = VIDEO_TOKEN,
+    around: tuple[int, ...] = (),
 ) -> Sample:
     """A sample with random pixels and text: some text, each image, `tokens` of text whose last `targets` are labels.
 
     unit: patches of one image token; values: of one patch. seconds: as in Sample; a video has video_token.
+
+    around: tokens before and behind each run of placeholders.
     stamped: two tokens of text, as of a time, come before each step of a video.
     """
     rng = np.random.default_rng(seed)
@@ -56,8 +59,9 @@ def make_sample(
         steps = t if stamped and not still else 1
         for _ in range(steps):
             time = text(2) if stamped and not still else []
-            ids += time + [image_token if still else video_token] * (t * h * w // unit // steps)
-            kinds += [0] * len(time) + [1 if still else 2] * (t * h * w // unit // steps)
+            run = [image_token if still else video_token] * (t * h * w // unit // steps)
+            ids += time + list(around[:1]) + run + list(around[1:])
+            kinds += [0] * len(time + list(around[:1])) + [1 if still else 2] * len(run) + [0] * len(around[1:])
         ids += text(1)
         kinds += [0]
     ids += text(tokens)

@@ -31,7 +31,7 @@ def tower(family: Family) -> AudioTower:
 
 @pytest.fixture(scope="module")
 def model(family: Family) -> PreTrainedModel:
-    folder = family.processor._model_name
+    folder = family.config.name_or_path
     return load_part(folder, family.outside("audio"), torch.float64)
 
 

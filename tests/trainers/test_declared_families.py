@@ -19,13 +19,13 @@ from dhp.trainers.settings import StageSettings
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
 from tests.helpers.tiny import make_sample
-from tests.helpers.tiny_families import FAMILIES, IMAGE, VIDEO, save_family
+from tests.helpers.tiny_families import BEGIN, END, FAMILIES, IMAGE, VIDEO, save_family
 from tests.trainers.test_parity import assert_exact
 
 VISION = {"none": Degrees(), "data": Degrees(data=2), "sequence": Degrees(ulysses=2)}
 TEXT = {"none": Degrees(), "data": Degrees(data=2), "tensor": Degrees(tensor=2)}
-# Layers that need more than the states of the one before: per-layer inputs, keys of other layers, DeepStack.
-WITHOUT_PIPELINE = {"gemma4", "paligemma2", "qwen3_omni"}
+# Layers that need more than the states of the one before: per-layer inputs, keys of other layers.
+WITHOUT_PIPELINE = {"gemma4", "paligemma2"}
 # Some of whose weights no text-only sample touches, where plain AdamW passes them over and a step here decays them.
 PICTURES_EVERYWHERE = {"ernie4_5_vl_moe"}
 
@@ -110,7 +110,7 @@ BY_TOKEN = {
     "tensor": (Degrees(tensor=2), Degrees(tensor=2)),
 }
 # Families whose tower takes any run of patches, beside Qwen2.5-VL and Qwen3-VL, which have tests of their own.
-GRIDS = ["qwen2_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm4v_moe", "kimi_k25"]
+GRIDS = ["qwen2_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm4v_moe", "kimi_k25", "qwen3_omni"]
 
 
 @pytest.mark.families
@@ -122,6 +122,7 @@ def test_a_tower_by_token_equals_the_plain_model(name: str, layout: str, made: d
 
 # Families with videos, beside Qwen2.5-VL and Qwen3-VL, and whether steps in time stand apart in the prompt.
 MOVING = {"qwen2_vl": False, "qwen3_5": True, "qwen3_5_moe": True, "glm4v": True, "glm46v": True, "glm4v_moe": True}
+MOVING["qwen3_omni"] = False
 OF_VIDEOS = {
     "whole": Case(Degrees(), Degrees(), 2, packing=True, checkpointing=True),
     "by-image": Case(Degrees(data=2), Degrees(tensor=2), 1),
@@ -133,7 +134,7 @@ OF_VIDEOS = {
 def with_videos(name: str) -> list[list[Sample]]:
     """A video alone, an image alone and text alone; then a video of three steps. GLM's plain model takes no
     conversation with both."""
-    sizes = {"image_token": IMAGE, "video_token": VIDEO, "values": 96, "stamped": MOVING[name]}
+    sizes = {"image_token": IMAGE, "video_token": VIDEO, "values": 96, "stamped": MOVING[name], "around": (BEGIN, END)}
     clip = lambda steps, seed: make_sample([(steps, 4, 6)], 5, 3, seed, seconds=(0.5,), **sizes)
     still = lambda seed: make_sample([(1, 4, 4)], 5, 2, seed, **sizes)
     text = lambda seed: make_sample([], 6, 3, seed, **sizes)

@@ -19,8 +19,7 @@ _PREFIX = frozenset({"paligemma"})
 # Families whose every layout is in the tests' matrix, beside those with an adapter of their own.
 _DECLARED = frozenset({
     "aya_vision", "cohere2_vision", "ernie4_5_vl_moe", "gemma3", "gemma4", "idefics3", "internvl", "llava",
-    "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "ovis2", "paligemma", "qwen3_omni_moe_thinker",
-    "smolvlm",
+    "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "ovis2", "paligemma", "smolvlm",
 })  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from dhp.models.generic.declared import is_declared
 from dhp.models.generic.decoder import ContractDecoder
 from dhp.models.generic.processor import ContractProcessor
 from dhp.models.generic.tower import WholeTower
-from dhp.models.qwen3_omni import hears, with_audio
 
 NOTE = (
     "note: {family} runs by transformers' contract, and no test here holds it to the plain model; "
@@ -31,5 +30,4 @@ def generic(config: Any, model_name: str = "") -> Family:
             f"model_type {config.model_type!r}: its decoder's configuration lacks what all others have ({error})"
         ) from error
     processor, tower = ContractProcessor(config, contract, model_name), WholeTower(config, contract)
-    family = Family(config, processor, tower, decoder, idle=contract.structure.audio, note=note)
-    return with_audio(family, contract, model_name) if hears(config) else family
+    return Family(config, processor, tower, decoder, idle=contract.structure.audio, note=note)

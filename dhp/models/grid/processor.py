@@ -66,9 +66,11 @@ class GridProcessor(Processor):
         video_grids: Tensor | None = None,
         video_seconds: Tensor | None = None,
         forms: Sequence[Form] = (),
+        **more: Tensor,
     ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
-        told = {"image_grid_thw": grids, "video_grid_thw": video_grids, "second_per_grid_ts": video_seconds}
+        told = {"image_grid_thw": grids, "video_grid_thw": video_grids, **more}
+        told |= dict.fromkeys(("second_per_grid_ts", "second_per_grids"), video_seconds)  # names that models give it
         return positions(self.model(), self.config, input_ids, mm_token_type_ids, inside, told)
 
 
