@@ -29,21 +29,22 @@ class Diagnosis:
     audio: tuple[str, ...] = ()
 
     def as_json(self) -> str:
-        """One object on one line."""
-        return json.dumps(asdict(self))
+        """One object on one line; of a model without an audio part, without that key."""
+        told = asdict(self)
+        return json.dumps(told if self.audio else {key: value for key, value in told.items() if key != "audio"})
 
     def as_table(self) -> str:
         """For people."""
         rows = [
             ("family", self.family),
             ("trainable", "yes" if self.trainable else "no"),
-            ("in three parts" if self.audio else "in two parts", _told(self.split_error)),
+            ("in 3 parts" if self.audio else "in two parts", _told(self.split_error)),
             ("packed rows", _told(self.packed_error)),
             ("vision", ", ".join(self.vision) or "none of the layouts"),
             *([("audio", ", ".join(self.audio))] if self.audio else []),
             ("text", ", ".join(self.text) or "none of the layouts"),
         ]
-        lines = [f"{name:15}{value}" for name, value in rows]
+        lines = [f"{name:14}{value}" for name, value in rows]
         if self.refused:
             lines.append("refused")
             lines += [f"  {layout}: {why}" for layout, why in self.refused.items()]

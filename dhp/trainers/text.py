@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -45,7 +45,6 @@ from dhp.trainers.objective import (
 from dhp.trainers.stage import StageRank, gradient_of
 
 CPU = torch.device("cpu")
-PICTURES, SOUNDS = (1, 2), (SOUND,)  # kinds of tokens
 SEGMENTS = "dhp_segments"  # a name that transformers has no mask function for: no mask is built
 
 
@@ -189,7 +188,9 @@ class TextTrainer(StageRank):
         named = work.tensors
         plan = self._plan(work)
         told = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
-        places = (_places(named, work.placement, PICTURES), _places(named, work.heard, SOUNDS))
+        heard = told[-1] == SOUND
+        seen = told[-1] if work.heard is None else (told[-1] > 0) & ~heard
+        places = (_places(work.placement, seen), _places(work.heard, heard))
         given = (*told, *find_targets(named["targets"]), *places)
         (input_ids, position_ids, kinds, *targets, image_rows, sound_rows), (segments,) = move_with_plans(
             given, [plan], self.device
@@ -219,12 +220,11 @@ class TextTrainer(StageRank):
         return plan_segments(lengths, CPU, True, varlen, number_runs(inside), rule)
 
 
-def _places(named: Mapping[str, Tensor], placement: Tensor | None, kinds: tuple[int, ...]) -> Tensor:
+def _places(placement: Tensor | None, inside: Tensor) -> Tensor:
     """Where each row of an encoder's embeddings, as they are received, belongs among the flattened rows × tokens.
-    kinds: of the tokens in whose places they go."""
+    inside: not 0 at the tokens in whose places they go, [rows, tokens]."""
     if placement is None:
         return torch.empty(0, dtype=torch.long)
     rows = torch.empty_like(placement)
-    inside = torch.isin(named["mm_token_type_ids"].flatten(), torch.tensor(kinds))
-    rows[placement] = inside.nonzero()[:, 0]
+    rows[placement] = inside.flatten().nonzero()[:, 0]
     return rows
