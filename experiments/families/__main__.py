@@ -1,7 +1,7 @@
-"""`python -m experiments.families [--only NAME …] [--steps N]`: each family's step by dhp beside a plain loop's.
+"""`python -m experiments.families [--only NAME …] [--steps N] [--threads N]`: each family's step by dhp beside a plain loop's.
 
-One process, all threads, float32; both take the same samples in the same micro-batches, in turn. A JSON line for each
-model: {family, ratio, dhp_samples_s, plain_samples_s, …}; `ratio` is the median over steps of the plain loop's seconds
+One process, float32; both take the same samples in the same micro-batches, in turn. One thread is timed by its own
+seconds, several by the clock on the wall, which a machine that others use makes useless. A JSON line for each model: {family, ratio, dhp_samples_s, plain_samples_s, …}; `ratio` is the median over steps of the plain loop's seconds
 to dhp's for the same samples, so above 1 dhp is faster.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,9 +85,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES), metavar="NAME")
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     logging.disable_progress_bar()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(given.threads)
     keep_freed_memory()  # as dhp's ranks do, for both
     for name in given.only:
         print(json.dumps(measure(name, given.steps)), flush=True)
