@@ -32,7 +32,7 @@ def check_compile(name: str, part: PartConfig) -> None:
     others = {"recompute": part.recompute, "tensor": part.tensor, "expert": part.expert, "zero_stage": part.zero_stage}
     needed = {"recompute": "none", "tensor": 1, "expert": 1, "zero_stage": 0}
     why = {
-        "recompute": "what a layer keeps and makes again is chosen call by call, and a compiled layer has no such calls",
+        "recompute": "what a layer keeps is chosen call by call, and a compiled layer has no such calls",
         "tensor": "collectives between the slices of a layer are not compiled here",
         "expert": "the exchange of rows between experts is not compiled here",
         "zero_stage": "weights and gradients that come and go inside a layer are not compiled here",

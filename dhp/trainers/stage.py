@@ -28,8 +28,8 @@ from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, s
 from dhp.parallel.activation.meter import Meter
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, require
 from dhp.parallel.comm.mesh import build_mesh
-from dhp.parallel.compiled import compile_layers, eager
 from dhp.parallel.comm.traffic import count_collectives, trace_collectives
+from dhp.parallel.compiled import compile_layers, eager
 from dhp.parallel.fused import fuse_elementwise
 from dhp.parallel.optimizer.precision import exact_dtype
 from dhp.parallel.optimizer.protocol import StageOptimizer

@@ -1,8 +1,10 @@
-"""`python -m experiments.families [--only NAME …] [--steps N] [--threads N]`: each family's step by dhp beside a plain loop's.
+"""`python -m experiments.families [--only NAME …] [--steps N] [--threads N] [--even]`: each family beside
+a plain loop.
 
 One process, float32; both take the same samples in the same micro-batches, in turn. One thread is timed by its own
-seconds, several by the clock on the wall, which a machine that others use makes useless. A JSON line for each model: {family, ratio, dhp_samples_s, plain_samples_s, …}; `ratio` is the median over steps of the plain loop's seconds
-to dhp's for the same samples, so above 1 dhp is faster.
+seconds, several by the clock on the wall, which is of no use on a machine that others use. A JSON line for each model:
+{family, ratio, dhp_samples_s, plain_samples_s, …}; `ratio` is the median over steps of the plain loop's seconds to
+dhp's for the same samples, so above 1 dhp is faster.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from tests.helpers.tiny_families import FAMILIES
 CLOSE = 1e-4  # relative: the two losses of the first step, before any update
 
 
-def measure(name: str, steps: int) -> dict[str, Any]:
+def measure(name: str, steps: int, even: bool = False) -> dict[str, Any]:
     """The line of one model. Raises AssertionError where the two do not train the same."""
     with tempfile.TemporaryDirectory() as folder, join_alone():
         model = save_model(name, Path(folder))
-        data = Data(model)
+        data = Data(model, even)
         plain, ours = Plain(model, data), Ours(model, data)
         batches = [data.step(number) for number in range(steps + 1)]
         taken = []
@@ -74,6 +76,7 @@ def _row(
                               / len(batches)),
         "shortest": min(map(min, lengths)),
         "longest": max(map(max, lengths)),
+        "lengths": "even" if len({length for row in lengths for length in row}) == 1 else "mixed",
         "padding": round(1 - sum(map(sum, lengths)) / padded, 2),
         "threads": torch.get_num_threads(),
         "steps": len(taken),
@@ -86,12 +89,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES), metavar="NAME")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--even", action="store_true", help="samples of one length: packing gains nothing")
     given = parser.parse_args()
     logging.disable_progress_bar()
     torch.set_num_threads(given.threads)
     keep_freed_memory()  # as dhp's ranks do, for both
     for name in given.only:
-        print(json.dumps(measure(name, given.steps)), flush=True)
+        print(json.dumps(measure(name, given.steps, given.even)), flush=True)
         gc.collect()
 
 

@@ -39,6 +39,7 @@ LR, CLIP = 1e-4, 1.0
 UPDATE = OptimizerSettings(LR, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, CLIP)
 # Words of a sample: log-normal, as conversations about pictures are: most are short and some are long.
 MEDIAN, SPREAD, FEWEST, MOST = 90, 0.9, 16, 600
+EVEN = 128  # words of a sample where all have as many
 PICTURES = {0: 0.15, 1: 0.6, 2: 0.15, 3: 0.1}  # of a sample, and how often it has so many
 
 
@@ -51,9 +52,10 @@ def now() -> float:
 
 
 class Data:
-    """Steps of one model's samples."""
+    """Steps of one model's samples. even: all of one length, each with one picture, so that packing gains nothing."""
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, even: bool = False):
+        self._even = even
         self.family = load_family(model)
         twin = Twin(AutoConfig.from_pretrained(model))
         own = twin.make
@@ -68,8 +70,10 @@ class Data:
     def _sample(self, rng: np.random.Generator) -> Sample:
         count = rng.choice(list(PICTURES), p=list(PICTURES.values()))
         numbers = rng.integers(1, 4, size=count).tolist()  # not 0, whose tokens the twin knows already, ungrown
-        shown = self._maker.sample(numbers, 0, int(rng.integers(1 << 30)))
         words = int(np.clip(rng.lognormal(np.log(MEDIAN), SPREAD), FEWEST, MOST))
+        if self._even:
+            numbers, words = [1], EVEN
+        shown = self._maker.sample(numbers, 0, int(rng.integers(1 << 30)))
         said = rng.integers(10, 300, words)
         labels = np.where(np.arange(words) < words // 3, IGNORED, said)  # a question, and an answer twice as long
         return replace(
@@ -109,7 +113,9 @@ class Plain:
     def __init__(self, model: str, data: Data):
         self._family, self._collator = data.family, Collator(data.family, 0, packing=False)
         self.model = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).train()
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=UPDATE.weight_decay, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LR, weight_decay=UPDATE.weight_decay, fused=True
+        )
 
     def deal(self, samples: MicroBatches) -> list[dict[str, Tensor]]:
         """The arguments of each micro-batch, which a data loader's processes make ahead of a step."""

@@ -147,5 +147,7 @@ def test_the_package_has_the_functions_that_are_called() -> None:
         wanted = [n for n, p in signature(getattr(fake, name)).parameters.items()]
         found = list(signature(function).parameters)
         assert set(wanted) <= set(found), f"{name} lacks {set(wanted) - set(found)}"
-        places = [found.index(n) for n in wanted if n in ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")]
+        places = [
+            found.index(n) for n in wanted if n in ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")
+        ]
         assert all(before < after for before, after in pairwise(places)), f"{name}: {found}"
