@@ -42,12 +42,19 @@ def check_pipeline_schedule(config: Config) -> None:
 
 
 def check_backends(config: Config) -> None:
-    """flash-attn computes on GPUs. Raises ConfigError."""
+    """flash-attn computes on GPUs, and what compiled layers keep is not counted. Raises ConfigError."""
+    counted = [f"{name}.recompute=auto" for name, part in parts(config).items() if part.recompute == "auto"]
+    counted += ["memory.accounting=true"] if config.memory.accounting else []
     for name, part in parts(config).items():
         if part.attention_backend == FLASH_ATTENTION_2 and config.cluster.device == "cpu":
             raise ConfigError(
                 f"{name}.attention_backend=flash_attention_2 with cluster.device=cpu: its kernels run on GPUs. Set "
                 f"{name}.attention_backend=auto, PyTorch's own kernels, or cluster.device=cuda."
+            )
+        if part.compile and counted:
+            raise ConfigError(
+                f"{name}.compile=true with {counted[0]}: what activations take is counted call by call, in all parts, "
+                f"and a compiled layer has no such calls. Set {name}.compile=false, or change {counted[0]}."
             )
 
 

@@ -16,6 +16,7 @@ from dhp.base.stages import HIDDEN_STATES
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.slice import chunks_of
 from dhp.models.split import ReadPlan, load_part
+from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.mixers import run_by_segment
 from dhp.parallel.attention.sharded import SegmentPlan, packed_attention, plan_segments
@@ -203,7 +204,8 @@ class TextTrainer(StageRank):
         # Padded rows are segments of one length, so one call: what pads them lies behind all that counts.
         lengths = (tokens,) * rows if work.lengths is None else work.lengths
         backend = self.settings.attention_backend
-        varlen = work.lengths is not None and has_varlen(self.device, self.dtype, backend)
+        asked = backend == FLASH_ATTENTION_2
+        varlen = asked or (work.lengths is not None and has_varlen(self.device, self.dtype))
         if rule is None:
             return plan_segments(lengths, CPU, causal=True, varlen=varlen, backend=backend)
         inside = kinds > 0

@@ -12,6 +12,7 @@ from dhp.base.geometry import TokenRange
 from dhp.base.messages import Bundle, StepInfo, VisionInput
 from dhp.models.family import LayerParts
 from dhp.models.split import load_part
+from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.shard_plan import ShardPlan
 from dhp.parallel.attention.sharded import (
@@ -62,7 +63,7 @@ class VisionTrainer(StageRank):
     def forward_step(self, micro_batch: int, chunk: int, work: VisionInput, *received: Bundle) -> tuple[Bundle, ...]:
         """Encode: for each edge, and each text replica that gets any, its rows of the edge's tensors."""
         backend = self.settings.attention_backend
-        varlen = has_varlen(self.device, self.dtype, backend)
+        varlen = backend == FLASH_ATTENTION_2 or has_varlen(self.device, self.dtype)
         windows = plan_segments(work.window_lengths, CPU, varlen=varlen, backend=backend)
         plans = [windows, self._plan_frames(work, varlen)]
         pixels = to_device(work.pixels, self.device)

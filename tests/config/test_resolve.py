@@ -219,6 +219,11 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.compile=true with text.recompute=light", "Set text.recompute=none, or text.compile=false"],
         ),
         (
+            {"text__compile": True, "vision__recompute": "auto", "memory__budget_gib": 1.0},
+            ["text.compile=true with vision.recompute=auto", "Set text.compile=false"],
+        ),
+        ({"vision__compile": True, "memory__accounting": True}, ["vision.compile=true with memory.accounting=true"]),
+        (
             {"text__compile": True, "text__parallelism": "tensor", "text__num_actors": 2},
             ["text.compile=true with text.tensor=2", "collectives between the slices", "Set text.tensor=1"],
         ),

@@ -19,7 +19,7 @@ from experiments.families.work import Ours
 from experiments.pair import join_alone
 from tests.helpers.families import Maker
 from tests.helpers.flash_attention import flash_attn_interface
-from tests.helpers.tiny_families import save_family
+from tests.helpers.tiny_families import FAMILIES, save_family
 
 EXACT = 1e-9  # of each gradient's norm, in float64
 
@@ -58,7 +58,11 @@ def uncompiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+QUICK = "qwen2_5_vl"
+OTHERS = [pytest.param(name, marks=pytest.mark.families) for name in FAMILIES if name != QUICK]
+
+
+@pytest.mark.parametrize("name", [QUICK, *OTHERS])
 def test_compiled_layers_give_the_same_gradients(name: str, tmp_path: Path, uncompiled_kernels: None) -> None:
     model = str(save_family(name, tmp_path))
     wanted = gradients(model)
@@ -72,8 +76,10 @@ def test_a_step_by_flash_attn_gives_the_same_gradients(tmp_path: Path, monkeypat
     fake = flash_attn_interface(calls)
     monkeypatch.setattr(flash_attention_2, "_package", lambda: fake)
     monkeypatch.setattr(stage, "require", lambda key, device: None)
-    assert_same(gradients(model, attention_backend="flash_attention_2"), wanted)
-    assert len(calls) == 2 * 3 + 3  # a layer's: both micro-batches of the decoder, one has pictures
+    for packing in (True, False):
+        calls.clear()
+        assert_same(gradients(model, attention_backend="flash_attention_2", packing=packing), wanted)
+        assert len(calls) == 2 * 3 + 3  # a call a layer: both micro-batches of the decoder, one has pictures
 
 
 def test_a_rank_without_flash_attn_refuses(tmp_path: Path) -> None:

@@ -149,11 +149,9 @@ class CudaFlash:
         return query_, key_, value_
 
 
-def has_varlen(device: torch.device, dtype: torch.dtype, backend: str = AUTO) -> bool:
-    """Whether there is a kernel that takes segments of all lengths at once: flash attention, 16 bits on GPUs from
-    Ampere on. backend: a part's attention_backend, which was held against the device."""
-    if backend == FLASH_ATTENTION_2:
-        return True
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PyTorch has a kernel that takes segments of all lengths at once: flash attention, 16 bits on GPUs from
+    Ampere on."""
     complete = {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
     sixteen = device.type == "cuda" and dtype.itemsize == 2
     return sixteen and complete and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -17,7 +17,7 @@ from dhp.base.geometry import TokenRange
 from dhp.parallel import extras
 from dhp.parallel.attention import flash_attention_2
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, FlashAttention2, require, require_package
-from dhp.parallel.attention.kernels import Block, Dense, choose_kernel, has_varlen
+from dhp.parallel.attention.kernels import Block, Dense, choose_kernel
 from dhp.parallel.attention.ring import Ring, merge, ring_attention
 from dhp.parallel.attention.sharded import attend_segments, plan_segments
 from dhp.parallel.attention.visibility import LayerRule
@@ -98,7 +98,6 @@ def test_a_ring_takes_its_blocks_from_the_package(package: list[str]) -> None:
 def test_heads_wider_than_its_kernels_take_another() -> None:
     assert isinstance(choose_kernel(torch.zeros(1, 1, 256), FLASH_ATTENTION_2), FlashAttention2)
     assert not isinstance(choose_kernel(torch.zeros(1, 1, 264), FLASH_ATTENTION_2), FlashAttention2)
-    assert has_varlen(CPU, torch.bfloat16, FLASH_ATTENTION_2) and not has_varlen(CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
