@@ -67,7 +67,7 @@ class PartConfig:
 
     compile: bool = False
     """true: each layer's forward goes through torch.compile, which fuses its small operations; attention stays as it
-    is. With recompute=none, tensor=1, expert=1 and zero_stage=0."""
+    is. With recompute=none, tensor=1, expert=1 and zero_stage=0, and without memory.accounting."""
 
     recompute: Optional[str] = None
     """What backward recomputes instead of keeping it: none | full (each layer whole) | auto (as little as

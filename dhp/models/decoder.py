@@ -84,10 +84,10 @@ class Decoder(Part):
     def _check_balance(self, asked: PartConfig) -> None:
         if self.experts and self.experts.balance and asked.compile:
             raise ConfigError(
-                f"text.compile=true of a decoder with a load-balancing loss (output_router_logits=true, "
-                f"router_aux_loss_coef={self.experts.balance} in its configuration): its routers are listened to, which "
-                "compiled layers are not. Set text.compile=false, or output_router_logits to false in text_config of "
-                "the model's config.json to train without it."
+                "text.compile=true of a decoder with a load-balancing loss (output_router_logits=true, "
+                f"router_aux_loss_coef={self.experts.balance} in its configuration): its routers are listened to, and "
+                "compiled layers are not known to answer. Set text.compile=false, or output_router_logits to false in "
+                "text_config of the model's config.json to train without it."
             )
         if self.experts and self.experts.balance and resolved(asked.pipeline) > 1:
             raise ConfigError(

@@ -174,5 +174,6 @@ def test_a_summary_says_what_is_not_trained(override: str, told: str | None) -> 
 
 
 def test_each_part_is_compiled_where_it_says() -> None:
-    config, chain = resolve(compose_config("tiny", overrides=["text.compile=true"])), make_chain()
-    assert [stage_settings(config, chain, s, "cpu", 1).compiled for s in chain.stages] == [False, True]
+    asked = ["vision.compile=true", "vision.zero_stage=0"]
+    config, chain = resolve(compose_config("tiny", overrides=asked)), make_chain()
+    assert [stage_settings(config, chain, s, "cpu", 1).compiled for s in chain.stages] == [True, False]
