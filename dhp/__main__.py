@@ -10,7 +10,8 @@ from dhp.base.errors import DhpError
 from dhp.config.nearest import did_you_mean, nearest
 
 COMMANDS = {
-    "doctor": "model PATH [--json]: whether a model can be trained, and in which layouts, by its config.json alone",
+    "doctor": "model PATH [--json]: whether a model can be trained, and in which layouts, by its config.json alone\n"
+    f"{'':11}machine [--json]: versions, GPUs, and which optional packages are here and usable",
     "export": "RUN_OR_CHECKPOINT OUT_DIR: write a checkpoint as an ordinary Hugging Face directory",
     "inspect": "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them\n"
     f"{'':11}data --config-name=NAME: counts, lengths, defects, and the balancing methods side by side",

@@ -20,8 +20,8 @@ DISTRIBUTIONS = {
 }  # fmt: skip
 # Required although no file imports them (yet); docs/architecture.md says why.
 NOT_IMPORTED = {"ninja", "pytest-timeout", "pytest-xdist"}
-# Of requirements-gpu.txt and requirements-data.txt; imported only where a setting or a file asks for it.
-OPTIONAL = {"nixl", "pyarrow", "datasets", "webdataset"}
+# Of requirements-gpu.txt and requirements-data.txt, or built by the user; imported only where a setting or a file asks.
+OPTIONAL = {"flash_attn", "nixl", "pyarrow", "datasets", "webdataset"}
 
 
 def pins() -> dict[str, str]:

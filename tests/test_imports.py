@@ -33,7 +33,7 @@ TABLE: dict[str, set[str]] = {
         "batching", "checkpoint", "cluster", "data", "models", "observe", "parallel", "planner", "step", "trainers",
     },
     "train_ray": {"run"},
-    "doctor": {"batching", "data", "models", "run", "trainers"},
+    "doctor": {"batching", "data", "models", "parallel.extras", "run", "trainers"},
     "cli": {"doctor", "batching", "checkpoint", "data", "models", "observe", "parallel.attention", "planner", "run"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Rules between keys of several sections, and between degrees and a model's shape, which come as plain numbers."""
 
 from dhp.base.errors import ConfigError
+from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.parts import parts
 from dhp.config.recompute import read_choices
 from dhp.config.resolved import resolved
@@ -38,6 +39,23 @@ def check_pipeline_schedule(config: Config) -> None:
             f"text.virtual_stages={virtual} with training.schedule={schedule}, which knows one run of layers a stage. "
             "Set training.schedule=interleaved, or text.virtual_stages=1."
         )
+
+
+def check_backends(config: Config) -> None:
+    """flash-attn computes on GPUs, and what compiled layers keep is not counted. Raises ConfigError."""
+    counted = [f"{name}.recompute=auto" for name, part in parts(config).items() if part.recompute == "auto"]
+    counted += ["memory.accounting=true"] if config.memory.accounting else []
+    for name, part in parts(config).items():
+        if part.attention_backend == FLASH_ATTENTION_2 and config.cluster.device == "cpu":
+            raise ConfigError(
+                f"{name}.attention_backend=flash_attention_2 with cluster.device=cpu: its kernels run on GPUs. Set "
+                f"{name}.attention_backend=auto, PyTorch's own kernels, or cluster.device=cuda."
+            )
+        if part.compile and counted:
+            raise ConfigError(
+                f"{name}.compile=true with {counted[0]}: what activations take is counted call by call, in all parts, "
+                f"and a compiled layer has no such calls. Set {name}.compile=false, or change {counted[0]}."
+            )
 
 
 def check_trained(config: Config) -> None:

@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 from dhp.base.errors import ConfigError
+from dhp.config.kernels import check_compile, check_formats
 from dhp.config.ranges import require_choice, require_positive
 from dhp.config.recompute import resolve_recompute
 from dhp.config.schema import PartConfig
@@ -38,8 +39,6 @@ _NAMED_DEGREE = {
     "deepspeed": "data",
     "autotp": "tensor",
 }
-_DTYPES = ("bfloat16", "float32", "float64")
-_BACKENDS = ("auto", "sdpa")
 ZERO_STAGES = ("0", "1", "2", "3")
 DEEPSPEED, FSDP = "deepspeed", "fsdp"
 ZERO_ENGINES = ("auto", DEEPSPEED, FSDP)
@@ -53,7 +52,7 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     for degree, value in degrees.items():
         if value is not None:
             require_positive(f"{name}.{degree}", value)
-    _check_formats(name, part)
+    check_formats(name, part)
     _check_none(name, part)
     degrees = _filled(name, part, degrees)
     _check_product(name, part.num_actors, degrees)
@@ -63,7 +62,9 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     _check_training(name, part)
     engine = _resolve_engine(name, part, degrees["tensor"])
     filled: dict[str, Any] = dict(degrees)
-    return replace(part, recompute=resolve_recompute(name, part), zero_engine=engine, **filled)
+    found = replace(part, recompute=resolve_recompute(name, part), zero_engine=engine, **filled)
+    check_compile(name, found)
+    return found
 
 
 def equation(degrees: dict[str, int]) -> str:
@@ -175,21 +176,6 @@ def _check_training(name: str, part: PartConfig) -> None:
             f"part that is not trained keeps nothing but weights. Set {name}.zero_stage=0; weights that are too "
             f"large for a device are cut by {name}.tensor" + (f" or {name}.pipeline." if name == "text" else ".")
         )
-
-
-def _check_formats(name: str, part: PartConfig) -> None:
-    if part.dtype in ("bf16", "float16", "fp16"):
-        raise ConfigError(
-            f"{name}.dtype={part.dtype} does not exist: of the 16-bit formats there is bfloat16, whose range is that "
-            f"of float32, so that no loss has to be scaled. Set {name}.dtype=bfloat16."
-        )
-    require_choice(f"{name}.dtype", part.dtype, _DTYPES)
-    if part.attention_backend == "flash_attention_2":
-        raise ConfigError(
-            f"{name}.attention_backend=flash_attention_2 is not there yet. Set {name}.attention_backend=sdpa, "
-            "PyTorch's own, which has flash attention in it."
-        )
-    require_choice(f"{name}.attention_backend", part.attention_backend, _BACKENDS)
 
 
 def _resolve_engine(name: str, part: PartConfig, tensor: int) -> str:

@@ -31,6 +31,7 @@ _HERE = {
     "dataset_dir": "data.data_registry.<name>.data_path",
     "image_folder": "data.data_registry.<name>.data_path",
     "media_dir": "data.data_registry.<name>.data_path",
+    "torch_compile": _of_both("compile"),
     "ddp_timeout": "cluster.step_timeout_s",
     "deepspeed": f"{_of_both('zero_stage')}; what else DeepSpeed needs is set by itself",
     "deepspeed_config": f"{_of_both('zero_stage')}; what else DeepSpeed needs is set by itself",
@@ -87,7 +88,6 @@ _NOT_HERE = {
     "save_only_model": "a checkpoint always holds the optimizer too; `python -m dhp export` gives the weights alone",
     "streaming": "files are read sample by sample at their place, so there is nothing to switch on",
     "template": "the model directory's own chat template is used",
-    "torch_compile": "nothing is compiled",
 }  # fmt: skip
 
 

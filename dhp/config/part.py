@@ -65,8 +65,12 @@ class PartConfig:
     weights in float32, and gradients are summed in float32 over micro-batches and actors."""
 
     attention_backend: str = "auto"
-    """Attention kernel: auto | sdpa, both PyTorch's own; sdpa has flash attention in it; flash_attention_2, the
-    package of its own, is not there yet."""
+    """Attention kernel: auto | sdpa, both PyTorch's own, with flash attention in them | flash_attention_2, the package
+    flash-attn (2.7 or newer, installed on each node; GPUs from Ampere on, bfloat16)."""
+
+    compile: bool = False
+    """true: each layer's forward goes through torch.compile, which fuses its small operations; attention stays as it
+    is. With recompute=none, tensor=1, expert=1 and zero_stage=0, and without memory.accounting."""
 
     recompute: Optional[str] = None
     """What backward recomputes instead of keeping it: none | full (each layer whole) | auto (as little as

@@ -9,6 +9,7 @@ from typing import Any
 
 from dhp.base.errors import ConfigError
 from dhp.config.checks import (
+    check_backends,
     check_balance,
     check_budget,
     check_pipeline_schedule,
@@ -41,6 +42,7 @@ def resolve(config: Config) -> Config:
     resolved = replace(deepcopy(config), **found)
     check_schedule(resolved)
     check_pipeline_schedule(resolved)
+    check_backends(resolved)
     check_trained(resolved)
     check_budget(resolved)
     check_balance(resolved)

@@ -82,6 +82,13 @@ class Decoder(Part):
             check_autotp(self.kv_heads, tensor)
 
     def _check_balance(self, asked: PartConfig) -> None:
+        if self.experts and self.experts.balance and asked.compile:
+            raise ConfigError(
+                "text.compile=true of a decoder with a load-balancing loss (output_router_logits=true, "
+                f"router_aux_loss_coef={self.experts.balance} in its configuration): its routers are listened to, and "
+                "compiled layers are not known to answer. Set text.compile=false, or output_router_logits to false in "
+                "text_config of the model's config.json to train without it."
+            )
         if self.experts and self.experts.balance and resolved(asked.pipeline) > 1:
             raise ConfigError(
                 f"text.pipeline={asked.pipeline} of a decoder with a load-balancing loss (output_router_logits=true, "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dhp.base.errors import ConfigError
 from dhp.config.checks import check_layers, check_tied
+from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.mixing import split_share
 from dhp.config.parts import model_name, parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve
@@ -44,11 +45,23 @@ def prepare(config: Config, new_run: bool = True) -> Config:
             raise ConfigError(missing)
     _fix_paths(config)
     _check_model(config)
+    _check_packages(config)
     if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
         from dhp.data.probe import check_some_samples
 
         check_some_samples(config.data.datasets, config.data.data_registry, config.seed, config.data.allow_http)
     return config
+
+
+def _check_packages(config: Config) -> None:
+    """What ranks of a Ray of our own would miss; on the nodes of a running cluster, each rank looks for itself."""
+    if config.cluster.address != "local" or config.training.dry_run:
+        return
+    for name, part in parts(config).items():
+        if part.attention_backend == FLASH_ATTENTION_2:
+            from dhp.parallel.attention.flash_attention_2 import require_package
+
+            require_package(f"{name}.attention_backend")
 
 
 def _fix_paths(config: Config) -> None:

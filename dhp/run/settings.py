@@ -142,6 +142,8 @@ def stage_settings(
         update=_optimizer_settings(config, steps),
         seed=config.seed,
         exclusive_sums=chain.sharing() > 1 and device == "cuda",
+        attention_backend=part.attention_backend,
+        compiled=part.compile,
         trace=config.training.trace,
         resume_from=None if checkpoint is None else str(checkpoint / stage.part),
     )

@@ -7,6 +7,7 @@ import torch
 
 from dhp.base.errors import ConfigError
 
+_FUSED = ("cuda", "cpu")  # devices that have the kernel
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
@@ -26,10 +27,10 @@ def learning_rate_at(step: int, total_steps: int, base_lr: float, warmup_steps: 
 def make_adamw(
     params: Iterable[torch.nn.Parameter], lr: float, betas: Sequence[float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """torch's AdamW with all parameters in one group, as in `AdamW(model.parameters())`. On GPUs its fused kernel: one
-    pass, and no temporary copy of a moment."""
+    """torch's AdamW with all parameters in one group, as in `AdamW(model.parameters())`, by its fused kernel: one pass,
+    and no temporary copy of a moment."""
     params = list(params)
-    fused = True if params and all(p.is_cuda for p in params) else None  # None: as torch chooses
+    fused = True if params and all(p.device.type in _FUSED for p in params) else None  # None: as torch chooses
     return torch.optim.AdamW(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=fused)
 
 

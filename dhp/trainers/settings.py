@@ -44,6 +44,10 @@ class StageSettings:
 
     exclusive_sums: no sum over ranks goes on under another stage's computation on the same devices.
 
+    attention_backend: whose kernels compute attention: auto, or flash_attention_2.
+
+    compiled: each layer's forward goes through torch.compile.
+
     trace: keep the collectives as spans.
 
     resume_from: the part's directory in a checkpoint; None: begin with the model's weights.
@@ -64,5 +68,7 @@ class StageSettings:
     update: OptimizerSettings
     seed: int
     exclusive_sums: bool = False
+    attention_backend: str = "auto"
+    compiled: bool = False
     trace: bool = False
     resume_from: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
 from dhp.models.family import LayerParts
 from dhp.models.registry import load_family
 from dhp.models.whole import persistent_buffers
-from dhp.parallel.activation.checkpointing import RecomputedLayers
+from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, save_output
 from dhp.parallel.activation.meter import Meter
+from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, require
 from dhp.parallel.comm.mesh import build_mesh
 from dhp.parallel.comm.traffic import count_collectives, trace_collectives
+from dhp.parallel.compiled import compile_layers, eager
 from dhp.parallel.fused import fuse_elementwise
 from dhp.parallel.optimizer.precision import exact_dtype
 from dhp.parallel.optimizer.protocol import StageOptimizer
@@ -57,6 +59,8 @@ class StageRank(ABC):
         self.model.to(self.device)
         self._resume_weights()
         self._fuse()
+        if settings.compiled:
+            compile_layers(self._present_layers(), self.eager_classes())
         self._watch_layers()
         self.optimizer: StageOptimizer = make_optimizer(self.model, self._present_layers(), settings, self.mesh)
         tie_weight(self.optimizer, self.model, settings)
@@ -70,6 +74,15 @@ class StageRank(ABC):
     @abstractmethod
     def layer_parts(self) -> LayerParts:
         """Where the part's layers are."""
+
+    def eager_classes(self) -> Collection[str]:
+        """Classes of modules inside layers that are not to be compiled, by name."""
+        return ()
+
+    def attention(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What is registered with transformers to compute this stage's attention by `function`."""
+        kept = save_output(ATTENTION, function)
+        return eager(kept) if self.settings.compiled else kept
 
     @abstractmethod
     def projector(self) -> Sequence[str]:
@@ -183,6 +196,8 @@ class StageRank(ABC):
         self.master_dtype = exact_dtype(self.dtype)
         self.device = torch.device(self.settings.device)
         self.rank = dist.get_rank()
+        if self.settings.attention_backend == FLASH_ATTENTION_2:
+            require(f"{self.spec.part}.attention_backend", self.device)
         count_collectives()
         if self.settings.trace:
             trace_collectives()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -18,8 +18,7 @@ from dhp.models.audio import AUDIO_EMBEDDINGS
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.slice import chunks_of
 from dhp.models.split import ReadPlan, load_part
-from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
-from dhp.parallel.activation.checkpointing import save_output
+from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.mixers import run_by_segment
 from dhp.parallel.attention.sharded import SegmentPlan, packed_attention, plan_segments
@@ -63,7 +62,7 @@ class TextTrainer(StageRank):
     def load_slice(self) -> PreTrainedModel:
         self._chunks = chunks_of(self.spec.chunks, self.family.decoder.whole)
         model = self._split_by_deepspeed() if self.settings.autotp else self._split()
-        AttentionInterface.register(SEGMENTS, save_output(KEPT_ATTENTION, packed_attention))
+        AttentionInterface.register(SEGMENTS, self.attention(packed_attention))
         self.family.decoder.use_attention(model, SEGMENTS)
         self.family.decoder.freeze_unused(model)
         classes = {type(module).__name__ for module in model.modules()}  # a stage may hold no layer of a kind
@@ -78,6 +77,9 @@ class TextTrainer(StageRank):
 
     def layer_parts(self) -> LayerParts:
         return self.family.decoder.layers
+
+    def eager_classes(self) -> Collection[str]:
+        return self.family.decoder.mixers
 
     def projector(self) -> Sequence[str]:
         return ()  # it is the vision part's
@@ -211,13 +213,15 @@ class TextTrainer(StageRank):
         rows, tokens = kinds.shape
         # Padded rows are segments of one length, so one call: what pads them lies behind all that counts.
         lengths = (tokens,) * rows if work.lengths is None else work.lengths
-        varlen = work.lengths is not None and has_varlen(self.device, self.dtype)
+        backend = self.settings.attention_backend
+        asked = backend == FLASH_ATTENTION_2
+        varlen = asked or (work.lengths is not None and has_varlen(self.device, self.dtype))
         if rule is None:
-            return plan_segments(lengths, CPU, causal=True, varlen=varlen)
+            return plan_segments(lengths, CPU, causal=True, varlen=varlen, backend=backend)
         inside = kinds > 0
         if self.family.decoder.sees_prefix:
             inside = find_prefixes(work.tensors["targets"].flatten(), lengths)
-        return plan_segments(lengths, CPU, True, varlen, number_runs(inside), rule)
+        return plan_segments(lengths, CPU, True, varlen, number_runs(inside), rule, backend)
 
 
 def _places(placement: Tensor | None, inside: Tensor) -> Tensor:

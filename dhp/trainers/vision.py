@@ -14,8 +14,7 @@ from dhp.base.messages import Bundle, StepInfo, VisionInput
 from dhp.models.family import LayerParts
 from dhp.models.split import load_part
 from dhp.models.tower import Tower
-from dhp.parallel.activation.checkpointing import ATTENTION as KEPT_ATTENTION
-from dhp.parallel.activation.checkpointing import save_output
+from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.shard_plan import ShardPlan
 from dhp.parallel.attention.sharded import (
@@ -55,7 +54,7 @@ class VisionTrainer(StageRank):
         tower.freeze_unused(model)
         freeze_modules(model, self.family.idle)
         tower.split_heads(model, self.spec.degrees.tensor)
-        AttentionInterface.register(ATTENTION, save_output(KEPT_ATTENTION, segment_attention))
+        AttentionInterface.register(ATTENTION, self.attention(segment_attention))
         tower.use_attention(model, ATTENTION)
         self._position = MeshPosition.of(self.mesh)
         self._outputs: dict[int, tuple[dict[str, Tensor], tuple[int, ...]]] = {}
@@ -72,8 +71,10 @@ class VisionTrainer(StageRank):
 
     def forward_step(self, micro_batch: int, chunk: int, work: VisionInput, *received: Bundle) -> tuple[Bundle, ...]:
         """Encode: for each edge, and each text replica that gets any, its rows of the edge's tensors."""
-        varlen = has_varlen(self.device, self.dtype)
-        plans = [plan_segments(work.window_lengths, CPU, varlen=varlen), self._plan_frames(work, varlen)]
+        backend = self.settings.attention_backend
+        varlen = backend == FLASH_ATTENTION_2 or has_varlen(self.device, self.dtype)
+        windows = plan_segments(work.window_lengths, CPU, varlen=varlen, backend=backend)
+        plans = [windows, self._plan_frames(work, varlen)]
         pixels = to_device(work.pixels, self.device)
         (positions,), (windows, frames) = move_with_plans((work.positions,), plans, self.device)
         with self.metered_forward(len(pixels), micro_batch):
@@ -111,7 +112,8 @@ class VisionTrainer(StageRank):
         by_ring_rank = tuple(tuple(spans[first : first + ulysses]) for first in range(0, len(spans), ulysses))
         shards = ShardPlan(work.segment_lengths, by_ring_rank)
         few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
-        return plan_shard(shards, self._position, CPU, gather=few, varlen=varlen)
+        backend = self.settings.attention_backend
+        return plan_shard(shards, self._position, CPU, gather=few, varlen=varlen, backend=backend)
 
 
 class AudioTrainer(VisionTrainer):

@@ -207,7 +207,36 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         ({"text__dtype": "bf16"}, ["text.dtype=bf16 does not exist", "Set text.dtype=bfloat16"]),
         (
             {"text__attention_backend": "flash_attention_2"},
-            ["text.attention_backend=flash_attention_2 is not there yet", "Set text.attention_backend=sdpa"],
+            ["text.attention_backend=flash_attention_2 with text.dtype=float32", "Set text.dtype=bfloat16"],
+        ),
+        (
+            {
+                "vision__attention_backend": "flash_attention_2",
+                "vision__dtype": "bfloat16",
+                "cluster__device": "cpu",
+            },
+            ["vision.attention_backend=flash_attention_2 with cluster.device=cpu", "or cluster.device=cuda"],
+        ),
+        (
+            {"text__compile": True, "text__recompute": "light"},
+            ["text.compile=true with text.recompute=light", "Set text.recompute=none, or text.compile=false"],
+        ),
+        (
+            {"text__compile": True, "vision__recompute": "auto", "memory__budget_gib": 1.0},
+            ["text.compile=true with vision.recompute=auto", "Set text.compile=false"],
+        ),
+        ({"vision__compile": True, "memory__accounting": True}, ["vision.compile=true with memory.accounting=true"]),
+        (
+            {"text__compile": True, "text__parallelism": "tensor", "text__num_actors": 2},
+            ["text.compile=true with text.tensor=2", "collectives between the slices", "Set text.tensor=1"],
+        ),
+        (
+            {"text__compile": True, "text__zero_stage": 2},
+            ["text.compile=true with text.zero_stage=2", "Set text.zero_stage=0"],
+        ),
+        (
+            {"text__compile": True, "text__expert": 2, "text__parallelism": "data", "text__num_actors": 2},
+            ["text.compile=true with text.expert=2", "Set text.expert=1"],
         ),
         ({"text__dtype": "float31"}, ["text.dtype=float31 does not exist", "did you mean float32?"]),
         ({"vision__attention_backend": "sdp"}, ["vision.attention_backend=sdp", "did you mean sdpa?"]),

@@ -80,6 +80,7 @@ def _decoder(**text: object) -> Decoder:
         ({}, {"tensor": 2, "zero_stage": 3}, "text.zero_stage=3 with text.tensor=2 of a decoder with experts"),
         ({}, {"tensor": 2, "parallelism": "autotp"}, "text.parallelism=autotp with text.tensor=2 of a decoder with"),
         ({"output_router_logits": True}, {"pipeline": 2}, "text.pipeline=2 of a decoder with a load-balancing loss"),
+        ({"output_router_logits": True}, {"compile": True}, "text.compile=true of a decoder with a load-balancing"),
     ],
 )
 def test_what_is_refused_by_name(text: dict, asked: dict, told: str) -> None:

@@ -138,3 +138,18 @@ def test_a_tied_weight_that_deepspeed_would_cut_differently_is_refused(
         prepare(
             compose_config("tiny", overrides=[*own, *cut, f"run_dir={tmp_path / 'run'}", f"tiny_assets={tiny_assets}"])
         )
+
+
+def test_a_package_that_ranks_here_would_miss_is_told_before_they_start(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["text.attention_backend=flash_attention_2", "text.dtype=bfloat16", "text.zero_stage=0"]
+    overrides = [*asked, f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}"]
+    from dhp.parallel import extras
+
+    monkeypatch.setattr(extras, "_installed", lambda package, module: None)
+    with pytest.raises(ConfigError, match="flash-attn is not installed. Set text.attention_backend=auto"):
+        prepare(compose_config("tiny", overrides=overrides))
+    prepare(compose_config("tiny", overrides=[*overrides, "cluster.address=auto"]))  # whose nodes look for themselves
+    monkeypatch.setattr(extras, "_installed", lambda package, module: "2.8.3")
+    prepare(compose_config("tiny", overrides=overrides))

@@ -35,7 +35,7 @@ NOTHING_AS_BY_DEFAULT = [
     *("vision.model_name=a/model", "text.model_name=a/model"),
     *("vision.parallelism=sequence", "vision.num_actors=24", "vision.data=2", "vision.ring=3", "vision.ulysses=2"),
     *("vision.tensor=2", "vision.dtype=float64", "vision.zero_stage=0", "vision.recompute=light"),
-    "vision.train=projector",
+    *("vision.train=projector", "vision.attention_backend=sdpa"),
     *("text.parallelism=autotp", "text.num_actors=6", "text.data=3", "text.tensor=2", "text.dtype=bfloat16"),
     *("text.recompute=mlp:0", "training.batch_size=30", "training.micro_batch_size=5", "training.trace=true"),
     *("data.min_pixels=4000", "data.max_pixels=90000", "data.packing=false", "data.shuffle=false"),
@@ -50,6 +50,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     chain = make_chain(tower, Degrees(data=3, tensor=2), layers=2, tower_layers=2)
     found = {s.name: stage_settings(config, chain, s, "cuda", 40, Path("step_7")) for s in chain.stages}
     shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
+    shared |= {"compiled": False}  # as it must be with what else is asked for
     shared |= {"exclusive_sums": True}  # stages that share GPUs
     shared |= {"chain": chain, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
     own = {
@@ -57,6 +58,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
             "dtype": "float64",
             "recompute": ("light", "light"),
             "train": "projector",
+            "attention_backend": "sdpa",
             "autotp": False,
             "resume_from": "step_7/vision",
         },
@@ -64,6 +66,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
             "dtype": "bfloat16",
             "recompute": ("mlp", "none"),
             "train": "all",
+            "attention_backend": "auto",
             "autotp": True,
             "resume_from": "step_7/text",
         },
@@ -168,3 +171,9 @@ def test_a_summary_says_what_is_not_trained(override: str, told: str | None) -> 
     config = resolve(compose_config("tiny", overrides=[override, "vision.zero_stage=0"]))
     assert world(config)["vision"].get("train") == told
     assert kept_settings(config)["vision.train"] == (told or "all")
+
+
+def test_each_part_is_compiled_where_it_says() -> None:
+    asked = ["vision.compile=true", "vision.zero_stage=0"]
+    config, chain = resolve(compose_config("tiny", overrides=asked)), make_chain()
+    assert [stage_settings(config, chain, s, "cpu", 1).compiled for s in chain.stages] == [True, False]

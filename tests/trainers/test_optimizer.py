@@ -37,10 +37,27 @@ def test_an_unknown_schedule_is_refused():
 def test_adamw_is_torchs_own_with_one_group():
     model = torch.nn.Linear(3, 2)
     optimizer = make_adamw(model.parameters(), 1e-3, [0.9, 0.999], 1e-8, 0.01)
-    plain = torch.optim.AdamW(model.parameters())
+    plain = torch.optim.AdamW(model.parameters(), fused=True)
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.defaults == plain.defaults
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_slice_takes_the_same_steps_as_in_the_whole_whatever_the_threads():
+    random = torch.Generator().manual_seed(0)
+    whole, *gradients = torch.randn(4, 517, 13, generator=random)
+    results = []
+    for threads, rows in ((1, slice(None)), (2, slice(None)), (1, slice(3, 400))):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        weight = whole[rows].clone().requires_grad_()
+        optimizer = make_adamw([weight], 1e-3, [0.9, 0.999], 1e-8, 0.01)
+        for gradient in gradients:
+            weight.grad = gradient[rows].clone()
+            optimizer.step()
+        torch.set_num_threads(before)
+        results.append(weight.detach())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0][3:400], results[2])
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6])

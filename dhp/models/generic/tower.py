@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dhp.base.errors import ConfigError, ModelError
 from dhp.base.geometry import Form, Grid
+from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
 from dhp.models.family import ImageLayout
@@ -54,6 +55,12 @@ class WholeTower(Tower):
                 f"vision.ring={ring} with a {self.config.model_type} model: its tower takes images whole, so that "
                 f"no sequence is divided. Set vision.ring=1 and vision.ulysses={ring * resolved(asked.ulysses)}, whose "
                 "actors share the images"
+            )
+        if asked.attention_backend == FLASH_ATTENTION_2:
+            raise ConfigError(
+                f"vision.attention_backend=flash_attention_2 with a {self.config.model_type} model: its tower takes "
+                "images whole and computes attention by itself, with PyTorch's own kernels. Set "
+                "vision.attention_backend=auto"
             )
 
     def image_layout(self, grid: Grid | Form) -> ImageLayout:

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dhp.parallel.attention import flash_attention_2
+from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, FlashAttention2
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # a GPU check on a machine with an older PyTorch of its own
     varlen_attn: Any = lambda: None
 
 QkvGradients = tuple[Tensor, Tensor, Tensor]
+AUTO = "auto"  # an attention_backend: PyTorch's own kernels
 
 
 class Block(NamedTuple):
@@ -146,7 +150,7 @@ class CudaFlash:
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel that takes segments of all lengths at once: flash attention, 16 bits on GPUs from
+    """Whether PyTorch has a kernel that takes segments of all lengths at once: flash attention, 16 bits on GPUs from
     Ampere on."""
     complete = {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
     sixteen = device.type == "cuda" and dtype.itemsize == 2
@@ -167,13 +171,16 @@ def attend_varlen(
     causal: bool,
     scale: float,
     window: int | None = None,
+    backend: str = AUTO,
 ) -> Tensor:
     """Segments one behind another, each attending to itself: [tokens, heads, dim], keys maybe with fewer heads.
 
     bounds: int32 [segments + 1]. longest: tokens of the longest segment. window: tokens that each one sees of those up
-    to itself, with causal attention. PyTorch's flash attention, with gradients: unlike cuDNN it builds no plan for each
-    new length, and nothing is sorted.
+    to itself, with causal attention. PyTorch's flash attention, or that of the package of its own, with gradients:
+    unlike cuDNN it builds no plan for each new length, and nothing is sorted.
     """
+    if backend == FLASH_ATTENTION_2:
+        return flash_attention_2.attend(query, key, value, bounds, longest, causal, scale, window)
     sizes = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
     grouped = query.shape[1] != key.shape[1]
     return varlen_attn(
@@ -181,8 +188,10 @@ def attend_varlen(
     )
 
 
-def choose_kernel(query: Tensor) -> Kernel:
-    """The fastest kernel for tensors like this one."""
+def choose_kernel(query: Tensor, backend: str = AUTO) -> Kernel:
+    """The fastest kernel for tensors like this one, or that of the backend where it takes heads of this width."""
+    if backend == FLASH_ATTENTION_2 and takes_varlen(query):
+        return FlashAttention2()
     if query.device.type == "cpu":
         return CpuFlash()
     return CudaFlash() if query.dtype in (torch.float16, torch.bfloat16) else Dense()

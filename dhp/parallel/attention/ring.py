@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dhp.base.geometry import TokenRange
 from dhp.parallel.attention.banded import QUERIES
-from dhp.parallel.attention.kernels import Block, Dense, choose_kernel
+from dhp.parallel.attention.kernels import AUTO, Block, Dense, choose_kernel
 from dhp.parallel.attention.shard_plan import Shard, count_tokens
 from dhp.parallel.attention.visibility import PLAIN, LayerRule, sees
 from dhp.parallel.comm.collectives import Shift, exchange_rows
@@ -49,6 +49,8 @@ class Ring:
     """Ranks that pass keys and values around. chunks: the ranges of each, in rank order.
 
     gather: fetch all keys and values at once instead, which for short rings is one message instead of several.
+
+    backend: whose kernels compute the blocks (`dhp.parallel.attention.kernels.choose_kernel`).
     """
 
     chunks: tuple[Shard, ...]
@@ -56,6 +58,7 @@ class Ring:
     group: dist.ProcessGroup
     causal: bool
     gather: bool = False
+    backend: str = AUTO
 
     @property
     def keeps(self) -> bool:
@@ -136,7 +139,7 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float, layer: LayerRule
     ) -> Tensor:
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-        kernel = choose_kernel(query) if layer == PLAIN else Dense()
+        kernel = choose_kernel(query, ring.backend) if layer == PLAIN else Dense()
         output = query.new_zeros(query.shape, dtype=exact)
         lse = query.new_full((query.shape[1], len(query)), float("-inf"), dtype=exact)
         others = []

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dhp.base.geometry import TokenRange
+from dhp.parallel.attention.kernels import AUTO
 from dhp.parallel.attention.ring import Ring, ring_attention
 from dhp.parallel.attention.shard_plan import ShardPlan, is_whole, whole_segments
 from dhp.parallel.attention.ulysses import UlyssesGroup
@@ -60,6 +61,8 @@ class SegmentPlan:
     as those of an image do; -1 in none. block_rule: how that goes with a layer's window
     (`dhp.parallel.attention.visibility.BlockRule`). spans: by group, where the blocks lie, for the host. All three for
     causal segments alone, and without what has no effect.
+
+    backend: whose kernels compute, as a part's attention_backend says.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -71,6 +74,7 @@ class SegmentPlan:
     blocks: Tensor | None = None
     block_rule: BlockRule = "bounded"
     spans: tuple[tuple[Span, ...], ...] = ()
+    backend: str = AUTO
 
     @property
     def whole(self) -> int:
@@ -109,13 +113,15 @@ def plan_segments(
     varlen: bool = False,
     blocks: Tensor | None = None,
     block_rule: BlockRule = "bounded",
+    backend: str = AUTO,
 ) -> SegmentPlan:
     """Consecutive segments of the given lengths (tokens), all of them here. varlen: for one call over all of them.
+    backend: see `SegmentPlan`.
 
     blocks: int64 [tokens], on the host, and block_rule: see `SegmentPlan`. Raises ValueError where they do not fit.
     """
     ranges = [TokenRange(i, 0, length) for i, length in enumerate(lengths)]
-    return _plan(ranges, lengths, device, causal, None, varlen, blocks, block_rule)
+    return _plan(ranges, lengths, device, causal, None, varlen, blocks, block_rule, backend)
 
 
 def plan_shard(
@@ -127,9 +133,10 @@ def plan_shard(
     varlen: bool = False,
     blocks: Tensor | None = None,
     block_rule: BlockRule = "bounded",
+    backend: str = AUTO,
 ) -> SegmentPlan:
-    """What one rank of a mesh has to do. gather: see `dhp.parallel.attention.ring.Ring`; varlen: as in `plan_segments`,
-    and so are blocks, which are those of all ranks' tokens, segments one behind another.
+    """What one rank of a mesh has to do. gather: see `dhp.parallel.attention.ring.Ring`; varlen and backend: as in
+    `plan_segments`, and so are blocks, which are those of all ranks' tokens, segments one behind another.
 
     Segments that lie on one rank whole need no communication; those that lie in one ring rank's chunk, none but the
     exchange among its Ulysses ranks. Raises ValueError, on all ranks alike, for blocks and a segment in the ring.
@@ -140,7 +147,8 @@ def plan_shard(
     if divided.count_tokens():
         chunks = [divided.chunk(rank) for rank in range(divided.ring)]
         ringed = tuple(tuple(s for s in chunk if not is_whole(s, shards.lengths)) for chunk in chunks)
-        ring = Ring(ringed, position.ring_rank, position.ring_group, causal, gather) if any(ringed) else None
+        of_ring = (position.ring_rank, position.ring_group, causal, gather, backend)
+        ring = Ring(ringed, *of_ring) if any(ringed) else None
         if ring is not None and blocks is not None:
             raise ValueError(
                 f"blocks of {len(blocks)} tokens, and segments divided over ring={divided.ring} ranks: the ring has no "
@@ -153,9 +161,10 @@ def plan_shard(
             )
             chunk = chunks[position.ring_rank]
             there = None if blocks is None else blocks[shards.rows_of(chunk)]
-            rest = Ulysses(exchange, _plan(chunk, shards.lengths, device, causal, ring, varlen, there, block_rule))
+            inner = _plan(chunk, shards.lengths, device, causal, ring, varlen, there, block_rule, backend)
+            rest = Ulysses(exchange, inner)
     here = None if blocks is None else blocks[shards.rows_of(own)]
-    return _plan(own, shards.lengths, device, causal, rest, varlen, here, block_rule)
+    return _plan(own, shards.lengths, device, causal, rest, varlen, here, block_rule, backend)
 
 
 def index_tensors(plan: SegmentPlan) -> list[Tensor]:
@@ -224,6 +233,7 @@ def _plan(
     varlen: bool,
     blocks: Tensor | None,
     block_rule: BlockRule,
+    backend: str,
 ) -> SegmentPlan:
     """The plan of a rank with these ranges, in the order of its rows: whole segments first, by length unless one call
     takes them all, then the tokens of divided ones."""
@@ -241,7 +251,7 @@ def _plan(
         ends = accumulate((length for length, starts in whole for _ in starts), initial=0)
         bounds = torch.tensor(list(ends), dtype=torch.int32).to(device)
     order = torch.cat([torch.empty(0, dtype=torch.long), *rows, *divided])
-    plan = SegmentPlan(groups, None, None, causal, rest, bounds)
+    plan = SegmentPlan(groups, None, None, causal, rest, bounds, backend=backend)
     if not bool((order[1:] > order[:-1]).all()):
         plan = replace(plan, order=order.to(device), inverse=torch.argsort(order).to(device))
     if blocks is None:

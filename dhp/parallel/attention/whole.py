@@ -34,7 +34,8 @@ def attend_whole(states: States, plan: SegmentPlan, scale: float, layer: LayerRu
         query, key, value = (s[: plan.whole] for s in states)
         bounds = plan.bounds if layer.chunk is None else _cut(plan, layer.chunk)
         longest = min(longest, layer.chunk or longest)
-        outputs = [attend_varlen(query, key, value, bounds, longest, plan.causal, scale, layer.window)]
+        rule = (bounds, longest, plan.causal, scale, layer.window)
+        outputs = [attend_varlen(query, key, value, *rule, backend=plan.backend)]
     else:
         outputs = [_attend_group(group, plan.causal, scale, layer) for group in _groups(states, plan)]
     return [_look_ahead(outputs, states, plan, scale, spans)] if spans else outputs

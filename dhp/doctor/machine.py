@@ -1,0 +1,58 @@
+"""What this machine has for training: versions, processors, and the optional packages that dhp can use."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+
+import torch
+import transformers
+
+from dhp.parallel.extras import Extra, find_extras
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Of the machine that this process is on. gpus: name and compute capability of each."""
+
+    python: str
+    torch: str
+    transformers: str
+    cpus: int
+    gpus: tuple[str, ...]
+    extras: tuple[Extra, ...]
+
+    def as_json(self) -> str:
+        """One object on one line."""
+        return json.dumps(asdict(self))
+
+    def as_table(self) -> str:
+        """For people."""
+        rows = [
+            ("python", self.python),
+            ("torch", self.torch),
+            ("transformers", self.transformers),
+            ("CPU cores", str(self.cpus)),
+            ("GPUs", ", ".join(self.gpus) or "none that torch finds"),
+            *((extra.name, str(extra)) for extra in self.extras),
+        ]
+        return "\n".join(f"{name:14}{value}" for name, value in rows)
+
+
+def look_around() -> Machine:
+    """What is here. A GPU is asked for its name alone."""
+    return Machine(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        gpus=tuple(map(_gpu, range(torch.cuda.device_count()))),
+        extras=find_extras(),
+    )
+
+
+def _gpu(number: int) -> str:
+    major, minor = torch.cuda.get_device_capability(number)
+    return f"{torch.cuda.get_device_name(number)} (compute capability {major}.{minor})"

@@ -1,0 +1,133 @@
+"""The package flash-attn (Dao 2023), behind two functions and a kernel for rings.
+
+Its functions that give the log-sum-exp and take it back are private; they are called here alone, by the names of their
+arguments, which `tests/parallel/attention/test_flash_attention_2.py` holds against the package where it is installed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dhp.base.errors import ConfigError
+from dhp.parallel.extras import FLASH_ATTENTION, find_extra, flash_attention_package
+
+if TYPE_CHECKING:
+    from dhp.parallel.attention.kernels import Block, QkvGradients
+
+FLASH_ATTENTION_2 = "flash_attention_2"  # an attention_backend
+_MULTIPLE = 8  # of which the width of a head must be one
+_UNBOUNDED = (-1, -1)
+
+
+def require_package(key: str) -> None:
+    """Raises ConfigError where the package that `key`=flash_attention_2 asks for is not here. No GPU is touched."""
+    _, obstacle = flash_attention_package()
+    if obstacle is not None:
+        raise _refusal(key, obstacle)
+
+
+def require(key: str, device: torch.device) -> None:
+    """Raises ConfigError where a part with `key`=flash_attention_2 cannot compute with it on this device."""
+    extra = find_extra(FLASH_ATTENTION)
+    if extra.obstacle is not None:
+        raise _refusal(key, extra.obstacle)
+    if device.type != "cuda":
+        raise _refusal(key, f"its kernels run on GPUs, and the part computes on {device.type}")
+    try:
+        _package()
+    except (ImportError, OSError) as error:  # built for another torch
+        raise _refusal(key, f"flash-attn {extra.version} cannot be loaded: {error}") from error
+
+
+def _refusal(key: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{key}={FLASH_ATTENTION_2}: {why}. Set {key}=auto, PyTorch's own kernels, which have flash attention in them, "
+        "or make flash-attn usable on each node: `python -m dhp doctor machine` says what is missing."
+    )
+
+
+@cache
+def _package() -> ModuleType:
+    from flash_attn import flash_attn_interface
+
+    return flash_attn_interface
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """See `dhp.parallel.attention.kernels.attend_varlen`."""
+    return _package().flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scale,
+        causal=causal,
+        window_size=_UNBOUNDED if window is None or not causal else (window - 1, 0),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+class FlashAttention2:
+    """One block of a ring: see `dhp.parallel.attention.kernels.Kernel`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        states = [_filled(s) for s in (query, key, value)]
+        output, lse, *_ = _package()._flash_attn_varlen_forward(
+            *states, **_told(query, key, block), return_softmax=False, block_table=None
+        )
+        return output[..., : query.shape[-1]], lse
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
+    ) -> QkvGradients:
+        given = [_filled(s) for s in (grad, query, key, value, output)]
+        gradients = [torch.empty_like(s) for s in given[1:4]]
+        _package()._flash_attn_varlen_backward(
+            *given,
+            lse.contiguous(),
+            *gradients,
+            **_told(query, key, block),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        query_, key_, value_ = (g[..., : query.shape[-1]] for g in gradients)
+        return query_, key_, value_
+
+
+def _told(query: Tensor, key: Tensor, block: Block) -> dict[str, Any]:
+    """What both directions are told of one segment."""
+    bounds = (torch.tensor([0, len(s)], dtype=torch.int32, device=s.device) for s in (query, key))
+    return {
+        **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, strict=True)),
+        "max_seqlen_q": len(query),
+        "max_seqlen_k": len(key),
+        "dropout_p": 0.0,
+        "softmax_scale": block.scale,
+        "causal": block.diagonal,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
+
+
+def _filled(states: Tensor) -> Tensor:
+    """Contiguous, and with zeros up to a width that the kernels have: they add nothing to a score."""
+    return F.pad(states, (0, -states.shape[-1] % _MULTIPLE)).contiguous()

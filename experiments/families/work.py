@@ -1,0 +1,152 @@
+"""Samples of mixed lengths, and two ways to take a step of them: dhp's trainers, and a plain loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from dhp.base.geometry import IGNORED
+from dhp.base.messages import StepData
+from dhp.batching.collate import Collator, pixels_by_argument
+from dhp.batching.scatter import Dealer
+from dhp.data.sample import Sample
+from dhp.data.source import StepSamples
+from dhp.doctor.samples import SampleMaker
+from dhp.models.generic.declared import token_types
+from dhp.models.generic.rows import kinds_for
+from dhp.models.generic.twin_model import Twin
+from dhp.models.registry import load_family
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import make_stages
+from dhp.step.step import train_step
+from dhp.trainers.settings import OptimizerSettings
+from dhp.trainers.text import TextTrainer
+from dhp.trainers.vision import VisionTrainer
+from experiments.families.models import grow
+from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
+
+MICRO_BATCHES, ROWS = 2, 4  # samples of a micro-batch
+LR, CLIP = 1e-4, 1.0
+UPDATE = OptimizerSettings(LR, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, CLIP)
+# Words of a sample: log-normal, as conversations about pictures are: most are short and some are long.
+MEDIAN, SPREAD, FEWEST, MOST = 90, 0.9, 16, 600
+EVEN = 128  # words of a sample where all have as many
+PICTURES = {0: 0.15, 1: 0.6, 2: 0.15, 3: 0.1}  # of a sample, and how often it has so many
+
+
+MicroBatches = tuple[tuple[Sample, ...], ...]
+
+
+def now() -> float:
+    """Seconds. Where one thread computes, its own are those of the work, whoever else is on the machine."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+class Data:
+    """Steps of one model's samples. even: all of one length, each with one picture, so that packing gains nothing."""
+
+    def __init__(self, model: str, even: bool = False):
+        self._even = even
+        self.family = load_family(model)
+        twin = Twin(AutoConfig.from_pretrained(model))
+        own = twin.make
+        twin.make = lambda number: grow(own(number), number)
+        self._maker = SampleMaker(twin, self.family)
+
+    def step(self, number: int) -> MicroBatches:
+        """The samples of a step by micro-batch; the same for the same number."""
+        rng = np.random.default_rng(number)
+        return tuple(tuple(self._sample(rng) for _ in range(ROWS)) for _ in range(MICRO_BATCHES))
+
+    def _sample(self, rng: np.random.Generator) -> Sample:
+        count = rng.choice(list(PICTURES), p=list(PICTURES.values()))
+        numbers = rng.integers(1, 4, size=count).tolist()  # not 0, whose tokens the twin knows already, ungrown
+        words = int(np.clip(rng.lognormal(np.log(MEDIAN), SPREAD), FEWEST, MOST))
+        if self._even:
+            numbers, words = [1], EVEN
+        shown = self._maker.sample(numbers, 0, int(rng.integers(1 << 30)))
+        said = rng.integers(10, 300, words)
+        labels = np.where(np.arange(words) < words // 3, IGNORED, said)  # a question, and an answer twice as long
+        return replace(
+            shown,
+            input_ids=np.concatenate([shown.input_ids, said]),
+            labels=np.concatenate([np.full_like(shown.labels, IGNORED), labels]),
+            mm_token_type_ids=np.concatenate([shown.mm_token_type_ids, np.zeros(words, dtype=np.int64)]),
+        )
+
+
+class Ours:
+    """dhp's trainers of both parts in this process, one rank each, and its step."""
+
+    def __init__(self, model: str, data: Data, **changes: Any):
+        """changes: of both parts' settings."""
+        chain = pair_of(data.family)
+        trainers = {VISION: VisionTrainer, TEXT: TextTrainer}
+        self.trainers = {s: t(settings_of(chain, s, model, UPDATE, **changes)) for s, t in trainers.items()}
+        self._stages = make_stages(chain, {stage: Here(trainer) for stage, trainer in self.trainers.items()})
+        self._schedule = make_schedule("sequential", chain, MICRO_BATCHES)
+        self._dealer = Dealer(data.family, Collator(data.family, 0, changes.get("packing", True)), 1, 1)
+
+    def deal(self, samples: MicroBatches) -> StepData:
+        """What other processes do ahead of a step."""
+        return self._dealer.deal(StepSamples(0, 0, tuple((row,) for row in samples), ()))
+
+    def step(self, data: StepData) -> tuple[float, float]:
+        """Seconds and loss of a whole step."""
+        begin = now()
+        (report,) = train_step(self._stages, self._schedule, (), as_batch(data)).reports[TEXT]
+        return now() - begin, report.loss
+
+
+class Plain:
+    """transformers' model and the usual loop: rows padded on the right with their mask, AdamW, clipping."""
+
+    def __init__(self, model: str, data: Data):
+        self._family, self._collator = data.family, Collator(data.family, 0, packing=False)
+        self.model = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).train()
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LR, weight_decay=UPDATE.weight_decay, fused=True
+        )
+
+    def deal(self, samples: MicroBatches) -> list[dict[str, Tensor]]:
+        """The arguments of each micro-batch, which a data loader's processes make ahead of a step."""
+        return [self._collate(row) for row in samples]
+
+    def step(self, micro_batches: Sequence[dict[str, Tensor]]) -> tuple[float, float]:
+        """Seconds and loss of a whole step."""
+        begin = now()
+        targets = sum(int((named["labels"][:, 1:] != IGNORED).sum()) for named in micro_batches)
+        total = torch.zeros(())
+        for named in micro_batches:
+            given = {name: value for name, value in named.items() if name != "labels"}
+            logits = self.model(**given, use_cache=False).logits[:, :-1]
+            wanted = named["labels"][:, 1:]
+            loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum")
+            (loss / targets).backward()
+            total += loss.detach() / targets
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return now() - begin, total.item()
+
+    def _collate(self, row: Sequence[Sample]) -> dict[str, Tensor]:
+        named = self._collator.padded(tuple(row)) | pixels_by_argument(tuple(row))
+        kinds = token_types(self._family.config, named["mm_token_type_ids"], named["labels"])
+        plain = self._family.processor.plain_inputs(named) | kinds_for(self._forward, kinds)
+        plain.pop("position_ids")  # the model makes them of the mask and the grids
+        lengths = torch.tensor([len(sample.input_ids) for sample in row])
+        mask = torch.arange(plain["input_ids"].shape[1]) < lengths[:, None]
+        return plain | {"attention_mask": mask.long()}
+
+    @cached_property
+    def _forward(self) -> Any:
+        return type(self.model).forward
