@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from dhp.models.audio import AUDIO_EMBEDDINGS, AudioTower
@@ -54,6 +55,7 @@ class OmniProcessor(GridProcessor):
         kept = super().plain_inputs(named)
         kinds, seconds = (kept.pop(name, None) for name in ("mm_token_type_ids", "second_per_grid_ts"))
         kept |= {} if kinds is None else kinds_for(self._forward, kinds)
+        kept.setdefault("attention_mask", torch.ones_like(kept["input_ids"]))  # without one it counts tokens through
         return kept | ({} if seconds is None else {"video_second_per_grid": seconds})
 
 
