@@ -19,6 +19,7 @@ from dhp.models.grid.processor import GridProcessor
 from dhp.models.hearing import Hearing
 from dhp.models.qwen3_vl import Qwen3VlTower, deepstack_names
 from dhp.models.slice import Chunk
+from dhp.models.tower import EMBEDDINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,10 +35,14 @@ def qwen3_omni(config: Any) -> Family:
     # What the twin did not try: features enter behind layers, as with Qwen3-VL, so that these can be cut.
     decoder = OmniDecoder(config, replace(contract, embeds=True, cuts=True))
     processor = OmniProcessor(config, contract)
-    hears = getattr(config, "audio_config", None) is not None
-    others = {AUDIO: AudioTower(config)} if hears else {}
-    idle = tuple(module for module in contract.structure.audio if not (hears and module in AudioTower.modules))
+    others = {AUDIO: AudioTower(config)} if hears(config) else {}
+    idle = tuple(module for module in contract.structure.audio if not (others and module in AudioTower.modules))
     return Family(config, processor, OmniTower(config), decoder, others=others, idle=idle)
+
+
+def hears(config: Any) -> bool:
+    """Whether a configuration has an audio tower."""
+    return getattr(config, "audio_config", None) is not None
 
 
 class OmniProcessor(GridProcessor):
@@ -48,7 +53,7 @@ class OmniProcessor(GridProcessor):
     def __init__(self, config: Any, contract: Contract):
         super().__init__(config, contract.base)
         self._forward = contract.base.forward
-        if getattr(config, "audio_config", None) is not None:
+        if hears(config):
             self.hearing = Hearing(config, config.name_or_path)
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -76,8 +81,7 @@ class OmniDecoder(ContractDecoder):
     @property
     def takes(self) -> Mapping[str, int]:
         """Pictures and sound at the first layer, features behind the first ones."""
-        sound = {AUDIO_EMBEDDINGS: 0} if getattr(self.config, "audio_config", None) is not None else {}
-        return {**Decoder.takes.fget(self), **sound}  # type: ignore[attr-defined]
+        return {EMBEDDINGS: 0, **self.enters, **({AUDIO_EMBEDDINGS: 0} if hears(self.config) else {})}
 
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
         """See `Decoder`, which adds what enters behind a layer."""
