@@ -11,6 +11,7 @@ from experiments.compile import __main__ as compiled
 from tests.helpers.tiny_families import save_family
 
 
+@pytest.mark.grid  # half a minute of a compiler
 def test_a_line_tells_both_times_and_how_far_the_losses_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "save_model", lambda name, folder: str(save_family(name, folder)))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # graphs without kernels: seconds

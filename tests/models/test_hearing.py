@@ -132,9 +132,7 @@ def test_positions_are_the_models_own(folder: Path, preprocess: Preprocessor) ->
 
 def positions(model: Any, sample: Sample) -> torch.Tensor:
     ids = torch.from_numpy(sample.input_ids)[None]
-    grids = [dict((name, np.frombuffer(raw, dtype).reshape(shape)) for name, dtype, shape, raw in form.arrays)
-             for form in sample.grids]  # fmt: skip
-    thw = torch.from_numpy(np.concatenate([grid["image_grid_thw"] for grid in grids])) if grids else None
+    thw = torch.tensor(sample.grids) if sample.grids else None
     lengths = torch.tensor([len(clip) for clip in sample.clips]) if sample.clips else None
     return model.get_rope_index(ids, thw, None, torch.ones_like(ids), False, lengths, None)[0]
 
