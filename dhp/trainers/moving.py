@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dhp.parallel.attention.sharded import SegmentPlan, index_tensors, with_tensors
 
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`. Where it is there already, it stays in the memory it was handed over in: nobody may write
@@ -19,20 +21,20 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def move_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of integer tensors on `device`, int64, that the model may write to; all in one transfer."""
+    """Copies of tensors on `device` that the model may write to, integers as int64; all in one transfer."""
     if not tensors:
         return []
-    flat = torch.cat([tensor.reshape(-1).long() for tensor in tensors])
+    flat = torch.cat([_as_integers(tensor.reshape(-1)) for tensor in tensors])
     if device.type != "cpu":
         flat = _pinned(flat).to(device, non_blocking=True)
     pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+    return [_as_before(piece, tensor).view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def move_with_plans(
     tensors: Sequence[Tensor], plans: Sequence[SegmentPlan], device: torch.device
 ) -> tuple[list[Tensor], list[SegmentPlan]]:
-    """`move_together` of integer tensors and of what the plans hold."""
+    """`move_together` of the tensors and of what the plans hold."""
     inside = [index_tensors(plan) for plan in plans]
     moved = iter(move_together([*tensors, *(tensor for held in inside for tensor in held)], device))
     return [next(moved) for _ in tensors], [with_tensors(plan, moved) for plan in plans]
@@ -41,6 +43,17 @@ def move_with_plans(
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Rows of all tensors, one behind another; a single tensor as it is, without a copy."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """int64 of as many; numbers with fractions (positions by seconds) by their bits."""
+    return (tensor.view(_BITS[tensor.dtype]) if tensor.is_floating_point() else tensor).long()
+
+
+def _as_before(integers: Tensor, tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return integers
+    return integers.to(_BITS[tensor.dtype]).view(tensor.dtype)
 
 
 def _pinned(tensor: Tensor) -> Tensor:
