@@ -92,9 +92,10 @@ class Qwen3VlTower(GridTower):
             f"{layers}.*.mlp.linear_fc1": "colwise",
             f"{layers}.*.mlp.linear_fc2": "rowwise",
         }
-        for merger in self.projector:
-            every = f"{merger}.*" if merger.endswith("_list") else merger
-            plan |= {f"{every}.{module}": style for module, style in self.merger_plan.items()}
+        last, *more = self.projector
+        # By number, as rules with a star have one for every number, and a merger's matrices may have some.
+        for merger in (last, *(f"{several}.{level}" for several in more for level in range(len(self.tensors) - 1))):
+            plan |= {f"{merger}.{module}": style for module, style in self.merger_plan.items()}
         return plan
 
 
