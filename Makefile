@@ -18,7 +18,7 @@ train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=run
 	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
 
 test: install  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
-	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.lint-installed  ## check format, style and types: ruff, and mypy in strict mode over the rooms that plan
 	@$(VENV)/bin/ruff check $(ARGS)

@@ -39,11 +39,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         os._exit(config.stash[_STATUS])
 
 
-# Given out first: what a worker begins last, the others wait for.
-_LONG = (
-    "tests/run/", "tests/checkpoint/", "tests/fake_cuda/", "tests/cli/", "tests/test_train_ray.py", "tests/nodes/",
-    "tests/experiments/", "tests/cluster/", "tests/trainers/", "tests/base/test_interrupts.py",
-)  # fmt: skip
 _ONE_RAY = ("tests/cluster/", "tests/nodes/")  # their tests share one
 
 
@@ -51,7 +46,6 @@ _ONE_RAY = ("tests/cluster/", "tests/nodes/")  # their tests share one
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers (`pytest -n 2 --dist loadgroup`), tests that share what is made once a file, or one Ray, go
     to the same worker."""
-    items.sort(key=lambda item: next((n for n, name in enumerate(_LONG) if item.nodeid.startswith(name)), len(_LONG)))
     for item in items:
         file = item.nodeid.partition("::")[0]
         group = next((folder for folder in _ONE_RAY if file.startswith(folder)), file)
