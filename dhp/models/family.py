@@ -115,12 +115,15 @@ class LayerParts:
 class DecoderInputs:
     """What the decoder computes with, on its device.
 
-    input_ids: [rows, tokens], which a first chunk reads; position_ids: as the family makes them. kinds: of each token,
-    [rows, tokens]: 0 text, 1 of an image, 2 of a video. images: what the tower
-    made of images and videos, [n, hidden] each, by the name of the tower's tensor: those that enter here, none where
-    there are no images. image_positions: of each of the n among the flattened rows × tokens; int64 [n], None without
-    images. sounds and sound_positions: the same of the audio tower's tensors. hidden: states that the chunk before
-    gave, [rows, tokens, hidden]; None for a first chunk.
+    input_ids: [rows, tokens], which a first chunk reads; position_ids: as the family makes them.
+
+    kinds: of each token, [rows, tokens]: 0 text, 1 of an image, 2 of a video, 3 of sound.
+
+    images: what the tower made of images and videos, [n, hidden] each, by the name of the tower's tensor: those that
+    enter here, none where there are no images. image_positions: of each of the n among the flattened rows × tokens;
+    int64 [n]. sounds and sound_positions: the same of the audio tower's tensors.
+
+    hidden: states that the chunk before gave, [rows, tokens, hidden]; None for a first chunk.
     """
 
     input_ids: Tensor | None

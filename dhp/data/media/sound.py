@@ -11,6 +11,7 @@ import av
 import numpy as np
 
 from dhp.base.errors import DataError
+from dhp.data.media.decoding import decoding
 from dhp.data.media.sources import File, name_of, open_media
 
 MAX_SECONDS = 3600  # of a clip: all of it has to lie in memory
@@ -67,7 +68,7 @@ def _opened(file: File) -> Iterator[tuple[Any, Any]]:
     name = name_of(file)
     with open_media(file, "audio") as content:
         _check_riff(content, name)
-        with _decoding(name):
+        with decoding(f"audio {name}"):
             container = av.open(content, options={"format_whitelist": _CONTAINERS}, metadata_errors="ignore")
         with container:
             stream = next(iter(container.streams.audio), None)
@@ -77,17 +78,6 @@ def _opened(file: File) -> Iterator[tuple[Any, Any]]:
                 raise DataError(f"audio {name} has a stream of an unknown kind")
             _check_length(_seconds(container, stream), name)
             yield container, stream
-
-
-@contextmanager
-def _decoding(name: str) -> Iterator[None]:
-    """Damaged bytes lead decoders to raise anything; all of it means that this file is no usable sound."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"audio {name} cannot be decoded: {error or type(error).__name__}") from error
 
 
 def _check_riff(content: BinaryIO, name: str) -> None:
@@ -118,7 +108,7 @@ def _frames(container: Any, stream: Any, file: File) -> Iterator[Any]:
     name, count, most = name_of(file), 0, MAX_SECONDS * stream.codec_context.sample_rate
     frames = container.decode(stream)
     while True:
-        with _decoding(name):
+        with decoding(f"audio {name}"):
             frame = next(frames, None)
         if frame is None:
             return

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from dhp.base.errors import DataError
+from dhp.data.media.decoding import decoding
 from dhp.data.media.images import MAX_PIXELS
 from dhp.data.media.sources import File, name_of, open_media
 
@@ -122,7 +123,7 @@ def _opened(file: File) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream."""
     name = name_of(file)
     with open_media(file, "video") as content:
-        with _decoding(name):
+        with decoding(f"video {name}"):
             container = av.open(content, options={"format_whitelist": _CONTAINERS}, metadata_errors="ignore")
         with container:
             stream = next(iter(container.streams.video), None)
@@ -134,20 +135,9 @@ def _opened(file: File) -> Iterator[tuple[Any, Any]]:
             yield container, stream
 
 
-@contextmanager
-def _decoding(name: str) -> Iterator[None]:
-    """Damaged bytes lead decoders to raise anything; all of it means that this file is not a usable video."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"video {name} cannot be decoded: {error or type(error).__name__}") from error
-
-
 def _length(stream: Any, file: File) -> tuple[int, float]:
     """Frames of a video, and how many of them a second has. Raises DataError where there is none."""
-    with _decoding(name_of(file)):
+    with decoding(f"video {name_of(file)}"):
         total = stream.frames or _count(file)
         rate = float(stream.average_rate or stream.guessed_rate or 0)
     if total <= 0 or rate <= 0:
@@ -159,7 +149,7 @@ def _frame_size(container: Any, stream: Any, file: File) -> tuple[int, int]:
     """Width and height by the header, else by the first frame."""
     if stream.width and stream.height:
         return stream.width, stream.height
-    with _decoding(name_of(file)):
+    with decoding(f"video {name_of(file)}"):
         for frame in container.decode(stream):
             return frame.width, frame.height
     raise DataError(f"video {name_of(file)} has no frames")
@@ -177,7 +167,7 @@ def _frames(container: Any, stream: Any, indices: np.ndarray, file: File, total:
     wanted = iter(indices.tolist())
     following = next(wanted, None)
     number, first = 0, None
-    with _decoding(name_of(file)):  # what the caller does with a frame is not inside
+    with decoding(f"video {name_of(file)}"):  # what the caller does with a frame is not inside
         for number, frame in enumerate(container.decode(stream), start=1):
             if number - 1 == following:
                 _check_size(frame.width, frame.height, name_of(file))
