@@ -63,8 +63,7 @@ def check_trained(config: Config) -> None:
     if not any(part.trainable for part in parts(config).values()):
         raise ConfigError(
             f"{' with '.join(f'{name}.trainable=false' for name in parts(config))}: nothing would be trained. Set one "
-            "of them to true, or "
-            "vision.train=projector with vision.trainable=true to train the projector alone."
+            "of them to true, or vision.train=projector with vision.trainable=true to train the projector alone."
         )
 
 

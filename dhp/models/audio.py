@@ -60,6 +60,7 @@ class AudioTower(Tower):
     tensors = (AUDIO_EMBEDDINGS,)
     position_columns = 0
     heads = 1
+    takes_attention = False
     dummy_patches = _DUMMY_FRAMES
 
     def __init__(self, config: Any):
@@ -87,6 +88,7 @@ class AudioTower(Tower):
                     f"audio.{degree}={value} with a {self.config.model_type} model: its audio tower takes clips whole, "
                     "and no matrix of it is cut. Set audio.parallelism=sequence, whose actors share the clips, or data"
                 )
+        self.check_backend("audio", asked)
 
     def image_layout(self, grid: Grid | Form) -> ImageLayout:
         if not isinstance(grid, Form):

@@ -56,6 +56,7 @@ class LlavaTower(Tower):
 
     modules = ("model.vision_tower", "model.multi_modal_projector")
     projector = ("model.multi_modal_projector",)
+    takes_attention = False
     tensor_plan = {
         **{f"{_TOWER}.self_attn.{p}_proj": "colwise" for p in "qkv"},
         f"{_TOWER}.self_attn.out_proj": "rowwise",

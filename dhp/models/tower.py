@@ -11,6 +11,7 @@ from torch import Tensor
 from dhp.base.errors import ConfigError
 from dhp.base.geometry import Form, Grid
 from dhp.config.checks import check_tower
+from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
 from dhp.models.family import ImageLayout
@@ -34,6 +35,7 @@ class Tower(Part):
     position_columns: int = 2  # of `ImageLayout.positions`
     dummy_patches: int  # of the smallest image that the tower takes: the input of a rank without work
     attention_crossover_patches: float = float("inf")  # of a segment whose full attention costs as much as all the rest
+    takes_attention: bool = True  # it calls the attention function that `use_attention` names
     work: VisionWork
 
     def __init__(self, config: Any):
@@ -42,7 +44,16 @@ class Tower(Part):
     def check(self, asked: PartConfig) -> None:
         """See `Part`."""
         self.check_cut(resolved(asked.tensor))
+        self.check_backend("vision", asked)
         check_tower(self.heads, resolved(asked.ulysses), resolved(asked.tensor))
+
+    def check_backend(self, part: str, asked: PartConfig) -> None:
+        """Raises ConfigError for kernels that the tower would not call."""
+        if asked.attention_backend == FLASH_ATTENTION_2 and not self.takes_attention:
+            raise ConfigError(
+                f"{part}.attention_backend=flash_attention_2 with a {self.config.model_type} model: its {part} tower "
+                f"computes attention by itself, with PyTorch's own kernels. Set {part}.attention_backend=auto"
+            )
 
     def check_cut(self, tensor: int) -> None:
         """Raises ConfigError where its matrices should be cut by so many ranks, and nobody says how."""

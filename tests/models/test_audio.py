@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,6 +102,20 @@ def test_arithmetic_is_what_the_tower_does(frames: tuple[int, ...], tower: Audio
         encode(tower, model, sounds(frames), forms)
     counted = tower.work.flops([tower.image_layout(form) for form in forms], backward=False)
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_kernels_that_it_would_not_call_are_refused(tower: AudioTower) -> None:
+    asked = PartConfig("m", "data", 2, data=2, ulysses=1, ring=1, tensor=1, attention_backend="flash_attention_2")
+    with pytest.raises(ConfigError, match=r"audio\.attention_backend=flash_attention_2 with a qwen3_omni.*Set audio"):
+        tower.check(asked)
+
+
+@pytest.mark.parametrize("name", ["llava_clip", "llava_next"])
+def test_so_they_are_of_towers_that_take_pictures_whole(name: str, tmp_path: Path) -> None:
+    make_config(name).save_pretrained(tmp_path)
+    asked = PartConfig("m", "data", 2, data=2, ulysses=1, ring=1, tensor=1, attention_backend="flash_attention_2")
+    with pytest.raises(ConfigError, match=r"vision\.attention_backend=flash_attention_2 with a llava.*Set vision"):
+        load_family(str(tmp_path)).tower.check(asked)
 
 
 def test_a_clip_has_one_layout(tower: AudioTower) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dhp.base.errors import ConfigError, ModelError
 from dhp.base.geometry import Form, Grid
-from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
 from dhp.models.family import ImageLayout
@@ -30,6 +29,7 @@ class WholeTower(Tower):
     """Each picture lies on one rank. What the family needs is in its contract."""
 
     position_columns = 0
+    takes_attention = False
 
     def __init__(self, config: Any, contract: Contract):
         super().__init__(config)
@@ -56,12 +56,7 @@ class WholeTower(Tower):
                 f"no sequence is divided. Set vision.ring=1 and vision.ulysses={ring * resolved(asked.ulysses)}, whose "
                 "actors share the images"
             )
-        if asked.attention_backend == FLASH_ATTENTION_2:
-            raise ConfigError(
-                f"vision.attention_backend=flash_attention_2 with a {self.config.model_type} model: its tower takes "
-                "images whole and computes attention by itself, with PyTorch's own kernels. Set "
-                "vision.attention_backend=auto"
-            )
+        self.check_backend("vision", asked)
 
     def image_layout(self, grid: Grid | Form) -> ImageLayout:
         if not isinstance(grid, Form):
