@@ -1,0 +1,110 @@
+"""The section of a configuration about which samples are read, and how: see `dhp.config.schema`."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+
+@dataclass
+class DatasetEntry:
+    """Where one dataset lies, and how it is read."""
+
+    annotation_path: str = ""
+    """A .json file (a list of samples), a .jsonl file (a sample a line), a .parquet file, a WebDataset .tar shard; or a
+    folder of .parquet or .tar files, or one that Hugging Face's `Dataset.save_to_disk` wrote."""
+
+    data_path: str = ""
+    """Directory that the paths of images and videos start from; none may leave it. Empty: no such files."""
+
+    format: str = "auto"
+    """How conversations are written: llava | sharegpt | openai | auto (told by the first samples)."""
+
+    weight: float = 1.0
+    """How often an epoch shows each sample, on average: 2 is twice, 0.5 each time another half."""
+
+
+@dataclass
+class LimitsConfig:
+    """How much a row may hold where data.balance makes packs; a sample beyond it has a row of its own."""
+
+    text: Optional[int] = None
+    """Tokens, those of images included (Q_t of ISF). Null: training.micro_batch_size × the mean sample's."""
+
+    vision: Optional[int] = None
+    """Tokens of images and videos (Q_v); with balanced the mean of a step's rows. Null: as text, with isf twice that,
+    since images go to any vision rank and it is text that must be even."""
+
+    full_text: Optional[int] = None
+    """isf: tokens from which on a row is kept (Q'_t). Null: text less 1/32 of it, 128 at most."""
+
+    full_vision: Optional[int] = None
+    """isf: image tokens from which on a row is kept (Q'_v). Null: vision less 1/32 of it."""
+
+
+@dataclass
+class DataConfig:
+    """Which samples are read, and how."""
+
+    datasets: list[str] = field(default_factory=list)
+    """Names from data_registry, read as one dataset in this order. `name%50`: the same random half in each epoch."""
+
+    data_registry: dict[str, DatasetEntry] = field(default_factory=dict)
+    """Known datasets, by a name of your choice."""
+
+    min_pixels: Optional[int] = None
+    """Smallest area of an image, pixels; smaller ones are enlarged. Null: the model's own setting."""
+
+    max_pixels: Optional[int] = None
+    """Largest area of an image, pixels; larger ones are reduced. Null: the model's own setting."""
+
+    packing: bool = True
+    """Lay the samples of a micro-batch one behind another in one row, without padding, each seeing itself only. False:
+    a row a sample, padded to the longest."""
+
+    balance: str = "random"
+    """Which samples share a row and which rows a step, so that devices do not wait for one another: random |
+    length_group (samples of like length in a row) | device_group (on the devices of a step), all three of
+    training.micro_batch_size samples a row; isf (iterative sampling and filtering: packs of constant vision and text) |
+    balanced (packs of constant text, steps of constant vision), of so many samples in the mean. All but random need
+    every sample's length, measured once from file headers and kept in cache_dir."""
+
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+    locality_slack: float = 0.01
+    """Images are encoded on the device, or else the node, of the text replica that needs them, as far as the busiest
+    vision replica gets no more than this fraction of work beyond the most even way. 0: only where evenness costs
+    nothing."""
+
+    balance_window: Optional[int] = None
+    """Samples of a random order that are balanced together, each window measured while the one before it is trained on:
+    for datasets too large to be measured before the first step; needs training.max_steps. Null: an epoch."""
+
+    cache_dir: Optional[str] = None
+    """Directory of measured lengths, for all runs. Null: dhp in $XDG_CACHE_HOME or ~/.cache."""
+
+    num_workers: int = 0
+    """Processes that read, decode and preprocess, each a step at a time. 0: the dataset actor does it. The run says how
+    many would keep up when training waits for data."""
+
+    prefetch: Optional[int] = None
+    """Steps that are read ahead of the one submitted last. Null: one for each worker."""
+
+    shuffle: bool = True
+    """New order of the samples in each epoch, by seed. False: the annotation file's order."""
+
+    max_tokens: Optional[int] = None
+    """Longest sample, tokens with those of its images; a longer one is defective (on_bad_sample). Null: any length."""
+
+    video_fps: float = 2.0
+    """Frames a second that are taken of a video; at least 4 of each, where it has as many."""
+
+    video_max_frames: int = 768
+    """Most frames that are taken of a video, spread evenly."""
+
+    video_max_pixels: Optional[int] = None
+    """Largest area of a video's frame, pixels; larger ones are reduced. Null: as max_pixels."""
+
+    allow_http: bool = False
+    """Fetch images and videos whose path is an http or https address, each time they are needed. False: refused."""
+
+    on_bad_sample: str = "error"
+    """What a missing or broken image or a malformed sample does: error (the run ends) | skip (named and counted)."""

@@ -1,0 +1,73 @@
+"""The section of a configuration about the objective, the optimizer and the length: see `dhp.config.schema`."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+
+@dataclass
+class TrainingConfig:
+    """The objective, the optimizer and the length of the run."""
+
+    batch_size: int = 8
+    """Samples a step over all replicas; batch_size = text.data × micro_batch_size × micro-batches a step. With
+    data.balance=isf or balanced it gives the rows of a step, and samples vary: 4 may give steps of 2, 2, 4, 4."""
+
+    micro_batch_size: int = 1
+    """Samples that one text replica holds in one forward pass."""
+
+    schedule: str = "sequential"
+    """Order of a step's micro-batches: sequential (one after the other) | vision_ahead (vision encodes the next one
+    while text works on this one; one more micro-batch of vision activations in memory) | gpipe (all forward, then all
+    back; all activations in memory) | 1f1b (a stage goes forward once for each stage after it, then in turn forward and
+    back; with one text stage the same as vision_ahead) | interleaved (1f1b over text.virtual_stages runs of layers a
+    stage, which wait less for one another; micro-batches a multiple of text.pipeline). All give the same gradients."""
+
+    learning_rate: float = 1e-3
+    """Peak step size of AdamW, for all that is trained."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's two decay rates, of the mean and of the mean square of the gradients; each in [0, 1)."""
+
+    eps: float = 1e-8
+    """AdamW's term added to the denominator."""
+
+    weight_decay: float = 0.01
+    """AdamW's decoupled decay of every parameter: each step takes learning_rate × weight_decay of it away."""
+
+    num_epochs: int = 1
+    """Passes over the data (epochs); max_steps, where set, beats it."""
+
+    max_steps: Optional[int] = None
+    """Optimizer steps of the run. Null: as many as num_epochs make."""
+
+    warmup_ratio: float = 0.0
+    """Fraction of all steps over which the learning rate rises from 0; rounded up to whole steps."""
+
+    warmup_steps: Optional[int] = None
+    """Steps over which the learning rate rises from 0; beats warmup_ratio. Null: by warmup_ratio."""
+
+    lr_scheduler_type: str = "constant"
+    """Learning rate after the warm-up: constant | linear (down to 0 at the end) | cosine (half a wave down to 0)."""
+
+    max_grad_norm: Optional[float] = None
+    """Largest global gradient norm, over all stages; larger gradients are scaled to it. Null or 0: no clipping."""
+
+    log_interval: int = 1
+    """Steps between two printed lines; metrics.jsonl has every step all the same."""
+
+    trace: bool = False
+    """Write trace.json in run_dir: what every rank did when (forward, backward, transfer, collective, wait, data,
+    optimizer), for https://ui.perfetto.dev or chrome://tracing. Costs little time, and some 100 KB a step and rank."""
+
+    dry_run: bool = False
+    """Check everything, print layout and memory by the model's shape, and end: no weights, GPUs, actors or run_dir."""
+
+    checkpoint_dir: Optional[str] = None
+    """Directory of the checkpoints. Null: `checkpoints` in run_dir."""
+
+    save_steps: Optional[int] = None
+    """Optimizer steps between two checkpoints; there is one at the end in any case. Null: only that one."""
+
+    resume: str = "never"
+    """Where the run begins: never (at step 1) | auto (after the newest complete checkpoint in checkpoint_dir, else at
+    step 1; run_dir may hold the run that stopped) | PATH of a checkpoint or of a run: its newest one."""
