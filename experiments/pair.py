@@ -17,7 +17,7 @@ from dhp.cluster.dispatch import PerRank, spread
 from dhp.config.recompute import read_choices
 from dhp.models.family import Family
 from dhp.step.stages import Batch, Group
-from dhp.trainers.settings import ALL, NOTHING, OptimizerSettings, StageSettings
+from dhp.trainers.settings import OptimizerSettings, StageSettings
 
 VISION, TEXT = "vision", "text"
 ONE = Degrees()
@@ -40,11 +40,11 @@ def make_pair(
 
 
 def pair_of(
-    family: Family, vision: Degrees = ONE, text: Degrees = ONE, collocate: bool = True, train: str = ALL
+    family: Family, vision: Degrees = ONE, text: Degrees = ONE, collocate: bool = True, vision_trains: bool = True
 ) -> Chain:
-    """`make_pair` for a model. train: what of the tower."""
+    """`make_pair` for a model."""
     depths = len(family.tower.layers.kinds), len(family.decoder.layers.kinds)
-    return make_pair(vision, text, *depths, family.tower.tensors, collocate, train != NOTHING)
+    return make_pair(vision, text, *depths, family.tower.tensors, collocate, vision_trains)
 
 
 def settings_of(
@@ -57,7 +57,6 @@ def settings_of(
         "dtype": "float32",
         "device": "cpu",
         "measure": False,
-        "train": ALL,
         "zero_stage": 0,
         "zero_engine": "deepspeed",
         "autotp": False,

@@ -119,7 +119,7 @@ class StageReport:
 
     loss: its share of the objective, a sum over N_global; None where the stage has no head.
 
-    lr: the learning rate of the step; None where nothing is trained.
+    lr: the learning rate of the step, by group of parameters; empty where nothing is trained.
 
     memory_bytes: the most that the allocator had reserved in the step; None on a CPU.
 
@@ -131,7 +131,7 @@ class StageReport:
     rank: int
     loss: float | None
     grad_norm: float
-    lr: float | None
+    lr: Mapping[str, float]
     memory_bytes: int | None
     sent_bytes: Mapping[str, int]
     usage: StageUsage | None = None

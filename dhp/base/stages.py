@@ -87,10 +87,11 @@ class Edge:
 @dataclass(frozen=True)
 class Tie:
     """A weight that two stages hold, the embedding that is the head too: its gradients are summed, and both take the
-    same optimizer step. The owner counts it in the norm and writes it to checkpoints."""
+    same optimizer step. The owner counts it in the norm and writes it to checkpoints. trained: it is."""
 
     owner: str
     other: str
+    trained: bool = True
 
 
 @dataclass(frozen=True)

@@ -58,15 +58,6 @@ def check_backends(config: Config) -> None:
             )
 
 
-def check_trained(config: Config) -> None:
-    """Something must be trained. Raises ConfigError."""
-    if not any(part.trainable for part in parts(config).values()):
-        raise ConfigError(
-            f"{' with '.join(f'{name}.trainable=false' for name in parts(config))}: nothing would be trained. Set one "
-            "of them to true, or vision.train=projector with vision.trainable=true to train the projector alone."
-        )
-
-
 def check_cuts(cuts: list[int], layers: int) -> None:
     """Cuts of `layers` decoder layers: each run of layers has one at least. Raises ConfigError."""
     bounds = [0, *cuts, layers]

@@ -59,7 +59,6 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     _check_existing(name, degrees)
     _check_pipeline(name, part, degrees["pipeline"])
     _check_expert(name, part, degrees)
-    _check_training(name, part)
     engine = _resolve_engine(name, part, degrees["tensor"])
     filled: dict[str, Any] = dict(degrees)
     found = replace(part, recompute=resolve_recompute(name, part), zero_engine=engine, **filled)
@@ -160,21 +159,6 @@ def _check_expert(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
         raise ConfigError(
             f"{name}.expert={expert} with {name}.zero_stage={part.zero_stage}: ZeRO cuts what all replicas hold alike, "
             f"but expert({expert}) > 1 gives them different experts. Set {name}.zero_stage=0, or {name}.expert=1."
-        )
-
-
-def _check_training(name: str, part: PartConfig) -> None:
-    require_choice(f"{name}.train", part.train, ("all",) if name == "text" else ("all", "projector"))
-    if not part.trainable and part.train != "all":
-        raise ConfigError(
-            f"{name}.trainable=false with {name}.train={part.train}: the one says that nothing is trained. Set "
-            f"{name}.trainable=true, or {name}.train=all."
-        )
-    if not part.trainable and part.zero_stage:
-        raise ConfigError(
-            f"{name}.zero_stage={part.zero_stage} with {name}.trainable=false: ZeRO cuts what training keeps, and a "
-            f"part that is not trained keeps nothing but weights. Set {name}.zero_stage=0; weights that are too "
-            f"large for a device are cut by {name}.tensor" + (f" or {name}.pipeline." if name == "text" else ".")
         )
 
 

@@ -34,14 +34,6 @@ class PartConfig:
     """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third
     quarter with 2 of them."""
 
-    trainable: bool = True
-    """false: the part stays as it is: no gradients of its weights, no optimizer, and no backward where nothing before
-    it is trained either."""
-
-    train: str = "all"
-    """What of a trainable part is trained: all | projector (vision and audio: the layers between tower and decoder
-    alone)."""
-
     data: Optional[int] = None
     """Replicas that work on different samples. Null: what the other degrees leave with parallelism=data, else 1."""
 

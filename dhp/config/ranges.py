@@ -67,21 +67,26 @@ def check_training(training: TrainingConfig) -> None:
     require_choice(
         "training.schedule", training.schedule, SCHEDULES, {"pipedream": "1f1b", "1f1b_interleaved": INTERLEAVED}
     )
-    _check_warmup(training)
-
-
-def _check_warmup(training: TrainingConfig) -> None:
-    ratio, steps, max_steps = training.warmup_ratio, training.warmup_steps, training.max_steps
+    ratio = training.warmup_ratio
     require(0 <= ratio <= 1, "training.warmup_ratio", ratio, "0 <= warmup_ratio <= 1, a fraction of all steps")
+    _check_warmup("training", training.warmup_steps, training.max_steps)
+    for name, group in training.groups.items():
+        for field in ("learning_rate", "weight_decay"):
+            if getattr(group, field) is not None:
+                _require_not_negative(f"training.groups.{name}.{field}", getattr(group, field))
+        _check_warmup(f"training.groups.{name}", group.warmup_steps, training.max_steps)
+
+
+def _check_warmup(section: str, steps: int | None, max_steps: int | None) -> None:
     if steps is None:
         return
-    require(steps >= 0, "training.warmup_steps", steps, "warmup_steps >= 0")
+    require(steps >= 0, f"{section}.warmup_steps", steps, "warmup_steps >= 0")
     if max_steps is not None:
         rule = (
             f"warmup_steps({steps}) > max_steps({max_steps}), so the learning rate would never arrive; "
-            "lower training.warmup_steps or raise training.max_steps"
+            f"lower {section}.warmup_steps or raise training.max_steps"
         )
-        require(steps <= max_steps, "training.warmup_steps", steps, rule)
+        require(steps <= max_steps, f"{section}.warmup_steps", steps, rule)
 
 
 def check_data(data: DataConfig) -> None:

@@ -14,7 +14,6 @@ from dhp.config.checks import (
     check_budget,
     check_pipeline_schedule,
     check_schedule,
-    check_trained,
 )
 from dhp.config.degrees import resolve_part
 from dhp.config.parts import OPTIONAL, parts, sections
@@ -43,7 +42,6 @@ def resolve(config: Config) -> Config:
     check_schedule(resolved)
     check_pipeline_schedule(resolved)
     check_backends(resolved)
-    check_trained(resolved)
     check_budget(resolved)
     check_balance(resolved)
     _fill_paths(resolved)
@@ -72,17 +70,18 @@ def micro_batches(config: Config) -> int:
 def warmup_steps(config: Config, total_steps: int) -> int:
     """Steps of the warm-up: training.warmup_steps, else warmup_ratio of `total_steps` rounded up.
 
-    Raises ConfigError when the warm-up is longer than the run.
+    Raises ConfigError when the warm-up, or that of a group of parameters, is longer than the run.
     """
     training = config.training
+    groups = {f"training.groups.{name}": group.warmup_steps for name, group in training.groups.items()}
+    for section, steps in {"training": training.warmup_steps, **groups}.items():
+        if steps is not None and steps > total_steps:
+            raise ConfigError(
+                f"{section}.warmup_steps={steps} is longer than the run: warmup_steps({steps}) > "
+                f"steps({total_steps}). Lower it, or raise training.num_epochs or training.max_steps."
+            )
     if training.warmup_steps is None:
         return math.ceil(total_steps * training.warmup_ratio)
-    if training.warmup_steps > total_steps:
-        raise ConfigError(
-            f"training.warmup_steps={training.warmup_steps} is longer than the run: "
-            f"warmup_steps({training.warmup_steps}) > steps({total_steps}). "
-            "Lower it, or raise training.num_epochs or training.max_steps."
-        )
     return training.warmup_steps
 
 

@@ -12,6 +12,7 @@ from dhp.config.data import DataConfig as DataConfig
 from dhp.config.data import DatasetEntry as DatasetEntry
 from dhp.config.data import LimitsConfig as LimitsConfig
 from dhp.config.part import PartConfig as PartConfig
+from dhp.config.training import GroupConfig as GroupConfig
 from dhp.config.training import TrainingConfig as TrainingConfig
 
 

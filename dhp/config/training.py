@@ -5,6 +5,23 @@ from typing import Optional
 
 
 @dataclass
+class GroupConfig:
+    """Parameters that are trained in another way than the rest; what is null is as in the section training."""
+
+    parameters: list[str] = field(default_factory=list)
+    """Which: parts and patterns, as in training.trainable. Empty: what the group's own name selects, as projector."""
+
+    learning_rate: Optional[float] = None
+    """Their peak step size."""
+
+    weight_decay: Optional[float] = None
+    """Their decay: 0 is what many give biases and norms, by `["*bias", "*norm*"]`."""
+
+    warmup_steps: Optional[int] = None
+    """Steps over which their learning rate rises from 0."""
+
+
+@dataclass
 class TrainingConfig:
     """The objective, the optimizer and the length of the run."""
 
@@ -33,6 +50,19 @@ class TrainingConfig:
 
     weight_decay: float = 0.01
     """AdamW's decoupled decay of every parameter: each step takes learning_rate × weight_decay of it away."""
+
+    trainable: list[str] = field(default_factory=list)
+    """What is trained. Parts: vision (a tower without its projector) | audio | projector (what leads from a tower to
+    the decoder) | text (embedding, layers and head). Or patterns: pieces of a parameter's dotted name with * for any
+    letters, as layers.0 or q_proj or "*norm.weight". What nothing trains has no gradient and no optimizer's state, and
+    there is no backward where nothing before it is trained either. Empty: all."""
+
+    frozen: list[str] = field(default_factory=list)
+    """What of it stays as it is all the same; parts and patterns as in trainable."""
+
+    groups: dict[str, GroupConfig] = field(default_factory=dict)
+    """Learning rates, decays and warm-ups of their own, by a name of your choice. Where several are about a parameter,
+    the later one counts in what it says."""
 
     num_epochs: int = 1
     """Passes over the data (epochs); max_steps, where set, beats it."""

@@ -116,6 +116,11 @@ class Decoder(Part):
         first, last = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
         return HeadShape(*self._vocabulary, first + last, last) if first or last else None
 
+    @property
+    def tied_weight(self) -> str:
+        """See `Part`."""
+        return f"{self.embedding}.weight" if self.tied else ""
+
     def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
         """Modules of the decoder that a group of ranks with these chunks alone does not hold.
 
@@ -137,9 +142,6 @@ class Decoder(Part):
         """Tell attention that a rank has one key/value head, where several ranks share one."""
         for layer in model.get_submodule(self.layers.path):
             layer.self_attn.num_key_value_groups = self.heads // ranks
-
-    def freeze_unused(self, model: PreTrainedModel) -> None:
-        """Take the gradient off parameters that no logit depends on: nothing may change them."""
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make it call the registered attention function `name`, and build no mask."""

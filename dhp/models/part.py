@@ -5,10 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dhp.config.part import PartConfig
 from dhp.models.family import LayerParts
 from dhp.models.slice import Chunk
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Part(ABC):
     """One part of a family's model. What it says here is all that a run needs to know of a new one."""
 
     modules: tuple[str, ...]  # all that belongs to it: what the other parts drop
-    projector: tuple[str, ...] = ()  # those of them that vision.train=projector trains alone
+    projector: tuple[str, ...] = ()  # those of them that training.trainable=[projector] trains alone
     tensors: tuple[str, ...] = ()  # names of what leaves its last layer
     tied: bool = False  # its head's weight is its embedding's
     layers: LayerParts
@@ -40,6 +44,14 @@ class Part(ABC):
     @abstractmethod
     def check(self, asked: PartConfig) -> None:
         """Raises ConfigError where the part's heads cannot be split by the degrees of its resolved section."""
+
+    def freeze_unused(self, model: PreTrainedModel) -> None:
+        """Take the gradient off parameters that none of its outputs depends on: nothing may change them."""
+
+    @property
+    def tied_weight(self) -> str:
+        """The name of the weight that is its embedding's and its head's, where it is `tied`."""
+        return ""
 
     def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
         """Of its modules, those that a group of ranks with these chunks alone does not hold."""

@@ -7,7 +7,7 @@ the count here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
+from dhp.base.parameters import is_inside
+from dhp.models.family import VISION, Family
 from dhp.models.registry import load_family
 from dhp.models.slice import Chunk, held_layers
-from dhp.models.split import ReadPlan, drop_modules, drop_parameters, is_dropped, model_class, without_dropped
+from dhp.models.split import ReadPlan, drop_modules, drop_parameters, model_class, without_dropped
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,15 @@ def part_shape(
     tensor: int = 1,
     whole_modules: Sequence[str] = (),
     added_plan: Mapping[str, str] = MappingProxyType({}),
-    trained: Sequence[str] | None = None,
+    trained: Callable[[str], bool] | None = None,
     shared: Sequence[str] = (),
     expert: int = 1,
 ) -> PartShape:
     """Count the model of `source` without the modules `dropped`, split by its tensor-parallel plan over `tensor` ranks.
 
     whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says. added_plan:
-    transformers' style of further modules. trained: modules whose parameters are trained; None: all. shared: modules
+    transformers' style of further modules. trained: whether the parameter of a name is trained; None:
+    all are. shared: modules
     whose experts so many ranks (expert) share out.
     """
     model = _without_weights(source, dropped)
@@ -63,12 +66,51 @@ def part_shape(
         split = isinstance(held, DTensor) and not all(placement.is_replicate() for placement in held.placements)
         total += parameter.numel()
         own = held.to_local().numel() if isinstance(held, DTensor) else held.numel()
-        if expert > 1 and is_dropped(name, shared):
+        if expert > 1 and is_inside(name, shared):
             split, own = True, own // expert
         per_rank += own
-        of_trained += own if trained is None or is_dropped(name, trained) else 0
+        of_trained += own if trained is None or trained(name) else 0
         replicated += 0 if split else parameter.numel()
     return PartShape(total, per_rank, replicated, None if trained is None else of_trained)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a model. also: its other names, of a weight that several modules share.
+
+    part: of the run, which holds it. used: something depends on it, and a part of the run may train it.
+    """
+
+    name: str
+    also: tuple[str, ...]
+    size: int
+    part: str
+    used: bool
+
+
+def list_parameters(source: str, family: Family) -> tuple[Parameter, ...]:
+    """All parameters of the model of `source`, in its order. family: the model's, with the parts of the run."""
+    model = _without_weights(source, ())
+    unused = set(_unused(model, family))
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = []
+    for name, parameter in model.named_parameters():
+        part = next((n for n, one in family.parts.items() if is_inside(name, one.modules)), VISION)
+        used = name not in unused and not is_inside(name, family.idle)
+        found.append(Parameter(name, tuple(names[id(parameter)][1:]), parameter.numel(), part, used))
+    return tuple(found)
+
+
+def _unused(model: nn.Module, family: Family) -> Iterator[str]:
+    """Names of parameters that their own part does not train, whatever it is asked."""
+    named = dict(model.named_parameters())
+    yield from (name for name, parameter in named.items() if not parameter.requires_grad)
+    for part in family.parts.values():
+        part.freeze_unused(model)
+        yield from (name for name, p in named.items() if not p.requires_grad and is_inside(name, part.modules))
+        model.requires_grad_(True)  # a part may take another's for unused, which its ranks do not hold
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from dhp.base.errors import ModelError
+from dhp.base.parameters import is_inside
 
 ReadPlan = Callable[[nn.Module, Mapping[str, str]], dict[str, str]]
 
@@ -165,8 +166,8 @@ def _overrides(
 
 def _ties_without(base: type[PreTrainedModel], dropped: Sequence[str]) -> dict[str, str]:
     ties = base._tied_weights_keys or {}
-    kept = {target: source for target, source in ties.items() if not is_dropped(target, dropped)}
-    return {target: source for target, source in kept.items() if not is_dropped(source, dropped)}
+    kept = {target: source for target, source in ties.items() if not is_inside(target, dropped)}
+    return {target: source for target, source in kept.items() if not is_inside(source, dropped)}
 
 
 def drop_modules(model: PreTrainedModel, dropped: Sequence[str]) -> None:
@@ -199,12 +200,7 @@ def drop_parameters(model: PreTrainedModel, dropped: Sequence[str]) -> None:
 
 def without_dropped(plan: Mapping[str, str], dropped: Sequence[str]) -> dict[str, str]:
     """Of a tensor-parallel plan, the rules for modules that are there."""
-    return {name: style for name, style in plan.items() if not is_dropped(name, dropped)}
-
-
-def is_dropped(key: str, dropped: Sequence[str]) -> bool:
-    """Whether a module or parameter of that name lies in one of the dropped modules."""
-    return any(key == name or key.startswith(name + ".") for name in dropped)
+    return {name: style for name, style in plan.items() if not is_inside(name, dropped)}
 
 
 def _refuse_incomplete(model_name: str, info: dict[str, Any]) -> None:

@@ -96,6 +96,3 @@ class Tower(Part):
     def split_heads(self, model: PreTrainedModel, ranks: int) -> None:
         """Tell the tower's attention that it has 1 / ranks of the heads. For attention that takes as many as its
         projections give there is nothing to tell."""
-
-    def freeze_unused(self, model: PreTrainedModel) -> None:
-        """Take the gradient off parameters that no output depends on: nothing may change them."""

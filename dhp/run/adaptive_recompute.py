@@ -17,7 +17,7 @@ from dhp.planner.costs import Arrangement, Plan
 from dhp.planner.planner import Planner, as_text
 from dhp.planner.profile import fullest
 from dhp.planner.table import mebibytes, plan_table
-from dhp.run.settings import stage_choices, trained, world
+from dhp.run.settings import stage_choices, world
 from dhp.step.schedule import Schedule, outstanding
 from dhp.step.stages import Stages, StageTrainer
 
@@ -142,7 +142,7 @@ def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapp
     return {
         "model": {key: _plain(value) for key, value in model.items() if key.endswith(("model_type", "_config"))},
         "world": world(config),
-        "trained": {name: trained(part) for name, part in sections.items()},
+        "trained": {"trainable": list(config.training.trainable), "frozen": list(config.training.frozen)},
         "parallelism": {name: part.parallelism for name, part in sections.items()},
         "dtype": {name: part.dtype for name, part in sections.items()},
         "fixed": {name: list(choices) for name, choices in fixed.items()},

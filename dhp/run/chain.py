@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ from dhp.config.parts import parts
 from dhp.config.resolved import resolved
 from dhp.config.schema import Config, PartConfig
 from dhp.models.family import Family
+from dhp.models.slice import chunks_of
+from dhp.run.training import trained_stage, training_rules
 
 if TYPE_CHECKING:
     from dhp.models.shape import DecoderSizes
@@ -25,6 +27,8 @@ def make_chain(config: Config, family: Family, source: str) -> Chain:
     Raises ConfigError for cuts that the model's layers do not admit.
     """
     family = family.having(parts(config))
+    rules = training_rules(config.training, family)
+    trains = trained_stage(rules, family, source)
     stages: list[StageSpec] = []
     ties: list[Tie] = []
     for name, section in parts(config).items():
@@ -32,10 +36,13 @@ def make_chain(config: Config, family: Family, source: str) -> Chain:
         sizes = _sizes(source) if resolved(section.pipeline) > 1 else None
         chunks = _chunks(section, len(part.layers.kinds), sizes)
         first = 0 if config.cluster.collocate or not stages else stages[-1].devices.stop
-        own = _stages(name, section, chunks, first)
+        own = [
+            replace(stage, trains=trains(name, part.absent(chunks_of(stage.chunks, part.whole))))
+            for stage in _stages(name, section, chunks, first)
+        ]
         stages += own
         if part.tied and len(own) > 1:
-            ties.append(Tie(own[0].name, own[-1].name))
+            ties.append(Tie(own[0].name, own[-1].name, rules.trains(part.tied_weight)))
     return Chain(tuple(stages), tuple(_edges(family, stages)), tuple(ties))
 
 
@@ -94,7 +101,7 @@ def _stages(name: str, section: PartConfig, chunks: Sequence[range], first: int)
     for at in range(count):
         devices = range(first + at * split.world, first + (at + 1) * split.world)
         own = f"{name}.{at}" if count > 1 else name
-        found.append(StageSpec(own, name, tuple(chunks[at::count]), split, section.trainable, devices))
+        found.append(StageSpec(own, name, tuple(chunks[at::count]), split, True, devices))
     return found
 
 

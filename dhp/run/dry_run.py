@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from dhp.base.parameters import TrainingRules, is_inside
 from dhp.base.stages import Chain, StageSpec
 from dhp.base.table import aligned
 from dhp.config.parts import DECODER, decoder, model_name, parts
@@ -16,9 +19,8 @@ from dhp.parallel.tensor.styles import with_fused
 from dhp.run.chain import make_chain
 from dhp.run.footprint import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
 from dhp.run.preflight import missing_data
-from dhp.run.settings import trained
+from dhp.run.training import table_of_training, training_rules
 from dhp.step.schedule import draw, make_schedule
-from dhp.trainers.settings import ALL, PROJECTOR
 
 CLOCK_MICRO_BATCHES = 8  # of a step that the clock table shows at most
 
@@ -43,6 +45,9 @@ def dry_run(config: Config) -> str:
         *_zero_stages(config, chain, shapes),
         "",
         *_devices(chain, memory),
+        "",
+        *table_of_training(config, source),
+        "",
     ]
     lines += _pipeline(config, chain)
     training = config.training
@@ -60,19 +65,29 @@ def stage_shapes(config: Config, chain: Chain, source: str) -> dict[str, PartSha
     """Parameters of each stage; `source` as `config_source` gives it."""
     sections = parts(config)
     family = load_family(source).having(sections)
-    return {
-        stage.name: _shape(stage, source, family, trained(sections[stage.part]) == PROJECTOR) for stage in chain.stages
-    }
+    rules = training_rules(config.training, family)
+    return {stage.name: _shape(stage, source, family, rules) for stage in chain.stages}
 
 
-def _shape(stage: StageSpec, source: str, family: Family, only_projector: bool) -> PartShape:
+def _shape(stage: StageSpec, source: str, family: Family, rules: TrainingRules) -> PartShape:
     part, tensor, expert = family.parts[stage.part], stage.degrees.tensor, stage.degrees.expert
     absent = part.absent(chunks_of(stage.chunks, part.whole))
-    only = part.projector if only_projector else part.modules if family.idle else None
+    trained = partial(_is_trained, rules, family) if rules.selects or family.idle else None
     plan = with_fused(part.tensor_plan, part.fused)
     return part_shape(
-        source, (*family.outside(stage.part), *absent), tensor, part.kept_whole(tensor), plan, only, part.shared, expert
+        source,
+        (*family.outside(stage.part), *absent),
+        tensor,
+        part.kept_whole(tensor),
+        plan,
+        trained,
+        part.shared,
+        expert,
     )
+
+
+def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:
+    return rules.trains(name) and not is_inside(name, family.idle)
 
 
 def footprints(config: Config, chain: Chain, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
@@ -102,7 +117,8 @@ def _zero_stages(config: Config, chain: Chain, shapes: dict[str, PartShape]) -> 
 def _row(config: Config, stage: StageSpec, shape: PartShape, memory: RankBytes) -> tuple[str, ...]:
     part: PartConfig = getattr(config, stage.part)
     layout = str(stage.degrees) + (f", zero_stage {part.zero_stage}" if part.zero_stage else "") + f", {part.dtype}"
-    layout += "" if trained(part) == ALL else ", frozen" if not stage.trains else f", trains the {trained(part)}"
+    share = 1.0 if shape.trained is None else shape.trained / max(shape.per_rank, 1)
+    layout += ", frozen" if not stage.trains else f", trains {100 * share:.3g}%" if share < 1 else ""
     counts = (shape.total, shape.per_rank, shape.replicated)
     held = (memory.weights, memory.gradients, memory.optimizer)
     return (stage.name, layout, str(stage.degrees.world), *(f"{n:,}" for n in counts), *map(gigabytes, held))

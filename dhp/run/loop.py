@@ -29,6 +29,7 @@ from dhp.run.session import DataPlan, Session
 from dhp.run.settings import kept_settings, resume_line, world
 from dhp.run.trace_collection import Refs as SpanRefs
 from dhp.run.trace_collection import Tracing
+from dhp.run.training import table_of_training
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import StageTrainer
 from dhp.step.step import StepRefs, train_step
@@ -139,6 +140,8 @@ class TrainLoop:
 
     def _start_stages(self, plan: DataPlan) -> None:
         config, session = self.config, self.session
+        for line in table_of_training(config, model_name(config)):
+            self.recorder.say(line)
         session.start_stages(plan.steps)
         self._peak = find_peak(session.groups, config.cluster.start_timeout_s, self.recorder.say)
         self.schedule = make_schedule(config.training.schedule, self.chain, micro_batches(config))

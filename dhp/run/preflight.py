@@ -114,6 +114,7 @@ def _check_model(config: Config) -> None:
         check_layers(f"{name}.recompute", resolved(part.recompute), len(family.parts[name].layers.kinds))
     for name, part in parts(config).items():
         check_plan(name, part, source, family)
+    _check_rules(config, family, source)
     _check_stages(config, family, source)
 
 
@@ -146,11 +147,22 @@ def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None
 def _check_stages(config: Config, family: Family, source: str) -> None:
     """Raises ConfigError where layers cannot be cut as asked, or the schedule not be kept."""
     from dhp.run.chain import make_chain
+    from dhp.run.training import check_frozen_states
     from dhp.step.schedule import make_schedule
 
     chain = make_chain(config, family, source)
+    check_frozen_states(config, chain)
     make_schedule(config.training.schedule, chain, micro_batches(config))
     for tie in chain.ties:
-        part = parts(config)[chain.stage(tie.owner).part]
-        if part.trainable:
-            check_tied(part)
+        if tie.trained:
+            check_tied(parts(config)[chain.stage(tie.owner).part])
+
+
+def _check_rules(config: Config, family: Family, source: str) -> None:
+    """Raises ConfigError for rules of training that are about nothing in the model, or leave nothing to train."""
+    training = config.training
+    if training.trainable or training.frozen or training.groups:
+        from dhp.models.shape import list_parameters
+        from dhp.run.training import check_rules, part_names, training_rules
+
+        check_rules(training_rules(training, family), list_parameters(source, family), part_names(family))

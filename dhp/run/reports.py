@@ -34,7 +34,7 @@ def step_metrics(
         epoch=info.done,
         loss=sum(shares) if info.target_tokens else None,
         grad_norm=next(iter(reports.values()))[0].grad_norm,
-        lr={name: of[0].lr for name, of in reports.items() if of[0].lr is not None},
+        lr={group: rate for of in reports.values() for group, rate in of[0].lr.items()},
         tokens=info.tokens,
         target_tokens=info.target_tokens,
         vision_tokens=info.vision_tokens,

@@ -20,12 +20,14 @@ from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.runtime import chosen_address
 from dhp.cluster.watch import Watched, wait_all
-from dhp.config.parts import model_name
+from dhp.config.parts import model_name, parts
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
+from dhp.models.registry import load_family
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.run.locality import find_localities
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, stage_settings
+from dhp.run.training import training_rules
 from dhp.step.stages import Batch, Stages, StageTrainer, make_stages
 from dhp.trainers.kinds import make_rank
 from dhp.trainers.settings import StageSettings
@@ -104,8 +106,10 @@ class Session:
     def start_stages(self, steps: int) -> None:
         """Load every stage on its actors, for a run of that many steps."""
         make: Callable[[StageSettings], StageTrainer] = make_rank  # every kind of rank has the verbs of the step
+        family = load_family(model_name(self.config)).having(parts(self.config))
+        rules = training_rules(self.config.training, family)
         for spec in self.chain.stages:
-            settings = stage_settings(self.config, self.chain, spec, self.device, steps, self.start.checkpoint)
+            settings = stage_settings(self.config, self.chain, spec, self.device, steps, self.start.checkpoint, rules)
             self.groups[spec.name].start(make, settings)
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.chain, self.groups)

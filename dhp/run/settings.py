@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.base.messages import Choices
+from dhp.base.parameters import ALL, TrainingRules
 from dhp.base.stages import Chain, StageSpec
 from dhp.batching.encoders import Split
 from dhp.batching.loader import FeedSettings
@@ -23,7 +24,7 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
 from dhp.parallel.attention.locality import Locality
 from dhp.run.chain import degrees
-from dhp.trainers.settings import ALL, NOTHING, OptimizerSettings, StageSettings
+from dhp.trainers.settings import OptimizerSettings, StageSettings
 
 
 def feed_settings(config: Config, localities: Mapping[str, Locality] | None = None) -> FeedSettings:
@@ -59,11 +60,6 @@ def _split(part: PartConfig, locality: Locality | None) -> Split:
     return Split(own.data, own.sequence, "bfloat16" if part.dtype == "bfloat16" else "float32", locality)
 
 
-def trained(part: PartConfig) -> str:
-    """What of a part is trained: ALL, PROJECTOR or NOTHING."""
-    return part.train if part.trainable else NOTHING
-
-
 def measures(config: Config) -> bool:
     """Whether ranks report what activations take: where asked for, and where a plan is made of it."""
     return config.memory.accounting or any(part.recompute == "auto" for part in parts(config).values())
@@ -78,7 +74,6 @@ def world(config: Config) -> dict[str, dict[str, Any]]:
             **_pipeline(part),
             "zero_stage": part.zero_stage,
             **({"zero_engine": part.zero_engine} if part.zero_stage else {}),
-            **({"train": trained(part)} if trained(part) != ALL else {}),
         }
         for name, part in parts(config).items()
     }
@@ -99,7 +94,7 @@ def kept_settings(config: Config) -> dict[str, Any]:
     # Checkpoints of before there were experts do not have the key.
     of_parts = {key: value for key, value in of_parts.items() if not key.endswith(".expert") or value > 1}
     for name, part in parts(config).items():
-        of_parts |= {f"{name}.dtype": part.dtype, f"{name}.train": trained(part)}
+        of_parts |= {f"{name}.dtype": part.dtype}
     return {
         "seed": config.seed,
         "data.datasets": [_weighted(config, text) for text in config.data.datasets],
@@ -107,6 +102,8 @@ def kept_settings(config: Config) -> dict[str, Any]:
         "data.balance": config.data.balance,
         "training.batch_size": config.training.batch_size,
         "training.micro_batch_size": config.training.micro_batch_size,
+        "training.trainable": sorted(config.training.trainable),
+        "training.frozen": sorted(config.training.frozen),
         **of_parts,
     }
 
@@ -118,11 +115,17 @@ def _weighted(config: Config, text: str) -> str:
 
 
 def stage_settings(
-    config: Config, chain: Chain, stage: StageSpec, device: str, steps: int, checkpoint: Path | None = None
+    config: Config,
+    chain: Chain,
+    stage: StageSpec,
+    device: str,
+    steps: int,
+    checkpoint: Path | None = None,
+    rules: TrainingRules = ALL,
 ) -> StageSettings:
     """What each rank of a stage needs in a run of `steps` optimizer steps.
 
-    checkpoint: the one that the run continues.
+    checkpoint: the one that the run continues. rules: what is trained, and how.
     """
     part: PartConfig = getattr(config, stage.part)
     goes_back = any(chain.goes_back(node) for node in stage.nodes)
@@ -134,7 +137,6 @@ def stage_settings(
         device=device,
         recompute=stage_choices(resolved(part.recompute) if goes_back else "none", chain, stage),
         measure=measures(config) and goes_back,
-        train=trained(part),
         zero_stage=part.zero_stage,
         zero_engine=part.zero_engine,
         autotp=part.parallelism == "autotp",
@@ -145,6 +147,7 @@ def stage_settings(
         attention_backend=part.attention_backend,
         compiled=part.compile,
         trace=config.training.trace,
+        rules=rules,
         resume_from=None if checkpoint is None else str(checkpoint / stage.part),
     )
 

@@ -41,7 +41,7 @@ def update_weights(stages: Stages, ties: tuple[Tie, ...], batch: Batch) -> StepR
     A stage gets the norms of the others and keeps its own: the stage that ends a step goes on at once. Of a weight that
     two stages hold, each gets the other's gradient first.
     """
-    ties = tuple(tie for tie in ties if stages[tie.owner].spec.trains)
+    ties = tuple(tie for tie in ties if tie.trained)
     shares = {name: stages[name].tied_gradient(batch.info) for tie in ties for name in (tie.owner, tie.other)}
     tied = {tie.owner: shares[tie.other] for tie in ties} | {tie.other: shares[tie.owner] for tie in ties}
     norms = {name: stage.grad_norm_sq(batch.info, tied.get(name, ())) for name, stage in stages.items()}

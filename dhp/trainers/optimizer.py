@@ -1,13 +1,15 @@
 """The optimizer's arithmetic: learning rate by step, torch's AdamW, and the coefficient of global-norm clipping."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from dhp.base.errors import ConfigError
+from dhp.base.parameters import Group
+from dhp.parallel.optimizer.clipped_step import NAME
 
-_FUSED = ("cuda", "cpu")  # devices that have the kernel
+_FUSED = {"cuda", "cpu"}  # devices that have the kernel
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
@@ -25,13 +27,20 @@ def learning_rate_at(step: int, total_steps: int, base_lr: float, warmup_steps: 
 
 
 def make_adamw(
-    params: Iterable[torch.nn.Parameter], lr: float, betas: Sequence[float], eps: float, weight_decay: float
+    named: Iterable[tuple[str, torch.nn.Parameter]], group: Callable[[str], Group], betas: Sequence[float], eps: float
 ) -> torch.optim.AdamW:
-    """torch's AdamW with all parameters in one group, as in `AdamW(model.parameters())`, by its fused kernel: one pass,
-    and no temporary copy of a moment."""
-    params = list(params)
-    fused = True if params and all(p.device.type in _FUSED for p in params) else None  # None: as torch chooses
-    return torch.optim.AdamW(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=fused)
+    """torch's AdamW by its fused kernel: one pass, and no temporary copy of a moment. The parameters of each `group`,
+    by name, have a group of the optimizer, which keeps its name."""
+    members: dict[Group, list[torch.nn.Parameter]] = {}
+    for name, parameter in named:
+        members.setdefault(group(name), []).append(parameter)
+    groups = [
+        {NAME: of.name, "params": params, "lr": of.learning_rate, "weight_decay": of.weight_decay}
+        for of, params in members.items()
+    ]
+    there = {parameter.device.type for params in members.values() for parameter in params}
+    fused = True if there and there <= _FUSED else None  # None: as torch chooses
+    return torch.optim.AdamW(groups, betas=tuple(betas), eps=eps, fused=fused)
 
 
 def clip_coefficient(norm_sq_parts: Sequence[float], max_norm: float | None) -> tuple[float, float]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dhp.base.parameters import Group
 from dhp.parallel.comm.mesh import replicas_mesh
 from dhp.parallel.optimizer.frozen import Frozen
 from dhp.parallel.optimizer.fsdp import FullySharded
@@ -16,32 +17,22 @@ from dhp.parallel.optimizer.protocol import StageOptimizer, TiedOptimizer
 from dhp.parallel.optimizer.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optimizer.zero import ZeroSharded
 from dhp.trainers.optimizer import make_adamw
-from dhp.trainers.settings import PROJECTOR, OptimizerSettings, StageSettings
+from dhp.trainers.settings import StageSettings
 
 DEEPSPEED = "deepspeed"  # a zero_engine; the other is fsdp
 
 
-def freeze(model: nn.Module, train: str, projector: Sequence[str]) -> None:
-    """Take the gradient off parameters that are not to be trained. A stage that trains nothing freezes in `Frozen`."""
-    if train != PROJECTOR:
-        return
+def freeze(model: nn.Module, trains: Callable[[str], bool]) -> None:
+    """Take the gradient off parameters that are not to be trained, by name."""
     for name, parameter in model.named_parameters():
-        inside = any(name.startswith(f"{module}.") for module in projector)
-        parameter.requires_grad_(parameter.requires_grad and inside)
-
-
-def freeze_modules(model: nn.Module, modules: Sequence[str]) -> None:
-    """Take the gradient off all parameters of some modules."""
-    for name, parameter in model.named_parameters():
-        if any(name.startswith(f"{module}.") for module in modules):
-            parameter.requires_grad_(False)
+        parameter.requires_grad_(parameter.requires_grad and trains(name))
 
 
 def make_optimizer(
     model: nn.Module, layers: Sequence[nn.Module], settings: StageSettings, mesh: DeviceMesh
 ) -> StageOptimizer:
     """The optimizer of the stage, with as much of its states on this rank as zero_stage leaves there."""
-    dtype, make = getattr(torch, settings.dtype), optimizer_maker(settings.update)
+    dtype, make = getattr(torch, settings.dtype), optimizer_maker(settings)
     if not settings.spec.trains:
         passes = any(settings.chain.goes_back(node) for node in settings.spec.nodes)
         return Frozen(model, dtype, passes)
@@ -64,12 +55,20 @@ def tie_weight(optimizer: TiedOptimizer, model: nn.Module, settings: StageSettin
             optimizer.tie(name, owns=settings.spec.name == tie.owner)
 
 
-def optimizer_maker(settings: OptimizerSettings) -> MakeOptimizer:
+def optimizer_maker(settings: StageSettings) -> MakeOptimizer:
     """AdamW as configured, for whatever parameters an optimizer hands it."""
-    return partial(
-        make_adamw,
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
+    update, group = settings.update, partial(settings.rules.group, default=default_group(settings))
+    return partial(make_adamw, group=group, betas=update.betas, eps=update.eps)
+
+
+def trained_groups(model: nn.Module, settings: StageSettings) -> tuple[Group, ...]:
+    """The groups of the parameters that this stage trains."""
+    default = default_group(settings)
+    named = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return tuple(dict.fromkeys(settings.rules.group(name, default) for name in named))
+
+
+def default_group(settings: StageSettings) -> Group:
+    """What parameters are trained by that no rule is about; the part's name stands for them."""
+    update = settings.update
+    return Group(settings.spec.part, update.learning_rate, update.weight_decay, update.warmup_steps)

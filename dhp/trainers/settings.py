@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dhp.base.messages import Choices
+from dhp.base.parameters import TrainingRules
 from dhp.base.stages import Chain, StageSpec
-
-ALL, PROJECTOR, NOTHING = "all", "projector", "nothing"  # what of a stage is trained
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ class StageSettings:
 
     recompute: what each of its layers recomputes at first. measure: report what activations take.
 
-    train: ALL, PROJECTOR (of the part's modules, those between tower and decoder alone) or NOTHING.
-
     zero_stage: what is cut over ranks that hold the same slices; zero_engine, deepspeed or fsdp: who cuts it.
 
     autotp: DeepSpeed splits the matrices over tensor ranks, not transformers.
@@ -50,6 +47,8 @@ class StageSettings:
 
     trace: keep the collectives as spans.
 
+    rules: what is trained, and how.
+
     resume_from: the part's directory in a checkpoint; None: begin with the model's weights.
     """
 
@@ -60,7 +59,6 @@ class StageSettings:
     device: str
     recompute: Choices
     measure: bool
-    train: str
     zero_stage: int
     zero_engine: str
     autotp: bool
@@ -71,4 +69,5 @@ class StageSettings:
     attention_backend: str = "auto"
     compiled: bool = False
     trace: bool = False
+    rules: TrainingRules = TrainingRules()
     resume_from: str | None = None

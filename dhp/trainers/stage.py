@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
 from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
-from dhp.trainers.recipe import freeze, make_optimizer, tie_weight
+from dhp.trainers.recipe import freeze, make_optimizer, tie_weight, trained_groups
 from dhp.trainers.settings import StageSettings
 
 TIED = "gradient"  # the one tensor of a bundle between stages that share a weight
@@ -55,7 +55,8 @@ class StageRank(ABC):
         self.model: PreTrainedModel = self.load_slice()
         # Before anything rounds them: nothing trains them, and a checkpoint has them as the model came.
         self._buffers = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(self.model).items()}
-        freeze(self.model, settings.train, self.projector())
+        freeze(self.model, settings.rules.trains)
+        self._groups = trained_groups(self.model, settings) if settings.spec.trains else ()
         self.model.to(self.device)
         self._resume_weights()
         self._fuse()
@@ -83,10 +84,6 @@ class StageRank(ABC):
         """What is registered with transformers to compute this stage's attention by `function`."""
         kept = save_output(ATTENTION, function)
         return eager(kept) if self.settings.compiled else kept
-
-    @abstractmethod
-    def projector(self) -> Sequence[str]:
-        """Modules between tower and decoder, which may be trained alone."""
 
     @abstractmethod
     def is_active(self, info: StepInfo) -> bool:
@@ -127,9 +124,7 @@ class StageRank(ABC):
         """
         update = self.settings.update
         norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], update.max_grad_norm)
-        lr = learning_rate_at(
-            info.step, update.total_steps, update.learning_rate, update.warmup_steps, update.lr_scheduler_type
-        )
+        rates = self._rates_at(info.step)
         if not math.isfinite(norm):
             raise PartFailed(
                 f"the gradient norm of step {info.step + 1} is {norm}; the step was not taken. "
@@ -140,11 +135,10 @@ class StageRank(ABC):
         if self.meter is not None:
             usage = self.meter.take(self.layers.choices, self.optimizer.gradient_bytes())
         if self.is_active(info):
-            self.optimizer.step(lr, coefficient)
+            self.optimizer.step(rates, coefficient)
         else:
             self.optimizer.drop()
-        lr_told = lr if self.spec.trains else None
-        return StageReport(self.rank, self.take_loss(), norm, lr_told, self._peak_memory(), take_sent(), usage)
+        return StageReport(self.rank, self.take_loss(), norm, rates, self._peak_memory(), take_sent(), usage)
 
     def take_loss(self) -> float | None:
         """This rank's share of the step's objective; None where the stage has no head."""
@@ -187,6 +181,15 @@ class StageRank(ABC):
     def edges_out(self, chunk: int) -> tuple[Edge, ...]:
         """Edges that begin at a chunk of this stage."""
         return self.settings.chain.outputs(Node(self.spec.name, chunk))
+
+    def _rates_at(self, step: int) -> dict[str, float]:
+        update = self.settings.update
+        return {
+            of.name: learning_rate_at(
+                step, update.total_steps, of.learning_rate, of.warmup_steps, update.lr_scheduler_type
+            )
+            for of in self._groups
+        }
 
     def _set_up_torch(self) -> None:
         torch.manual_seed(self.settings.seed)

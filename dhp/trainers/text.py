@@ -81,9 +81,6 @@ class TextTrainer(StageRank):
     def eager_classes(self) -> Collection[str]:
         return self.family.decoder.mixers
 
-    def projector(self) -> Sequence[str]:
-        return ()  # it is the vision part's
-
     def is_active(self, info: StepInfo) -> bool:
         return info.target_tokens > 0
 

@@ -11,6 +11,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.base.geometry import TokenRange
 from dhp.base.messages import Bundle, StepInfo, VisionInput
+from dhp.base.parameters import is_inside
 from dhp.models.family import LayerParts
 from dhp.models.split import load_part
 from dhp.models.tower import Tower
@@ -29,7 +30,7 @@ from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import with_fused
 from dhp.trainers.moving import joined, move_with_plans, to_device
-from dhp.trainers.recipe import freeze_modules
+from dhp.trainers.recipe import freeze
 from dhp.trainers.stage import StageRank
 
 # "flash" in the name: the tower then calls once a layer with all segments instead of once per window.
@@ -52,7 +53,7 @@ class VisionTrainer(StageRank):
         model = load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan, local_plan)
         use_local_slices(model)
         tower.freeze_unused(model)
-        freeze_modules(model, self.family.idle)
+        freeze(model, lambda name: not is_inside(name, self.family.idle))
         tower.split_heads(model, self.spec.degrees.tensor)
         AttentionInterface.register(ATTENTION, self.attention(segment_attention))
         tower.use_attention(model, ATTENTION)
@@ -62,9 +63,6 @@ class VisionTrainer(StageRank):
 
     def layer_parts(self) -> LayerParts:
         return self.tower.layers
-
-    def projector(self) -> Sequence[str]:
-        return self.tower.projector
 
     def is_active(self, info: StepInfo) -> bool:
         return info.images > 0 and info.target_tokens > 0

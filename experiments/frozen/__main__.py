@@ -22,8 +22,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.cluster.host_memory import keep_freed_memory
 from dhp.models.registry import load_family
-from dhp.trainers.settings import ALL, NOTHING, PROJECTOR
-from experiments.frozen.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Way
+from experiments.frozen.ways import ALL, BACKWARD, FORWARD, NOTHING, OPTIMIZER, PROJECTOR, Step, Way
 from experiments.pair import join_alone
 from experiments.recompute.work import deal, make_model, make_samples
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from dhp.base.messages import StepData
 from dhp.cluster.dispatch import PerRank
+from dhp.config.schema import TrainingConfig
 from dhp.models.registry import load_family
 from dhp.parallel.optimizer.frozen import Frozen
+from dhp.run.training import training_rules
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
@@ -21,6 +23,8 @@ from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+ALL, PROJECTOR, NOTHING = "all", "projector", "nothing"  # what of the tower is trained
+_FROZEN = {ALL: [], PROJECTOR: ["vision"], NOTHING: ["vision", "projector"]}  # training.frozen for that
 _PHASES = {
     "forward_step": FORWARD,
     "backward_step": BACKWARD,
@@ -63,8 +67,10 @@ class Way:
     """Both stages with the tower trained as `train` says."""
 
     def __init__(self, model: str, train: str, data: StepData):
-        chain = pair_of(load_family(model), train=train)
-        self.vision = Timed(VisionTrainer(settings_of(chain, VISION, model, UPDATE, train=train)))
+        family = load_family(model)
+        rules = training_rules(TrainingConfig(frozen=_FROZEN[train]), family)
+        chain = pair_of(family, vision_trains=train != NOTHING)
+        self.vision = Timed(VisionTrainer(settings_of(chain, VISION, model, UPDATE, rules=rules)))
         text = Timed(TextTrainer(settings_of(chain, TEXT, model, UPDATE)))
         self._stages = make_stages(chain, {VISION: self.vision, TEXT: text})
         self._schedule, self._batch = make_schedule("sequential", chain, 1), as_batch(data)

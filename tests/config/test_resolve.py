@@ -9,7 +9,7 @@ from dhp.config.keys import find_key
 from dhp.config.load import compose_config
 from dhp.config.parts import parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve, warmup_steps
-from dhp.config.schema import Config, DataConfig, DatasetEntry, PartConfig
+from dhp.config.schema import Config, DataConfig, DatasetEntry, GroupConfig, PartConfig
 
 
 def config(**changes: object) -> Config:
@@ -192,14 +192,12 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.pipeline=2 with text.parallelism=autotp", "Set text.parallelism=tensor or pipeline"],
         ),
         (
-            {"vision__trainable": False, "text__trainable": False},
-            ["nothing would be trained", "vision.train=projector"],
+            {"training__groups": {"slow": GroupConfig(learning_rate=-1.0)}},
+            ["training.groups.slow.learning_rate=-1.0 is out of range"],
         ),
-        ({"vision__trainable": False, "vision__train": "projector"}, ["vision.trainable=false with vision.train"]),
-        ({"text__train": "projector"}, ["text.train=projector does not exist; choose from all"]),
         (
-            {"vision__trainable": False, "vision__zero_stage": 1},
-            ["vision.zero_stage=1 with vision.trainable=false", "Set vision.zero_stage=0"],
+            {"training__groups": {"slow": GroupConfig(warmup_steps=9)}, "training__max_steps": 8},
+            ["training.groups.slow.warmup_steps=9", "lower training.groups.slow.warmup_steps"],
         ),
         ({"vision__parallelism": "ulysses"}, ["vision.parallelism=ulysses does not exist", "did you mean sequence?"]),
         ({"vision__parallelism": "TP"}, ["did you mean tensor?"]),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,24 +17,28 @@ from torch.distributed.tensor import DTensor
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
+from dhp.base.parameters import GroupRule, TrainingRules
 from dhp.base.stages import Chain, StageSpec
 from dhp.batching.collate import Collator
 from dhp.batching.encoders import Split
 from dhp.batching.scatter import Dealer
 from dhp.config.recompute import read_choices
+from dhp.config.schema import TrainingConfig
 from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.family import Family
 from dhp.models.registry import load_family
+from dhp.models.slice import chunks_of
 from dhp.parallel.optimizer import zero
 from dhp.parallel.optimizer.frozen import Frozen
 from dhp.parallel.optimizer.fsdp import FullySharded
 from dhp.parallel.tensor.local_shards import as_dtensors
+from dhp.run.training import trained_stage, training_rules
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
 from dhp.step.step import accumulate_gradients, update_weights
-from dhp.trainers.settings import ALL, NOTHING, PROJECTOR, OptimizerSettings, StageSettings
+from dhp.trainers.settings import OptimizerSettings, StageSettings
 from dhp.trainers.text import TextTrainer
 from dhp.trainers.vision import AudioTrainer, VisionTrainer
 from tests.helpers.chains import make_chain
@@ -73,11 +78,11 @@ class Case:
     fsdp: bool = False  # the states of both parts are cut by torch, not by DeepSpeed
     stages: int = 1  # of the text part
     chunks: int = 1  # of each of them
-    vision_train: str = ALL
-    text_trains: bool = True
+    trainable: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    groups: tuple[GroupRule, ...] = ()
     device: str = "cpu"
     audio: Degrees | None = None  # None: the run has no audio part
-    audio_train: str = ALL
     audio_zero_stage: int = 0
 
     def __str__(self) -> str:
@@ -91,9 +96,10 @@ class Case:
         packed = ", packed" if self.packing else ""
         packed += f", {self.stages} stages" if self.stages > 1 else ""
         packed += f" of {self.chunks}" if self.chunks > 1 else ""
-        packed += f", vision trains {self.vision_train}" if self.vision_train != ALL else ""
-        packed += "" if self.text_trains else ", text frozen"
-        packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')} trains {self.audio_train}"
+        packed += f", trains {' '.join(self.trainable)}" if self.trainable else ""
+        packed += f", {' '.join(self.frozen)} frozen" if self.frozen else ""
+        packed += f", groups {' '.join(rule.name for rule in self.groups)}" if self.groups else ""
+        packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
 
@@ -145,7 +151,7 @@ class Inspected:
         if isinstance(update, FullySharded):
             return {shard.name: _gathered(shard, shard.weight.detach()) for shard in update._shards}
         named = dict(self.model.named_parameters())
-        if self.settings.zero_stage:
+        if self.settings.zero_stage and not isinstance(update, Frozen):
             from deepspeed.utils import safe_get_full_fp32_param
 
             trained = {n: safe_get_full_fp32_param(p) for n, p in named.items() if p.requires_grad}
@@ -197,21 +203,34 @@ def chain_of(model: str, case: Case) -> Chain:
     """The stages of a case for a model."""
     family = family_of(model, case)
     takes = {name: layer for name, layer in family.decoder.takes.items() if name in family.tower.tensors}
-    return make_chain(
+    rules, decoder = rules_of(model, case), family.decoder
+    make = partial(
+        make_chain,
         case.vision,
         case.text,
         case.stages,
         case.chunks,
-        len(family.decoder.layers.kinds),
+        len(decoder.layers.kinds),
         len(family.tower.layers.kinds),
-        case.vision_train != NOTHING,
-        case.text_trains,
         enters=takes,
-        tied=family.decoder.tied,
+        tied=decoder.tied,
+        tie_trained=rules.trains(decoder.tied_weight),
         audio=case.audio,
         audio_layers=0 if case.audio is None else len(family.parts["audio"].layers.kinds),
-        audio_trains=case.audio_train != NOTHING,
     )
+    trains = trained_stage(rules, family, model)
+    chunks = [chunks_of(stage.chunks, decoder.whole) for stage in make().of_part("text")]
+    return make(
+        vision_trains=trains("vision", ()),
+        audio_trains=trains("audio", ()),
+        text_trains=tuple(trains("text", decoder.absent(held)) for held in chunks),
+    )
+
+
+def rules_of(model: str, case: Case) -> TrainingRules:
+    """What of a model the case trains, and how."""
+    asked = TrainingConfig(trainable=list(case.trainable), frozen=list(case.frozen))
+    return replace(training_rules(asked, family_of(model, case)), groups=case.groups)
 
 
 def family_of(model: str, case: Case) -> Family:
@@ -221,7 +240,6 @@ def family_of(model: str, case: Case) -> Family:
 
 def settings(stage: StageSpec, chain: Chain, model: str, case: Case) -> StageSettings:
     """Settings of one stage of a case."""
-    train = {"vision": case.vision_train, "audio": case.audio_train, "text": ALL if case.text_trains else NOTHING}
     zero_stage = {"vision": case.zero_stage, "audio": case.audio_zero_stage, "text": case.text_zero_stage}
     layers = sum(len(one.layers) for one in chain.of_part(stage.part))
     choices = read_choices("full" if case.checkpointing else case.recompute, layers)
@@ -233,13 +251,13 @@ def settings(stage: StageSpec, chain: Chain, model: str, case: Case) -> StageSet
         device=case.device,
         recompute=tuple(choices[layer] for layer in stage.layers),
         measure=False,
-        train=train[stage.part],
         zero_stage=zero_stage[stage.part],
         zero_engine="fsdp" if case.fsdp else "deepspeed",
         autotp=case.autotp and stage.part == "text",
         packing=case.packing,
         update=UPDATE,
         seed=0,
+        rules=rules_of(model, case),
     )
 
 
@@ -383,26 +401,14 @@ _KNOWN: dict[tuple, tuple[Sequence, Wanted]] = {}
 
 def _expected(model: str, case: Case, steps: Sequence[Sequence[Sample]], kind: type[Oracle] = Oracle) -> Wanted:
     """Weights before, every step, and weights after in the oracle; once for all layouts of the same samples."""
-    trained = _trained_modules(model, case)
-    key = (kind, model, case.dtype, case.device, trained, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
+    rules = rules_of(model, case)
+    key = (kind, model, case.dtype, case.device, rules, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
     if key not in _KNOWN:
-        oracle = kind(model, getattr(torch, case.dtype), UPDATE, case.device, trained)
+        oracle = kind(model, getattr(torch, case.dtype), UPDATE, case.device, rules)
         start = _on_host(oracle.weights())
         wanted = (start, [_step_on_host(oracle, samples) for samples in steps], _on_host(oracle.weights()))
         _KNOWN[key] = (steps, wanted)  # the samples are kept, so that their ids stay theirs
     return _KNOWN[key][1]
-
-
-def _trained_modules(model: str, case: Case) -> tuple[str, ...] | None:
-    """Modules that the case trains; None: all."""
-    if case.vision_train == case.audio_train == ALL and case.text_trains:
-        return None
-    family = family_of(model, case)
-    of_parts = {"vision": case.vision_train, "audio": case.audio_train, "text": ALL if case.text_trains else NOTHING}
-    found = []
-    for name, part in family.parts.items():
-        found += {ALL: part.modules, PROJECTOR: part.projector, NOTHING: ()}[of_parts[name]]
-    return tuple(found)
 
 
 def _step_on_host(oracle: Oracle, samples: Sequence[Sample]) -> Step:

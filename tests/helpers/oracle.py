@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, get_scheduler
 
 from dhp.base.geometry import Form
+from dhp.base.parameters import ALL, Group, TrainingRules
 from dhp.data.sample import Sample
 from dhp.doctor.samples import sound_inputs
 from dhp.models.generic.declared import token_types
@@ -41,9 +42,9 @@ class Oracle:
         dtype: torch.dtype,
         update: OptimizerSettings,
         device: str = "cpu",
-        trained: Sequence[str] | None = None,
+        rules: TrainingRules = ALL,
     ):
-        """trained: modules whose parameters are trained; None: all."""
+        """rules: what is trained, and in which groups."""
         self.device = device
         self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train().to(device)
         if dtype == torch.float64:
@@ -51,26 +52,31 @@ class Oracle:
         if dtype == torch.float64:
             for parameter in self.model.parameters():  # some of which the library keeps in float32
                 parameter.data = parameter.data.double()
-        if trained is not None:
-            for name, parameter in self.model.named_parameters():
-                parameter.requires_grad_(any(name.startswith(f"{module}.") for module in trained))
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(rules.trains(name))
         self._family = load_family(model_name)
         self.prepare(model_name)
         self.update = update
-        self.optimizer = torch.optim.AdamW(
-            [p for _, p in self.named()],
-            lr=update.learning_rate,
-            betas=update.betas,
-            eps=update.eps,
-            weight_decay=update.weight_decay,
-        )
+        default = Group("all", update.learning_rate, update.weight_decay, update.warmup_steps)
+        members: dict[Group, list[Tensor]] = {}
+        for name, parameter in self.named():
+            members.setdefault(rules.group(name, default), []).append(parameter)
+        self.optimizers = [
+            torch.optim.AdamW(
+                own, lr=of.learning_rate, betas=update.betas, eps=update.eps, weight_decay=of.weight_decay
+            )
+            for of, own in members.items()
+        ]
         kind = update.lr_scheduler_type
-        self.schedule = get_scheduler(
-            "constant_with_warmup" if kind == "constant" else kind,
-            self.optimizer,
-            num_warmup_steps=update.warmup_steps,
-            num_training_steps=update.total_steps,
-        )
+        self.schedules = [
+            get_scheduler(
+                "constant_with_warmup" if kind == "constant" else kind,
+                optimizer,
+                num_warmup_steps=of.warmup_steps,
+                num_training_steps=update.total_steps,
+            )
+            for of, optimizer in zip(members, self.optimizers, strict=True)
+        ]
 
     def prepare(self, model_name: str) -> None:
         """Whatever stands beside the model."""
@@ -89,7 +95,7 @@ class Oracle:
         """
         total = sum(sample.target_tokens for sample in samples)
         if total == 0:
-            self.schedule.step()
+            self._advance()
             named = self.model.named_parameters()
             return Step(0.0, 0.0, {n: torch.zeros_like(p) if p.requires_grad else None for n, p in named})
         loss = 0.0
@@ -102,11 +108,16 @@ class Oracle:
         parameters = [p for _, p in self.named()]
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.named()}
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.update.max_grad_norm or float("inf")))
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self._round()
-        self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._advance()
         return Step(loss, norm, gradients)
+
+    def _advance(self) -> None:
+        for schedule in self.schedules:
+            schedule.step()
 
     def _collect(self) -> None:
         """After each sample's backward: gradients accumulate where autograd leaves them."""

@@ -139,7 +139,7 @@ def test_a_run_goes_on_with_the_parts_that_it_had(whole: tuple[Path, Outcome], f
     ("more", "reason"),
     [
         (["audio.num_actors=2"], r"audio\.num_actors=2 with audio\.parallelism=none"),
-        (["audio.trainable=false"], r"audio has settings, but audio\.num_actors=0: the run has no such part"),
+        (["audio.dtype=float64"], r"audio has settings, but audio\.num_actors=0: the run has no such part"),
         (["audio.num_actors=2", "audio.parallelism=tensor"], "choose from none, data, sequence, deepspeed"),
         (["audio.num_actors=2", "audio.tensor=2", "audio.parallelism=data"], r"audio\.tensor=2 does not exist yet"),
         (["audio.num_actors=1", "audio.model_name=other"], r"audio\.model_name=other: all parts come from one"),

@@ -62,7 +62,7 @@ def test_apart_each_stage_has_devices_of_its_own(four_layers_model: str) -> None
 
 
 def test_cuts_as_they_are_given_and_tied_ends(tied_model: str) -> None:
-    cut = ("text.parallelism=pipeline", "text.num_actors=3", "text.cuts=[1,2]", "vision.trainable=false")
+    cut = ("text.parallelism=pipeline", "text.num_actors=3", "text.cuts=[1,2]", "training.frozen=[vision,projector]")
     chain = chain_of(tied_model, *cut, "vision.zero_stage=0")
     assert [stage.chunks for stage in chain.of_part("text")] == [(range(0, 1),), (range(1, 2),), (range(2, 4),)]
     assert chain.ties == (Tie("text.0", "text.2"),)

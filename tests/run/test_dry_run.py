@@ -131,7 +131,9 @@ def test_stages_of_a_pipeline_and_their_clock(tiny_assets: Path, made_model: str
     models = (f"vision.model_name={made_model}", f"text.model_name={made_model}")
     assets = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}")
     cut = ("text.parallelism=pipeline", "text.num_actors=2", "training.schedule=1f1b", "training.batch_size=16")
-    printed = dry_run(prepared("tiny", *assets, *models, *cut, "vision.trainable=false", "vision.zero_stage=0"))
+    printed = dry_run(
+        prepared("tiny", *assets, *models, *cut, "training.frozen=[vision,projector]", "vision.zero_stage=0")
+    )
     assert "text layers    text.0 0-0; text.1 1-1" in printed
     assert "devices        2: 2 with a rank of both parts, 0 with one rank" in printed
     (tower,) = (line for line in printed.splitlines() if line.startswith("vision ") and "float" in line)

@@ -51,9 +51,10 @@ def with_radar(model: str) -> tuple[WithRadar, Family]:
     """Vision on 2 ranks, radar on 3, text in two stages of two layers each; nothing of radar is trained."""
     names = [f"{part}.model_name={model}" for part in ("vision", "text")]
     plain = resolve(compose_config("tiny", overrides=[*names, "text.parallelism=pipeline", "text.num_actors=2"]))
-    asked = PartConfig(model, "data", 3, dtype="bfloat16", trainable=False, recompute="auto")
+    asked = PartConfig(model, "data", 3, dtype="bfloat16", recompute="auto")
     config = WithRadar(**{f.name: getattr(plain, f.name) for f in fields(plain)}, radar=resolve_radar(asked))
     family = load_family(model)
+    config.training.frozen = ["radar"]
     decoder = family.decoder
 
     class Senses(type(decoder)):
@@ -95,12 +96,12 @@ def test_its_settings_come_from_its_own_section(heard: tuple[WithRadar, Chain]) 
     config, chain = heard
     assert list(world(config)) == ["vision", "radar", "text"]
     assert world(config)["radar"]["data"] == 3
-    assert kept_settings(config)["radar.dtype"] == "bfloat16" and kept_settings(config)["radar.train"] == "nothing"
+    assert kept_settings(config)["radar.dtype"] == "bfloat16"
     assert set(needed_paths(config, None)) == {"vision", "radar", "text", "data"}
     assert measures(config)
     assert not measures(replace(config, radar=replace(config.radar, recompute="none")))
     own = stage_settings(config, chain, chain.stage("radar"), "cpu", 10)
-    assert (own.dtype, own.train, own.recompute) == ("bfloat16", "nothing", ("none", "none"))
+    assert (own.dtype, own.recompute) == ("bfloat16", ("none", "none"))
     encoders = feed_settings(config, find_localities(chain, devices_as_planned(chain), 0.01)).encoders
     assert (encoders["radar"].replicas, encoders["radar"].dtype) == (3, "bfloat16")
     assert encoders["radar"].locality.distances == ((0, 1, 1),)  # the first of them is on the first text stage's device

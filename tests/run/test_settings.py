@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dhp.base.degrees import Degrees
+from dhp.base.parameters import Selector, TrainingRules
 from dhp.batching.loader import Split
 from dhp.config.load import compose_config, to_yaml
 from dhp.config.resolve import resolve
@@ -18,7 +19,7 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
-from dhp.run.settings import feed_settings, kept_settings, resume_line, stage_settings, world
+from dhp.run.settings import feed_settings, kept_settings, resume_line, stage_settings
 from tests.helpers.chains import make_chain
 
 OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]
@@ -35,7 +36,7 @@ NOTHING_AS_BY_DEFAULT = [
     *("vision.model_name=a/model", "text.model_name=a/model"),
     *("vision.parallelism=sequence", "vision.num_actors=24", "vision.data=2", "vision.ring=3", "vision.ulysses=2"),
     *("vision.tensor=2", "vision.dtype=float64", "vision.zero_stage=0", "vision.recompute=light"),
-    *("vision.train=projector", "vision.attention_backend=sdpa"),
+    *("vision.attention_backend=sdpa", "training.frozen=[vision]"),
     *("text.parallelism=autotp", "text.num_actors=6", "text.data=3", "text.tensor=2", "text.dtype=bfloat16"),
     *("text.recompute=mlp:0", "training.batch_size=30", "training.micro_batch_size=5", "training.trace=true"),
     *("data.min_pixels=4000", "data.max_pixels=90000", "data.packing=false", "data.shuffle=false"),
@@ -48,8 +49,10 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     config = resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT))
     tower = Degrees(data=2, ring=3, ulysses=2, tensor=2)
     chain = make_chain(tower, Degrees(data=3, tensor=2), layers=2, tower_layers=2)
-    found = {s.name: stage_settings(config, chain, s, "cuda", 40, Path("step_7")) for s in chain.stages}
+    rules = TrainingRules(frozen=(Selector("vision", ("model.visual",), ("model.visual.merger",)),))
+    found = {s.name: stage_settings(config, chain, s, "cuda", 40, Path("step_7"), rules) for s in chain.stages}
     shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
+    shared |= {"rules": rules}
     shared |= {"compiled": False}  # as it must be with what else is asked for
     shared |= {"exclusive_sums": True}  # stages that share GPUs
     shared |= {"chain": chain, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
@@ -57,7 +60,6 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
         "vision": {
             "dtype": "float64",
             "recompute": ("light", "light"),
-            "train": "projector",
             "attention_backend": "sdpa",
             "autotp": False,
             "resume_from": "step_7/vision",
@@ -65,7 +67,6 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
         "text": {
             "dtype": "bfloat16",
             "recompute": ("mlp", "none"),
-            "train": "all",
             "attention_backend": "auto",
             "autotp": True,
             "resume_from": "step_7/text",
@@ -86,11 +87,11 @@ def test_a_stage_recomputes_what_its_own_layers_are_told() -> None:
 
 
 def test_a_frozen_tower_keeps_nothing_to_recompute() -> None:
-    frozen = ["vision.trainable=false", "vision.zero_stage=0", "vision.recompute=auto", "memory.budget_gib=1"]
+    frozen = ["vision.zero_stage=0", "vision.recompute=auto", "memory.budget_gib=1"]
     config = resolve(compose_config("tiny", overrides=frozen))
     chain = make_chain(vision_trains=False)
     settings = stage_settings(config, chain, chain.stage("vision"), "cpu", 1)
-    assert (settings.train, settings.measure, set(settings.recompute)) == ("nothing", False, {"none"})
+    assert (settings.measure, set(settings.recompute)) == (False, {"none"})
 
 
 @pytest.mark.parametrize("stages", [(1, 2), (3, 1)])
@@ -163,14 +164,10 @@ def test_the_line_to_resume_reads_the_stopped_runs_own_configuration(tmp_path: P
     check_run_dir(again)
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [("vision.trainable=true", None), ("vision.train=projector", "projector"), ("vision.trainable=false", "nothing")],
-)
-def test_a_summary_says_what_is_not_trained(override: str, told: str | None) -> None:
-    config = resolve(compose_config("tiny", overrides=[override, "vision.zero_stage=0"]))
-    assert world(config)["vision"].get("train") == told
-    assert kept_settings(config)["vision.train"] == (told or "all")
+def test_a_resumed_run_trains_what_its_checkpoint_trained() -> None:
+    asked = ["training.trainable=[text,vision]", "training.frozen=['*bias','layers.0']"]
+    kept = kept_settings(resolve(compose_config("tiny", overrides=asked)))
+    assert kept["training.trainable"] == ["text", "vision"] and kept["training.frozen"] == ["*bias", "layers.0"]
 
 
 def test_each_part_is_compiled_where_it_says() -> None:

@@ -14,7 +14,6 @@ import torch
 from dhp.base.degrees import Degrees
 from dhp.base.messages import Bundle
 from dhp.data.sample import Sample
-from dhp.trainers.settings import NOTHING, PROJECTOR
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare
 from tests.helpers.norms import exact_norms, use_exact_norms
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
@@ -29,8 +28,8 @@ CASES = [
     Case(Degrees(ulysses=2), Degrees(tensor=2), 4, packing=True, stages=2, chunks=2, schedule="interleaved"),
     Case(Degrees(tensor=2), Degrees(data=2, tensor=2), 2, stages=2, schedule="gpipe", checkpointing=True),
     Case(ONE, Degrees(data=2), 2, packing=True, stages=2, schedule="1f1b", text_zero_stage=3, fsdp=True),
-    Case(Degrees(data=2), ONE, 2, vision_train=PROJECTOR, stages=2, schedule="1f1b"),
-    Case(Degrees(data=2), ONE, 2, vision_train=NOTHING, packing=True),
+    Case(Degrees(data=2), ONE, 2, frozen=("vision",), stages=2, schedule="1f1b"),
+    Case(Degrees(data=2), ONE, 2, frozen=("vision", "projector"), packing=True),
 ]
 
 

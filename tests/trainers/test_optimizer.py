@@ -7,6 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from dhp.base.errors import ConfigError
+from dhp.base.parameters import Group
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at, make_adamw
 
 
@@ -34,13 +35,17 @@ def test_an_unknown_schedule_is_refused():
         learning_rate_at(0, 1, 1.0, 0, "polynomial")
 
 
+GROUP = Group("text", 1e-3, 0.01, 0)
+
+
 def test_adamw_is_torchs_own_with_one_group():
     model = torch.nn.Linear(3, 2)
-    optimizer = make_adamw(model.parameters(), 1e-3, [0.9, 0.999], 1e-8, 0.01)
+    optimizer = make_adamw(model.named_parameters(), lambda _: GROUP, [0.9, 0.999], 1e-8)
     plain = torch.optim.AdamW(model.parameters(), fused=True)
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.defaults == plain.defaults
-    assert len(optimizer.param_groups) == 1
+    (group,), (plain_group,) = optimizer.param_groups, plain.param_groups
+    assert {key: group[key] for key in plain_group} == plain_group and group["name"] == "text"
 
 
 def test_a_slice_takes_the_same_steps_as_in_the_whole_whatever_the_threads():
@@ -51,7 +56,7 @@ def test_a_slice_takes_the_same_steps_as_in_the_whole_whatever_the_threads():
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         weight = whole[rows].clone().requires_grad_()
-        optimizer = make_adamw([weight], 1e-3, [0.9, 0.999], 1e-8, 0.01)
+        optimizer = make_adamw([("weight", weight)], lambda _: GROUP, [0.9, 0.999], 1e-8)
         for gradient in gradients:
             weight.grad = gradient[rows].clone()
             optimizer.step()

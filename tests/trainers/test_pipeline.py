@@ -10,7 +10,6 @@ import torch
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import Bundle, StepInfo
-from dhp.trainers.settings import NOTHING, PROJECTOR
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
@@ -38,12 +37,12 @@ SINGLE = [
     Case(ONE, Degrees(data=2), 4, "float32", stages=2, chunks=2, schedule="interleaved", text_zero_stage=2),
 ]
 FROZEN = [
-    Case(Degrees(data=2), Degrees(tensor=2), 2, vision_train=NOTHING, packing=True),
-    Case(Degrees(ulysses=2), ONE, 4, vision_train=NOTHING, stages=2, schedule="1f1b"),
-    Case(Degrees(data=2), Degrees(tensor=2), 4, stages=2, schedule="1f1b", text_trains=False),
-    Case(Degrees(ulysses=2), ONE, 2, vision_train=PROJECTOR, checkpointing=True),
-    Case(ONE, Degrees(data=2), 2, vision_train=PROJECTOR, text_trains=False, packing=True),
-    Case(Degrees(data=2), ONE, 2, zero_stage=3, fsdp=True, vision_train=PROJECTOR),
+    Case(Degrees(data=2), Degrees(tensor=2), 2, frozen=("vision", "projector"), packing=True),
+    Case(Degrees(ulysses=2), ONE, 4, frozen=("vision", "projector"), stages=2, schedule="1f1b"),
+    Case(Degrees(data=2), Degrees(tensor=2), 4, stages=2, schedule="1f1b", frozen=("text",)),
+    Case(Degrees(ulysses=2), ONE, 2, frozen=("vision",), checkpointing=True),
+    Case(ONE, Degrees(data=2), 2, frozen=("vision", "text"), packing=True),
+    Case(Degrees(data=2), ONE, 2, zero_stage=3, fsdp=True, frozen=("vision",)),
 ]
 
 
@@ -72,7 +71,7 @@ def test_llava_in_stages_and_its_projector_alone(llava_model: str) -> None:
 
     for case in (
         Case(Degrees(ulysses=2), ONE, 2, stages=2, schedule="1f1b", packing=True),
-        Case(ONE, Degrees(tensor=2), 2, vision_train=PROJECTOR),
+        Case(ONE, Degrees(tensor=2), 2, frozen=("vision",)),
     ):
         assert_exact(compare(llava_model, case, steps()))
 

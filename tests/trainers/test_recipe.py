@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from dhp.base.parameters import ALL, Group, GroupRule, Selector, TrainingRules
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.run.settings import stage_settings
-from dhp.trainers.recipe import optimizer_maker
-from dhp.trainers.settings import OptimizerSettings
+from dhp.trainers.recipe import freeze, optimizer_maker, trained_groups
+from dhp.trainers.settings import OptimizerSettings, StageSettings
 from tests.helpers.chains import make_chain
 
 UPDATE = OptimizerSettings(
@@ -23,10 +26,41 @@ UPDATE = OptimizerSettings(
 )
 
 
+def settings(rules: TrainingRules = ALL) -> StageSettings:
+    config = resolve(compose_config("tiny"))
+    chain = make_chain()
+    return replace(stage_settings(config, chain, chain.stage("text"), "cpu", 10), update=UPDATE, rules=rules)
+
+
 def test_adamw_has_every_configured_value() -> None:
-    optimizer = optimizer_maker(UPDATE)([torch.nn.Parameter(torch.zeros(1))])
-    found = {name: optimizer.param_groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")}
-    assert found == {"lr": 0.02, "betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.3}
+    optimizer = optimizer_maker(settings())([("weight", torch.nn.Parameter(torch.zeros(1)))])
+    found = {name: optimizer.param_groups[0][name] for name in ("name", "lr", "betas", "eps", "weight_decay")}
+    assert found == {"name": "text", "lr": 0.02, "betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.3}
+
+
+def test_adamw_has_a_group_for_each_of_the_rules() -> None:
+    own = (GroupRule("slow", (Selector("a"),), learning_rate=0.01), GroupRule("light", (Selector("bias"),), None, 0.0))
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(1, 1), "b": torch.nn.Linear(1, 1)})
+    made = optimizer_maker(settings(TrainingRules(groups=own)))(model.named_parameters())
+    found = {group["name"]: (group["lr"], group["weight_decay"], group["params"]) for group in made.param_groups}
+    assert found == {
+        "slow": (0.01, 0.3, [model["a"].weight]),
+        "slow+light": (0.01, 0.0, [model["a"].bias]),
+        "text": (0.02, 0.3, [model["b"].weight]),
+        "light": (0.02, 0.0, [model["b"].bias]),
+    }
+
+
+def test_what_no_rule_trains_has_no_gradient_and_what_was_frozen_stays_so() -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "abc"})
+    model["a"].requires_grad_(False)
+    freeze(model, lambda name: name != "b.weight")
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == [
+        "b.bias",
+        "c.weight",
+        "c.bias",
+    ]
+    assert trained_groups(model, settings()) == (Group("text", 0.02, 0.3, 0),)
 
 
 def test_what_is_configured_reaches_every_stage() -> None:

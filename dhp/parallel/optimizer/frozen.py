@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dhp.parallel.optimizer.clipped_step import Rates
 from dhp.parallel.optimizer.precision import cast_parameters, exact_dtype
 from dhp.parallel.optimizer.state import STEP, StateSink, StateSource
 from dhp.parallel.tensor.local_shards import as_dtensors
@@ -48,7 +49,7 @@ class Frozen:
         """None."""
         return 0
 
-    def step(self, lr: float, coefficient: float) -> None:
+    def step(self, rates: Rates, coefficient: float) -> None:
         """Nothing is updated."""
 
     def drop(self) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dhp.parallel.comm.collectives import sum_in_place
-from dhp.parallel.optimizer.clipped_step import clipped_step
+from dhp.parallel.optimizer.clipped_step import Rates, clipped_step
 from dhp.parallel.optimizer.fsdp_blocks import RowBlock, held_blocks, shard_rows
 from dhp.parallel.optimizer.fsdp_entry import Computation
 from dhp.parallel.optimizer.precision import exact_dtype
@@ -85,7 +85,7 @@ class FullySharded:
         for shard, (_, owner, own) in zip(self._shards, owned, strict=True):
             shard.adopt(owner.get_parameter(own))
         self._trained = [shard for shard in self._shards if shard.trained]
-        self.optimizer = make_optimizer([shard.weight for shard in self._trained])
+        self.optimizer = make_optimizer((shard.name, shard.weight) for shard in self._trained)
         self._summed = False
         self._tied: tuple[str, bool] | None = None
 
@@ -128,10 +128,10 @@ class FullySharded:
         found = (shard.parameter.grad for shard in self._trained)
         return sum(gradient.to_local().nbytes for gradient in found if gradient is not None)
 
-    def step(self, lr: float, coefficient: float) -> None:
-        """Scale the gradients by `coefficient`, take one optimizer step at `lr`, drop the gradients."""
+    def step(self, rates: Rates, coefficient: float) -> None:
+        """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""
         self._take_sums()
-        clipped_step(self.optimizer, [shard.weight.grad for shard in self._trained], lr, coefficient)
+        clipped_step(self.optimizer, [shard.weight.grad for shard in self._trained], rates, coefficient)
         self.drop()
 
     def drop(self) -> None:

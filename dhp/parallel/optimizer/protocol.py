@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from dhp.parallel.optimizer.clipped_step import Rates
 from dhp.parallel.optimizer.state import StateSink, StateSource
 
 
@@ -25,8 +26,8 @@ class StageOptimizer(Protocol):
     def gradient_bytes(self) -> int:
         """What the step's gradients take now, beyond what is there between steps."""
 
-    def step(self, lr: float, coefficient: float) -> None:
-        """Scale the gradients by `coefficient`, take one optimizer step at `lr`, drop the gradients."""
+    def step(self, rates: Rates, coefficient: float) -> None:
+        """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""
 
     def drop(self) -> None:
         """Forget the step's gradients."""

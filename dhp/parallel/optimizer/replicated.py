@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from dhp.parallel.comm.collectives import sum_in_place
 from dhp.parallel.experts.shares import summed_over
-from dhp.parallel.optimizer.clipped_step import clipped_step
+from dhp.parallel.optimizer.clipped_step import Rates, clipped_step
 from dhp.parallel.optimizer.gradients import Gradients
 from dhp.parallel.optimizer.precision import cast_parameters, exact_dtype
-from dhp.parallel.optimizer.state import MASTER, MOMENTS, STEP, StateSink, StateSource, steps_taken
+from dhp.parallel.optimizer.state import MASTER, MOMENTS, STEP, StateSink, StateSource, step_for, steps_taken
 from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.parallel.tensor.styles import partial_parameters
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]  # of named parameters
 
 
 class Replicated:
@@ -51,7 +51,7 @@ class Replicated:
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         layouts = as_dtensors(module)
         self._layouts = [layouts[name].detach() for name in self._names]
-        self.optimizer = make_optimizer(self._masters)
+        self.optimizer = make_optimizer(zip(self._names, self._masters))
         partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
         self._tied: tuple[str, bool] | None = None
         self._summed = False
@@ -101,10 +101,10 @@ class Replicated:
         """What the step's gradients take now, beyond what is there between steps."""
         return self._gradients.nbytes()
 
-    def step(self, lr: float, coefficient: float) -> None:
-        """Scale the gradients by `coefficient`, take one optimizer step at `lr`, drop the gradients."""
+    def step(self, rates: Rates, coefficient: float) -> None:
+        """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""
         self._take_sums()
-        clipped_step(self.optimizer, [master.grad for master in self._masters], lr, coefficient)
+        clipped_step(self.optimizer, [master.grad for master in self._masters], rates, coefficient)
         self._round()
         self.drop()
 
@@ -152,11 +152,10 @@ class Replicated:
         step = source.whole(STEP)
         if not step:
             return
-        state = {
-            index: {STEP: step.clone()} | {kind: source.like(f"{name}.{kind}", layout) for kind in MOMENTS}
-            for index, (name, layout) in enumerate(named)
-        }
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+        for (name, layout), master in zip(named, self._masters, strict=True):
+            taken = {STEP: step_for(self.optimizer, master, step)}
+            moments = {kind: source.like(f"{name}.{kind}", layout).to(master) for kind in MOMENTS}
+            self.optimizer.state[master] = taken | moments
 
     def _is_others(self, name: str) -> bool:
         """Whether another stage owns the parameter."""

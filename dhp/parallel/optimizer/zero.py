@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dhp.parallel.comm.collectives import sum_in_place
+from dhp.parallel.optimizer.clipped_step import Rates, set_rates
 from dhp.parallel.optimizer.fsdp_entry import Computation
 from dhp.parallel.optimizer.replicated import MakeOptimizer
 from dhp.parallel.optimizer.state import MASTER, MOMENTS, STEP, StateSink, StateSource, step_for, steps_taken
@@ -48,7 +49,7 @@ class ZeroSharded:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         # Weights that nothing trains are in no partition of the optimizer; stage 3 would hide them from a save.
         self._frozen = {n: p.detach().to(dtype, copy=True) for n, p in module.named_parameters() if not p.requires_grad}
-        optimizer = make_optimizer([p for p in module.parameters() if p.requires_grad])
+        optimizer = make_optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
         self._engine = _initialize(Computation(module), optimizer, stage, dtype)
         self._partitions = partitions_of(self._engine.optimizer, names)
         if cast:
@@ -83,12 +84,11 @@ class ZeroSharded:
         """As `Replicated.gradient_bytes`. The engine keeps most of its buffers between steps, and does not tell."""
         return 0
 
-    def step(self, lr: float, coefficient: float) -> None:
-        """Scale the gradients by `coefficient`, take one optimizer step at `lr`, drop the gradients."""
+    def step(self, rates: Rates, coefficient: float) -> None:
+        """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""
         if coefficient != 1.0:
             torch._foreach_mul_(self._partitions.gradients(), coefficient)
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+        set_rates(self._engine.optimizer.param_groups, rates)
         self._engine.step()
         self._clear()
 

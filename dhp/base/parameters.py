@@ -1,0 +1,121 @@
+"""Which parameters are trained, and how fast: rules over their names, which print, compare and cross processes.
+
+A run makes them once of its configuration (`dhp.run.training`); every rank asks them of the parameters that it holds.
+Names are those of the whole model's parameters in transformers, as `model.language_model.layers.0.mlp.up_proj.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Some parameters: those inside modules, or those whose names fit a pattern.
+
+    said: as the user wrote it; the pattern, where `inside` names no modules. inside: modules; outside: those within
+    them that do not count.
+
+    A pattern names neighbouring pieces of a parameter's dotted name, from anywhere on: `merger`, `layers.0`,
+    `q_proj.weight`. `*` stands for any letters, dots included, `?` for one, `[0-9]` for one of several.
+    """
+
+    said: str
+    inside: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+
+    def fits(self, name: str) -> bool:
+        """Whether the parameter of that name is one of them."""
+        if self.inside:
+            return is_inside(name, self.inside) and not is_inside(name, self.outside)
+        return _compiled(self.said).fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that one learning rate and one decay are for. warmup_steps: of its learning rate."""
+
+    name: str
+    learning_rate: float
+    weight_decay: float
+    warmup_steps: int
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """What is different for some parameters; None: as without the rule."""
+
+    name: str
+    selectors: tuple[Selector, ...]
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    warmup_steps: int | None = None
+
+    def fits(self, name: str) -> bool:
+        """Whether it is about the parameter of that name."""
+        return any(selector.fits(name) for selector in self.selectors)
+
+
+@dataclass(frozen=True)
+class TrainingRules:
+    """What is trained: what `trainable` selects (none: all), without what `frozen` selects. How: by `groups`, of which
+    a later one beats an earlier one in what it says."""
+
+    trainable: tuple[Selector, ...] = ()
+    frozen: tuple[Selector, ...] = ()
+    groups: tuple[GroupRule, ...] = ()
+
+    @property
+    def selects(self) -> bool:
+        """Whether anything may be left out."""
+        return bool(self.trainable or self.frozen)
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter of that name is trained."""
+        chosen = not self.trainable or any(selector.fits(name) for selector in self.trainable)
+        return chosen and not any(selector.fits(name) for selector in self.frozen)
+
+    def group(self, name: str, default: Group) -> Group:
+        """The group of the parameter of that name; `default` where no rule is about it."""
+        found, rules = default, [rule for rule in self.groups if rule.fits(name)]
+        for rule in rules:
+            found = Group(
+                "+".join(rule.name for rule in rules),
+                _first(rule.learning_rate, found.learning_rate),
+                _first(rule.weight_decay, found.weight_decay),
+                _first(rule.warmup_steps, found.warmup_steps),
+            )
+        return found
+
+    def selectors(self) -> Iterable[tuple[str, Selector]]:
+        """All of them, each with the configuration's key that it stands under."""
+        yield from (("training.trainable", selector) for selector in self.trainable)
+        yield from (("training.frozen", selector) for selector in self.frozen)
+        for rule in self.groups:
+            yield from ((f"training.groups.{rule.name}", selector) for selector in rule.selectors)
+
+
+ALL = TrainingRules()  # everything is trained alike
+
+
+def is_inside(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module or parameter of that name is one of the modules, or lies in one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    pieces = re.split(r"(\*|\?|\[[^]]+\])", pattern)
+    wild = {"*": ".*", "?": "."}
+    body = "".join(wild.get(p) or (p if p.startswith("[") else re.escape(p)) for p in pieces)
+    return re.compile(rf"(?:.*\.)?(?:{body})(?:\..*)?")
+
+
+def _first(value: Number | None, otherwise: Number) -> Number:
+    return otherwise if value is None else value
