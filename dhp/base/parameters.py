@@ -13,6 +13,8 @@ from functools import cache
 from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
+_ADAPTERS = {"lora_A", "lora_B", "lora_magnitude_vector"}  # pieces of the names that peft gives adapters' parameters
+_BASE = "base_layer"  # and of the names of the weights that they stand beside
 
 
 @dataclass(frozen=True)
@@ -65,25 +67,33 @@ class GroupRule:
 @dataclass(frozen=True)
 class TrainingRules:
     """What is trained: what `trainable` selects (none: all), without what `frozen` selects. How: by `groups`, of which
-    a later one beats an earlier one in what it says."""
+    a later one beats an earlier one in what it says.
+
+    adapted: parts that have adapters. Those are trained whatever is selected, and of the parts' own weights only what
+    `trainable` selects.
+    """
 
     trainable: tuple[Selector, ...] = ()
     frozen: tuple[Selector, ...] = ()
     groups: tuple[GroupRule, ...] = ()
+    adapted: tuple[Selector, ...] = ()
 
     @property
     def selects(self) -> bool:
         """Whether anything may be left out."""
-        return bool(self.trainable or self.frozen)
+        return bool(self.trainable or self.frozen or self.adapted)
 
     def trains(self, name: str) -> bool:
         """Whether the parameter of that name is trained."""
-        chosen = not self.trainable or any(selector.fits(name) for selector in self.trainable)
-        return chosen and not any(selector.fits(name) for selector in self.frozen)
+        if is_adapter(name):
+            return True
+        name = plain_name(name)
+        chosen = _any(self.trainable, name) or not (self.trainable or _any(self.adapted, name))
+        return chosen and not _any(self.frozen, name)
 
     def group(self, name: str, default: Group) -> Group:
         """The group of the parameter of that name; `default` where no rule is about it."""
-        found, rules = default, [rule for rule in self.groups if rule.fits(name)]
+        found, rules = default, [rule for rule in self.groups if rule.fits(plain_name(name))]
         for rule in rules:
             found = Group(
                 "+".join(rule.name for rule in rules),
@@ -104,9 +114,23 @@ class TrainingRules:
 ALL = TrainingRules()  # everything is trained alike
 
 
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of that name is an adapter's."""
+    return not _ADAPTERS.isdisjoint(name.split("."))
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter or module has in the model without adapters."""
+    return name.replace(f".{_BASE}", "")
+
+
 def is_inside(name: str, modules: Sequence[str]) -> bool:
     """Whether a module or parameter of that name is one of the modules, or lies in one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _any(selectors: Sequence[Selector], name: str) -> bool:
+    return any(selector.fits(name) for selector in selectors)
 
 
 @cache

@@ -20,6 +20,7 @@ from dhp.checkpoint.folder import (
 from dhp.config.parts import PARTS
 
 AUTO, NEVER = "auto", "never"
+TRAINED = {"training.trainable", "training.frozen", "lora"}  # settings that say what is trained
 LAYOUT = tuple(f"{part}." for part in PARTS)  # beginnings of the settings that say how a part is split
 
 
@@ -60,6 +61,8 @@ class Start:
         why = "a resumed run goes on with the samples after those seen, so the data's order and cut must stay"
         if any(key.startswith(LAYOUT) for key in other):
             why = "a checkpoint is resumed in the layout that it was saved in; resuming in another layout comes later"
+        if TRAINED.intersection(other):
+            why = "a checkpoint holds weights and optimizer states of what its run trained"
         raise CheckpointError(
             f"{self.checkpoint} does not continue as this run is configured: {told}. Reason: {why}. Set what it had, "
             "or begin anew in another run_dir with training.resume=never"

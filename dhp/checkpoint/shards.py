@@ -6,7 +6,7 @@ Reading puts pieces together again whatever the number of ranks was. Nothing is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,10 @@ class ShardWriter:
     each a `.json` with the extent of each piece. No more than about `FILE_BYTES` is in host memory at a time, whatever
     the rank holds."""
 
-    def __init__(self, folder: Path, rank: int, stage_rank: int | None = None):
+    def __init__(self, folder: Path, rank: int, stage_rank: int | None = None, only: Collection[str] | None = None):
         """rank: its number in the part, whose stages hold different layers. stage_rank: its number in the stage;
-        None: the part is one stage."""
+        None: the part is one stage. only: names that are written of all that are added; None: all."""
+        self._only = only
         self._folder, self._rank = folder, rank
         self._stage_rank = rank if stage_rank is None else stage_rank
         self._pending: list[dict[str, tuple[Tensor, PieceExtent]]] = []  # by file; a file has one piece of a tensor
@@ -69,6 +70,8 @@ class ShardWriter:
         return tuple(self._files)
 
     def _keep(self, name: str, piece: Tensor, extent: PieceExtent) -> None:
+        if self._only is not None and name not in self._only:
+            return
         pieces = next((pieces for pieces in self._pending if name not in pieces), None)
         if pieces is None:
             pieces = {}

@@ -6,6 +6,7 @@ from typing import Any
 
 from dhp.base.errors import ConfigError
 from dhp.config.kernels import check_compile, check_formats
+from dhp.config.lora import check_lora
 from dhp.config.ranges import require_choice, require_positive
 from dhp.config.recompute import resolve_recompute
 from dhp.config.schema import PartConfig
@@ -61,8 +62,12 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     _check_expert(name, part, degrees)
     engine = _resolve_engine(name, part, degrees["tensor"])
     filled: dict[str, Any] = dict(degrees)
-    found = replace(part, recompute=resolve_recompute(name, part), zero_engine=engine, **filled)
+    lora = part.lora
+    if lora.rank and lora.alpha is None:
+        lora = replace(lora, alpha=2.0 * lora.rank)
+    found = replace(part, recompute=resolve_recompute(name, part), zero_engine=engine, lora=lora, **filled)
     check_compile(name, found)
+    check_lora(name, found)
     return found
 
 

@@ -1,7 +1,32 @@
 """The section of a configuration about one part of the model: see `dhp.config.schema`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Optional
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters beside a part's matrices, made by peft. They alone are trained of the part, with what
+    training.trainable names."""
+
+    rank: int = 0
+    """Rows and columns of an adapter's two matrices. 0: no adapters."""
+
+    alpha: Optional[float] = None
+    """What an adapter adds is multiplied by alpha / rank. Null: twice the rank."""
+
+    dropout: float = 0.0
+    """Share of what enters an adapter that is left out, another one each time."""
+
+    targets: list[str] = field(default_factory=list)
+    """Matrices that get one, by patterns as in training.trainable: q_proj or "layers.1?". Empty: all linear ones of the
+    part's layers, without routers of experts."""
+
+    dora: bool = False
+    """true: train the norms of the matrices' rows too (DoRA). With tensor=1 and zero_stage=0."""
+
+    rslora: bool = False
+    """true: alpha / √rank in the place of alpha / rank (rank-stabilized LoRA)."""
 
 
 @dataclass
@@ -81,3 +106,5 @@ class PartConfig:
     zero_engine: str = "auto"
     """Who does the ZeRO stage: deepspeed (stages 1 to 3 with tensor=1; 3 only with training.schedule=sequential) | fsdp
     (torch's FSDP2: stages 2 and 3 with any tensor) | auto (fsdp where tensor > 1, else deepspeed)."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)

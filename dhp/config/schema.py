@@ -11,6 +11,7 @@ from typing import Optional
 from dhp.config.data import DataConfig as DataConfig
 from dhp.config.data import DatasetEntry as DatasetEntry
 from dhp.config.data import LimitsConfig as LimitsConfig
+from dhp.config.part import LoraConfig as LoraConfig
 from dhp.config.part import PartConfig as PartConfig
 from dhp.config.training import GroupConfig as GroupConfig
 from dhp.config.training import TrainingConfig as TrainingConfig

@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
-from dhp.base.parameters import is_inside
+from dhp.base.adapters import AdapterSettings
+from dhp.base.parameters import is_adapter, is_inside, plain_name
+from dhp.models.adapters import add_adapters, check_targets, find_targets
 from dhp.models.family import VISION, Family
 from dhp.models.registry import load_family
 from dhp.models.slice import Chunk, held_layers
@@ -49,20 +51,22 @@ def part_shape(
     trained: Callable[[str], bool] | None = None,
     shared: Sequence[str] = (),
     expert: int = 1,
+    put_adapters: Callable[[nn.Module], None] = lambda _: None,
 ) -> PartShape:
     """Count the model of `source` without the modules `dropped`, split by its tensor-parallel plan over `tensor` ranks.
 
     whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says. added_plan:
-    transformers' style of further modules. trained: whether the parameter of a name is trained; None:
-    all are. shared: modules
-    whose experts so many ranks (expert) share out.
+    transformers' style of further modules. trained: whether the parameter of a name is trained; None: all are.
+    shared: modules whose experts so many ranks (expert) share out. put_adapters: puts adapters into a model, which are
+    counted as if each rank held them whole.
     """
     model = _without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
     mesh = DeviceMesh("cpu", torch.arange(tensor), _init_backend=False, _rank=0) if tensor > 1 else None
+    put_adapters(model)
     total = per_rank = replicated = of_trained = 0
     for name, parameter in list(model.named_parameters()):  # a tied one comes once
-        held = parameter if mesh is None else _sharded(model, name, plan, mesh)
+        held = parameter if mesh is None or is_adapter(name) else _sharded(model, name, plan, mesh)
         split = isinstance(held, DTensor) and not all(placement.is_replicate() for placement in held.placements)
         total += parameter.numel()
         own = held.to_local().numel() if isinstance(held, DTensor) else held.numel()
@@ -88,9 +92,14 @@ class Parameter:
     used: bool
 
 
-def list_parameters(source: str, family: Family) -> tuple[Parameter, ...]:
-    """All parameters of the model of `source`, in its order. family: the model's, with the parts of the run."""
+Adapters = Mapping[str, AdapterSettings]  # by part
+
+
+def list_parameters(source: str, family: Family, adapters: Adapters = MappingProxyType({})) -> tuple[Parameter, ...]:
+    """All parameters of the model of `source`, in its order, with those of adapters. family: the model's, with the
+    parts of the run."""
     model = _without_weights(source, ())
+    adapt(model, family, adapters)
     unused = set(_unused(model, family))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -101,6 +110,20 @@ def list_parameters(source: str, family: Family) -> tuple[Parameter, ...]:
         used = name not in unused and not is_inside(name, family.idle)
         found.append(Parameter(name, tuple(names[id(parameter)][1:]), parameter.numel(), part, used))
     return tuple(found)
+
+
+def check_adapters(source: str, family: Family, adapters: Adapters) -> None:
+    """Raises ConfigError for adapters beside what the model does not have, or what cannot have one."""
+    model = _without_weights(source, ())
+    for name, asked in adapters.items():
+        check_targets(model, family.parts[name], f"{name}.lora", asked)
+
+
+def adapt(model: nn.Module, family: Family, adapters: Adapters) -> None:
+    """Put the parts' adapters into a model without weights."""
+    with torch.device("meta"):
+        for name, asked in adapters.items():
+            add_adapters(model, find_targets(model, family.parts[name], asked), asked, seed=0)
 
 
 def _unused(model: nn.Module, family: Family) -> Iterator[str]:
@@ -171,7 +194,8 @@ def _sharded(model: nn.Module, name: str, plan: dict[str, str], mesh: DeviceMesh
     """The parameter as the plan's style leaves it on the first rank, which gets the longest slice."""
     module_name, _, own = name.rpartition(".")
     module = model.get_submodule(module_name)
-    keys = (name, module_name, _generic(name), _generic(module_name))
+    plain = plain_name(name)
+    keys = (plain, plain_name(module_name), _generic(plain), _generic(plain_name(module_name)))
     style = next((plan[key] for key in keys if key in plan), None)
     if style is not None:
         from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES

@@ -15,7 +15,7 @@ from dhp.config.resolved import resolved
 from dhp.config.schema import Config, PartConfig
 from dhp.models.family import Family
 from dhp.models.slice import chunks_of
-from dhp.run.training import trained_stage, training_rules
+from dhp.run.training import adapters_of, trained_stage, training_rules
 
 if TYPE_CHECKING:
     from dhp.models.shape import DecoderSizes
@@ -27,8 +27,9 @@ def make_chain(config: Config, family: Family, source: str) -> Chain:
     Raises ConfigError for cuts that the model's layers do not admit.
     """
     family = family.having(parts(config))
-    rules = training_rules(config.training, family)
-    trains = trained_stage(rules, family, source)
+    adapters = adapters_of(config)
+    rules = training_rules(config.training, family, adapters)
+    trains = trained_stage(rules, family, source, adapters)
     stages: list[StageSpec] = []
     ties: list[Tie] = []
     for name, section in parts(config).items():

@@ -13,13 +13,13 @@ from dhp.config.schema import Config, PartConfig
 from dhp.models.config_source import config_source
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.models.shape import PartShape, part_shape
+from dhp.models.shape import Adapters, PartShape, adapt, part_shape
 from dhp.models.slice import chunks_of
 from dhp.parallel.tensor.styles import with_fused
 from dhp.run.chain import make_chain
 from dhp.run.footprint import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
 from dhp.run.preflight import missing_data
-from dhp.run.training import table_of_training, training_rules
+from dhp.run.training import adapters_of, table_of_training, training_rules
 from dhp.step.schedule import draw, make_schedule
 
 CLOCK_MICRO_BATCHES = 8  # of a step that the clock table shows at most
@@ -65,25 +65,19 @@ def stage_shapes(config: Config, chain: Chain, source: str) -> dict[str, PartSha
     """Parameters of each stage; `source` as `config_source` gives it."""
     sections = parts(config)
     family = load_family(source).having(sections)
-    rules = training_rules(config.training, family)
-    return {stage.name: _shape(stage, source, family, rules) for stage in chain.stages}
+    adapters = adapters_of(config)
+    rules = training_rules(config.training, family, adapters)
+    return {stage.name: _shape(stage, source, family, rules, adapters) for stage in chain.stages}
 
 
-def _shape(stage: StageSpec, source: str, family: Family, rules: TrainingRules) -> PartShape:
+def _shape(stage: StageSpec, source: str, family: Family, rules: TrainingRules, adapters: Adapters) -> PartShape:
     part, tensor, expert = family.parts[stage.part], stage.degrees.tensor, stage.degrees.expert
-    absent = part.absent(chunks_of(stage.chunks, part.whole))
+    dropped = (*family.outside(stage.part), *part.absent(chunks_of(stage.chunks, part.whole)))
     trained = partial(_is_trained, rules, family) if rules.selects or family.idle else None
     plan = with_fused(part.tensor_plan, part.fused)
-    return part_shape(
-        source,
-        (*family.outside(stage.part), *absent),
-        tensor,
-        part.kept_whole(tensor),
-        plan,
-        trained,
-        part.shared,
-        expert,
-    )
+    put = partial(adapt, family=family, adapters={name: own for name, own in adapters.items() if name == stage.part})
+    whole = part.kept_whole(tensor)
+    return part_shape(source, dropped, tensor, whole, plan, trained, part.shared, expert, put)
 
 
 def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:

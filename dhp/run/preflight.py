@@ -160,9 +160,16 @@ def _check_stages(config: Config, family: Family, source: str) -> None:
 
 def _check_rules(config: Config, family: Family, source: str) -> None:
     """Raises ConfigError for rules of training that are about nothing in the model, or leave nothing to train."""
-    training = config.training
+    from dhp.run.training import adapters_of
+
+    training, adapters = config.training, adapters_of(config)
+    if adapters:
+        from dhp.models.shape import check_adapters
+
+        check_adapters(source, family, adapters)
     if training.trainable or training.frozen or training.groups:
         from dhp.models.shape import list_parameters
         from dhp.run.training import check_rules, part_names, training_rules
 
-        check_rules(training_rules(training, family), list_parameters(source, family), part_names(family))
+        rules = training_rules(training, family, adapters)
+        check_rules(rules, list_parameters(source, family, adapters), part_names(family))

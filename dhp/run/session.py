@@ -27,7 +27,7 @@ from dhp.models.registry import load_family
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.run.locality import find_localities
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, stage_settings
-from dhp.run.training import training_rules
+from dhp.run.training import adapters_of, training_rules
 from dhp.step.stages import Batch, Stages, StageTrainer, make_stages
 from dhp.trainers.kinds import make_rank
 from dhp.trainers.settings import StageSettings
@@ -107,7 +107,7 @@ class Session:
         """Load every stage on its actors, for a run of that many steps."""
         make: Callable[[StageSettings], StageTrainer] = make_rank  # every kind of rank has the verbs of the step
         family = load_family(model_name(self.config)).having(parts(self.config))
-        rules = training_rules(self.config.training, family)
+        rules = training_rules(self.config.training, family, adapters_of(self.config))
         for spec in self.chain.stages:
             settings = stage_settings(self.config, self.chain, spec, self.device, steps, self.start.checkpoint, rules)
             self.groups[spec.name].start(make, settings)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dhp.base.adapters import AdapterSettings
 from dhp.base.messages import Choices
 from dhp.base.parameters import ALL, TrainingRules
 from dhp.base.stages import Chain, StageSpec
@@ -24,6 +25,7 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
 from dhp.parallel.attention.locality import Locality
 from dhp.run.chain import degrees
+from dhp.run.training import adapters_of
 from dhp.trainers.settings import OptimizerSettings, StageSettings
 
 
@@ -104,8 +106,14 @@ def kept_settings(config: Config) -> dict[str, Any]:
         "training.micro_batch_size": config.training.micro_batch_size,
         "training.trainable": sorted(config.training.trainable),
         "training.frozen": sorted(config.training.frozen),
+        "lora": {name: _plain(adapters) for name, adapters in adapters_of(config).items()},
         **of_parts,
     }
+
+
+def _plain(adapters: AdapterSettings) -> dict[str, Any]:
+    """As JSON gives it back."""
+    return asdict(adapters) | {"targets": list(adapters.targets)}
 
 
 def _weighted(config: Config, text: str) -> str:
@@ -148,6 +156,7 @@ def stage_settings(
         compiled=part.compile,
         trace=config.training.trace,
         rules=rules,
+        adapters=adapters_of(config).get(stage.part),
         resume_from=None if checkpoint is None else str(checkpoint / stage.part),
     )
 

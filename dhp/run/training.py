@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from dhp.base.adapters import AdapterSettings
 from dhp.base.errors import ConfigError
-from dhp.base.parameters import Group, GroupRule, Selector, TrainingRules, is_inside
+from dhp.base.parameters import Group, GroupRule, Selector, TrainingRules, is_adapter, is_inside
 from dhp.base.stages import Chain
 from dhp.base.table import aligned
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.parts import DECODER, parts
+from dhp.config.resolved import resolved
 from dhp.config.schema import Config, TrainingConfig
 from dhp.models.family import Family
 from dhp.models.registry import load_family
@@ -20,27 +23,43 @@ from dhp.models.registry import load_family
 if TYPE_CHECKING:
     from dhp.models.shape import Parameter
 
+ADAPTERS = " adapters"  # behind what they are beside, in the table
 PROJECTOR = "projector"  # of all encoders: what leads from them to the decoder
 _HEADINGS = ("part", "group", "parameters", "learning rate", "weight decay", "warm-up")
 
 
-def training_rules(training: TrainingConfig, family: Family) -> TrainingRules:
-    """The rules of a configuration for a model. family: the model's, with the parts of the run."""
+def adapters_of(config: Config) -> dict[str, AdapterSettings]:
+    """The adapters of a resolved configuration, by part."""
+    return {
+        name: AdapterSettings(
+            lora.rank, resolved(lora.alpha), lora.dropout, tuple(lora.targets), lora.dora, lora.rslora
+        )
+        for name, lora in ((name, part.lora) for name, part in parts(config).items())
+        if lora.rank
+    }
+
+
+def training_rules(training: TrainingConfig, family: Family, adapted: Collection[str] = ()) -> TrainingRules:
+    """The rules of a configuration for a model. family: the model's, with the parts of the run. adapted: parts that
+    have adapters."""
     select = partial(_select, family)
+    of_parts = tuple(Selector(part, family.parts[part].modules) for part in adapted)
     groups = (
         GroupRule(name, select(group.parameters or [name]), group.learning_rate, group.weight_decay, group.warmup_steps)
         for name, group in training.groups.items()
     )
-    return TrainingRules(select(training.trainable), select(training.frozen), tuple(groups))
+    return TrainingRules(select(training.trainable), select(training.frozen), tuple(groups), of_parts)
 
 
-def trained_stage(rules: TrainingRules, family: Family, source: str) -> Callable[[str, Sequence[str]], bool]:
+def trained_stage(
+    rules: TrainingRules, family: Family, source: str, adapters: Mapping[str, AdapterSettings] = MappingProxyType({})
+) -> Callable[[str, Sequence[str]], bool]:
     """What tells whether a stage of a part trains anything, when the part's modules `absent` are not in it."""
     if not rules.selects:
         return lambda part, absent: True
     from dhp.models.shape import list_parameters  # brings modeling code along, which takes a second
 
-    trained = [one for one in list_parameters(source, family) if one.used and rules.trains(one.name)]
+    trained = [one for one in list_parameters(source, family, adapters) if one.used and rules.trains(one.name)]
     return lambda part, absent: any(one.part == part and not is_inside(one.name, absent) for one in trained)
 
 
@@ -81,16 +100,18 @@ def table_of_training(config: Config, source: str) -> list[str]:
     from dhp.models.shape import list_parameters
 
     training, family = config.training, load_family(source).having(parts(config))
-    rules, parameters = training_rules(training, family), list_parameters(source, family)
+    adapters = adapters_of(config)
+    rules, parameters = training_rules(training, family, adapters), list_parameters(source, family, adapters)
     rows, counts, trained = Counter[tuple[str, Group | None]](), 0, 0
     for one in parameters:
         label = PROJECTOR if is_inside(one.name, family.parts[one.part].projector) else one.part
+        label += ADAPTERS if is_adapter(one.name) else ""
         default = Group(one.part, training.learning_rate, training.weight_decay, -1)
         on = one.used and rules.trains(one.name)
         rows[label, rules.group(one.name, default) if on else None] += one.size
         counts += one.size
         trained += one.size if on else 0
-    order = [*family.parts, PROJECTOR]
+    order = [name + kind for name in part_names(family) for kind in ("", ADAPTERS)]
     lines = sorted(rows.items(), key=lambda item: (order.index(item[0][0]), item[0][1] is None))
     body = [_row(label, group, size, training) for (label, group), size in lines]
     total = f"{trained:,} of {counts:,} parameters are trained ({100 * trained / max(counts, 1):.3g}%)"

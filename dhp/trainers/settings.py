@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dhp.base.adapters import AdapterSettings
 from dhp.base.messages import Choices
 from dhp.base.parameters import TrainingRules
 from dhp.base.stages import Chain, StageSpec
@@ -47,7 +48,7 @@ class StageSettings:
 
     trace: keep the collectives as spans.
 
-    rules: what is trained, and how.
+    rules: what is trained, and how. adapters: beside the part's matrices; None: none.
 
     resume_from: the part's directory in a checkpoint; None: begin with the model's weights.
     """
@@ -70,4 +71,5 @@ class StageSettings:
     compiled: bool = False
     trace: bool = False
     rules: TrainingRules = TrainingRules()
+    adapters: AdapterSettings | None = None
     resume_from: str | None = None

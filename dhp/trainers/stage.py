@@ -22,6 +22,7 @@ from dhp.base.stages import Edge, Node
 from dhp.checkpoint.folder import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
+from dhp.models.adapters import adapted_modules, add_adapters, find_targets
 from dhp.models.family import LayerParts
 from dhp.models.registry import load_family
 from dhp.models.whole import persistent_buffers
@@ -35,6 +36,7 @@ from dhp.parallel.fused import fuse_elementwise
 from dhp.parallel.optimizer.precision import exact_dtype
 from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
+from dhp.parallel.tensor.adapters import cut_adapters
 from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
 from dhp.trainers.recipe import freeze, make_optimizer, tie_weight, trained_groups
@@ -55,10 +57,12 @@ class StageRank(ABC):
         self.model: PreTrainedModel = self.load_slice()
         # Before anything rounds them: nothing trains them, and a checkpoint has them as the model came.
         self._buffers = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(self.model).items()}
+        self._adapt()
         freeze(self.model, settings.rules.trains)
         self._groups = trained_groups(self.model, settings) if settings.spec.trains else ()
         self.model.to(self.device)
         self._resume_weights()
+        self._kept = None if settings.adapters is None else frozenset(self._saved())
         self._fuse()
         if settings.compiled:
             compile_layers(self._present_layers(), self.eager_classes())
@@ -205,9 +209,26 @@ class StageRank(ABC):
         if self.settings.trace:
             trace_collectives()
 
+    def _adapt(self) -> None:
+        """Put adapters beside the matrices that are to have some, cut as those are."""
+        asked = self.settings.adapters
+        if asked is None:
+            return
+        part = self.family.parts[self.spec.part]
+        add_adapters(self.model, find_targets(self.model, part, asked), asked, self.settings.seed)
+        if self.spec.degrees.tensor > 1:
+            cut_adapters(adapted_modules(self.model), self.mesh["tensor"])
+
+    def _saved(self) -> dict[str, Tensor]:
+        """What checkpoints have of the stage's weights: all, or beside adapters those that are trained."""
+        weights = as_dtensors(self.model)
+        if self.settings.adapters is None:
+            return weights
+        return {n: weights[n] for n, parameter in self.model.named_parameters() if parameter.requires_grad}
+
     def _resume_weights(self) -> None:
         if self.settings.resume_from is not None:
-            load_shards(as_dtensors(self.model), Path(self.settings.resume_from))
+            load_shards(self._saved(), Path(self.settings.resume_from))
 
     def _resume_optimizer(self) -> None:
         if self.settings.resume_from is not None:
@@ -242,7 +263,7 @@ class StageRank(ABC):
         state = ShardWriter(folder / OPTIMIZER, number, self.rank)
         self.optimizer.save_state(state)
         state.write()
-        weights = ShardWriter(folder, number, self.rank)
+        weights = ShardWriter(folder, number, self.rank, self._kept)
         self.optimizer.save_weights(weights)
         for name, buffer in self._buffers.items():
             weights.add(name, buffer)

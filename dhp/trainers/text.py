@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -71,6 +71,10 @@ class TextTrainer(StageRank):
         decoder = self.family.decoder
         balance = decoder.experts and decoder.experts.balance
         self._routers = Routers(model.get_submodule(decoder.path)) if balance else None
+        if self.settings.zero_stage == 3 and any(edge.gradients for edge in self.edges_in(0)):
+            # Weights are gathered for backward as well, by all replicas together: each has to go back as far as one
+            # with pictures does, though nothing of what it embeds is trained.
+            model.get_input_embeddings().register_forward_hook(_ask_gradient)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
         return model
@@ -219,6 +223,11 @@ class TextTrainer(StageRank):
         if self.family.decoder.sees_prefix:
             inside = find_prefixes(work.tensors["targets"].flatten(), lengths)
         return plan_segments(lengths, CPU, True, varlen, number_runs(inside), rule, backend)
+
+
+def _ask_gradient(_module: nn.Module, _given: tuple[Tensor, ...], embedded: Tensor) -> None:
+    if torch.is_grad_enabled() and not embedded.requires_grad:
+        embedded.requires_grad_()
 
 
 def _places(placement: Tensor | None, inside: Tensor) -> Tensor:

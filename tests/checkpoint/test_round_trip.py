@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
 from dhp.base.errors import CheckpointError
 from dhp.checkpoint.shards import read_shards
@@ -31,6 +32,11 @@ CASES = [
     Case(Degrees(data=2), Degrees(data=2), 2, "float32", 2, text_zero_stage=3, fsdp=True, schedule="1f1b", stages=2),
     Case(Degrees(data=2), Degrees(), 2, "float32", frozen=("vision",)),
     Case(Degrees(), Degrees(data=2), 2, "float32", frozen=("vision", "projector"), schedule="1f1b", stages=2),
+]
+LORA = (("vision", AdapterSettings(2, 4.0)), ("text", AdapterSettings(3, 3.0)))
+CASES += [
+    Case(Degrees(ulysses=2), Degrees(tensor=2), 2, "bfloat16", zero_stage=1, lora=LORA, trainable=("projector",)),
+    Case(Degrees(data=2), Degrees(data=2), 2, "float32", 3, text_zero_stage=3, fsdp=True, lora=LORA),
 ]
 UNDISTURBED = [CASES[1], CASES[3], CASES[6]]  # of each engine one in which saving is held against never having saved
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -9,7 +9,7 @@ from dhp.config.keys import find_key
 from dhp.config.load import compose_config
 from dhp.config.parts import parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve, warmup_steps
-from dhp.config.schema import Config, DataConfig, DatasetEntry, GroupConfig, PartConfig
+from dhp.config.schema import Config, DataConfig, DatasetEntry, GroupConfig, LoraConfig, PartConfig
 
 
 def config(**changes: object) -> Config:
@@ -199,6 +199,22 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             {"training__groups": {"slow": GroupConfig(warmup_steps=9)}, "training__max_steps": 8},
             ["training.groups.slow.warmup_steps=9", "lower training.groups.slow.warmup_steps"],
         ),
+        ({"text__lora": LoraConfig(rank=-1)}, ["text.lora.rank=-1 is out of range"]),
+        ({"text__lora": LoraConfig(alpha=8.0)}, ["text.lora has settings, but text.lora.rank=0", "Set text.lora.rank"]),
+        ({"text__lora": LoraConfig(rank=4, alpha=0.0)}, ["text.lora.alpha=0.0 is out of range"]),
+        ({"text__lora": LoraConfig(rank=4, dropout=1.0)}, ["text.lora.dropout=1.0 is out of range"]),
+        (
+            {"text__lora": LoraConfig(rank=4), "text__parallelism": "autotp", "text__num_actors": 2},
+            ["text.lora.rank=4 with text.parallelism=autotp", "Set text.parallelism=tensor"],
+        ),
+        (
+            {"text__lora": LoraConfig(rank=4, dora=True), "text__parallelism": "tensor", "text__num_actors": 2},
+            ["text.lora.dora=true with text.tensor=2", "or text.lora.dora=false"],
+        ),
+        (
+            {"vision__lora": LoraConfig(rank=4, dropout=0.1), "vision__recompute": "full"},
+            ["vision.lora.dropout=0.1 with vision.recompute=full", "Set vision.lora.dropout=0"],
+        ),
         ({"vision__parallelism": "ulysses"}, ["vision.parallelism=ulysses does not exist", "did you mean sequence?"]),
         ({"vision__parallelism": "TP"}, ["did you mean tensor?"]),
         ({"text__parallelism": "zero"}, ["did you mean deepspeed?"]),
@@ -350,3 +366,9 @@ def test_a_run_has_an_audio_part_where_its_section_has_actors():
     assert list(parts(hearing)) == ["vision", "audio", "text"]
     assert (hearing.audio.data, hearing.audio.model_name) == (3, hearing.text.model_name)
     assert compose_config("tiny", overrides=["audio.num_actors=0"]).audio == Config().audio
+
+
+def test_alpha_of_adapters_is_twice_their_rank() -> None:
+    found = resolve(config(text__lora=LoraConfig(rank=4)))
+    assert found.text.lora.alpha == 8.0 and resolve(found).text.lora == found.text.lora
+    assert found.vision.lora == LoraConfig()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.base.parameters import GroupRule, TrainingRules
@@ -27,6 +28,7 @@ from dhp.config.schema import TrainingConfig
 from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
+from dhp.models import adapters
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.models.slice import chunks_of
@@ -48,6 +50,7 @@ from tests.helpers.ranks import LocalGroup
 if TYPE_CHECKING:
     from dhp.batching.loader import Feed
 
+FIRST_OUT = 0.5
 UPDATE = OptimizerSettings(
     learning_rate=1e-3,
     betas=(0.85, 0.97),  # no default of torch, so that one that is ignored shows
@@ -81,6 +84,7 @@ class Case:
     trainable: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     groups: tuple[GroupRule, ...] = ()
+    lora: tuple[tuple[str, AdapterSettings], ...] = ()  # of each part that has adapters
     device: str = "cpu"
     audio: Degrees | None = None  # None: the run has no audio part
     audio_zero_stage: int = 0
@@ -99,6 +103,7 @@ class Case:
         packed += f", trains {' '.join(self.trainable)}" if self.trainable else ""
         packed += f", {' '.join(self.frozen)} frozen" if self.frozen else ""
         packed += f", groups {' '.join(rule.name for rule in self.groups)}" if self.groups else ""
+        packed += "".join(f", lora {own.rank} of {part}" for part, own in self.lora)
         packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
@@ -121,6 +126,7 @@ class Inspected:
 
     def __init__(self, settings: StageSettings):
         zero.PERSISTENT_ELEMENTS = 0  # so that stage 3 cuts weights this small too
+        adapters.FIRST_OUT = FIRST_OUT  # so that every matrix has a gradient in the first step
         super().__init__(settings)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -218,7 +224,7 @@ def chain_of(model: str, case: Case) -> Chain:
         audio=case.audio,
         audio_layers=0 if case.audio is None else len(family.parts["audio"].layers.kinds),
     )
-    trains = trained_stage(rules, family, model)
+    trains = trained_stage(rules, family, model, dict(case.lora))
     chunks = [chunks_of(stage.chunks, decoder.whole) for stage in make().of_part("text")]
     return make(
         vision_trains=trains("vision", ()),
@@ -230,7 +236,7 @@ def chain_of(model: str, case: Case) -> Chain:
 def rules_of(model: str, case: Case) -> TrainingRules:
     """What of a model the case trains, and how."""
     asked = TrainingConfig(trainable=list(case.trainable), frozen=list(case.frozen))
-    return replace(training_rules(asked, family_of(model, case)), groups=case.groups)
+    return replace(training_rules(asked, family_of(model, case), dict(case.lora)), groups=case.groups)
 
 
 def family_of(model: str, case: Case) -> Family:
@@ -258,6 +264,7 @@ def settings(stage: StageSpec, chain: Chain, model: str, case: Case) -> StageSet
         update=UPDATE,
         seed=0,
         rules=rules_of(model, case),
+        adapters=dict(case.lora).get(stage.part),
     )
 
 
@@ -402,9 +409,18 @@ _KNOWN: dict[tuple, tuple[Sequence, Wanted]] = {}
 def _expected(model: str, case: Case, steps: Sequence[Sequence[Sample]], kind: type[Oracle] = Oracle) -> Wanted:
     """Weights before, every step, and weights after in the oracle; once for all layouts of the same samples."""
     rules = rules_of(model, case)
-    key = (kind, model, case.dtype, case.device, rules, UPDATE, tuple(tuple(map(id, samples)) for samples in steps))
+    key = (
+        kind,
+        model,
+        case.dtype,
+        case.device,
+        rules,
+        case.lora,
+        UPDATE,
+        tuple(tuple(map(id, samples)) for samples in steps),
+    )
     if key not in _KNOWN:
-        oracle = kind(model, getattr(torch, case.dtype), UPDATE, case.device, rules)
+        oracle = kind(model, getattr(torch, case.dtype), UPDATE, case.device, rules, dict(case.lora))
         start = _on_host(oracle.weights())
         wanted = (start, [_step_on_host(oracle, samples) for samples in steps], _on_host(oracle.weights()))
         _KNOWN[key] = (steps, wanted)  # the samples are kept, so that their ids stay theirs
@@ -434,7 +450,7 @@ class Ratios:
 def compare_rounding(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Ratios:
     """Train the steps in the case's layout, in one plain process of the same precision, and exactly."""
     trained = train(model, case, steps, fault)
-    _, wanted, exact = _expected(model, replace(case, dtype="float64"), steps)
+    start, wanted, exact = _expected(model, replace(case, dtype="float64"), steps)
     _, rough, plain = _expected(model, case, steps, MixedOracle)
     ours = max(_deviation(found, e.loss) for found, e in zip(trained.losses, wanted, strict=True))
     theirs = max(_deviation(r.loss, e.loss) for r, e in zip(rough, wanted, strict=True))
@@ -443,7 +459,9 @@ def compare_rounding(model: str, case: Case, steps: Sequence[Sequence[Sample]], 
         for found, r, e in zip(trained.gradients, rough, wanted, strict=True)
         for of_rank in found
     ]
-    ends = [_ratio(of_rank, plain, exact) for of_part in trained.weights for of_rank in of_part]
+    moved = {name for name, weight in exact.items() if not torch.equal(weight, start[name])}
+    of_ranks = [{n: w for n, w in of_rank.items() if n in moved} for part in trained.weights for of_rank in part]
+    ends = [_ratio(of_rank, plain, exact) for of_rank in of_ranks]
     return Ratios(ours / theirs, *max(gradients), max(ends))
 
 
@@ -454,7 +472,7 @@ def _ratio(ours: dict, theirs: dict, exact: dict) -> float:
     the whole error of a short bias.
     """
     distance = lambda found: math.hypot(*(float((found[name].double() - exact[name]).norm()) for name in ours))
-    return distance(ours) / distance(theirs)
+    return distance(ours) / (distance(theirs) or 1.0)  # of a part that nothing trains
 
 
 def _worst_ratio(ours: dict, theirs: dict, exact: dict, floor: float) -> tuple[float, str]:
@@ -523,6 +541,7 @@ def _worst_update(
             wanted = end[name] - start[name]
             error = _deviation(float((weight.to(wanted) - end[name]).norm()) / (float(wanted.norm()) or 1.0), 0.0)
             worst = max(worst, (error, name))
-    missing = end.keys() - {name for part in trained for of_rank in part for name in of_rank}
+    moved = {name for name, weight in end.items() if not torch.equal(weight, start[name])}
+    missing = moved - {name for part in trained for of_rank in part for name in of_rank}
     assert not missing, f"no rank holds {sorted(missing)[:3]}"
     return worst

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from types import MappingProxyType
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, get_scheduler
+from torch.nn import Linear
+from transformers import AutoModelForImageTextToText, PreTrainedModel, get_scheduler
 
+from dhp.base.adapters import AdapterSettings
 from dhp.base.geometry import Form
 from dhp.base.parameters import ALL, Group, TrainingRules
 from dhp.data.sample import Sample
 from dhp.doctor.samples import sound_inputs
+from dhp.models.adapters import first_values
+from dhp.models.family import Family
 from dhp.models.generic.declared import token_types
 from dhp.models.generic.forms import unpack
 from dhp.models.generic.pictures import joined
@@ -43,8 +50,9 @@ class Oracle:
         update: OptimizerSettings,
         device: str = "cpu",
         rules: TrainingRules = ALL,
+        lora: Mapping[str, AdapterSettings] = MappingProxyType({}),
     ):
-        """rules: what is trained, and in which groups."""
+        """rules: what is trained, and in which groups. lora: adapters of parts."""
         self.device = device
         self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=dtype).train().to(device)
         if dtype == torch.float64:
@@ -52,9 +60,11 @@ class Oracle:
         if dtype == torch.float64:
             for parameter in self.model.parameters():  # some of which the library keeps in float32
                 parameter.data = parameter.data.double()
+        self._family = load_family(model_name)
+        add_by_peft(self.model, self._family, lora)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(rules.trains(name))
-        self._family = load_family(model_name)
+        self.lora = lora
         self.prepare(model_name)
         self.update = update
         default = Group("all", update.learning_rate, update.weight_decay, update.warmup_steps)
@@ -162,6 +172,28 @@ def _pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
     return found | ({"second_per_grid_ts": torch.tensor(moving)} if moving else {})
 
 
+def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, AdapterSettings]) -> None:
+    """peft's own adapters in a whole model, which begin with what ours begin with."""
+    for part, asked in lora.items():
+        own, layers = family.parts[part].modules, family.parts[part].layers.path
+        linear = [name for name, module in model.named_modules() if isinstance(module, Linear) and name.startswith(own)]
+        wanted = [f"*{said}*" for said in asked.targets] or [f"{layers}.*"]
+        targets = [name for name in linear if any(fnmatch(name, pattern) for pattern in wanted)]
+        config = LoraConfig(
+            r=asked.rank,
+            lora_alpha=asked.alpha,
+            lora_dropout=asked.dropout,
+            target_modules=list(targets),
+            use_dora=asked.dora,
+            use_rslora=asked.rslora,
+        )
+        inject_adapter_in_model(config, model, "default")
+    for name, parameter in model.named_parameters():
+        module, _, last = name.removesuffix(".default.weight").rpartition(".")
+        if last in ("lora_A", "lora_B"):
+            parameter.data = first_values(f"{module}.{last}", parameter.shape, 0).to(parameter)
+
+
 class MixedOracle(Oracle):
     """The plain model in 16 bits as transformers loads it, beside float32 master weights and gradient sums."""
 
@@ -172,6 +204,7 @@ class MixedOracle(Oracle):
                 if isinstance(module, torch.nn.Conv3d):
                     project_as_product(module)
         exact = AutoModelForImageTextToText.from_pretrained(model_name, dtype=torch.float32).to(self.device)
+        add_by_peft(exact, self._family, self.lora)
         self.masters = dict(exact.named_parameters())
 
     def named(self) -> list[tuple[str, Tensor]]:

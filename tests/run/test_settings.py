@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
 from dhp.base.parameters import Selector, TrainingRules
 from dhp.batching.loader import Split
@@ -36,7 +37,7 @@ NOTHING_AS_BY_DEFAULT = [
     *("vision.model_name=a/model", "text.model_name=a/model"),
     *("vision.parallelism=sequence", "vision.num_actors=24", "vision.data=2", "vision.ring=3", "vision.ulysses=2"),
     *("vision.tensor=2", "vision.dtype=float64", "vision.zero_stage=0", "vision.recompute=light"),
-    *("vision.attention_backend=sdpa", "training.frozen=[vision]"),
+    *("vision.attention_backend=sdpa", "training.frozen=[vision]", "vision.lora.rank=4", "vision.lora.rslora=true"),
     *("text.parallelism=autotp", "text.num_actors=6", "text.data=3", "text.tensor=2", "text.dtype=bfloat16"),
     *("text.recompute=mlp:0", "training.batch_size=30", "training.micro_batch_size=5", "training.trace=true"),
     *("data.min_pixels=4000", "data.max_pixels=90000", "data.packing=false", "data.shuffle=false"),
@@ -63,6 +64,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
             "attention_backend": "sdpa",
             "autotp": False,
             "resume_from": "step_7/vision",
+            "adapters": AdapterSettings(4, 8.0, rslora=True),
         },
         "text": {
             "dtype": "bfloat16",
@@ -70,6 +72,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
             "attention_backend": "auto",
             "autotp": True,
             "resume_from": "step_7/text",
+            "adapters": None,
         },
     }
     for name, settings in found.items():

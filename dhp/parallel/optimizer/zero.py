@@ -41,14 +41,21 @@ class ZeroSharded:
     """
 
     def __init__(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, stage: int = 1, dtype: torch.dtype = torch.float32
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        stage: int = 1,
+        dtype: torch.dtype = torch.float32,
+        saves_frozen: bool = True,
     ):
+        """saves_frozen: weights that nothing trains are saved too."""
         self._module = module
         cast = dtype != torch.float32
         exact = {name: parameter.detach() for name, parameter in module.named_parameters() if cast}
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         # Weights that nothing trains are in no partition of the optimizer; stage 3 would hide them from a save.
-        self._frozen = {n: p.detach().to(dtype, copy=True) for n, p in module.named_parameters() if not p.requires_grad}
+        frozen = [(n, p) for n, p in module.named_parameters() if saves_frozen and not p.requires_grad]
+        self._frozen = {name: parameter.detach().to(dtype, copy=True) for name, parameter in frozen}
         optimizer = make_optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
         self._engine = _initialize(Computation(module), optimizer, stage, dtype)
         self._partitions = partitions_of(self._engine.optimizer, names)

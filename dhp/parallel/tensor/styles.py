@@ -35,6 +35,7 @@ from transformers.distributed.tensor_parallel import (
 from dhp.parallel.comm.collectives import sum_in_place
 
 PARTIAL_OVER = "dhp_partial_over"  # on a module: the ranks over which its gradients are parts of a sum
+ROWS = "dhp_rows"  # on a module that every rank holds whole: the rows with which this one computes
 _ENTRY = "dhp_entry"  # on a module: the `Entry` that it shares with its siblings
 
 
@@ -77,6 +78,10 @@ class Entry:
         self._given: Tensor | None = None
         self._entered: Tensor | None = None
 
+    def join(self) -> None:
+        """One more will enter."""
+        self._siblings += 1
+
     def enter(self, states: Tensor, group: dist.ProcessGroup) -> Tensor:
         """`states` as all ranks hold them; their gradient will be the sum over the ranks, whoever takes it."""
         if self._given is not states:
@@ -95,7 +100,7 @@ def share_entry(siblings: list[nn.Module]) -> None:
         setattr(module, _ENTRY, entry)
 
 
-def _entry(module: nn.Module) -> Entry:
+def entry_of(module: nn.Module) -> Entry:
     return module.__dict__.setdefault(_ENTRY, Entry())
 
 
@@ -104,7 +109,7 @@ class Colwise(ColwiseParallel):
 
     def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
         """Make `module` compute with its slices, which are plain tensors when it is called."""
-        group, entry = mesh.get_group(), _entry(module)
+        group, entry = mesh.get_group(), entry_of(module)
         module.forward = lambda states: F.linear(entry.enter(states, group), module.weight, module.bias)
         return module
 
@@ -185,7 +190,7 @@ class SharedHeads(TensorParallelLayer):
 
     def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
         """Make `module` map [..., in] to this rank's head, [..., out / heads]."""
-        group, ranks, entry = mesh.get_group(), mesh.size(), _entry(module)
+        group, ranks, entry = mesh.get_group(), mesh.size(), entry_of(module)
         width = module.out_features // self.heads
         head = mesh.get_local_rank() * self.heads // ranks
         own = slice(head * width, (head + 1) * width)
@@ -196,6 +201,7 @@ class SharedHeads(TensorParallelLayer):
 
         module.forward = forward
         setattr(module, PARTIAL_OVER, group)
+        setattr(module, ROWS, own)
         return module
 
 

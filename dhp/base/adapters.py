@@ -1,0 +1,32 @@
+"""What adapters a part has: values that cross processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dhp.base.parameters import Selector
+
+ADAPTER = "default"  # peft's own name of the one adapter that a model has here
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Low-rank adapters (Hu et al. 2021, "LoRA") beside the matrices of a part: W + scale × B A.
+
+    rank: rows of A, columns of B. scale: alpha / rank; with rslora alpha / √rank (Kalajdzievski 2023).
+
+    dropout: of what enters A. targets: which matrices; none: all of the layers.
+
+    dora: the norms of W's rows are trained too (Liu et al. 2024).
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    dora: bool = False
+    rslora: bool = False
+
+    def selectors(self) -> tuple[Selector, ...]:
+        """What `targets` select, by names of weights."""
+        return tuple(Selector(said) for said in self.targets)

@@ -1,0 +1,152 @@
+"""Trained adapters on their way out: merged into the model that they were trained beside, or as peft has them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dhp.base.adapters import ADAPTER, AdapterSettings
+from dhp.base.errors import ModelError
+from dhp.base.parameters import is_adapter, plain_name
+from dhp.models.adapters import adapted_modules, add_adapters, find_targets
+from dhp.models.family import Family
+from dhp.models.registry import load_family
+from dhp.models.split import model_class
+from dhp.models.whole import persistent_buffers
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+Adapters = Mapping[str, AdapterSettings]  # by part
+FILE, PREFIX = "adapter_model.safetensors", "base_model.model."  # of peft's; the prefix of names in it
+
+
+def merge(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Tensor]:
+    """All weights of the model of `model_dir`, with what was trained: adapters added to their matrices by peft's own
+    arithmetic, other weights in the place of the model's. In the directory's number format.
+
+    weights: of a checkpoint, by name. Raises ModelError where they are another model's.
+    """
+    model = _load(model_dir)
+    _put(model, load_family(model_dir), adapters)
+    _fill(model, weights, model_dir)
+    for _, layer in adapted_modules(model):
+        layer.merge(safe_merge=True)
+    held = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return {plain_name(name): tensor.detach() for name, tensor in held.items() if not is_adapter(name)}
+
+
+def save_adapter(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters, out_dir: Path) -> int:
+    """Write `weights` as an ordinary adapter of peft's, which `PeftModel.from_pretrained(model, out_dir)` loads; how
+    many tensors.
+
+    Other weights than adapters that are not as in the model of `model_dir` come along, module by module (peft's
+    modules_to_save). Raises ModelError where peft has no way to say what was trained.
+    """
+    if out_dir.exists() and any(out_dir.iterdir()):
+        raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
+    model = _load(model_dir)
+    targets = _targets(model, load_family(model_dir), adapters)
+    whole = _changed_modules(model, {n: tensor for n, tensor in weights.items() if not is_adapter(n)})
+    config = _peft_config(model_dir, targets, adapters, list(whole))
+    out_dir.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(out_dir))
+    kept = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
+    kept |= {name: tensor for own in whole.values() for name, tensor in own.items()}
+    named = {_peft_name(name): tensor.contiguous() for name, tensor in kept.items()}
+    save_file(named, out_dir / FILE, metadata={"format": "pt"})
+    shutil.copymode(out_dir / "adapter_config.json", out_dir / FILE)  # safetensors lets its owner alone read it
+    return len(named)
+
+
+def _load(model_dir: str) -> PreTrainedModel:
+    try:
+        return model_class(model_dir).from_pretrained(model_dir, dtype="auto")
+    except OSError as error:
+        raise ModelError(
+            f"{model_dir}: the model that the adapters belong to cannot be read ({error}). Say by --base where it is"
+        ) from error
+
+
+def _peft_config(
+    model_dir: str, targets: Mapping[str, tuple[str, ...]], adapters: Adapters, whole: list[str]
+) -> PeftConfig:
+    """One configuration for all parts: the last part's, whose rank and alpha others may differ in."""
+    from peft import LoraConfig
+
+    (*others, last), every = targets, {name: part for part, own in targets.items() for name in own}
+    for other in others:
+        if (adapters[other].dora, adapters[other].rslora) != (adapters[last].dora, adapters[last].rslora):
+            raise ModelError(
+                f"the adapters of {other} and {last} differ in dora or rslora, of which an adapter of peft's has one "
+                "for all. Export without --adapter: they are merged into the model then"
+            )
+    own = adapters[last]
+    return LoraConfig(
+        r=own.rank,
+        lora_alpha=own.alpha,
+        lora_dropout=own.dropout,
+        use_dora=own.dora,
+        use_rslora=own.rslora,
+        target_modules=list(every),
+        rank_pattern={name: adapters[part].rank for name, part in every.items() if part != last},
+        alpha_pattern={name: adapters[part].alpha for name, part in every.items() if part != last},
+        modules_to_save=whole or None,
+        base_model_name_or_path=model_dir,
+        inference_mode=True,
+    )
+
+
+def _changed_modules(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Modules of which some weight is no longer the model's, with all of their weights."""
+    held = dict(model.named_parameters())
+    changed = [n for n, tensor in weights.items() if n not in held or not torch.equal(held[n].to(tensor), tensor)]
+    found = {}
+    for name in changed:
+        owner = plain_name(name).rpartition(".")[0]
+        module = model.get_submodule(owner)
+        if plain_name(name) != name or any(module.children()):
+            raise ModelError(
+                f"{plain_name(name)} was trained beside the adapters, which no adapter of peft's can say: it keeps "
+                "other weights as whole modules. Export without --adapter: the adapters are merged into the model then"
+            )
+        own = {n: p.detach() for n, p in module.named_parameters(prefix=owner)}
+        found[owner] = {n: weights.get(n, value) for n, value in own.items()}
+    return found
+
+
+def _put(model: PreTrainedModel, family: Family, adapters: Adapters) -> None:
+    for part, own in _targets(model, family, adapters).items():
+        add_adapters(model, own, adapters[part], seed=0)
+
+
+def _targets(model: nn.Module, family: Family, adapters: Adapters) -> dict[str, tuple[str, ...]]:
+    return {part: find_targets(model, family.parts[part], asked) for part, asked in adapters.items()}
+
+
+def _fill(model: nn.Module, weights: Mapping[str, Tensor], model_dir: str) -> None:
+    held = dict(model.named_parameters(remove_duplicate=False))
+    other = [n for n, tensor in weights.items() if n not in held or held[n].shape != tensor.shape]
+    missing = [n for n in held if is_adapter(n) and n not in weights]
+    if other or missing:
+        raise ModelError(
+            f"{model_dir} is not the model that these adapters were trained beside: it lacks {other[:3]} in their "
+            f"shapes, and they lack {missing[:3]}. Give the directory of that model by --base"
+        )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            held[name].copy_(tensor)
+
+
+def _peft_name(name: str) -> str:
+    name = plain_name(name)
+    for piece in ("lora_A", "lora_B"):
+        name = name.replace(f".{piece}.{ADAPTER}.weight", f".{piece}.weight")
+    return PREFIX + name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")

@@ -1,0 +1,115 @@
+"""Adapters by peft in a part's model: which matrices get one, and what it begins with.
+
+Facts this stands on, each with a canary test: peft puts a layer in a linear module's place, which calls the module
+itself and adds what the adapter makes of the same input; it names their parameters as `dhp.base.parameters` knows them;
+and it leaves the modules' attributes, in which a slice of a matrix says what it is, as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dhp.base.adapters import ADAPTER, AdapterSettings
+from dhp.base.errors import ConfigError
+from dhp.base.parameters import Selector, is_inside
+from dhp.config.nearest import did_you_mean, nearest
+from dhp.models.part import Part
+
+_ROUTERS = ("router", "gate", "shared_expert_gate")  # last names of linear modules that choose experts
+FIRST_OUT = 0.0  # what B begins with, as a share of what A begins with: the first output is the model's own
+
+
+def find_targets(model: nn.Module, part: Part, asked: AdapterSettings) -> tuple[str, ...]:
+    """Names of the part's modules that get an adapter, of those that this model holds, in its order."""
+    linear, chosen = list(_linear_modules(model, part)), asked.selectors()
+    if not chosen:
+        return tuple(name for name in linear if is_inside(name, [part.layers.path]) and not _is_router(name))
+    return tuple(name for name in linear if any(selector.fits(f"{name}.weight") for selector in chosen))
+
+
+def check_targets(model: nn.Module, part: Part, key: str, asked: AdapterSettings) -> None:
+    """Raises ConfigError for targets that are nowhere in the part of a whole model, or cannot have an adapter. key: of
+    the part's adapters in the configuration."""
+    linear = list(_linear_modules(model, part))
+    for selector in asked.selectors():
+        if any(selector.fits(f"{name}.weight") for name in linear):
+            continue
+        other = next((name for name, _ in model.named_parameters() if _reaches(selector, name, part)), None)
+        if other is not None:
+            owner = other.rpartition(".")[0]
+            kind = type(model.get_submodule(owner)).__name__
+            raise ConfigError(
+                f"{key}.targets: {selector.said} selects {owner}, of the kind {kind}: adapters stand beside "
+                "linear layers alone, not beside heads, embeddings, convolutions, norms, or experts that are one "
+                "matrix. Leave it out, or train it whole by training.trainable"
+            )
+        pieces = dict.fromkeys(piece for name in linear for piece in name.split(".") if not piece.isdigit())
+        hint = did_you_mean([nearest(selector.said.strip("*."), pieces)])
+        known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        raise ConfigError(f"{key}.targets: {selector.said} is no matrix of this part{hint}. There are {known}")
+
+
+def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSettings, seed: int) -> None:
+    """Put adapters beside the modules of these names. Which other parameters are trained stays as it was."""
+    if not targets:
+        return
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, which peft asks for, looks for one and says so
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and only runs with adapters need it
+
+    trained = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+    config = LoraConfig(
+        r=asked.rank,
+        lora_alpha=asked.alpha,
+        lora_dropout=asked.dropout,
+        target_modules=list(targets),
+        use_rslora=asked.rslora,
+        use_dora=asked.dora,
+        bias="none",
+    )
+    inject_adapter_in_model(config, model, ADAPTER)
+    for parameter in model.parameters():
+        parameter.requires_grad_(trained.get(id(parameter), True))
+    for name, layer in adapted_modules(model):
+        with torch.no_grad():
+            for own in ("lora_A", "lora_B"):
+                weight = getattr(layer, own)[ADAPTER].weight
+                if not weight.is_meta:
+                    weight.copy_(first_values(f"{name}.{own}", weight.shape, seed))
+
+
+def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """What an adapter's matrix begins with, whatever else there is in the model and wherever it lies: A as torch begins
+    linear layers (uniform, by its inputs), B with zeros."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+    bound = shape[1] ** -0.5
+    values = torch.empty(tuple(shape), dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+    return values * FIRST_OUT if name.endswith("lora_B") else values
+
+
+def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that peft put in the place of linear modules, by their names."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and ADAPTER in module.lora_A:
+            yield name, module
+
+
+def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:
+    """Without the head, whose weight the loss takes by itself."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and is_inside(name, part.modules) and name != getattr(part, "head", None):
+            yield name
+
+
+def _is_router(name: str) -> bool:
+    return name.rpartition(".")[2] in _ROUTERS
+
+
+def _reaches(selector: Selector, name: str, part: Part) -> bool:
+    return is_inside(name, part.modules) and selector.fits(name)

@@ -1,0 +1,99 @@
+"""Which matrices get an adapter, and the facts about peft that adapters here stand on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from dhp.base.adapters import ADAPTER, AdapterSettings
+from dhp.base.errors import ConfigError
+from dhp.base.parameters import is_adapter, plain_name
+from dhp.models.adapters import adapted_modules, add_adapters, check_targets, find_targets
+from dhp.models.registry import load_family
+from dhp.models.split import model_class
+
+
+def meta(model: str) -> nn.Module:
+    with torch.device("meta"):
+        return model_class(model)(AutoConfig.from_pretrained(model))
+
+
+def targets(model: str, part: str, *said: str) -> tuple[str, ...]:
+    return find_targets(meta(model), load_family(model).parts[part], AdapterSettings(2, 4.0, targets=said))
+
+
+def test_by_default_all_linear_modules_of_the_layers(made_model: str) -> None:
+    text = targets(made_model, "text")
+    assert {name.rpartition(".")[2] for name in text} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+    assert all(name.startswith("model.language_model.layers.") for name in text) and len(text) == 2 * 7
+    vision = targets(made_model, "vision")
+    assert {name.rpartition(".")[2] for name in vision} >= {"qkv", "proj"}
+    assert not any("merger" in name or "patch_embed" in name for name in vision)
+
+
+def test_routers_of_experts_get_none(qwen3_vl_moe_model: str) -> None:
+    found = targets(qwen3_vl_moe_model, "text")
+    assert found and not any("gate" == name.rpartition(".")[2] or "expert" in name for name in found)
+
+
+def test_patterns_choose_within_the_part(made_model: str) -> None:
+    assert targets(made_model, "text", "layers.1", "q_proj") == tuple(
+        name for name in targets(made_model, "text") if ".1." in name or "q_proj" in name
+    )
+    assert targets(made_model, "vision", "merger.mlp.0") == ("model.visual.merger.mlp.0",)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("q_prj", r"text.lora.targets: q_prj is no matrix of this part; did you mean q_proj\?"),
+        ("lm_head", r"lm_head selects lm_head, of the kind Linear: adapters stand beside linear layers alone"),
+        ("embed_tokens", r"embed_tokens selects model.language_model.embed_tokens, of the kind Embedding"),
+        ("*norm", r"of the kind Qwen2_5_VLRMSNorm"),
+        ("merger", r"merger is no matrix of this part\. There are q_proj, k_proj"),
+    ],
+)
+def test_what_cannot_have_an_adapter_is_refused(made_model: str, said: str, told: str) -> None:
+    asked = AdapterSettings(2, 4.0, targets=("v_proj", said))
+    with pytest.raises(ConfigError, match=told):
+        check_targets(meta(made_model), load_family(made_model).parts["text"], "text.lora", asked)
+
+
+def test_peft_keeps_the_module_with_its_attributes_and_adds_to_what_it_makes() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(3, 3)})
+    base = model["a"]
+    base.note = "kept"
+    base.forward = lambda states: torch.ones(*states.shape[:-1], 3)  # as a slice's own forward is
+    model["b"].weight.requires_grad_(False)
+    add_adapters(model, ["a"], AdapterSettings(2, 6.0), seed=3)
+    ((name, layer),) = adapted_modules(model)
+    assert name == "a" and layer.base_layer is base and base.note == "kept"
+    states = torch.randn(5, 4)
+    assert torch.equal(layer(states), torch.ones(5, 3))  # B begins with zeros
+    nn.init.ones_(layer.lora_B[ADAPTER].weight)
+    added = 3.0 * states @ layer.lora_A[ADAPTER].weight.T @ layer.lora_B[ADAPTER].weight.T
+    torch.testing.assert_close(layer(states), 1.0 + added)
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert trained == {
+        "a.base_layer.weight": True,
+        "a.base_layer.bias": True,
+        "a.lora_A.default.weight": True,
+        "a.lora_B.default.weight": True,
+        "b.weight": False,
+        "b.bias": True,
+    }
+    assert [name for name in trained if is_adapter(name)] == ["a.lora_A.default.weight", "a.lora_B.default.weight"]
+    assert plain_name("a.base_layer.weight") == "a.weight"
+
+
+def test_dropout_is_of_what_enters_and_its_scale_of_the_root_with_rslora() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 3)})
+    add_adapters(model, ["a"], AdapterSettings(4, 6.0, dropout=0.5, rslora=True), seed=0)
+    ((_, layer),) = adapted_modules(model)
+    assert isinstance(layer.lora_dropout[ADAPTER], nn.Dropout) and layer.lora_dropout[ADAPTER].p == 0.5
+    assert layer.scaling[ADAPTER] == 3.0
