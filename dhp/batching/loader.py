@@ -24,9 +24,9 @@ from dhp.data.lengths.table import MeasuredDataset, RowChunk
 from dhp.data.media.video import Taking
 from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler, StepBatch
-from dhp.data.preprocess import Preprocessor, Videos
+from dhp.data.preprocess import Preprocessor, Prompts, Videos
 from dhp.data.read_settings import ReadSettings
-from dhp.data.sounds import Sounds
+from dhp.data.sounds import NO_ACTORS, NO_TOWER, Sounds
 from dhp.data.source import BatchSource, StepSamples, open_dataset
 from dhp.models.family import Family
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
@@ -68,7 +68,7 @@ def make_feed(settings: FeedSettings) -> Feed:
     """
     family = load_family(settings.model_name).having(settings.encoders)
     family.processor.load()
-    tokenizer = load_tokenizer(settings.model_name)
+    tokenizer = load_tokenizer(settings.model_name, settings.reading.chat_template)
     _check_vocabulary(settings.model_name, tokenizer, family)
     preprocess = Preprocessor(
         tokenizer,
@@ -84,6 +84,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         family.processor.about(),
         family.processor.image_arguments,
         _sounds(family),
+        _prompts(family, settings.reading),
     )
     allow_http = settings.reading.allow_http
     dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
@@ -127,6 +128,11 @@ def _sounds(family: Family) -> Sounds | None:
         return None
     own.load()
     return Sounds(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
+
+
+def _prompts(family: Family, reading: ReadSettings) -> Prompts:
+    deaf = NO_TOWER if family.processor.hearing is None else NO_ACTORS
+    return Prompts(reading.system_prompt, reading.learn_empty_thoughts, deaf)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:

@@ -103,8 +103,9 @@ def _merged_entry(key: Key, override: Override) -> str:
     section, _, below = key.path.partition(f".{ANY_NAME}")
     name = override.key_or_group.removeprefix(f"{section}.").removesuffix(below)
     value = override.get_value_element_as_str()
-    entry = f"{{{below[1:]}:{value}}}" if below else value
-    return f"++{section}={{{name}:{entry}}}"
+    for part in reversed(below[1:].split(".") if below else []):
+        value = f"{{{part}:{value}}}"
+    return f"++{section}={{{name}:{value}}}"
 
 
 def _parse(argument: str) -> Override:

@@ -76,7 +76,7 @@ def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool) -> 
         raise DataError(f"dataset {name!r} is not in data.data_registry (it holds {sorted(registry)}){suggestion}")
     entry = registry[name]
     data_path = Path(entry.data_path) if entry.data_path else None
-    return read_annotations(name, Path(entry.annotation_path), data_path, entry.format, allow_http)
+    return read_annotations(name, Path(entry.annotation_path), data_path, entry.format, allow_http, entry.columns)
 
 
 @dataclass(frozen=True)

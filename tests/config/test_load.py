@@ -45,6 +45,26 @@ def test_datasets_are_added_from_the_command_line(overrides):
     assert "shapes" in registry
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.data_registry.shapes.columns.images=photos", "+data.data_registry.shapes.columns.messages=dialogue"],
+        ["data.data_registry.shapes.columns={images: photos, messages: dialogue}"],
+    ],
+)
+def test_columns_are_named_from_the_command_line(overrides):
+    entry = compose_config("tiny", overrides=overrides).data.data_registry["shapes"]
+    assert entry.columns == {"images": "photos", "messages": "dialogue"}
+    assert entry.annotation_path == "assets/tiny/data/annotations.json"
+
+
+def test_columns_in_a_yaml(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "data:\n  datasets: [a]\n  data_registry:\n    a: {annotation_path: x, columns: {images: photos}}\n"
+    )
+    assert compose_config("mine", str(tmp_path)).data.data_registry["a"].columns == {"images": "photos"}
+
+
 def test_datasets_are_removed_from_the_command_line():
     assert compose_config("tiny", overrides=["~data.data_registry.shapes"]).data.data_registry == {}
 
@@ -63,6 +83,10 @@ def test_datasets_are_removed_from_the_command_line():
         (
             "data.data_registry.a.path=x",
             "data.data_registry.a.path is not a key; did you mean data.data_registry.a.data_path?",
+        ),
+        (
+            "data.data_registry.a.columns=x",
+            "data.data_registry.a.columns is of the wrong type; expected a mapping such as {images: photos}",
         ),
         ("vision.zzz=1", "vision.zzz is not a key; vision has model_name, parallelism, num_actors"),
         ("zzz=1", "zzz is not a key; the top level has name, run_dir"),
