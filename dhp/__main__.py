@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:8} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: python -m dhp COMMAND …", *lines, "Training: python -m dhp.train_ray --config-name=NAME"])
+    return "\n".join(["usage: python -m dhp COMMAND …", *lines, "Training: python -m dhp.train_ray FILE.yaml|--config-name=NAME"])
 
 
 if __name__ == "__main__":
