@@ -26,6 +26,8 @@ from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler, StepBatch
 from dhp.data.preprocess import Preprocessor, Prompts, Videos
 from dhp.data.read_settings import ReadSettings
+from dhp.data.records import Record
+from dhp.data.sample import Sample
 from dhp.data.sounds import NO_ACTORS, NO_TOWER, Sounds
 from dhp.data.source import BatchSource, StepSamples, open_dataset
 from dhp.models.family import Family
@@ -221,6 +223,10 @@ class Feed:
     def step(self, step: int) -> StepData:
         """`read` of the `batch` of that number (0-based)."""
         return self._deal(partial(self._source.step, step))
+
+    def sample(self, index: int) -> tuple[Record, Sample]:
+        """One sample of the first epoch, by its 0-based index. Raises DataError where it cannot be used."""
+        return self._source.sample(index)
 
     def samples(self, step: int) -> StepSamples:
         """The samples of a step (0-based), before they are dealt out."""

@@ -123,6 +123,12 @@ class BatchSource:
         """Samples of all datasets together."""
         return len(self._dataset)
 
+    def sample(self, index: int) -> tuple[Record, Sample]:
+        """One sample of the first epoch, by its 0-based index in all datasets. DataError if it cannot be used, whatever
+        on_bad_sample says."""
+        record = self._dataset.record(index)
+        return record, self._preprocess(record)
+
     def step(self, step: int) -> StepSamples:
         """Decode the global batch of one step (0-based). DataError as on_bad_sample says."""
         return self.read(self.sampler.batch(step))

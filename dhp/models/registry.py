@@ -79,7 +79,7 @@ def _refuse_dropout(config: Any) -> None:
 
 
 def load_tokenizer(model_name: str, chat_template: str | None = None) -> Any:
-    """The model's own tokenizer, with its chat template, or with the one given (Jinja text).
+    """The model's own tokenizer, with its chat template, or with the one given (Jinja text; "": none is needed).
 
     Raises ModelError when the directory has no tokenizer or no chat template.
     """
@@ -89,11 +89,11 @@ def load_tokenizer(model_name: str, chat_template: str | None = None) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model_name)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable tokenizer: {error}") from error
-    if chat_template is not None:
+    if chat_template:
         tokenizer.chat_template = chat_template
     elif isinstance(tokenizer.chat_template, dict):  # several by name
         tokenizer.chat_template = tokenizer.get_chat_template()
-    if not tokenizer.chat_template:
+    if chat_template is None and not tokenizer.chat_template:
         raise ModelError(
             f"{model_name}: the tokenizer has no chat template, so conversations cannot be rendered; "
             "put the model's chat_template.jinja (or chat_template.json) into the directory, or name a file that "
