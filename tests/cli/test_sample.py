@@ -229,6 +229,25 @@ def test_a_sample_is_printed_and_written(capsys: pytest.CaptureFixture[str], tin
     assert [path.name for path in tmp_path.iterdir()] == ["inspect_sample"]
 
 
+def test_a_sample_of_other_names_by_a_template_of_ones_own(
+    capsys: pytest.CaptureFixture[str], tiny_assets: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"ask": "Hi?", "say": "Yes."}\n')
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' %}<think></think>{% endif %}"
+        "{{ m['content'][0]['text'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    columns = f"{{annotation_path: {rows}, columns: {{instruction: ask, output: say}}}}"
+    own = [f"+data.data_registry.rows={columns}", "data.datasets=[rows]", "data.system_prompt='Be brief.'"]
+    own += [f"data.chat_template={template}", "index=0", f"run_dir={tmp_path}"]
+    for more, learned in ((), "<think></think>⟦Yes.⟧"), (["data.learn_empty_thoughts=true"], "⟦<think></think>Yes.⟧"):
+        assert inspect(tiny_assets, *own, *more) == 0
+        told = capsys.readouterr().out
+        assert f"\n[system]Be brief.[user]Hi?[assistant]{learned}\n" in told and f"template: {template}\n" in told
+
+
 def test_colours_are_for_terminals(
     capsys: pytest.CaptureFixture[str], tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
