@@ -21,6 +21,9 @@ Message = dict[str, Any]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+_ASKED = "add_generation_prompt"  # in templates that write a prompt for an answer
+_WORD = "ANSWER"
+
 # <think></think> with nothing but space inside, in the spellings of several families.
 _THOUGHTS = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning)[>▷\]]"
 _BLOCK = rf"[<◁\[]{_THOUGHTS}\s*[<◁\[]/{_THOUGHTS}\n*"
@@ -104,7 +107,22 @@ def _prompts(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tup
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
     plain, asking = (_write(tokenizer, messages[:first], prompt=asked) for asked in (False, True))
     prompt = asking[len(plain) :] if asking.startswith(plain) else ""
+    prompt = prompt or _opening(tokenizer, messages[:first])
     return prompt, _AT_END.sub("", prompt)
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, before: list[Message]) -> str:
+    """What a template that writes no prompt for an answer puts before one, told by an answer of one word."""
+    if _ASKED in tokenizer.chat_template:
+        return ""
+    plain = _write(tokenizer, before, prompt=False)
+    answered = _write(tokenizer, [*before, {"role": "assistant", "content": [_content(_WORD)]}], prompt=False)
+    place = answered.find(_WORD, len(plain))
+    if place < 0 or not answered.startswith(plain):
+        return ""
+    # A space may share a token with the answer's first word, and alone is no opening.
+    opening = _AT_END.sub("", answered[len(plain) : place]).rstrip(" ")
+    return opening if opening.strip() else ""
 
 
 def _after(prompts: Sequence[str], text: str, start: int) -> int:
@@ -122,7 +140,7 @@ def _render_by_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _write(tokenizer, messages[:index], prompt=True)
+        before = _write(tokenizer, messages[:index], prompt=True) + _opening(tokenizer, messages[:index])
         after = _write(tokenizer, messages[: index + 1], prompt=False)
         span, shorter = (len(before), len(after)), after
         if not after.startswith(before):  # nothing is written of the thoughts that the prompt opens

@@ -121,6 +121,25 @@ def test_a_prompt_that_opens_thoughts_of_which_answers_tell_nothing(tokenizer):
         assert answers(tokenizer, template, "Hi?", "Yes.", "Sure?", "No.") == ["Yes.", "No."]
 
 
+@pytest.mark.parametrize(
+    ("header", "marks", "expected"),
+    [
+        ("<|im_start|>assistant\\n", "", "Yes.<|im_end|>"),
+        ("<|im_start|>assistant\\n", "BEGIN", "Yes.<|im_end|>"),
+        ("<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n", "", "Yes.<|im_end|>"),
+        ("ASSISTANT: ", "", " Yes.<|im_end|>"),  # the space is of the answer's first token
+        (" ", "", " Yes.<|im_end|>"),
+    ],
+)
+def test_templates_that_write_no_prompt_for_an_answer(tokenizer, header, marks, expected):
+    block, end = ("{% generation %}", "{% endgeneration %}") if marks else ("", "")
+    template = "{% for m in messages %}{% if m['role'] == 'assistant' %}" + block + f"{{{{ '{header}' }}}}"
+    template += "{{ m['content'][-1]['text'] + '<|im_end|>' }}" + end
+    template += "{{ '\\n' }}{% else %}{{ '<U>' + m['content'][-1]['text'] }}{% endif %}{% endfor %}"
+    found = answers(tokenizer, template, "ANSWER?", "Yes.", "Sure?", "ANSWER: no.")
+    assert found == [expected, expected.replace("Yes.", "ANSWER: no.")]
+
+
 def test_a_system_text_for_conversations_without_one():
     turns = (Turn("user", ("Hi?",)), Turn("assistant", ("Yes.",)))
     own = (Turn("system", ("Mine.",)), *turns)
