@@ -17,7 +17,8 @@ from dhp.models.processor import Processor
 
 SHOWN_FRAMES = 16  # of a video, evenly
 _UNREAD = "this family's patches cannot be put together again here"
-ALIKE = 24.0  # levels of 255 in the mean: more, and the patches were not put together as the family cuts them
+ALIKE = 0.3  # of the contrast: what ways to scale may differ by
+ROUNDING = 2.0  # levels of 255
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,12 @@ def _as_image(frame: np.ndarray, image_processor: Any) -> Image.Image:
 
 
 def _alike(seen: Image.Image, original: Image.Image) -> bool:
-    scaled = original.resize(seen.size, Image.Resampling.BICUBIC)
-    apart = np.asarray(seen, dtype=np.float32) - np.asarray(scaled, dtype=np.float32)
-    return float(np.abs(apart).mean()) < ALIKE
+    """Whether it is the picture that it should be. Ways to scale differ a little where a picture has much detail;
+    patches in another order differ as much as the picture's own levels do."""
+    scaled = np.asarray(original.resize(seen.size, Image.Resampling.BICUBIC), dtype=np.float32)
+    apart = np.abs(np.asarray(seen, dtype=np.float32) - scaled).mean()
+    contrast = np.abs(scaled - scaled.mean(axis=(0, 1))).mean()
+    return bool(apart < ROUNDING + ALIKE * contrast)
 
 
 def _spectrum(features: np.ndarray) -> Image.Image:

@@ -135,8 +135,13 @@ def test_an_image_is_put_together_from_the_patches_that_the_model_gets(tokenizer
     )
 
 
-def test_patches_in_another_order_are_not_passed_off_as_the_picture(tokenizer: Any, tmp_path: Path) -> None:
-    noise(112, 84).save(tmp_path / "a.png")
+@pytest.mark.parametrize("page", [False, True])
+def test_patches_in_another_order_are_not_passed_off_as_the_picture(tokenizer: Any, tmp_path: Path, page: bool) -> None:
+    picture = noise(112, 84)
+    if page:  # nearly white all over
+        picture = Image.new("RGB", (112, 84), "white")
+        picture.paste("black", (8, 4, 60, 10))
+    picture.save(tmp_path / "a.png")
     pictures = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
     processor = qwen2_5_vl(tiny_config(tokenizer)).processor
     pixels, grid = processor.patches(pictures(images=[Image.open(tmp_path / "a.png")], return_tensors="np"))
