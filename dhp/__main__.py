@@ -14,6 +14,7 @@ COMMANDS = {
     f"{'':11}machine [--json]: versions, GPUs, and which optional packages are here and usable",
     "export": "RUN_OR_CHECKPOINT OUT_DIR: write a checkpoint as an ordinary Hugging Face directory",
     "inspect": "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them\n"
+    f"{'':11}sample --config-name=NAME index=K: its prompt, what of it is learned, lengths, pictures\n"
     f"{'':11}data --config-name=NAME: counts, lengths, defects, and the balancing methods side by side",
 }
 
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:8} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: python -m dhp COMMAND …", *lines, "Training: python -m dhp.train_ray --config-name=NAME"])
+    training = "Training: python -m dhp.train_ray FILE.yaml|--config-name=NAME"
+    return "\n".join(["usage: python -m dhp COMMAND …", *lines, training])
 
 
 if __name__ == "__main__":

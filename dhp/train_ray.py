@@ -1,4 +1,4 @@
-"""`python -m dhp.train_ray --config-name=NAME [--config-path=DIR] key=value …`: Hydra → Config → run."""
+"""`python -m dhp.train_ray FILE.yaml|--config-name=NAME [--config-path=DIR] key=value …`: Hydra → Config → run."""
 
 from __future__ import annotations
 

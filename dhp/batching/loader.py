@@ -24,9 +24,11 @@ from dhp.data.lengths.table import MeasuredDataset, RowChunk
 from dhp.data.media.video import Taking
 from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler, StepBatch
-from dhp.data.preprocess import Preprocessor, Videos
+from dhp.data.preprocess import Preprocessor, Prompts, Videos
 from dhp.data.read_settings import ReadSettings
-from dhp.data.sounds import Sounds
+from dhp.data.records import Record
+from dhp.data.sample import Sample
+from dhp.data.sounds import NO_ACTORS, NO_TOWER, Sounds
 from dhp.data.source import BatchSource, StepSamples, open_dataset
 from dhp.models.family import Family
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
@@ -68,7 +70,7 @@ def make_feed(settings: FeedSettings) -> Feed:
     """
     family = load_family(settings.model_name).having(settings.encoders)
     family.processor.load()
-    tokenizer = load_tokenizer(settings.model_name)
+    tokenizer = load_tokenizer(settings.model_name, settings.reading.chat_template)
     _check_vocabulary(settings.model_name, tokenizer, family)
     preprocess = Preprocessor(
         tokenizer,
@@ -84,6 +86,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         family.processor.about(),
         family.processor.image_arguments,
         _sounds(family),
+        _prompts(family, settings.reading),
     )
     allow_http = settings.reading.allow_http
     dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
@@ -127,6 +130,11 @@ def _sounds(family: Family) -> Sounds | None:
         return None
     own.load()
     return Sounds(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
+
+
+def _prompts(family: Family, reading: ReadSettings) -> Prompts:
+    deaf = NO_TOWER if family.processor.hearing is None else NO_ACTORS
+    return Prompts(reading.system_prompt, reading.learn_empty_thoughts, deaf)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
@@ -215,6 +223,10 @@ class Feed:
     def step(self, step: int) -> StepData:
         """`read` of the `batch` of that number (0-based)."""
         return self._deal(partial(self._source.step, step))
+
+    def sample(self, index: int) -> tuple[Record, Sample]:
+        """One sample of the first epoch, by its 0-based index. Raises DataError where it cannot be used."""
+        return self._source.sample(index)
 
     def samples(self, step: int) -> StepSamples:
         """The samples of a step (0-based), before they are dealt out."""

@@ -15,6 +15,7 @@ from dhp.checkpoint.disk import damaged, read_json, reading, sync, write_text, w
 
 ABOUT = "checkpoint.json"
 MODEL = "model"  # configuration, tokenizer and processors of the model, without weights
+TEMPLATES = ("chat_template.jinja", "chat_template.json")  # the first beats what tokenizer_config.json says
 OPTIMIZER, RANDOM = "optimizer", "random"  # in each part's folder
 FILES = "files"  # in checkpoint.json: bytes of each of the others
 RESUMED = ("step", "parts", "settings", "skipped_samples", "data", FILES)  # what a resume needs of checkpoint.json
@@ -67,11 +68,19 @@ class Unfinished:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def finish_checkpoint(folder: Path, about: Mapping[str, Any], model_files: Sequence[Path]) -> Path:
-    """Add what an export needs besides weights, and give the directory its final name, which is returned."""
+def finish_checkpoint(
+    folder: Path, about: Mapping[str, Any], model_files: Sequence[Path], chat_template: str | None = None
+) -> Path:
+    """Add what an export needs besides weights, and give the directory its final name, which is returned.
+
+    chat_template: the one that was trained with, where it is not the model's own.
+    """
     final = folder.with_suffix("")
     with writing(folder):
         (folder / MODEL).mkdir()
+        if chat_template is not None:
+            model_files = [file for file in model_files if file.name not in TEMPLATES]
+            write_text(folder / MODEL / TEMPLATES[0], chat_template)
         for file in model_files:
             copy = Path(shutil.copy(file, folder / MODEL / file.name))
             sync(copy)

@@ -1,4 +1,5 @@
-"""`python -m dhp inspect batch|data --config-name=NAME [key=value …]`: what a model gets, and what the data are."""
+"""`python -m dhp inspect batch|data|sample FILE.yaml|--config-name=NAME [key=value …]`: what a model gets, and what the
+data are."""
 
 from __future__ import annotations
 
@@ -11,8 +12,15 @@ from dhp.batching.loader import make_feed
 from dhp.checkpoint.shards import save_tensors
 from dhp.config.load import compose_config
 from dhp.config.schema import Config
+from dhp.config.search_path import named_file
 from dhp.run.preflight import prepare
 from dhp.run.settings import feed_settings
+
+_OWN = {
+    "batch": ("step", "out"),
+    "data": ("out", "decode"),
+    "sample": ("index", "out"),
+}  # keys of each, by what it shows
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,18 +35,25 @@ def main(arguments: Sequence[str]) -> int:
     what each data.balance would make of them with this configuration. out=FOLDER (default: inspect_data in run_dir)
     gets lengths.png, balance.jsonl and defects.txt; decode=true decodes every sample as well, which finds damaged
     pixels.
+
+    inspect sample: print the prompt of sample index=K (from 0, in the order of data.datasets) with its learned tokens
+    marked, placeholders counted and lengths by modality. out=FILE.html (default: inspect_sample/K.html in run_dir) gets
+    the same with the pictures as the model sees them.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dhp inspect", description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["batch", "data"])
-    parser.add_argument("--config-name", "-cn", required=True)
+    parser.add_argument("what", choices=list(_OWN))
+    parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-path", "-cp")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="step=K, out=PATH, overrides as in training")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="FILE.yaml, own keys, overrides")
     given = parser.parse_intermixed_args(arguments)
-    own, overrides = _own(given.settings, ("step", "out") if given.what == "batch" else ("out", "decode"))
-    config = prepare(compose_config(given.config_name, given.config_path, overrides), new_run=False)
-    return _batch(config, own) if given.what == "batch" else _data(config, own)
+    (name, path), settings = named_file(given.settings, given.config_name, given.config_path)
+    if name is None:
+        raise ConfigError("name a FILE.yaml, or --config-name=NAME, as tiny")
+    own, overrides = _own(settings, _OWN[given.what])
+    config = prepare(compose_config(name, path, overrides), new_run=False)
+    return {"batch": _batch, "data": _data, "sample": _sample}[given.what](config, own)
 
 
 def _batch(config: Config, own: dict[str, str]) -> int:
@@ -64,6 +79,19 @@ def _data(config: Config, own: dict[str, str]) -> int:
     if decode not in ("true", "false"):
         raise ConfigError(f"decode={decode} is neither true nor false")
     inspect_data(config, Path(own.get("out") or Path(config.run_dir) / "inspect_data"), decode == "true")
+    return 0
+
+
+def _sample(config: Config, own: dict[str, str]) -> int:
+    from dhp.cli.inspect_sample import inspect_sample
+
+    index = own.get("index", "")
+    if not index.isdecimal():
+        raise ConfigError(f"index={index}: samples are counted from 0; add for example index=0")
+    out = Path(own.get("out") or Path(config.run_dir) / "inspect_sample" / f"{int(index)}.html")
+    if out.is_dir():
+        raise ConfigError(f"out={out} is a directory; give a file, for example out={out / 'sample.html'}")
+    inspect_sample(config, int(index), out)
     return 0
 
 

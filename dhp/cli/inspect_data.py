@@ -34,7 +34,30 @@ from dhp.run.locality import devices_as_planned, find_localities
 from dhp.run.settings import feed_settings
 
 SHOWN_DEFECTS = 20  # defects that are printed; the file has all
-COLUMNS = ("steps", "pad", "dist_vision", "dist_text", "dist_flops", "cv_vision", "cv_text", "critical", "seconds")
+DATASETS = {
+    "samples": "of the files, whatever share of them an epoch shows",
+    "text only": "of these, without a picture",
+    "defective": "of these, that cannot be used; below are why and where",
+    "tokens": "of all usable samples, those of pictures included",
+    "of images": "of these tokens, in the place of images and videos",
+}
+LENGTHS = {
+    "mean": "of the usable samples of an epoch",
+    "median": "half of them are this long or shorter",
+    "95%, 99%": "so many of them are this long or shorter",
+    "longest": "what data.max_tokens and memory must have room for",
+}
+COLUMNS = {
+    "steps": "optimizer steps of an epoch",
+    "pad": "share of a padded row that is padding; 0 where rows are packed",
+    "dist_vision": "by how much devices have fewer image tokens than a step's fullest one, mean share; 0: all even",
+    "dist_text": "the same of text replicas and all tokens, padding included",
+    "dist_flops": "the same of text replicas and the decoder's operations, which grow faster than tokens",
+    "cv_vision": "standard deviation over mean of a device's image tokens in a step",
+    "cv_text": "standard deviation over mean of a row's tokens",
+    "critical": "tokens of each step's longest text replica over an even share: what steps wait for; 1: ideal",
+    "seconds": "what planning an epoch took here",
+}
 
 
 def inspect_data(config: Config, out: Path, decode: bool) -> None:
@@ -57,7 +80,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     loads = Loads(loads.vision[usable], loads.text[usable])
     if not len(loads):
         raise DataError(f"no sample of {', '.join(config.data.datasets)} can be used; {out / 'defects.txt'} says why")
-    draw_histograms({"tokens a sample": loads.text, "of these, of images": loads.vision}, out / "lengths.png")
+    draw_histograms(_panels(feed), "tokens a sample", "samples", out / "lengths.png")
     limits = settings.balancing.limits(loads, config.training.micro_batch_size)
     rows = list(_balance(loads, settings.balancing, config))
     (out / "balance.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -67,6 +90,26 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     for line in locality_table(packs, loads, _locality(config)):
         print(line)
     print(f"\nwritten to {out}: lengths.png, balance.jsonl, defects.txt")
+
+
+def _panels(feed: Feed) -> dict[str, dict[str, np.ndarray]]:
+    """What lengths.png shows of each dataset: the lengths of its usable samples."""
+    panels = {}
+    for name, table in feed.measured.tables.items():
+        usable = table.text > 0
+        if not usable.any():
+            continue
+        series = {"all tokens": table.text[usable], "of these, of images": table.vision[usable]}
+        if not series["of these, of images"].any():
+            del series["of these, of images"]
+        panels[f"{name}: {int(usable.sum())} samples"] = series
+    return panels
+
+
+def _explain(columns: Mapping[str, str]) -> None:
+    """A line a column."""
+    for name, text in columns.items():
+        print(f"  {name:16}{text}")
 
 
 def _rows(config: Config) -> int:
@@ -152,6 +195,7 @@ def _tell_datasets(feed: Feed, defects: Mapping[tuple[str, int], str]) -> None:
         text_only = int(((table.vision == 0) & (table.text > 0)).sum())
         tokens, vision = int(table.text.sum(dtype=np.int64)), int(table.vision.sum(dtype=np.int64))
         print(f"{name:24} {len(table.text):9} {text_only:9} {bad:9} {tokens:12} {vision:12}")
+    _explain(DATASETS)
     print(f"an epoch shows {feed.dataset_size} samples")
     for text in list(defects.values())[:SHOWN_DEFECTS]:
         print(f"  defective: {text}")
@@ -165,6 +209,7 @@ def _tell_lengths(loads: Loads, limits: Limits) -> None:
         figures = (values.mean(), *np.quantile(values, (0.5, 0.95, 0.99)), values.max())
         print(f"{name:24} " + " ".join(f"{figure:9.0f}" for figure in figures))
     beyond = int(((loads.text > limits.text) | (loads.vision > limits.vision)).sum())
+    _explain(LENGTHS)
     told = f"packs of isf and balanced hold {limits.text} tokens, {limits.vision} of images"
     print(f"{told}; {beyond} samples ({beyond / len(loads):.1%}) are beyond that and stand alone")
 
@@ -185,9 +230,10 @@ def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterat
 
 
 def _tell_balance(rows: Sequence[Mapping[str, float | str]], config: Config) -> None:
-    print(f"\ndata.balance, {config.text.data} text replicas; critical: longest replica's tokens over an even share")
+    print(f"\ndata.balance, {config.text.data} text replica{'s' * (config.text.data != 1)}; *: as configured")
     print(f"{'method':14}" + "".join(f"{name:>12}" for name in COLUMNS))
     for row in rows:
         chosen = " *" if row["method"] == config.data.balance else ""
         cells = "".join(f"{row[name]:12.4f}" if isinstance(row[name], float) else f"{row[name]:12}" for name in COLUMNS)
         print(f"{row['method'] + chosen:14}{cells}")
+    _explain(COLUMNS)

@@ -38,8 +38,12 @@ def locality_table(packs: Packs, loads: Loads, locality: Locality | None) -> lis
         found = deal(batches, replace(locality, slack=slack))
         chosen = " *" if slack == locality.slack else ""
         lines.append(f"{f'{slack:g}' + chosen:20} {found.near:8.1%} {found.busiest:9.4f} {found.pairs:8.1f}")
-    told = "near: image tokens on devices of their own text replica; busiest: its work over the most even way's"
-    return [*lines, told]
+    return [
+        *lines,
+        f"  {'near':16}image tokens on devices of the text replica that needs them",
+        f"  {'busiest':16}work of the busiest vision replica over the most even way's",
+        f"  {'pairs':16}of ranks that exchange something in a micro-batch",
+    ]
 
 
 def deal(batches: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Locality) -> Dealt:

@@ -16,7 +16,11 @@ class DatasetEntry:
     """Directory that the paths of images and videos start from; none may leave it. Empty: no such files."""
 
     format: str = "auto"
-    """How conversations are written: llava | sharegpt | openai | auto (told by the first samples)."""
+    """How conversations are written: llava | sharegpt | openai | alpaca | swift | auto (told by the first samples)."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """Keys of these samples that have other names than the format's: its name on the left, this file's on the right, as
+    {messages: dialogue, images: photos}. role, content, from and value are those of each turn."""
 
     weight: float = 1.0
     """How often an epoch shows each sample, on average: 2 is twice, 0.5 each time another half."""
@@ -49,6 +53,18 @@ class DataConfig:
 
     data_registry: dict[str, DatasetEntry] = field(default_factory=dict)
     """Known datasets, by a name of your choice."""
+
+    system_prompt: Optional[str] = None
+    """System text of samples that have none. Empty: an empty one, in the place of the chat template's own. Null: none
+    is added, and the template writes its own, if it has one."""
+
+    chat_template: Optional[str] = None
+    """A file with the Jinja template that conversations are written by (chat_template.jinja of some model, for
+    example); an export takes it along. Null: the model's own."""
+
+    learn_empty_thoughts: bool = False
+    """Learn the empty block of thoughts (<think></think>) too that a chat template writes before an answer without any:
+    the model then learns not to think. False: the block is read, and not learned."""
 
     min_pixels: Optional[int] = None
     """Smallest area of an image, pixels; smaller ones are enlarged. Null: the model's own setting."""

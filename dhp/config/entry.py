@@ -13,11 +13,16 @@ from omegaconf import DictConfig
 
 from dhp.base.errors import ConfigError, DhpError
 from dhp.config.load import to_config, to_yaml
-from dhp.config.overrides import checked_overrides
+from dhp.config.overrides import checked_overrides, wrong_flags
 from dhp.config.schema import Config
-from dhp.config.search_path import ENTRY, ConfigSource
+from dhp.config.search_path import ENTRY, ConfigSource, named_file
 from dhp.config.translate import translated_errors
 
+# Hydra's own flags that are written with two dashes.
+_FLAGS = {
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+}
 _HELP_FLAGS = {"--help", "-h", "--hydra-help", "--version"}
 
 
@@ -55,9 +60,10 @@ def _check_letters(text: str) -> None:
 
 def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
     flags, rest = _config_flags(argv)
-    source = ConfigSource.find(flags.config_name, flags.config_path, tuple(flags.config_dir))
+    named, rest = named_file(rest, flags.config_name, flags.config_path)
+    source = ConfigSource.find(*named, tuple(flags.config_dir))
     if source.name is None and not _HELP_FLAGS & set(rest):
-        raise ConfigError(f"--config-name=NAME is missing; there are: {', '.join(source.names())}")
+        raise ConfigError(f"name a FILE.yaml, or --config-name=NAME, of which there are: {', '.join(source.names())}")
     source.register()
 
     def job(composed: DictConfig) -> None:
@@ -87,7 +93,10 @@ def _checked_arguments(rest: list[str], source: ConfigSource) -> list[str]:
     Overrides come first: the parser that Hydra uses takes them from one place only.
     """
     overrides = [part for part in rest if _is_override(part)]
-    return checked_overrides(overrides, source) + [part for part in rest if not _is_override(part)]
+    flags = wrong_flags(rest, _FLAGS)
+    if flags:  # what follows one is its value, and no setting of ours
+        overrides = [part for before, part in zip(["", *rest], rest) if _is_override(part) and before[:2] != "--"]
+    return checked_overrides(overrides, source, flags) + [part for part in rest if not _is_override(part)]
 
 
 def _is_override(part: str) -> bool:

@@ -32,8 +32,13 @@ def schema_keys() -> dict[str, Key]:
 
 
 def find_key(path: str) -> Key | None:
-    """The key at `path`, where a name of the user's choice matches `<name>`; None when there is none."""
-    return schema_keys().get(_generic(path))
+    """The key at `path`, where a name of the user's choice matches `<name>`; None when there is none. One value of a
+    mapping, as `columns.images`, is a key too."""
+    generic = _generic(path)
+    mapping = schema_keys().get(generic.rpartition(".")[0])
+    if mapping is not None and get_origin(mapping.type) is dict and not mapping.is_section:
+        return Key(generic, get_args(mapping.type)[1], None, mapping.doc, is_section=False)
+    return schema_keys().get(generic)
 
 
 def known_paths(path: str) -> list[str]:
@@ -49,6 +54,8 @@ def type_words(annotation: Any) -> str:
     for option in options:
         if get_origin(option) is list:
             words.append(f"a list such as {_list_example(get_args(option)[0])}")
+        elif get_origin(option) is dict and not is_dataclass(get_args(option)[1]):
+            words.append("a mapping such as {images: photos}")
         elif get_origin(option) is dict or is_dataclass(option):
             words.append("a section of keys")
         else:

@@ -1,6 +1,6 @@
 """Overrides as typed on the command line, checked against the schema and put into Hydra's terms."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,15 +16,15 @@ from dhp.config.translate import raise_all, unknown_key, unknown_keys
 from dhp.config.yaml_files import say, wrong_keys
 
 
-def checked_overrides(arguments: Sequence[str], source: ConfigSource) -> list[str]:
+def checked_overrides(arguments: Sequence[str], source: ConfigSource, others: Sequence[ConfigError] = ()) -> list[str]:
     """The overrides to hand to Hydra. Raises ConfigError, one for all, for text that is no override and for
-    unknown keys, those in the named YAML included.
+    unknown keys, those in the named YAML included. others: what else is wrong with the command line.
 
     `key=value` and `+key=value` set a key of the schema alike (all of them exist, and entries of a
     dictionary need not); `~key` returns it to its default. Overrides of Hydra itself, of config groups and
     deletions of dictionary entries go through as they are.
     """
-    parsed, errors = [], []
+    parsed, errors = [], list(others)
     for argument in arguments:
         try:
             parsed.append((argument, _parse(argument)))
@@ -62,6 +62,18 @@ def _translated(parsed: Sequence[tuple[str, Override]], of_others: Sequence[Over
 def _value(override: Override) -> Any:
     value = override.value()
     return value.text if isinstance(value, QuotedString) else value
+
+
+def wrong_flags(arguments: Sequence[str], known: Collection[str]) -> list[ConfigError]:
+    """An error for each flag `--key` that is none of Hydra's: other trainers' command lines have settings so."""
+    errors = []
+    for flag, _, value in (argument.partition("=") for argument in arguments if argument.startswith("--")):
+        if any(one.startswith(flag) for one in known):
+            continue
+        key = flag[2:].replace("-", "_")
+        hint = f"write {key}={value or 'VALUE'}" if find_key(key) else str(unknown_key(key)).partition("; ")[2]
+        errors.append(ConfigError(f"{flag} is no flag: settings are key=value; {hint}"))
+    return errors
 
 
 def _checked(argument: str, override: Override, source: ConfigSource) -> str:
@@ -103,8 +115,9 @@ def _merged_entry(key: Key, override: Override) -> str:
     section, _, below = key.path.partition(f".{ANY_NAME}")
     name = override.key_or_group.removeprefix(f"{section}.").removesuffix(below)
     value = override.get_value_element_as_str()
-    entry = f"{{{below[1:]}:{value}}}" if below else value
-    return f"++{section}={{{name}:{entry}}}"
+    for part in reversed(below[1:].split(".") if below else []):
+        value = f"{{{part}:{value}}}"
+    return f"++{section}={{{name}:{value}}}"
 
 
 def _parse(argument: str) -> Override:

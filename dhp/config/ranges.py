@@ -9,7 +9,12 @@ from dhp.config.mixing import split_share
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingConfig
 
-DATA_FORMATS = ("auto", "llava", "sharegpt", "openai")
+DATA_FORMATS = ("auto", "llava", "sharegpt", "openai", "alpaca", "swift")
+TURN_COLUMNS = ("role", "content", "from", "value")  # of each turn; the others are a sample's
+COLUMNS = (
+    *("messages", "conversations", "conversation", "system", "image", "images", "video", "videos", "audio", "audios"),
+    *("instruction", "input", "output", "query", "response", "history", *TURN_COLUMNS),
+)
 BALANCE = ("random", "length_group", "device_group", "isf", "balanced")
 TRANSPORTS = ("auto", "shared_memory", "object_store", "nixl", "cuda_ipc")
 SEQUENTIAL, VISION_AHEAD, GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = (
@@ -136,6 +141,16 @@ def _check_datasets(data: DataConfig) -> None:
             raise ConfigError(f"data.data_registry.{name}.annotation_path is not set; give the path")
         require_choice(f"data.data_registry.{name}.format", entry.format, DATA_FORMATS)
         require_positive(f"data.data_registry.{name}.weight", float(entry.weight))
+        for ours, theirs in entry.columns.items():
+            _check_column(f"data.data_registry.{name}.columns.{ours}={theirs}", ours)
+
+
+def _check_column(given: str, ours: str) -> None:
+    if ours not in COLUMNS:
+        raise ConfigError(
+            f"{given}: {ours} is no name that a format knows; on the left stands one of {', '.join(COLUMNS)}, on the "
+            f"right the file's own{did_you_mean([nearest(ours, COLUMNS)])}"
+        )
 
 
 def check_cluster(cluster: ClusterConfig) -> None:

@@ -1,5 +1,6 @@
 """Where configurations come from: the directories searched, the names found there, and the Hydra entry over one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +94,7 @@ class ConfigSource:
         given = Path(f"{self.name}.yaml")
         if given.is_file():
             raise ConfigError(
-                f"--config-name={self.name} is a name, not a path. The file {given} is used by\n"
+                f"--config-name={self.name} is a name, not a path. The file {given} is used by giving it alone, or by\n"
                 f"  --config-path={given.parent} --config-name={given.stem}"
             )
         raise ConfigError(
@@ -101,6 +102,34 @@ class ConfigSource:
             f"  searched: {', '.join(str(directory) for directory in self.directories)}\n"
             f"  found: {', '.join(found) or 'none'}"
         )
+
+
+def named_file(
+    arguments: Sequence[str], name: str | None, config_path: str | None
+) -> tuple[tuple[str | None, str | None], list[str]]:
+    """(name, config_path) as the flags say, or as one FILE.yaml among the arguments says; and the other arguments.
+
+    What has `=` in it is an override, whatever it ends with. Raises ConfigError for two files, for a file beside the
+    flags, and for one that does not exist.
+    """
+    files = [part for part in arguments if _is_file(part)]
+    if not files:
+        return (name, config_path), list(arguments)
+    given = [f"--config-name={name}"] * (name is not None) + [f"--config-path={config_path}"] * (
+        config_path is not None
+    )
+    if len(files) > 1 or given:
+        raise ConfigError(f"{' and '.join([*files, *given])} all name the configuration; give one")
+    file = Path(files[0]).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{files[0]} does not exist ({file.absolute()}); give a YAML file, or --config-name=NAME")
+    if file.suffix != ".yaml":
+        raise ConfigError(f"{files[0]}: Hydra reads files that end with .yaml; rename it to {file.stem}.yaml")
+    return (file.stem, str(file.parent)), [part for part in arguments if part != files[0]]
+
+
+def _is_file(part: str) -> bool:
+    return not part.startswith(("-", "~")) and "=" not in part and part.endswith((".yaml", ".yml", ".json"))
 
 
 def _directory(flag: str, given: str) -> Path:

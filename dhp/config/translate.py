@@ -16,7 +16,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from dhp.base.errors import ConfigError
-from dhp.config.foreign import foreign_hint
+from dhp.config.foreign import foreign_hint, mistyped_hint
 from dhp.config.keys import Key, find_key, known_paths, type_words
 from dhp.config.nearest import did_you_mean, nearest_key
 
@@ -35,7 +35,8 @@ def translated_errors() -> Iterator[None]:
 def unknown_key(path: str, where: str = "") -> ConfigError:
     """The error for a dotted key that the schema does not have: what another trainer's key is called here, else the
     nearest one that it has."""
-    hint = foreign_hint(path) or did_you_mean(nearest_key(path, known_paths(path))) or _keys_beside(path)
+    ours = did_you_mean(nearest_key(path, known_paths(path)))
+    hint = foreign_hint(path) or ours or mistyped_hint(path) or _keys_beside(path)
     return ConfigError(f"{where}{path} is not a key{hint}")
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dhp.base.errors import DataError, DhpError
 from dhp.data.files.open import open_rows
 from dhp.data.files.rows import RawSample, RawSamples
+from dhp.data.formats.columns import renamed
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.parse import detect, parse_record
 from dhp.data.records import Record, located
@@ -24,7 +26,7 @@ class Annotations:
     """One dataset.
 
     form: a name of `dhp.data.parse.FORMATS`. data_path: where image paths start; None: no files. path: the file, or the
-    folder of shards."""
+    folder of shards. columns: our names of keys → the samples'."""
 
     dataset: str
     rows: RawSamples
@@ -32,6 +34,7 @@ class Annotations:
     data_path: Path | None
     allow_http: bool
     path: Path
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -47,15 +50,21 @@ class Annotations:
         with located(where):
             entry = _read(self.rows, index)
             media = MediaResolver(self.data_path, self.allow_http, entry.members)
-            return parse_record(entry.value, self.dataset, position, where, self.form, media)
+            raw = renamed(entry.value, self.columns)
+            return parse_record(raw, self.dataset, position, where, self.form, media)
 
 
 def read_annotations(
-    dataset: str, path: Path, data_path: Path | None, form: str = AUTO, allow_http: bool = False
+    dataset: str,
+    path: Path,
+    data_path: Path | None,
+    form: str = AUTO,
+    allow_http: bool = False,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Annotations:
     """Open the annotations of a dataset: a file, or a folder of shards.
 
-    form: a name of `dhp.data.parse.FORMATS`, or auto.
+    form: a name of `dhp.data.parse.FORMATS`, or auto. columns: our names of keys → the samples'.
 
     Raises DataError where the whole dataset is useless: the file is missing, unreadable or no JSON array (with line and
     column), it has no sample, none of the first samples can be read, or data_path is not a folder. Annotations.record
@@ -73,8 +82,9 @@ def read_annotations(
         rows = open_rows(path)
         if not len(rows):
             raise DataError(f"{path} holds no sample. Remove the dataset or fill the file.")
-        first = list(_first_samples(rows))
-        return Annotations(dataset, rows, detect(first) if form == AUTO else form, data_path, allow_http, path)
+        first = [renamed(raw, columns) for raw in _first_samples(rows)]
+        form = detect(first) if form == AUTO else form
+        return Annotations(dataset, rows, form, data_path, allow_http, path, dict(columns))
 
 
 def _read(rows: RawSamples, index: int) -> RawSample:

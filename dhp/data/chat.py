@@ -21,6 +21,16 @@ Message = dict[str, Any]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+_ASKED = "add_generation_prompt"  # in templates that write a prompt for an answer
+_WORD = "ANSWER"
+
+# <think></think> with nothing but space inside, in the spellings of several families.
+_THOUGHTS = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning)[>▷\]]"
+_BLOCK = rf"[<◁\[]{_THOUGHTS}\s*[<◁\[]/{_THOUGHTS}\n*"
+_EMPTY_THOUGHTS = re.compile(_BLOCK, re.IGNORECASE)
+_AT_END = re.compile(rf"(?:{_BLOCK}|[<◁\[]{_THOUGHTS}\s*)\Z", re.IGNORECASE)  # of a prompt for an answer
+_AT_START = re.compile(rf"\s*(?:{_BLOCK}|[<◁\[]/{_THOUGHTS}\n*)", re.IGNORECASE)  # the prompt may have opened it
+
 
 @dataclass(frozen=True)
 class Rendered:
@@ -30,24 +40,31 @@ class Rendered:
     spans: tuple[tuple[int, int], ...]
 
 
-def to_messages(turns: tuple[Turn, ...]) -> list[Message]:
-    """Turns in the form that chat templates of vision-language models read."""
+def to_messages(turns: tuple[Turn, ...], system: str | None = None) -> list[Message]:
+    """Turns in the form that chat templates of vision-language models read. system: text of a system turn that comes
+    first where there is none; None: there is none then."""
+    if system is not None and turns[0].role != "system":
+        turns = (Turn("system", (system,)), *turns)
     return [{"role": turn.role, "content": [_content(part) for part in turn.parts]} for turn in turns]
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rendered:
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], learn_empty_thoughts: bool = False) -> Rendered:
     """Write the conversation once and find the answers in it by the template's own word, never by searching text.
 
     A template with {% generation %} blocks marks the answers itself. For any other, answer i is what the
-    template adds between "messages before i, then the prompt for an answer" and "messages up to i".
+    template adds between "messages before i, then the prompt for an answer" and "messages up to i". Neither has the
+    prompt for an answer in it, nor, unless learn_empty_thoughts, an empty block of thoughts that the template put
+    before an answer without any.
     DataError when the template refuses the conversation or rewrites earlier turns later on.
     """
     try:
         if _GENERATION.search(tokenizer.chat_template):
-            return _render_marked(tokenizer, messages)
-        return _render_by_prefix(tokenizer, messages)
+            rendered = _render_marked(tokenizer, messages)
+        else:
+            rendered = _render_by_prefix(tokenizer, messages)
     except TemplateError as error:
         raise DataError(f"the chat template of {tokenizer.name_or_path!r} refuses it: {error}") from error
+    return rendered if learn_empty_thoughts else _without_empty_thoughts(rendered, messages)
 
 
 def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rendered:
@@ -81,7 +98,40 @@ def _render_marked(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) 
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
     )
-    return Rendered(texts[0], tuple((start, stop) for start, stop in spans[0]))
+    prompts = _prompts(tokenizer, messages)
+    return Rendered(texts[0], tuple((min(_after(prompts, texts[0], start), stop), stop) for start, stop in spans[0]))
+
+
+def _prompts(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[str, ...]:
+    """What the template writes to ask for an answer, as it is and without thoughts that it opens."""
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    plain, asking = (_write(tokenizer, messages[:first], prompt=asked) for asked in (False, True))
+    prompt = asking[len(plain) :] if asking.startswith(plain) else ""
+    prompt = prompt or _opening(tokenizer, messages[:first])
+    return prompt, _AT_END.sub("", prompt)
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, before: list[Message]) -> str:
+    """What a template that writes no prompt for an answer puts before one, told by an answer of one word."""
+    if _ASKED in tokenizer.chat_template:
+        return ""
+    plain = _write(tokenizer, before, prompt=False)
+    answered = _write(tokenizer, [*before, {"role": "assistant", "content": [_content(_WORD)]}], prompt=False)
+    place = answered.find(_WORD, len(plain))
+    if place < 0 or not answered.startswith(plain):
+        return ""
+    # A space may share a token with the answer's first word, and alone is no opening.
+    opening = _AT_END.sub("", answered[len(plain) : place]).rstrip(" ")
+    return opening if opening.strip() else ""
+
+
+def _after(prompts: Sequence[str], text: str, start: int) -> int:
+    """`start`, or the end of a prompt for an answer that reaches beyond it."""
+    for prompt in prompts:
+        for cut in range(len(prompt), -1, -1):
+            if text.endswith(prompt[:cut], 0, start) and text.startswith(prompt[cut:], start):
+                return start + len(prompt) - cut
+    return start
 
 
 def _render_by_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rendered:
@@ -90,16 +140,49 @@ def _render_by_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _write(tokenizer, messages[:index], prompt=True)
+        before = _write(tokenizer, messages[:index], prompt=True) + _opening(tokenizer, messages[:index])
         after = _write(tokenizer, messages[: index + 1], prompt=False)
-        if not (after.startswith(before) and text.startswith(after)):
+        span, shorter = (len(before), len(after)), after
+        if not after.startswith(before):  # nothing is written of the thoughts that the prompt opens
+            span = (len(before := _AT_END.sub("", before)), len(after))
+        if not text.startswith(after):
+            turn = len(_write(tokenizer, messages[:index], prompt=False))
+            span, shorter = _dropped_thoughts(after, turn)
+        if not (after.startswith(before) and text.startswith(shorter)):
             raise DataError(
                 f"the chat template of {tokenizer.name_or_path!r} writes turn {index + 1} differently once more "
                 "turns follow, so its answer has no fixed place. Use a template with {% generation %} blocks, "
                 "or split the conversation into one sample an answer"
             )
-        spans.append((len(before), len(after)))
+        spans.append(span)
     return Rendered(text, tuple(spans))
+
+
+def _dropped_thoughts(after: str, turn: int) -> tuple[tuple[int, int], str]:
+    """Where the answer is, and the text up to its end, in a conversation whose template leaves the empty block of
+    thoughts out once more turns follow. after: the text up to the answer, as its last; turn: where its turn begins."""
+    block = _EMPTY_THOUGHTS.search(after, turn)
+    if block is None:
+        return (turn, len(after)), after
+    shorter = after[: block.start()] + after[block.end() :]
+    return (block.start(), len(shorter)), shorter
+
+
+def _without_empty_thoughts(rendered: Rendered, messages: list[Message]) -> Rendered:
+    """Answers without the block that the template put before them: one that the sample itself has is its own."""
+    answers = [_said(message) for message in messages if message["role"] == "assistant"]
+    spans = []
+    for number, (start, stop) in enumerate(rendered.spans):
+        block = _AT_START.match(rendered.text, start, stop)
+        own = answers[number : number + 1] if len(answers) == len(rendered.spans) else answers
+        if block and not any(_AT_START.match(answer) for answer in own):
+            start = min(block.end(), stop)
+        spans.append((start, stop))
+    return Rendered(rendered.text, tuple(spans))
+
+
+def _said(message: Message) -> str:
+    return "".join(part.get("text", "") for part in message["content"])
 
 
 def _write(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: bool) -> str:

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dhp.base.errors import DataError
+from dhp.data.formats.alpaca import read_alpaca
 from dhp.data.formats.llava import read_llava
 from dhp.data.formats.openai import read_openai
 from dhp.data.formats.sharegpt import read_sharegpt
+from dhp.data.formats.swift import read_swift
+from dhp.data.formats.unknown import read_unknown
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.records import Record, Turn
 
@@ -16,7 +19,11 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], MediaResolver], tuple[Turn, ...]
     "llava": read_llava,
     "sharegpt": read_sharegpt,
     "openai": read_openai,
+    "alpaca": read_alpaca,
+    "swift": read_swift,
+    "unknown": read_unknown,  # what `detect` could not tell
 }
+_FILES = ("image", "video", "audio")
 
 
 def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, media: MediaResolver) -> Record:
@@ -36,7 +43,7 @@ def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, m
 def detect(samples: Iterable[Any]) -> str:
     """The format of a dataset, by the first sample whose keys fit one format alone, else by the key of its turns.
 
-    LLaVA where no sample fits: each sample then says what it lacks.
+    unknown where no sample fits: each sample then lists what is known.
     """
     fallback = None
     for raw in samples:
@@ -44,7 +51,7 @@ def detect(samples: Iterable[Any]) -> str:
         if certain:
             return certain
         fallback = fallback or likely
-    return fallback or "llava"
+    return fallback or "unknown"
 
 
 def _check_text(number: int, turn: Turn) -> None:
@@ -59,15 +66,26 @@ def _recognise(raw: Any) -> tuple[str | None, str | None]:
     """(what a sample must be, what it may be): text alone looks alike in two formats."""
     if not isinstance(raw, Mapping):
         return None, None
-    messages = raw.get("messages")
-    contents = [m.get("content") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list) else []
+    has = lambda *keys: any(raw.get(key) is not None for key in keys)
+    if has("messages"):
+        return _of_messages(raw, has(*_FILES), has(*(f"{kind}s" for kind in _FILES)))
+    if "conversations" in raw:
+        if has(*(f"{kind}s" for kind in _FILES)):
+            return "sharegpt", None
+        return ("llava", None) if has(*_FILES) else (None, "llava")
+    if has("instruction") and has("output"):
+        return "alpaca", None
+    if has("response") or has("conversation"):
+        return "swift", None
+    return (None, "sharegpt") if "messages" in raw else (None, None)
+
+
+def _of_messages(raw: Mapping[str, Any], singular: bool, plural: bool) -> tuple[str | None, str | None]:
+    messages = raw["messages"] if isinstance(raw["messages"], list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     if any(isinstance(content, list) for content in contents):
         return "openai", None
-    if "messages" in raw or "conversations" in raw:
-        if any(raw.get(key) is not None for key in ("images", "videos", "audios")):
-            return "sharegpt", None
-        if "messages" in raw:
-            return None, "sharegpt"
-        named = any(raw.get(key) is not None for key in ("image", "video", "audio"))
-        return ("llava", None) if named else (None, "llava")
-    return None, None
+    tagged = any(f"<{kind}>" in content for content in contents if isinstance(content, str) for kind in _FILES)
+    if singular or (plural and not tagged):
+        return "swift", None
+    return ("sharegpt", None) if plural else (None, "sharegpt")

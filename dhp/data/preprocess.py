@@ -20,7 +20,7 @@ from dhp.data.media.video import Pace
 from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
 from dhp.data.sample import Sample
-from dhp.data.sounds import Clip, Sounds, refuse, sounds_of
+from dhp.data.sounds import NO_ACTORS, Clip, Sounds, refuse_sound, sounds_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +40,19 @@ class Tokens:
 
     ids: np.ndarray  # int64 [tokens]
     target: np.ndarray  # bool [tokens]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """How conversations are written, beyond what the model's chat template says.
+
+    system: text of those that have none; None: nothing is added. learn_empty_thoughts: see `dhp.data.chat.render`.
+    deaf: why a run without sounds hears nothing.
+    """
+
+    system: str | None = None
+    learn_empty_thoughts: bool = False
+    deaf: str = NO_ACTORS
 
 
 @dataclass(frozen=True)
@@ -68,13 +81,15 @@ class Preprocessor:
         about: Sequence[Any] = (),
         image_arguments: Mapping[str, Any] = MappingProxyType({}),
         sounds: Sounds | None = None,
+        prompts: Prompts = Prompts(),
     ) -> None:
         """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
         processor gave for one image → (rows float32 [patches, dim], grid).
         min_pixels, max_pixels: width × height bounds of a scaled image; None: the image processor's own.
         videos: None for a model that sees none. max_tokens: of a sample, those of its pictures included. written: how a
         prompt shows an image; None: by its placeholder again and again. about: all else that decides lengths.
-        image_arguments: of the image processor. sounds: None for a run that hears nothing.
+        image_arguments: of the image processor. sounds: None for a run that hears nothing. prompts:
+        how conversations are written.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
@@ -85,7 +100,7 @@ class Preprocessor:
         self._tokenizer = tokenizer
         self._image_token_id = image_token_id
         self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)
-        self._sounds = sounds
+        self._sounds, self._prompts = sounds, prompts
         self._pictures = Pictures(
             image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments
         )
@@ -124,6 +139,7 @@ class Preprocessor:
             "template": [tokenizer.chat_template, tokenizer.special_tokens_map],
             "pictures": [self._image_token_id, *self._pictures.about()],
             "max_tokens": self._max_tokens,
+            **({} if self._prompts.system is None else {"system": self._prompts.system}),
             "family": self._about,
             **({} if self._sounds is None else {"sounds": list(self._sounds.about)}),
         }
@@ -138,7 +154,7 @@ class Preprocessor:
         come first.
         """
         if self._sounds is None:
-            refuse(record.sounds)
+            refuse_sound(record, self._prompts.deaf)
         apart = self._videos is not None and self._videos.step_tokens is not None
         if apart and len(record.images) < len(record.media):
             seen = look(record.media)
@@ -157,7 +173,8 @@ class Preprocessor:
     ) -> Tokens:
         """told: of the videos whose times the prompt tells. shown: pictures that the prompt shows in their own way."""
         with _TEXT:
-            rendered = render(self._tokenizer, to_messages(record.turns))
+            messages = to_messages(record.turns, self._prompts.system)
+            rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts)
             rendered = self._with_times(rendered, told) if told else rendered
             rendered = self._with_pictures(rendered, shown) if shown else rendered
             rendered = self._with_sounds(rendered, clips) if self._sounds is not None else rendered

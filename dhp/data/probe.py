@@ -11,6 +11,7 @@ from dhp.config.mixing import split_share
 from dhp.config.schema import DatasetEntry
 from dhp.data.media.sources import Video, open_media
 from dhp.data.records import Record, located
+from dhp.data.sounds import refuse_sound
 from dhp.data.source import Dataset, open_dataset
 
 PROBED_SAMPLES = 16  # samples of each dataset, spread over it
@@ -18,8 +19,11 @@ _CHEAP = (".json", ".jsonl", ".ndjson")  # of other files, a sample may be a gro
 _CHEAP_BYTES = 1 << 28
 
 
-def check_some_samples(names: Sequence[str], registry: Mapping[str, DatasetEntry], seed: int, allow_http: bool) -> None:
-    """Read some annotations of each named dataset, and see whether the files that they name are there.
+def check_some_samples(
+    names: Sequence[str], registry: Mapping[str, DatasetEntry], seed: int, allow_http: bool, hears: bool = True
+) -> None:
+    """Read some annotations of each named dataset, and see whether the files that they name are there. hears: whether
+    the run may use sound.
 
     Datasets that are large or not JSON are not looked at, and no file of an image or video is opened. Raises DataError
     for a dataset that cannot be opened, and otherwise as reading the sample does.
@@ -28,7 +32,7 @@ def check_some_samples(names: Sequence[str], registry: Mapping[str, DatasetEntry
     for name in cheap:
         dataset = open_dataset([name], registry, seed, allow_http=allow_http)
         for index in np.unique(np.linspace(0, len(dataset) - 1, PROBED_SAMPLES).astype(int)):
-            _check(dataset, int(index))
+            _check(dataset, int(index), hears)
 
 
 def _is_cheap(annotation_path: str) -> bool:
@@ -36,9 +40,11 @@ def _is_cheap(annotation_path: str) -> bool:
     return path.suffix.lower() in _CHEAP and path.is_file() and path.stat().st_size <= _CHEAP_BYTES
 
 
-def _check(dataset: Dataset, index: int) -> None:
+def _check(dataset: Dataset, index: int, hears: bool) -> None:
     record = dataset.record(index)
     with located(record.where):
+        if not hears:
+            refuse_sound(record)
         for file, what in _files(record):
             open_media(file, what).close()
 

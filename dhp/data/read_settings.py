@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class ReadSettings:
     """See `dhp.config.schema.DataConfig`.
 
-    max_tokens: of a sample; None: no bound. video_max_pixels: area of a frame; None: as of an image.
+    max_tokens: of a sample; None: no bound. video_max_pixels: area of a frame; None: as of an image. chat_template:
+    Jinja text; None: the model's own.
     """
 
     allow_http: bool = False
@@ -17,3 +18,6 @@ class ReadSettings:
     video_fps: float = 2.0
     video_max_frames: int = 768
     video_max_pixels: int | None = None
+    system_prompt: str | None = None
+    chat_template: str | None = None
+    learn_empty_thoughts: bool = False

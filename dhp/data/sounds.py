@@ -61,19 +61,30 @@ class Sounds:
         return self.forms(samples)
 
 
+NO_TOWER = "the model has no audio tower. Leave samples with sound out of its data"
+NO_ACTORS = (
+    "audio.num_actors=0, so this run hears nothing. Set audio.num_actors=1, if the model has an audio tower, or leave "
+    "samples with sound out of the data"
+)
+
+
 def sounds_of(record: Record) -> tuple[File, ...]:
     """Its clips. Raises DataError where a user's turn has their tag, and none is named: a key was mistyped."""
-    told = [part for turn in record.turns if turn.role == "user" for part in turn.parts if isinstance(part, str)]
-    tags = sum(text.count("<audio>") for text in told)
+    tags = _tags(record)
     if tags and not record.sounds:
         raise DataError(f"{tags} <audio> tags in the human turns, but 0 audios. Name them under 'audio' or 'audios'")
     return record.sounds
 
 
-def refuse(files: Sequence[File]) -> None:
-    """Raises DataError where there is sound: without it such a sample would be trained on as another one."""
-    if files:
-        raise DataError(
-            f"audio {name_of(files[0])}, but this run hears nothing. Give it an audio part (audio.num_actors=1), if "
-            "its model has one, or leave samples with sound out of its data"
-        )
+def refuse_sound(record: Record, why: str = NO_ACTORS) -> None:
+    """Raises DataError where there is sound, or a tag of it: without it such a sample would be trained on as another
+    one. why: the run hears nothing."""
+    if record.sounds:
+        raise DataError(f"audio {name_of(record.sounds[0])}, but {why}")
+    if tags := _tags(record):
+        raise DataError(f"{tags} <audio> tags in the human turns, but {why}")
+
+
+def _tags(record: Record) -> int:
+    told = [part for turn in record.turns if turn.role == "user" for part in turn.parts if isinstance(part, str)]
+    return sum(text.count("<audio>") for text in told)

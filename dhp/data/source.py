@@ -76,7 +76,7 @@ def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool) -> 
         raise DataError(f"dataset {name!r} is not in data.data_registry (it holds {sorted(registry)}){suggestion}")
     entry = registry[name]
     data_path = Path(entry.data_path) if entry.data_path else None
-    return read_annotations(name, Path(entry.annotation_path), data_path, entry.format, allow_http)
+    return read_annotations(name, Path(entry.annotation_path), data_path, entry.format, allow_http, entry.columns)
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,12 @@ class BatchSource:
     def dataset_size(self) -> int:
         """Samples of all datasets together."""
         return len(self._dataset)
+
+    def sample(self, index: int) -> tuple[Record, Sample]:
+        """One sample of the first epoch, by its 0-based index in all datasets. DataError if it cannot be used, whatever
+        on_bad_sample says."""
+        record = self._dataset.record(index)
+        return record, self._preprocess(record)
 
     def step(self, step: int) -> StepSamples:
         """Decode the global batch of one step (0-based). DataError as on_bad_sample says."""

@@ -46,6 +46,14 @@ class LlavaProcessor(Processor):
         rows = tiles.transpose(0, 2, 4, 1, 3, 5).reshape(-1, shape.patch_dim)
         return np.ascontiguousarray(rows, dtype=np.float32), (len(images), shape.side, shape.side)
 
+    def frames(self, pixels: np.ndarray, grid: Grid | Form, moving: bool = False) -> np.ndarray | None:
+        """See `Processor`."""
+        return self._shape.images(torch.from_numpy(pixels)).numpy().transpose(0, 2, 3, 1)
+
+    def from_patches(self, grid: Grid | Form) -> bool:
+        """See `Processor`. Patches were cut here."""
+        return False
+
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         kept = {key: named[key] for key in ("input_ids", "labels", "position_ids") if key in named}
         return kept | ({"pixel_values": self._shape.images(named["pixel_values"])} if "pixel_values" in named else {})

@@ -47,6 +47,15 @@ class Processor(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__}: the model sees no videos")
 
+    def frames(self, pixels: np.ndarray, grid: Grid | Form, moving: bool = False) -> np.ndarray | None:
+        """A picture again from what `patches` made of it, or of each step of a video (`moving`): float32 [frames or
+        tiles, height, width, channels], as the image processor normalised it. None where the form does not tell it."""
+        return None
+
+    def from_patches(self, grid: Grid | Form) -> bool:
+        """Whether `frames` goes by an order of patches that an image processor might not keep to."""
+        return not isinstance(grid, Form)
+
     def step_text(self, middle: float, first: float) -> tuple[str, str]:
         """What the prompt says before and behind a step in time that stands apart: when it is. middle, first: seconds
         from the video's beginning to the middle of the step, and to its first frame."""

@@ -78,8 +78,8 @@ def _refuse_dropout(config: Any) -> None:
             )
 
 
-def load_tokenizer(model_name: str) -> Any:
-    """The model's own tokenizer, with its chat template.
+def load_tokenizer(model_name: str, chat_template: str | None = None) -> Any:
+    """The model's own tokenizer, with its chat template, or with the one given (Jinja text; "": none is needed).
 
     Raises ModelError when the directory has no tokenizer or no chat template.
     """
@@ -89,10 +89,15 @@ def load_tokenizer(model_name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model_name)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable tokenizer: {error}") from error
-    if not tokenizer.chat_template:
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    elif isinstance(tokenizer.chat_template, dict):  # several by name
+        tokenizer.chat_template = tokenizer.get_chat_template()
+    if chat_template is None and not tokenizer.chat_template:
         raise ModelError(
             f"{model_name}: the tokenizer has no chat template, so conversations cannot be rendered; "
-            "put the model's chat_template.jinja (or chat_template.json) into the directory"
+            "put the model's chat_template.jinja (or chat_template.json) into the directory, or name a file that "
+            "holds one by data.chat_template"
         )
     return tokenizer
 

@@ -18,6 +18,7 @@ from dhp.config.parts import model_name
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import replaces_checkpoints, run_directory
 from dhp.config.schema import Config
+from dhp.data.template import read_template
 from dhp.models.registry import auxiliary_files, load_family
 from dhp.observe.data_stall import DataStall
 from dhp.observe.recorder import Recorder
@@ -102,6 +103,7 @@ class TrainLoop:
         self._timeout_s = self.config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
         self._skipped = self.start.skipped_samples
+        self._template = read_template(session.config.data.chat_template)
 
     def run(self) -> None:
         """Start, train every step that is not done yet, save on the way and at the end."""
@@ -237,5 +239,5 @@ class TrainLoop:
             "settings": self.plan.kept,
             "data": self.session.data_state(saving.step),
         }
-        self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(name))
+        self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(name), self._template)
         self._unfinished.discard(saving.folder)

@@ -15,6 +15,7 @@ from dhp.config.resolve import check_model_dir, micro_batches, resolve
 from dhp.config.resolved import resolved
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config, PartConfig
+from dhp.data.template import read_template
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
@@ -40,6 +41,7 @@ def prepare(config: Config, new_run: bool = True) -> Config:
                 f"tiny_assets={config.tiny_assets} cannot be written ({error}); choose another"
             ) from error
     check_model_dir(model_name(config))
+    read_template(config.data.chat_template)
     if not config.training.dry_run:
         for missing in missing_data(config):
             raise ConfigError(missing)
@@ -49,7 +51,8 @@ def prepare(config: Config, new_run: bool = True) -> Config:
     if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
         from dhp.data.probe import check_some_samples
 
-        check_some_samples(config.data.datasets, config.data.data_registry, config.seed, config.data.allow_http)
+        hears = "audio" in parts(config)
+        check_some_samples(config.data.datasets, config.data.data_registry, config.seed, config.data.allow_http, hears)
     return config
 
 
@@ -69,6 +72,8 @@ def _fix_paths(config: Config) -> None:
     for part in parts(config).values():
         if Path(part.model_name).is_dir():
             part.model_name = str(Path(part.model_name).absolute())
+    if config.data.chat_template is not None:
+        config.data.chat_template = str(Path(config.data.chat_template).absolute())
     for entry in config.data.data_registry.values():
         entry.annotation_path = str(Path(entry.annotation_path).absolute())
         if entry.data_path:

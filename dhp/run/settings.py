@@ -23,6 +23,7 @@ from dhp.config.schema import Config, PartConfig
 from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
+from dhp.data.template import read_template
 from dhp.parallel.attention.locality import Locality
 from dhp.run.chain import degrees
 from dhp.run.training import adapters_of
@@ -51,6 +52,9 @@ def feed_settings(config: Config, localities: Mapping[str, Locality] | None = No
             video_fps=config.data.video_fps,
             video_max_frames=config.data.video_max_frames,
             video_max_pixels=config.data.video_max_pixels,
+            system_prompt=config.data.system_prompt,
+            chat_template=read_template(config.data.chat_template),
+            learn_empty_thoughts=config.data.learn_empty_thoughts,
         ),
         balancing=BalanceSettings(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
     )

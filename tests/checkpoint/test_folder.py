@@ -33,6 +33,17 @@ def test_a_complete_one_is_never_replaced(tmp_path: Path) -> None:
     assert read_about(done) == {"step": 3, "files": {"model/config.json": 2}}
 
 
+def test_a_template_of_ones_own_goes_along(tmp_path: Path) -> None:
+    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("theirs")
+    files = sorted(tmp_path.iterdir())
+    model = finish_checkpoint(open_checkpoint(tmp_path / "c", 1), {"step": 1}, files, "ours") / "model"
+    assert {file.name: file.read_text() for file in model.iterdir()} == {
+        "chat_template.jinja": "ours",
+        "tokenizer_config.json": "theirs",
+    }
+
+
 def test_two_runs_that_write_the_same_step(tmp_path: Path) -> None:
     first = open_checkpoint(tmp_path, 3)
     finish_checkpoint(first, {"step": 3}, [])

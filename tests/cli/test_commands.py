@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from dhp.__main__ import main
 from dhp.base.errors import PartFailed
-from dhp.cli.inspect_data import _map
+from dhp.cli.inspect_data import COLUMNS, DATASETS, LENGTHS, _map
+from dhp.observe.histogram import HEIGHT, WIDTH
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -100,7 +101,11 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     rows = [json.loads(line) for line in (out / "balance.jsonl").read_text().splitlines()]
     assert [row["dropped"] for row in rows] == [0] * 5
     with Image.open(out / "lengths.png") as picture:
-        assert picture.size[0] == 900 and len(picture.convert("RGB").getcolors(1 << 20)) > 3
+        assert picture.size == (WIDTH, 2 * HEIGHT)  # a panel a dataset
+    for columns in (DATASETS, LENGTHS, COLUMNS):
+        assert all(f"  {name:16}{text}\n" in told for name, text in columns.items())
+    header = next(line for line in told.splitlines() if line.startswith("method"))
+    assert header.split()[1:] == list(COLUMNS)
 
     out = tmp_path / "out"
     assert main([*own, "decode=true", "data.num_workers=2", f"out={out}"]) == 0

@@ -49,6 +49,53 @@ def test_flags_may_come_in_any_order_and_short(tmp_path):
     assert (config.seed, config.name) == (8, "x")
 
 
+def test_a_file_is_a_configuration(tmp_path):
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "mine.v1.yaml").write_text("defaults: [other, _self_]\nseed: 7\n")
+    (tmp_path / "my" / "other.yaml").write_text("name: other\n")
+    for arguments in (["my/mine.v1.yaml", "seed=8"], ["seed=8", str(tmp_path / "my" / "mine.v1.yaml")]):
+        (config,) = enter(*arguments)
+        assert (config.seed, config.name) == (8, "other")
+    (config,) = enter("--config-name=tiny", "name=my/mine.v1.yaml")  # an override, whatever it ends with
+    assert config.name == "my/mine.v1.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["no.yaml"], "no.yaml does not exist ("),
+        (["a.yaml", "b.yaml"], "a.yaml and b.yaml all name the configuration; give one"),
+        (["a.yaml", "--config-name=tiny"], "a.yaml and --config-name=tiny all name the configuration"),
+        (["a.yaml", "-cp", "."], "a.yaml and --config-path=. all name the configuration"),
+        (["a.yml"], "a.yml: Hydra reads files that end with .yaml; rename it to a.yaml"),
+    ],
+)
+def test_a_file_that_is_none_or_not_alone(capsys, tmp_path, arguments, told):
+    (tmp_path / "a.yml").write_text("seed: 7\n")
+    assert told in refused(capsys, *arguments)
+
+
+def test_settings_as_flags_are_told_all_at_once(capsys):
+    arguments = [
+        "--config-name=tiny",
+        "--lora_rank",
+        "8",
+        "--seed=3",
+        "--learning-rate",
+        "1e-5",
+        "--zzz",
+        "--cfg",
+        "job",
+    ]
+    told = refused(capsys, *arguments, "training.batchsize=2")
+    assert told.splitlines()[0] == "ConfigError: 5 things are wrong:"
+    assert "  --lora_rank is no flag: settings are key=value; here it is vision.lora.rank and text.lora.rank" in told
+    assert "  --seed is no flag: settings are key=value; write seed=3" in told
+    assert "  --learning-rate is no flag: settings are key=value; did you mean training.learning_rate?" in told
+    assert "  --zzz is no flag: settings are key=value; the top level has name, run_dir" in told
+    assert "  training.batchsize is not a key; did you mean training.batch_size?" in told
+
+
 @pytest.mark.parametrize("name", ["é", "plain"])
 def test_a_locale_without_the_letters_of_a_path_is_told(name):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONIOENCODING": ""}
@@ -76,7 +123,7 @@ def test_the_process_exits_1_with_the_message_alone():
 
 def test_configuration_mistakes_are_told_without_a_traceback(capsys, tmp_path):
     missing = refused(capsys)
-    assert "--config-name=NAME is missing; there are: qwen2_5_vl_32b, " in missing
+    assert "name a FILE.yaml, or --config-name=NAME, of which there are: qwen2_5_vl_32b, " in missing
     assert missing.endswith(", tiny\n")
     assert "did you mean tiny?" in refused(capsys, "--config-name=tinny")
     assert "expected a whole number" in refused(capsys, "--config-name=tiny", "seed=x")

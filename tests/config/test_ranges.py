@@ -68,6 +68,15 @@ def test_a_warmup_beyond_max_steps():
         ({"datasets": ["shapes%0"]}, "0 < percent <= 100"),
         ({"datasets": ["a"], "data_registry": {"a": DatasetEntry("x", format="lava")}}, "did you mean llava?"),
         ({"datasets": ["a"], "data_registry": {"a": DatasetEntry("x", weight=0)}}, "registry.a.weight=0.0 is out of"),
+        (
+            {"datasets": ["a"], "data_registry": {"a": DatasetEntry("x", columns={"imags": "photos"})}},
+            "data.data_registry.a.columns.imags=photos: imags is no name that a format knows; on the left "
+            "stands one of messages, conversations,",
+        ),
+        (
+            {"datasets": ["a"], "data_registry": {"a": DatasetEntry("x", columns={"imags": "photos"})}},
+            "on the right the file's own; did you mean images?",
+        ),
         ({"video_fps": 0.0}, "data.video_fps > 0 and finite"),
         ({"video_max_frames": 1}, "video_max_frames >= 2"),
         ({"max_tokens": 0}, "data.max_tokens >= 1"),

@@ -115,7 +115,10 @@ def part(**fields: Any) -> dict:
 
 # What stands in the second of three lines → why it cannot be used. The lines around it are good.
 LINES: dict[str, tuple[Any, str]] = {
-    "audio": (shown("a.wav", "audio"), r"audio .*a\.wav, but this run hears nothing. Give it an audio part"),
+    "audio": (shown("a.wav", "audio"), r"audio .*a\.wav, but audio\.num_actors=0, so this run hears nothing\. Set au"),
+    "audio under a name that is not known": (
+        talk({"from": "human", "value": "<audio>Who?"}, ANSWER, audio_path="a.wav"),
+        r"1 <audio> tags in the human turns, but audio\.num_actors=0"),
     "audios": (shown("a.png", audios=["a.wav"]), r"0 <audio> tags in the human turns, but 1 audios: \['a.wav'\]"),
     "audio under two keys": (shown("a.wav", "audio", audios=["b.wav"]), "both 'audio' and 'audios' name clips"),
     "audio elsewhere": (shown("../a.wav", "audio"), r"audio path '../a\.wav' leaves data_path"),
@@ -188,7 +191,7 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "role of another type": ({"messages": [{"role": 1, "content": "x"}]}, "turn 1: 'role' must be a string"),
     "message of another type": ({"messages": [3]}, "turn 1 must be an object with 'role' and 'content', got int"),
     "audio": (messages("<audio>Who?", "Ann.", audios=["a.wav"]), "'audios': sound is a part of a turn's content here"),
-    "part with sound": (part(type="audio", audio="a.wav"), r"audio .*a\.wav, but this run hears nothing"),
+    "part with sound": (part(type="audio", audio="a.wav"), r"audio .*a\.wav, but audio\.num_actors=0, so this run"),
     "sound that is an address": (
         part(type="input_audio", input_audio="a.wav"), "'input_audio' must hold 'data' in base64 and 'format'"),
     "sound that is not base64": (

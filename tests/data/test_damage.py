@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from dhp.base.errors import DataError
+from dhp.data.formats.columns import renamed
 from dhp.data.media.images import open_image
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import Blob
@@ -46,6 +47,9 @@ SAMPLES = {
     "llava": {"conversations": TALK, "image": "a.png", "video": ["v.mp4"]},
     "sharegpt": {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": ["a.png"], "system": ""},
     "openai": {"messages": [{"role": "user", "content": PARTS}, ANSWER]},
+    "alpaca": {"instruction": "<image>?", "input": "x", "output": "y", "history": [["a", "b"]], "images": ["a.png"]},
+    "swift": {"query": "?", "response": "y", "history": [["a", "b"]], "images": ["a.png"], "system": "", "objects": {}},
+    "unknown": {"text": "What?"},
 }
 JUNK = [
     None, 0, 1.5, True, "", [], {}, "x", b"x", b"", [None], {"bytes": 5}, {"path": []}, {"type": []},
@@ -74,4 +78,5 @@ def test_damaged_samples_give_a_record_or_a_data_error(tmp_path, form):
         assert detect([raw]) in FORMATS
         with suppress(DataError):
             members = draw.choice([None, {}])
+            raw = renamed(raw, draw.choice([{}, {"messages": "instruction", "role": "content"}]))
             parse_record(raw, "set", 1, "here", form, MediaResolver(draw.choice([None, tmp_path]), members=members))

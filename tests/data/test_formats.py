@@ -1,4 +1,4 @@
-"""Three ways to write one conversation, and how a dataset's own way is recognised."""
+"""The ways to write one conversation, and how a dataset's own way is recognised."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from dhp.base.errors import DataError
+from dhp.config.ranges import DATA_FORMATS
+from dhp.data.formats.columns import renamed
+from dhp.data.formats.unknown import KNOWN
 from dhp.data.media.images import open_image
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import Blob, Remote, Sound, Video
@@ -127,12 +130,131 @@ def test_pictures_inside_the_annotation(images):
         ([sharegpt("Hi?")], "sharegpt"),
         ([sharegpt("Hi?"), sharegpt([url("a.png")])], "openai"),
         ([sharegpt("Hi?"), sharegpt("<image>", images=["a.png"])], "sharegpt"),
-        ([5, {}, None], "llava"),
-        ([], "llava"),
+        ([sharegpt("Hi?"), sharegpt("What?", images=["a.png"])], "swift"),
+        ([sharegpt("<image>", image="a.png")], "swift"),
+        ([{"query": "Hi?", "response": "Yes."}], "swift"),
+        ([{"conversation": [{"human": "Hi?", "assistant": "Yes."}]}], "swift"),
+        ([{"instruction": "Hi?", "output": "Yes.", "messages": None}], "alpaca"),
+        ([{"messages": None}], "sharegpt"),
+        ([{"text": "Hi?"}, llava("Hi?")], "llava"),
+        ([5, {}, None], "unknown"),
+        ([{"text": "Hi?"}], "unknown"),
+        ([], "unknown"),
     ],
 )
 def test_a_dataset_is_recognised_by_its_keys(samples, form):
     assert detect(samples) == form and form in FORMATS
+
+
+def test_alpaca_rows(images):
+    a = images.resolve() / "a.png"
+    row = {"instruction": "Add.", "input": "1 + 1", "output": "2", "history": [["Hi?", "Yes."]], "system": "Be brief."}
+    assert parse("alpaca", row) == (
+        Turn("system", ("Be brief.",)),
+        Turn("user", ("Hi?",)),
+        Turn("assistant", ("Yes.",)),
+        Turn("user", ("Add.\n1 + 1",)),
+        Turn("assistant", ("2",)),
+    )
+    null = dict.fromkeys(("input", "history", "system", "images"))
+    assert parse("alpaca", {"instruction": "Hi?", "output": "Yes."} | null) == parse("sharegpt", talk_of("Hi?", "Yes."))
+    for key, value in (("image", "a.png"), ("images", ["a.png"])):
+        for question in ("<image>\nWhat?", "What?"):
+            told = parse("alpaca", {"instruction": question, "output": "A circle.", key: value}, images)
+            assert told[0] == Turn("user", (a, "What?"))
+
+
+def talk_of(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"query": "Sure?", "response": "No.", "history": [["Hi?", "Yes."]], "system": "Be brief."},
+        {
+            "conversation": [{"human": "Hi?", "assistant": "Yes."}, {"human": "Sure?", "assistant": "No."}],
+            "system": "Be brief.",
+        },
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                *talk_of("Hi?", "Yes.")["messages"],
+                *talk_of("Sure?", "No.")["messages"],
+            ]
+        },
+        {
+            "conversations": [
+                {"from": role, "value": text}
+                for role, text in (("system", "Be brief."), ("user", "Hi?"), ("assistant", "Yes."), ("user", "Sure?"),
+                                   ("assistant", "No."))
+            ]
+        },
+    ],
+    ids=lambda row: next(iter(row)),
+)  # fmt: skip
+def test_swift_rows(row, images):
+    a, b = images.resolve() / "a.png", images.resolve() / "b.jpg"
+    expected = [
+        ("system", "Be brief."),
+        ("user", "Hi?"),
+        ("assistant", "Yes."),
+        ("user", "Sure?"),
+        ("assistant", "No."),
+    ]
+    assert parse("swift", row) == tuple(Turn(role, (text,)) for role, text in expected)
+    in_front = parse("swift", row | {"images": ["a.png", {"path": "b.jpg", "bytes": None}]}, images)
+    assert in_front[1] == Turn("user", (a, b, "Hi?")) and in_front[3] == Turn("user", ("Sure?",))
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "reason"),
+    [
+        ("alpaca", {"output": "x"}, r"'instruction' is missing or empty; the sample has \['output'\]"),
+        ("alpaca", {"instruction": "x"}, "key 'output' is missing; the sample has"),
+        ("alpaca", {"instruction": ["x"], "output": "x"}, r"'instruction' must be a string, got \['x'\]"),
+        ("alpaca", {"instruction": "x", "output": " "}, "turn 2: the answer is empty"),
+        ("alpaca", {"instruction": "x", "output": "y", "history": ["a"]}, "'history' 1 must be a pair of question"),
+        ("alpaca", {"instruction": "x", "output": "y", "history": "a"}, "'history' must be a list of pairs"),
+        ("alpaca", {"instruction": "x", "output": "y", "history": [["a", ""]]}, "turn 2: the answer is empty"),
+        ("alpaca", {"instruction": "<image>", "output": "y"}, "1 <image> tags in the human turns, but 0 images"),
+        ("swift", {"query": "x"}, "key 'response' is missing"),
+        ("swift", {"query": "<image>", "response": "y", "images": ["a", "b"]}, "1 <image> tags .* but 2 images"),
+        ("swift", {"query": "x", "response": "y", "image": "a", "images": ["b"]}, "both 'image' and 'images' name"),
+        ("swift", {"query": "x", "response": "y", "objects": {"bbox": [[1]]}}, "'objects' are not read: write boxes"),
+        ("swift", {"conversation": [{"human": "x"}]}, "exchange 1: 'human' and 'assistant' must be strings"),
+        ("swift", {"conversation": ["x"]}, "exchange 1 must be an object"),
+        (
+            "swift",
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "loss": False}]},
+            "turn 2: 'loss' False; every answer is learned",
+        ),
+        (
+            "unknown",
+            {"text": "x"},
+            r"keys \['text'\] are of no known format. Known are: llava \(.*; sharegpt .*; openai .*; alpaca .*; "
+            r"swift .*"
+            r"columns=\{messages: dialogue\}",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_lack_something(form, row, reason):
+    with pytest.raises(DataError, match=reason):
+        parse(form, row)
+
+
+def test_columns_of_other_names():
+    columns = {"messages": "dialogue", "images": "photos", "role": "who", "content": "says"}
+    raw = {"dialogue": [{"who": "user", "says": "Hi?", "role": 7}, 5], "photos": [], "images": 3, "id": 1}
+    assert renamed(raw, columns) == {"messages": [{"role": "user", "content": "Hi?"}, 5], "images": [], "id": 1}
+    assert renamed({"id": 1}, columns) == {"id": 1} and renamed(3, columns) == 3
+    swapped = renamed({"input": "a", "instruction": "b"}, {"input": "instruction", "instruction": "input"})
+    assert swapped == {"input": "b", "instruction": "a"}
+    assert renamed(raw, {}) is raw
+
+
+def test_what_is_known_and_what_the_configuration_allows_are_the_same():
+    assert set(DATA_FORMATS) - {"auto"} == set(FORMATS) - {"unknown"} == set(KNOWN)
 
 
 class _Pictures(BaseHTTPRequestHandler):

@@ -10,8 +10,9 @@ from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 
 from dhp.base.errors import ConfigError, DataError, ModelError
 from dhp.base.geometry import IGNORED
-from dhp.data.preprocess import Length
+from dhp.data.preprocess import Length, Prompts
 from dhp.data.records import Record, Turn
+from dhp.data.sounds import NO_ACTORS, NO_TOWER
 
 END = "<|im_end|>"
 HEAD = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -319,6 +320,28 @@ def test_the_fingerprint_is_that_of_all_settings(preprocessor, tokenizer):
     prints = [preprocessor(**changes).fingerprint() for changes in settings]
     assert len(set(prints)) == len(settings)
     assert [preprocessor(**changes).fingerprint() for changes in settings] == prints
+
+
+def test_the_fingerprint_is_that_of_the_system_text(preprocessor):
+    prints = {preprocessor(prompts=Prompts(system=text)).fingerprint() for text in (None, "", "Be brief.")}
+    assert len(prints) == 3
+
+
+def test_a_system_text_for_all_samples_that_have_none(preprocessor, tokenizer):
+    make = preprocessor(prompts=Prompts(system="Be kind."))
+    told = [tokenizer.decode(make(talk("Hi?", "Yes.", system=own)).input_ids) for own in (None, "Be brief.")]
+    assert [text.partition("<|im_end|>")[0] for text in told] == [
+        "<|im_start|>system\nBe kind.",
+        "<|im_start|>system\nBe brief.",
+    ]
+    assert make.measure(talk("Hi?", "Yes.")).text == len(make(talk("Hi?", "Yes.")).input_ids)
+
+
+def test_a_run_that_hears_nothing_says_why(preprocessor):
+    record = talk("<audio>Who?", "Ann.")
+    for why in (NO_TOWER, NO_ACTORS):
+        with pytest.raises(DataError, match=f"1 <audio> tags in the human turns, but {why[:20]}"):
+            preprocessor(prompts=Prompts(deaf=why))(record)
 
 
 def test_the_fingerprint_does_not_change_with_use(preprocessor, tokenizer):

@@ -138,7 +138,7 @@ def positions(model: Any, sample: Sample) -> torch.Tensor:
 
 
 def test_a_run_without_the_part_hears_nothing(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"audio .*0\.wav, but this run hears nothing. Give it an audio part"):
+    with pytest.raises(DataError, match=r"audio .*0\.wav, but audio\.num_actors=0, so this run hears nothing"):
         of_run(folder, ("vision",))(record(folder, "0.wav", "What?"))
     assert len(of_run(folder, ("vision",))(record(folder, "a.png", "What?")).pixels) == 1
 
@@ -152,7 +152,8 @@ def test_a_tag_without_sound_is_refused(folder: Path, preprocess: Preprocessor) 
     for look in (preprocess, preprocess.measure):
         with pytest.raises(DataError, match="1 <audio> tags in the human turns, but 0 audios. Name them under 'audio'"):
             look(record(folder, "<audio>What?"))
-    assert of_run(folder, ("vision",))(record(folder, "<audio>What?")).clips == ()
+    with pytest.raises(DataError, match=r"1 <audio> tags in the human turns, but audio\.num_actors=0"):
+        of_run(folder, ("vision",))(record(folder, "<audio>What?"))
 
 
 def test_a_clip_that_is_too_short_for_features(folder: Path, preprocess: Preprocessor) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from dhp.__main__ import main as dhp
-from dhp.base.errors import CheckpointError, ConfigError
+from dhp.base.errors import CheckpointError, ConfigError, DataError
 from dhp.config.load import compose_config
 from dhp.run.preflight import prepare
 from dhp.train_ray import main
@@ -130,7 +130,8 @@ def test_its_export_is_an_ordinary_model(whole: tuple[Path, Outcome], folder: Pa
 
 
 def test_a_run_goes_on_with_the_parts_that_it_had(whole: tuple[Path, Outcome], folder: Path, tmp_path: Path) -> None:
-    asked = settings(folder, tmp_path / "run", f"training.resume={whole[0] / 'checkpoints' / 'step_2'}")
+    resume = f"training.resume={whole[0] / 'checkpoints' / 'step_2'}"
+    asked = settings(folder, tmp_path / "run", resume, "data.on_bad_sample=skip")
     with pytest.raises(CheckpointError, match=r"audio\.num_actors was 2 and is None.* in the layout that it was saved"):
         main(compose_config("tiny", overrides=asked[1:]))
 
@@ -148,6 +149,13 @@ def test_a_run_goes_on_with_the_parts_that_it_had(whole: tuple[Path, Outcome], f
 def test_what_the_section_cannot_say(more: list[str], reason: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         prepare(compose_config("tiny", overrides=settings(folder, tmp_path / "run", *more)[1:]))
+
+
+def test_sound_is_refused_before_a_run_that_hears_nothing(folder: Path, tmp_path: Path) -> None:
+    asked = settings(folder, tmp_path / "run")
+    with pytest.raises(DataError, match=r"element 2 of .*1_0\.wav, but audio\.num_actors=0, so this run hears nothing"):
+        prepare(compose_config("tiny", overrides=asked[1:]))
+    assert prepare(compose_config("tiny", overrides=[*asked[1:], "audio.num_actors=1"])).audio.num_actors == 1
 
 
 def test_a_model_without_the_part(tiny_assets: Path, tmp_path: Path) -> None:

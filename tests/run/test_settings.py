@@ -32,6 +32,13 @@ def test_how_samples_are_read_reaches_the_dataset_actor() -> None:
     assert settings.reading == ReadSettings(allow_http=True, max_tokens=900, video_fps=1.0)
 
 
+def test_how_prompts_are_written_reaches_the_dataset_actor(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ messages }}")  # read here: nodes need no file
+    own = [f"data.chat_template={tmp_path / 'own.jinja'}", "data.system_prompt=''", "data.learn_empty_thoughts=true"]
+    reading = feed_settings(resolve(compose_config("tiny", overrides=own))).reading
+    assert reading == ReadSettings(system_prompt="", chat_template="{{ messages }}", learn_empty_thoughts=True)
+
+
 NOTHING_AS_BY_DEFAULT = [
     *("seed=11", "memory.accounting=true", "memory.budget_gib=1", "cluster.device=cpu"),
     *("vision.model_name=a/model", "text.model_name=a/model"),

@@ -77,6 +77,41 @@ def check_order(roles: Sequence[str]) -> None:
         raise DataError("the last turn must be from gpt: nothing is learned after it otherwise")
 
 
+def required_text(raw: Mapping[str, Any], key: str) -> str:
+    """The text under `key`. Raises DataError where it is missing or of another type."""
+    if raw.get(key) is None:
+        raise DataError(f"key {key!r} is missing; the sample has {sorted(map(str, raw))}")
+    return optional_text(raw, key)
+
+
+def optional_text(raw: Mapping[str, Any], key: str) -> str:
+    """The text under `key`; "" where there is none. Raises DataError for another type."""
+    text = raw.get(key)
+    if text is not None and not isinstance(text, str):
+        raise DataError(f"{key!r} must be a string, got {text!r:.80}")
+    return text or ""
+
+
+def with_system(raw: Mapping[str, Any], said: Sequence[Said]) -> list[Said]:
+    """What was said, after the text under `system` where there is one."""
+    system = optional_text(raw, "system")
+    return [("system", system), *said] if system else list(said)
+
+
+def pairs_before(raw: Mapping[str, Any]) -> list[Said]:
+    """Earlier questions and answers under `history`, a list of pairs. Raises DataError."""
+    history = raw.get("history")
+    if history is not None and not isinstance(history, list):
+        raise DataError(f"'history' must be a list of pairs of question and answer, got {history!r:.80}")
+    said = []
+    for number, pair in enumerate(history or [], start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise DataError(f"'history' {number} must be a pair of question and answer, got {pair!r:.80}")
+        check_answer(2 * number, "assistant", pair[1])
+        said += [("user", pair[0]), ("assistant", pair[1])]
+    return said
+
+
 def listed(raw: Mapping[str, Any], key: str) -> list[Any]:
     """The files under `key`: one, or a list of them; none where the key is absent or null."""
     value = raw.get(key)

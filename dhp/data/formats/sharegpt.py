@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dhp.base.errors import DataError
-from dhp.data.formats.dialogue import entries_of, listed, listed_sounds, statement, tagged_turns
+from dhp.data.formats.dialogue import entries_of, listed, listed_sounds, statement, tagged_turns, with_system
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.records import Turn
 
@@ -20,9 +19,5 @@ def read_sharegpt(raw: Mapping[str, Any], media: MediaResolver) -> tuple[Turn, .
     keys = ("from", "value") if old else ("role", "content")
     entries = entries_of(raw, "conversations" if old else "messages")
     said = [statement(number, entry, keys, ROLES) for number, entry in enumerate(entries, start=1)]
-    system = raw.get("system")
-    if system is not None:
-        if not isinstance(system, str):
-            raise DataError(f"'system' must be a string, got {system!r:.80}")
-        said = [("system", system), *said] if system else said
+    said = with_system(raw, said)
     return tagged_turns(said, listed(raw, "images"), listed(raw, "videos"), media, listed_sounds(raw))

@@ -18,7 +18,7 @@ from dhp.base.errors import ConfigError, DataError
 from dhp.data.annotations import Annotations
 from dhp.data.preprocess import Preprocessor
 
-CACHE_FORMAT = 1  # of the cache and of what is measured: raise it when either changes
+CACHE_FORMAT = 2  # of the cache and of what is measured: raise it when either changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +117,7 @@ def key_of(annotations: Annotations, preprocess: Preprocessor, path: Path) -> st
         "dataset": annotations.dataset,  # messages name it
         "path": str(path),
         "form": annotations.form,
+        **({"columns": dict(annotations.columns)} if annotations.columns else {}),
         "data_path": None if data_path is None else os.path.abspath(data_path),
         "allow_http": annotations.allow_http,
         "preprocess": preprocess.fingerprint(),

@@ -69,7 +69,7 @@ class LibraryProcessor:
         own = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
         parts = {
             "image_processor": load_image_processor(self._model_name),
-            "tokenizer": load_tokenizer(self._model_name),
+            "tokenizer": load_tokenizer(self._model_name, chat_template=""),  # none is needed here
         }
         missing = {name: None for name in kind.get_attributes() if name not in parts}
         try:

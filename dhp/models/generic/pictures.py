@@ -48,6 +48,12 @@ def row_values(config: PreTrainedConfig) -> int:
     return sizes.channels * sizes.patch**2
 
 
+def patch_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """(channels, pixels along a side, patches along a side of the square that becomes one token)."""
+    sizes = _Sizes(config, getattr(config, "vision_config", None) or config)
+    return sizes.channels, sizes.patch, sizes.merge
+
+
 class _Sizes:
     """Numbers that vision configurations share."""
 

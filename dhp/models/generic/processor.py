@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from inspect import signature
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from dhp.base.geometry import Form, Grid
 from dhp.models.generic.contract import Contract
 from dhp.models.generic.forms import arrays_of, pack
 from dhp.models.generic.library import LibraryProcessor
+from dhp.models.generic.pictures import patch_shape
 from dhp.models.generic.rows import kinds_for, placeholder, positions
+from dhp.models.grid.processor import put_together
 from dhp.models.processor import Processor
 
 
@@ -46,6 +49,30 @@ class ContractProcessor(Processor):
         written = self._library.written(output)
         taken = {name: np.asarray(output[name]) for name in self._contract.arguments if name in output}
         return pack(taken, written.count(self._library.token), self._contract.values, written)
+
+    def frames(self, pixels: np.ndarray, grid: Grid | Form, moving: bool = False) -> np.ndarray | None:
+        """See `Processor`: whole tiles, or patches as most families order them."""
+        if not isinstance(grid, Form):
+            return None
+        name, shape = grid.pixels[0]
+        if self.from_patches(grid):
+            return self._put_together(pixels.reshape(-1)[: int(np.prod(shape))], grid)
+        if len(shape) < 4 or shape[-3] not in (1, 3):
+            return None
+        tiles = pixels.reshape(-1)[: int(np.prod(shape))].reshape(-1, *shape[-3:])
+        return tiles.transpose(0, 2, 3, 1)
+
+    def _put_together(self, pixels: np.ndarray, form: Form) -> np.ndarray | None:
+        (whole,) = arrays_of(form)["image_grid_thw"].tolist()
+        channels, side, merge = patch_shape(self.config)
+        frames, rest = divmod(pixels.size // prod(whole), channels * side**2)
+        if rest or whole[1] % merge or whole[2] % merge:
+            return None
+        return put_together(pixels, tuple(whole), merge, channels, frames, side)[:1]
+
+    def from_patches(self, grid: Grid | Form) -> bool:
+        """See `Processor`."""
+        return isinstance(grid, Form) and any(name == "image_grid_thw" for name, *_ in grid.arrays)
 
     def image_tokens(self, grid: Grid | Form) -> int:
         if not isinstance(grid, Form):

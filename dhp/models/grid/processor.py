@@ -54,6 +54,14 @@ class GridProcessor(Processor):
         moving = np.stack([still[frame, :, :, frame] for frame in range(frames)], axis=2)
         return moving.reshape(h * w, self.patch_dim), (1, h, w)
 
+    def frames(self, pixels: np.ndarray, grid: Grid | Form, moving: bool = False) -> np.ndarray | None:
+        """See `Processor`. An image is one frame, which its patches repeat in time."""
+        if isinstance(grid, Form):
+            return None
+        vision = self.config.vision_config
+        shape = (channels_of(vision), self.frames_per_patch, int(vision.patch_size))
+        return put_together(pixels, grid, merge_side(vision), *shape)[:: 1 if moving else self.frames_per_patch]
+
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in named.items() if self.paced or name != "second_per_grid_ts"}
 
@@ -72,6 +80,14 @@ class GridProcessor(Processor):
         told = {"image_grid_thw": grids, "video_grid_thw": video_grids, **more}
         told |= dict.fromkeys(("second_per_grid_ts", "second_per_grids"), video_seconds)  # names that models give it
         return positions(self.model(), self.config, input_ids, mm_token_type_ids, inside, told)
+
+
+def put_together(pixels: np.ndarray, grid: Grid, merge: int, channels: int, frames: int, side: int) -> np.ndarray:
+    """Pictures from patches of which squares of merge × merge lie one behind another: float32 [t × frames, height,
+    width, channels]."""
+    t, h, w = grid
+    rows = pixels.reshape(t, h // merge, w // merge, merge, merge, channels, frames, side, side)
+    return rows.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * frames, h * side, w * side, channels)
 
 
 def channels_of(vision: Any) -> int:

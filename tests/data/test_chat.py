@@ -1,0 +1,149 @@
+"""Which characters of a conversation are answers, under templates that write more than the sample says."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from dhp.base.errors import DataError
+from dhp.data.chat import Rendered, render, to_messages
+from dhp.data.records import Turn
+
+EMPTY = "<think>\n\n</think>\n\n"
+
+# As reasoning models have it: thoughts are kept in the last answer alone, where an answer without any gets an empty
+# block. OPENED is what the prompt for an answer opens, MARKS where the template marks its answers.
+REASONING = """\
+{%- for message in messages -%}
+{%- set said = message['content'][-1]['text'] -%}
+{%- if message['role'] == 'assistant' -%}
+{%- set thoughts, answer = '', said -%}
+{%- if '</think>' in said -%}
+{%- set thoughts = said.split('</think>')[0].split('<think>')[-1].strip() -%}
+{%- set answer = said.split('</think>')[-1].lstrip() -%}
+{%- endif -%}
+BEGIN{{ '<|im_start|>assistant\\n' }}MIDDLE
+{%- if loop.last -%}{{ '<think>\\n' + thoughts + '\\n</think>\\n\\n' }}{%- endif -%}
+LATE{{ answer + '<|im_end|>' }}DONE{{ '\\n' }}
+{%- else -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + said + '<|im_end|>\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\nOPENED' }}{%- endif -%}
+"""
+
+
+def reasoning(opened: str = "", mark: str = "") -> str:
+    """The template with its blocks of answers beginning at BEGIN, MIDDLE or LATE; "" has none."""
+    template = REASONING.replace("OPENED", opened).replace("DONE", "{% endgeneration %}" if mark else "")
+    for place in ("BEGIN", "MIDDLE", "LATE"):
+        template = template.replace(place, "{% generation %}" if place == mark else "")
+    return template
+
+
+def talk(*texts: str) -> list[dict]:
+    return to_messages(tuple(Turn(role, (text,)) for role, text in zip(("user", "assistant") * len(texts), texts)))
+
+
+def answers(tokenizer, template: str, *texts: str, **more: bool) -> list[str]:
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    rendered: Rendered = render(changed, talk(*texts), **more)
+    return [rendered.text[start:stop].removesuffix("\n") for start, stop in rendered.spans]
+
+
+TEMPLATES = {
+    "no blocks": reasoning(),
+    "no blocks, opened by the prompt": reasoning(opened="<think>\\n"),
+    "blocks with the prompt in them": reasoning(mark="BEGIN"),
+    "blocks with the prompt in them, opened by it": reasoning(opened="<think>\\n", mark="BEGIN"),
+    "blocks with the thoughts in them": reasoning(mark="MIDDLE"),
+    "blocks with the thoughts in them, opened by the prompt": reasoning(opened="<think>\\n", mark="MIDDLE"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_neither_the_prompt_nor_an_empty_block_of_thoughts_is_learned(tokenizer, name):
+    assert answers(tokenizer, TEMPLATES[name], "Hi?", "Yes.") == ["Yes.<|im_end|>"]
+    assert answers(tokenizer, TEMPLATES[name], "Hi?", " </p>") == [" </p><|im_end|>"]
+
+
+def test_a_block_that_begins_at_the_answer_is_left_alone(tokenizer):
+    assert answers(tokenizer, reasoning(mark="LATE"), "Hi?", "Yes.") == ["Yes.<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_thoughts_that_there_are_are_learned(tokenizer, name):
+    (found,) = answers(tokenizer, TEMPLATES[name], "Hi?", "<think>hm</think>Yes.")
+    # What the prompt for an answer has opened already is the prompt's.
+    assert found == ("" if "opened" in name else "<think>\n") + "hm\n</think>\n\nYes.<|im_end|>"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_earlier_answers_may_lose_an_empty_block(tokenizer, name):
+    found = answers(tokenizer, TEMPLATES[name], "Hi?", "Yes.", "Sure?", "No.")
+    assert found == ["Yes.<|im_end|>", "No.<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["no blocks", "no blocks, opened by the prompt"])
+def test_earlier_answers_may_not_lose_thoughts(tokenizer, name):
+    with pytest.raises(DataError, match="writes turn 2 differently once more turns follow"):
+        answers(tokenizer, TEMPLATES[name], "Hi?", "<think>hm</think>Yes.", "Sure?", "No.")
+
+
+@pytest.mark.parametrize("name", ["no blocks", "blocks with the prompt in them", "blocks with the thoughts in them"])
+def test_the_empty_block_is_learned_where_that_is_asked_for(tokenizer, name):
+    found = answers(tokenizer, TEMPLATES[name], "Hi?", "Yes.", learn_empty_thoughts=True)
+    assert found == [f"{EMPTY}Yes.<|im_end|>"]
+
+
+def test_an_empty_block_of_the_samples_own_is_learned(tokenizer):
+    plain = "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'][-1]['text'] }}{% endfor %}"
+    plain += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    assert answers(tokenizer, plain, "Hi?", f"{EMPTY}Yes.") == [f"{EMPTY}Yes."]
+    assert answers(tokenizer, plain, "Hi?", "Yes <think></think> no.") == ["Yes <think></think> no."]
+
+
+@pytest.mark.parametrize(
+    "block", ["<think></think>\\n", "◁think▷◁/think▷", "[THINK]\\n[/THINK]", "<seed:think></seed:think>"]
+)
+def test_the_blocks_of_several_families(tokenizer, block):
+    template = "{% for m in messages %}{% if m['role'] == 'assistant' %}<A>BLOCK{% else %}<U>{% endif %}"
+    template += "{{ m['content'][-1]['text'] }}{% endfor %}{% if add_generation_prompt %}<A>{% endif %}"
+    assert answers(tokenizer, template.replace("BLOCK", f"{{{{ '{block}' }}}}"), "Hi?", "Yes.") == ["Yes."]
+
+
+def test_a_prompt_that_opens_thoughts_of_which_answers_tell_nothing(tokenizer):
+    bare = "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'][-1]['text'] }}{% endfor %}"
+    for opened in ("<think>\\n", "<think></think>\\n"):
+        template = bare + f"{{% if add_generation_prompt %}}{{{{ '<|assistant|>{opened}' }}}}{{% endif %}}"
+        assert answers(tokenizer, template, "Hi?", "Yes.", "Sure?", "No.") == ["Yes.", "No."]
+
+
+@pytest.mark.parametrize(
+    ("header", "marks", "expected"),
+    [
+        ("<|im_start|>assistant\\n", "", "Yes.<|im_end|>"),
+        ("<|im_start|>assistant\\n", "BEGIN", "Yes.<|im_end|>"),
+        ("<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n", "", "Yes.<|im_end|>"),
+        ("ASSISTANT: ", "", " Yes.<|im_end|>"),  # the space is of the answer's first token
+        (" ", "", " Yes.<|im_end|>"),
+    ],
+)
+def test_templates_that_write_no_prompt_for_an_answer(tokenizer, header, marks, expected):
+    block, end = ("{% generation %}", "{% endgeneration %}") if marks else ("", "")
+    template = "{% for m in messages %}{% if m['role'] == 'assistant' %}" + block + f"{{{{ '{header}' }}}}"
+    template += "{{ m['content'][-1]['text'] + '<|im_end|>' }}" + end
+    template += "{{ '\\n' }}{% else %}{{ '<U>' + m['content'][-1]['text'] }}{% endif %}{% endfor %}"
+    found = answers(tokenizer, template, "ANSWER?", "Yes.", "Sure?", "ANSWER: no.")
+    assert found == [expected, expected.replace("Yes.", "ANSWER: no.")]
+
+
+def test_a_system_text_for_conversations_without_one():
+    turns = (Turn("user", ("Hi?",)), Turn("assistant", ("Yes.",)))
+    own = (Turn("system", ("Mine.",)), *turns)
+    assert [m["role"] for m in to_messages(turns)] == ["user", "assistant"]
+    for given in ("Be brief.", ""):
+        assert to_messages(turns, given) == to_messages((Turn("system", (given,)), *turns))
+    assert to_messages(own, "Be brief.") == to_messages(own)
