@@ -21,7 +21,7 @@ DISTRIBUTIONS = {
 # Required although no file imports them (yet); docs/architecture.md says why.
 NOT_IMPORTED = {"ninja", "pytest-timeout", "pytest-xdist"}
 # Of requirements-gpu.txt and requirements-data.txt, or built by the user; imported only where a setting or a file asks.
-OPTIONAL = {"flash_attn", "nixl", "pyarrow", "datasets", "webdataset"}
+OPTIONAL = {"flash_attn", "nixl", "pyarrow", "datasets", "webdataset", "wandb", "mlflow", "swanlab"}
 
 
 def pins() -> dict[str, str]:

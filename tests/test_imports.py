@@ -46,6 +46,7 @@ LIBRARIES: dict[str, set[str]] = {
     "hydra": {"config"},
     "omegaconf": {"config"},
     "numba": {"data.balance"},
+    **{logger: {"observe.loggers.adapters"} for logger in ("wandb", "mlflow", "swanlab")},
     "transformers": {
         "models", "data", "trainers", "doctor", "run.tiny_assets", "parallel.tensor.styles", "parallel.experts",
     },

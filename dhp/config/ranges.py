@@ -19,6 +19,7 @@ SEQUENTIAL, VISION_AHEAD, GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = (
     "1f1b",
     "interleaved",
 )
+LOGGERS = ("wandb", "mlflow", "swanlab")
 _SEEDS = 2**32  # numpy takes no larger seed
 
 
@@ -68,6 +69,16 @@ def check_training(training: TrainingConfig) -> None:
         "training.schedule", training.schedule, SCHEDULES, {"pipedream": "1f1b", "1f1b_interleaved": INTERLEAVED}
     )
     _check_warmup(training)
+    _check_loggers(training)
+
+
+def _check_loggers(training: TrainingConfig) -> None:
+    for name in training.loggers:
+        require_choice("training.loggers", name, LOGGERS)
+    twice = len(set(training.loggers)) < len(training.loggers)
+    require(not twice, "training.loggers", training.loggers, "each of them once")
+    project = training.logger_project
+    require(project is None or bool(project.strip()), "training.logger_project", project, "a name, or null")
 
 
 def _check_warmup(training: TrainingConfig) -> None:

@@ -16,7 +16,7 @@ from dhp.config.parts import OPTIONAL, PARTS, parts
 from dhp.config.schema import Config
 
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
-_RECORD = (*_MARKS, "trace.json", "tb")
+_RECORD = (*_MARKS, "trace.json", "tb", "loggers", "wandb", "mlflow", "swanlog")
 _RANK_LOG = re.compile(rf"({'|'.join(PARTS)}|data)(\.\d+)?(-\w+)*\.log")
 _CHECKPOINT = re.compile(r"step_\d+(\.partial)?")
 # config.yaml of a run has all of them, that of an earlier release too.

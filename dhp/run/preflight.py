@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,18 +16,21 @@ from dhp.config.resolve import check_model_dir, micro_batches, resolve
 from dhp.config.resolved import resolved
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config, PartConfig
+from dhp.run.loggers import require_loggers
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
 
 
-def prepare(config: Config, new_run: bool = True) -> Config:
+def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] | None = None) -> Config:
     """The resolved configuration, after every check that needs no actor; with `new_run`, of run_dir too.
 
     Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
     and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are
-    looked at. Raises ConfigError, ModelError or DataError.
+    looked at. say: is told of what takes time, when it begins. Raises ConfigError, ModelError or DataError.
     """
+    say = say or (lambda text: None)
+    say("checking the configuration")
     config = resolve(config)
     if new_run:
         check_run_dir(config)
@@ -44,17 +48,21 @@ def prepare(config: Config, new_run: bool = True) -> Config:
         for missing in missing_data(config):
             raise ConfigError(missing)
     _fix_paths(config)
+    say(f"checking the model {model_name(config)}")
     _check_model(config)
     _check_packages(config)
     if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
         from dhp.data.probe import check_some_samples
 
+        say(f"looking at some samples of {', '.join(config.data.datasets)}")
         check_some_samples(config.data.datasets, config.data.data_registry, config.seed, config.data.allow_http)
     return config
 
 
 def _check_packages(config: Config) -> None:
     """What ranks of a Ray of our own would miss; on the nodes of a running cluster, each rank looks for itself."""
+    if not config.training.dry_run:
+        require_loggers(config)
     if config.cluster.address != "local" or config.training.dry_run:
         return
     for name, part in parts(config).items():
