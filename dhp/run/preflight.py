@@ -34,6 +34,8 @@ def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] | N
     config = resolve(config)
     if new_run:
         check_run_dir(config)
+    if new_run and not config.training.dry_run:
+        require_loggers(config)
     if config.tiny_assets is not None:
         from dhp.run.tiny_assets import make_tiny_assets
 
@@ -61,8 +63,6 @@ def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] | N
 
 def _check_packages(config: Config) -> None:
     """What ranks of a Ray of our own would miss; on the nodes of a running cluster, each rank looks for itself."""
-    if not config.training.dry_run:
-        require_loggers(config)
     if config.cluster.address != "local" or config.training.dry_run:
         return
     for name, part in parts(config).items():

@@ -30,8 +30,6 @@ from dhp.step.stages import Batch, Stages, StageTrainer, make_stages
 from dhp.trainers.kinds import make_rank
 from dhp.trainers.settings import StageSettings
 
-GB = 10**9  # bytes
-
 
 @dataclass(frozen=True)
 class DataPlan:
@@ -81,7 +79,8 @@ class Session:
         """One line: what `start_stages` reads."""
         stages = len(self.chain.stages)
         read = weight_bytes(model_name(self.config), self.start.checkpoint)
-        weights = f"{read / GB:.3g} GB of weights" if read else "weights"
+        size = f"{read / 10**9:.1f} GB" if read >= 10**9 else f"{read / 10**6:.0f} MB"
+        weights = f"{size} of weights" if read else "weights"
         return f"loading {weights} into {stages} stage{'s' if stages > 1 else ''}"
 
     def open_data(self, tell: Callable[[int, int], None]) -> DataPlan:
@@ -99,7 +98,7 @@ class Session:
             make_feed, feed_settings(config, near), micro_batches=micro_batches(config), **reading
         )
         started_s = config.cluster.start_timeout_s
-        self._say(f"reading annotations of {', '.join(config.data.datasets)}")
+        self._say(f"starting the data actor; it reads the annotations of {', '.join(config.data.datasets)}")
         wait_all(self.data.take_watched(), started_s)
         kept = kept_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
         start.check(kept)

@@ -22,7 +22,7 @@ from dhp.observe.loggers.about import About
 from dhp.observe.loggers.adapters import ADAPTERS, Logger, Status
 from dhp.observe.numbers import from_json
 
-LAST_S = 30.0  # from the end of stdin: a logger that hangs then would outlive its run
+LAST_S = 60.0  # from the end of stdin: a logger that hangs then would outlive its run, which waits for less
 
 
 def main(name: str) -> None:
