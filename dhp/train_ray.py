@@ -16,15 +16,15 @@ BEGUN = time.perf_counter()
 
 def main(config: Config) -> None:
     """Check everything that can be checked, then train, or say what training would take."""
-    from dhp.base.startup import StartUp
+    from dhp.base.startup import StartUp, say_nothing
     from dhp.run.preflight import prepare
 
     say = StartUp(BEGUN)
-    prepared = prepare(config, say=None if config.training.dry_run else say)
+    prepared = prepare(config, say=say_nothing if config.training.dry_run else say)
     if prepared.training.dry_run:
         from dhp.run.dry_run import dry_run
 
-        print(dry_run(prepared, say))
+        print(dry_run(prepared))
         return
     say("loading PyTorch and Ray")
     from dhp.run.loop import run  # after the checks: it brings torch and Ray along

@@ -19,3 +19,7 @@ class StartUp:
 def say_line(text: str) -> None:
     """Print a line at once, on stdout."""
     print(text, flush=True)
+
+
+def say_nothing(text: str) -> None:
+    """For whoever starts something without an audience."""

@@ -17,6 +17,7 @@ from ray.util.placement_group import remove_placement_group
 from dhp.base.errors import ConfigError
 from dhp.base.interrupts import ending_on_error
 from dhp.base.stages import Chain
+from dhp.base.startup import say_nothing
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.environment import require_own_gpu
@@ -81,7 +82,7 @@ class Cluster:
     device: str
     devices: Mapping[str, Sequence[RankDevice]]  # of each stage, by rank
 
-    def __init__(self, layout: Layout, say: Callable[[str], None] = lambda text: None):
+    def __init__(self, layout: Layout, say: Callable[[str], None] = say_nothing):
         """say: is told of what takes time, when it begins."""
         self._layout, self._say = layout, say
         self._stack = ExitStack()

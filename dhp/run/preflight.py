@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dhp.base.errors import ConfigError
+from dhp.base.startup import say_nothing
 from dhp.config.checks import check_layers, check_tied
 from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.mixing import split_share
@@ -22,14 +23,13 @@ if TYPE_CHECKING:
     from dhp.models.family import Family
 
 
-def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] | None = None) -> Config:
+def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] = say_nothing) -> Config:
     """The resolved configuration, after every check that needs no actor; with `new_run`, of run_dir too.
 
     Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
     and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are
     looked at. say: is told of what takes time, when it begins. Raises ConfigError, ModelError or DataError.
     """
-    say = say or (lambda text: None)
     say("checking the configuration")
     config = resolve(config)
     if new_run:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dhp.base.messages import StepInfo
 from dhp.base.stages import Chain
+from dhp.base.startup import say_nothing
 from dhp.batching.loader import make_feed
 from dhp.checkpoint.resume import Start
 from dhp.cluster.actor_group import ActorGroup
@@ -48,7 +49,9 @@ class Session:
     data: DatasetActor
     stages: Stages
 
-    def __init__(self, config: Config, chain: Chain, run_dir: Path, start: Start, say: Callable[[str], None]):
+    def __init__(
+        self, config: Config, chain: Chain, run_dir: Path, start: Start, say: Callable[[str], None] = say_nothing
+    ):
         """say: what is being started."""
         self.config, self.chain, self.start, self._say = config, chain, start, say
         self._cluster = Cluster(_layout(config, chain, run_dir, start), say)
