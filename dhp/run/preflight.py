@@ -40,7 +40,7 @@ def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] = s
         from dhp.run.tiny_assets import make_tiny_assets
 
         try:
-            make_tiny_assets(Path(config.tiny_assets))
+            make_tiny_assets(Path(config.tiny_assets), say)
         except OSError as error:
             raise ConfigError(
                 f"tiny_assets={config.tiny_assets} cannot be written ({error}); choose another"
