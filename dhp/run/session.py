@@ -101,7 +101,7 @@ class Session:
             make_feed, feed_settings(config, near), micro_batches=micro_batches(config), **reading
         )
         started_s = config.cluster.start_timeout_s
-        self._say(f"starting the data actor; it reads the annotations of {', '.join(config.data.datasets)}")
+        self._say(f"starting the dataset actor; it reads the annotations of {', '.join(config.data.datasets)}")
         wait_all(self.data.take_watched(), started_s)
         kept = kept_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
         start.check(kept)
