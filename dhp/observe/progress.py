@@ -1,5 +1,6 @@
 """What a person sees while a run trains: a bar on a terminal, plain lines anywhere else."""
 
+import os
 import sys
 from collections import deque
 from types import TracebackType
@@ -26,7 +27,7 @@ class Progress:
         self._shown_any = False
         self._left = TimeLeft(total_steps)
         self._bar = None
-        if self._stream.isatty():
+        if _has_room(self._stream):
             self._bar = tqdm(total=total_steps, initial=done, file=self._stream, dynamic_ncols=True, bar_format=BAR)
 
     def update(self, metrics: StepMetrics) -> None:
@@ -60,6 +61,16 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _has_room(stream: TextIO) -> bool:
+    """Whether a bar can be drawn: some terminals, as a container's without anybody before it, have no rows."""
+    if not stream.isatty():
+        return False
+    try:
+        return min(os.get_terminal_size(stream.fileno())) > 0
+    except OSError:  # what is no file has no size to ask for
+        return True
 
 
 class TimeLeft:

@@ -1,6 +1,11 @@
 """Lines where output is a file, a bar where it is a terminal."""
 
+import fcntl
 import io
+import os
+import pty
+import struct
+import termios
 from dataclasses import replace
 
 import pytest
@@ -101,3 +106,16 @@ def test_a_terminal_gets_a_bar_with_the_figures():
     shown = stream.getvalue()
     assert "2/2" in shown and "a note\n" in shown
     assert "eta 0:00, loss 3.2101, 0.41 s/step, 1532 tokens/s, data 10%, epoch 0.31" in shown
+
+
+@pytest.mark.parametrize(("rows", "columns", "line"), [(0, 0, True), (24, 100, False)])
+def test_a_terminal_without_rows_gets_lines(rows: int, columns: int, line: bool):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    with os.fdopen(theirs, "w") as stream:
+        with Progress(2, 1, stream) as progress:
+            progress.update(metrics(1))
+        stream.flush()
+        shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert ("step 1/2  epoch 0.31" in shown) == line and ("| 1/2 [" in shown) != line
