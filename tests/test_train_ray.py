@@ -74,7 +74,7 @@ def test_a_run_says_what_it_does_until_its_first_step(outcome: Outcome) -> None:
     """Each phase on a line, when it begins, with the seconds since the command."""
     found = re.findall(r"^ *(\d+\.\d) s  (\w+)", outcome.stdout, re.MULTILINE)
     begins = ["checking", "checking", "looking", "loading", "starting", "reserving", "starting", "starting"]
-    assert [word for _, word in found] == [*begins, "loading", "measuring", "training"]
+    assert [word for _, word in found] == [*begins, "loading", "timing", "training"]
     seconds = [float(text) for text, _ in found]
     assert seconds == sorted(seconds)
 
