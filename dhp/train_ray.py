@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from dhp.base.interrupts import INTERRUPTED, heed
@@ -10,21 +11,26 @@ from dhp.base.interrupts import INTERRUPTED, heed
 if TYPE_CHECKING:
     from dhp.config.schema import Config
 
+BEGUN = time.perf_counter()
+
 
 def main(config: Config) -> None:
     """Check everything that can be checked, then train, or say what training would take."""
+    from dhp.base.startup import StartUp, say_nothing
     from dhp.run.preflight import prepare
 
-    prepared = prepare(config)
+    say = StartUp(BEGUN)
+    prepared = prepare(config, say=say_nothing if config.training.dry_run else say)
     if prepared.training.dry_run:
         from dhp.run.dry_run import dry_run
 
         print(dry_run(prepared))
         return
+    say("loading PyTorch and Ray")
     from dhp.run.loop import run  # after the checks: it brings torch and Ray along
 
     try:
-        run(prepared)
+        run(prepared, say)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)

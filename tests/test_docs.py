@@ -20,8 +20,8 @@ DISTRIBUTIONS = {
 }  # fmt: skip
 # Required although no file imports them (yet); docs/architecture.md says why.
 NOT_IMPORTED = {"ninja", "pytest-timeout", "pytest-xdist"}
-# Of requirements-gpu.txt and requirements-data.txt, or built by the user; imported only where a setting or a file asks.
-OPTIONAL = {"flash_attn", "nixl", "pyarrow", "datasets", "webdataset"}
+# Of requirements-gpu.txt, -data.txt, -loggers.txt, or built by the user; imported where a setting or a file asks.
+OPTIONAL = {"flash_attn", "nixl", "pyarrow", "datasets", "webdataset", "wandb", "mlflow", "swanlab"}
 
 
 def pins() -> dict[str, str]:
@@ -29,6 +29,11 @@ def pins() -> dict[str, str]:
     lines = (line.strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
     wanted = [line for line in lines if line and not line.startswith("#")]
     return {re.split(r"[\[=]", line)[0].lower(): line for line in wanted}
+
+
+def extra_lines(name: str) -> list[str]:
+    """Of an optional list of requirements."""
+    return (ROOT / f"requirements-{name}.txt").read_text().splitlines()
 
 
 def imported() -> set[str]:
@@ -54,7 +59,7 @@ def test_requirements_are_what_is_imported() -> None:
 
 
 def test_optional_requirements_are_what_a_setting_or_a_file_asks_for() -> None:
-    lines = [line for name in ("gpu", "data") for line in (ROOT / f"requirements-{name}.txt").read_text().splitlines()]
+    lines = [line for name in ("gpu", "data", "loggers") for line in extra_lines(name)]
     listed = {re.split(r"[\[=<>~]", line)[0].strip() for line in lines if line and not line.startswith("#")}
     assert listed <= OPTIONAL
 

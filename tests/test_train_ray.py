@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ STEPS = 3
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 FIELDS = (
-    "step epoch loss grad_norm lr tokens target_tokens vision_tokens samples images clips step_s data_s tokens_per_s "
-    "flops mfu memory_bytes activation_bytes comm_bytes dist_ratio pad_ratio skipped_samples"
+    "kind step epoch loss grad_norm lr tokens target_tokens vision_tokens samples images clips step_s data_s busy_s "
+    "tokens_per_s flops mfu memory_bytes activation_bytes comm_bytes dist_ratio pad_ratio skipped_samples"
 ).split()
 
 
@@ -67,6 +68,24 @@ def test_a_run_completes_and_leaves_what_it_should(outcome: Outcome, run_dir: Pa
     assert {f.name for f in run_dir.iterdir()} >= {"config.yaml", "tb", "logs", "checkpoints"}
     assert [f.name for f in (run_dir / "checkpoints").iterdir()] == [f"step_{STEPS}"]
     assert "step 3/3" in outcome.stderr and "status         completed" in outcome.stdout
+
+
+def test_a_run_says_what_it_does_until_its_first_step(outcome: Outcome) -> None:
+    """Each phase on a line, when it begins, with the seconds since the command."""
+    found = re.findall(r"^ *(\d+\.\d) s  (\w+)", outcome.stdout, re.MULTILINE)
+    begins = ["checking", "checking", "looking", "loading", "starting", "reserving", "starting", "starting"]
+    assert [word for _, word in found] == [*begins, "loading", "timing", "training"]
+    seconds = [float(text) for text, _ in found]
+    assert seconds == sorted(seconds)
+
+
+def test_each_part_is_busy_for_a_share_of_each_step(outcome: Outcome, run_dir: Path) -> None:
+    for line in metrics(run_dir):
+        assert line["kind"] == "train" and set(line["busy_s"]) == {"vision", "text"}
+        assert all(0 < busy < line["step_s"] for busy in line["busy_s"].values())
+    idle = json.loads((run_dir / "summary.json").read_text())["idle_share"]
+    assert set(idle) == {"vision", "text"} and all(0 < share < 1 for share in idle.values())
+    assert f"idle           vision {idle['vision']:.0%}, text {idle['text']:.0%} of the steps' time" in outcome.stdout
 
 
 def test_every_step_says_how_much_of_the_machine_it_used(outcome: Outcome, run_dir: Path) -> None:

@@ -126,6 +126,8 @@ class StageReport:
     sent_bytes: by kind, see `dhp.base.byte_counter`.
 
     usage: of activations, where they are measured.
+
+    busy_s: seconds of the step in which it computed. The worker that runs the rank measures and adds them.
     """
 
     rank: int
@@ -135,6 +137,7 @@ class StageReport:
     memory_bytes: int | None
     sent_bytes: Mapping[str, int]
     usage: StageUsage | None = None
+    busy_s: float | None = None
 
 
 @dataclass(frozen=True)

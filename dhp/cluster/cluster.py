@@ -17,6 +17,7 @@ from ray.util.placement_group import remove_placement_group
 from dhp.base.errors import ConfigError
 from dhp.base.interrupts import ending_on_error
 from dhp.base.stages import Chain
+from dhp.base.startup import say_nothing
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.environment import require_own_gpu
@@ -81,8 +82,9 @@ class Cluster:
     device: str
     devices: Mapping[str, Sequence[RankDevice]]  # of each stage, by rank
 
-    def __init__(self, layout: Layout):
-        self._layout = layout
+    def __init__(self, layout: Layout, say: Callable[[str], None] = say_nothing):
+        """say: is told of what takes time, when it begins."""
+        self._layout, self._say = layout, say
         self._stack = ExitStack()
 
     def __enter__(self) -> Cluster:
@@ -92,11 +94,14 @@ class Cluster:
             check_devices_here(layout.device, bundles, layout.chain.sharing() > 1)
         with ExitStack() as stack, ending_on_error():  # whatever fails in here takes down what stands already
             cpus = max(bundles, os.cpu_count() or 1)
+            local = layout.address == LOCAL
+            self._say("starting Ray on this machine" if local else f"joining the Ray cluster at {layout.address}")
             stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s))
             gpus = cluster_gpus()
             self.device = choose_device(layout.device, gpus)
             devices = {stage.name: stage.devices for stage in layout.chain.stages}
             plan = plan_placement(devices, gpus if self.device == "cuda" else 0.0)
+            self._say(f"reserving {bundles} device{'s' if bundles > 1 else ''}")
             reserved = reserve(plan, layout.start_timeout_s)
             stack.callback(remove_placement_group, reserved)
             topology = find_topology(bundle_nodes(reserved), read_nodes())

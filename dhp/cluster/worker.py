@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dhp.base.byte_counter import HANDOFF, add_sent
-from dhp.base.messages import Bundle
+from dhp.base.messages import Bundle, StageReport
 from dhp.base.spans import (
     BACKWARD,
     CHECKPOINT,
@@ -28,6 +29,7 @@ from dhp.base.spans import (
     span,
     take_spans,
 )  # fmt: skip
+from dhp.cluster.busy import BusyTime
 from dhp.cluster.clock import ClockReading, read_clock
 from dhp.cluster.environment import expand_segments, own_local_rank, require_fixed_segments, require_own_gpu
 from dhp.cluster.gpus import check_gpus, read_gpus
@@ -38,6 +40,8 @@ from dhp.cluster.process import named_errors, redirect_output
 from dhp.cluster.transport.nixl import Exchange
 from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL, SHARED_MEMORY, Inbox, Outbox
 
+# What belongs to a step: other verbs, as saving, are no part of its time.
+_STEP = {"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"}
 # What a trace calls a trainer's verbs.
 _KINDS = {"forward_step": FORWARD, "backward_step": BACKWARD, "save": CHECKPOINT}
 _ENDS_STEP = "optimizer_step"
@@ -109,6 +113,7 @@ class Worker:
         if settings.transport in (SHARED_MEMORY, CUDA_IPC):
             self._outbox = Outbox(settings.transport == CUDA_IPC, settings.pinned)
         self._idle_since = time.perf_counter_ns()
+        self._busy = BusyTime(settings.cuda)
         if settings.trace:
             keep_spans()
 
@@ -154,8 +159,11 @@ class Worker:
         with named_errors(self._who, method):
             with span("receive", TRANSFER):
                 given = [self._open(argument) for argument in arguments]
-            with span(name, _KINDS.get(method, OPTIMIZER)):
+            in_step = self._busy.measured() if method in _STEP else nullcontext()
+            with span(name, _KINDS.get(method, OPTIMIZER)), in_step:
                 result = getattr(self._trainer, method)(*given)
+            if isinstance(result, StageReport):
+                result = replace(result, busy_s=self._busy.take())
             results = result if isinstance(result, tuple) else () if result is None else (result,)
             with span("send", TRANSFER):
                 results = tuple(self._hand_over(value) for value in results)

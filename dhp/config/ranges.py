@@ -24,6 +24,7 @@ SEQUENTIAL, VISION_AHEAD, GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = (
     "1f1b",
     "interleaved",
 )
+LOGGERS = ("wandb", "mlflow", "swanlab")
 _SEEDS = 2**32  # numpy takes no larger seed
 
 
@@ -72,6 +73,7 @@ def check_training(training: TrainingConfig) -> None:
     require_choice(
         "training.schedule", training.schedule, SCHEDULES, {"pipedream": "1f1b", "1f1b_interleaved": INTERLEAVED}
     )
+    _check_loggers(training)
     ratio = training.warmup_ratio
     require(0 <= ratio <= 1, "training.warmup_ratio", ratio, "0 <= warmup_ratio <= 1, a fraction of all steps")
     _check_warmup("training", training.warmup_steps, training.max_steps)
@@ -80,6 +82,15 @@ def check_training(training: TrainingConfig) -> None:
             if getattr(group, field) is not None:
                 _require_not_negative(f"training.groups.{name}.{field}", getattr(group, field))
         _check_warmup(f"training.groups.{name}", group.warmup_steps, training.max_steps)
+
+
+def _check_loggers(training: TrainingConfig) -> None:
+    for name in training.loggers:
+        require_choice("training.loggers", name, LOGGERS)
+    twice = len(set(training.loggers)) < len(training.loggers)
+    require(not twice, "training.loggers", training.loggers, "each of them once")
+    project = training.logger_project
+    require(project is None or bool(project.strip()), "training.logger_project", project, "a name, or null")
 
 
 def _check_warmup(section: str, steps: int | None, max_steps: int | None) -> None:

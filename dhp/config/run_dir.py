@@ -17,6 +17,7 @@ from dhp.config.schema import Config
 
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
 _RECORD = (*_MARKS, "trace.json", "tb")
+_LOGGERS = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlog"}  # where each leaves a run, by its name
 _RANK_LOG = re.compile(rf"({'|'.join(PARTS)}|data)(\.\d+)?(-\w+)*\.log")
 _CHECKPOINT = re.compile(r"step_\d+(\.partial)?")
 # config.yaml of a run has all of them, that of an earlier release too.
@@ -155,8 +156,13 @@ def _removed(config: Config) -> Iterator[Path]:
 
 
 def _record(run_dir: Path) -> Iterator[Path]:
-    """What a run writes beside its checkpoints; of the logs only its ranks', because a scheduler's may lie there."""
+    """What a run writes beside its checkpoints; of the logs only its ranks', because a scheduler's may lie there, and
+    the folders of those loggers that it had."""
     yield from (run_dir / name for name in _RECORD if os.path.lexists(run_dir / name))
+    for name, folder in _LOGGERS.items():
+        own = [run_dir / "loggers" / f"{name}.{kind}" for kind in ("id", "log")]
+        if any(file.is_file() for file in own):
+            yield from (path for path in (*own, run_dir / folder) if os.path.lexists(path))
     yield from (log for log in sorted((run_dir / "logs").glob("*.log")) if _RANK_LOG.fullmatch(log.name))
 
 

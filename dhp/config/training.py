@@ -101,3 +101,11 @@ class TrainingConfig:
     resume: str = "never"
     """Where the run begins: never (at step 1) | auto (after the newest complete checkpoint in checkpoint_dir, else at
     step 1; run_dir may hold the run that stopped) | PATH of a checkpoint or of a run: its newest one."""
+
+    loggers: list[str] = field(default_factory=list)
+    """Loggers that get every step beside metrics.jsonl and TensorBoard: wandb | mlflow | swanlab, several as
+    [wandb, mlflow]. Packages of their own, to be installed; their environment variables act (WANDB_MODE=offline,
+    MLFLOW_TRACKING_URI, SWANLAB_MODE=offline). One that fails never stops a run."""
+
+    logger_project: Optional[str] = None
+    """Where the loggers file the run: their project, MLflow's experiment. Null: the run's name."""

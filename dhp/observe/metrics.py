@@ -15,58 +15,71 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dhp.observe.numbers import from_json, json_safe
 
+TRAIN = "train"  # the kind of a line about an optimizer step
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """One optimizer step over the whole run, summed or averaged over all actors. None: not known (yet)."""
+    """One optimizer step over the whole run, summed or averaged over all actors. None: not known (yet).
 
+    Each field's string says its unit and when it is null; docs/metrics.md is made from them.
+    """
+
+    kind: str = TRAIN
+    """What the line tells of: `train`, an optimizer step. Unit: a word."""
     step: int
-    """Optimizer step, from 1."""
+    """Optimizer step, from 1. Unit: steps."""
     epoch: float | None = None
-    """Passes over the data so far, in epochs."""
+    """Passes over the data so far, this step included. Unit: epochs."""
     loss: float | None = None
-    """Sum of token losses / target tokens of the global batch, nats a token."""
+    """Sum of token losses / target tokens of the global batch, before the step. Unit: nats a token. Null: no token of
+    the batch has a loss."""
     grad_norm: float | None = None
-    """Norm of all gradients of both parts, before clipping."""
+    """Norm of all gradients of all stages together, before clipping. Unit: nats a token for a unit of weight."""
     lr: Mapping[str, float] | None = None
-    """Learning rate of each part in this step."""
+    """Learning rate in this step, by stage; stages that train nothing are left out. Unit: a factor."""
     tokens: int | None = None
-    """Text tokens of the global batch, image placeholders included."""
+    """Text tokens of the global batch, image placeholders included, padding not. Unit: tokens."""
     target_tokens: int | None = None
-    """Tokens that have a loss."""
+    """Tokens that have a loss. Unit: tokens."""
     vision_tokens: int | None = None
-    """Patches of the images, as the vision tower sees them."""
+    """Patches of the images, as the vision tower sees them. Unit: patches."""
     samples: int | None = None
-    """Samples of the global batch."""
+    """Samples of the global batch. Unit: samples."""
     images: int | None = None
-    """Images of the global batch."""
+    """Images and videos of the global batch. Unit: images."""
     clips: int | None = None
-    """Clips of sound of the global batch."""
+    """Clips of sound of the global batch. Unit: clips."""
     step_s: float | None = None
-    """Wall time of the step, seconds."""
+    """Wall time of the step, from the end of the one before; writing a checkpoint is no part of it. Unit: seconds."""
     data_s: float | None = None
-    """Part of step_s spent waiting for data, seconds."""
+    """Part of step_s spent waiting for data. Unit: seconds."""
+    busy_s: Mapping[str, float] | None = None
+    """Of the step, the time in which a rank computes (forward, backward, norm, optimizer), mean of a stage's ranks, by
+    stage. The rest of step_s it is idle or hands tensors over. See [Busy and idle](#busy-and-idle). Unit: seconds."""
     tokens_per_s: float | None = None
-    """tokens / step_s."""
+    """tokens / step_s. Unit: tokens a second."""
     flops: Mapping[str, int] | None = None
-    """Useful floating-point operations of the step, forward and backward, by part. What counts: docs/performance.md."""
+    """Useful floating-point operations of the step, forward and backward, by part. What counts:
+    [performance.md](performance.md#mfu). Unit: operations."""
     mfu: float | None = None
-    """Model FLOPs utilisation: the sum of flops / (step_s × the peak of all devices), each device counted once."""
+    """Model FLOPs utilisation: the sum of flops / (step_s × the peak of all devices), each device counted once. Unit: a
+    share of 1. Null: the peak of a device is not known; the run says so at its start."""
     memory_bytes: Mapping[str, int] | None = None
-    """Most device memory that an actor's allocator had reserved in the step, of the actor that had most, by part: what
-    tensors took and what no other process could have. None on CPUs."""
+    """Most device memory that an actor's allocator had reserved in the step, of the actor that had most, by stage. See
+    [Memory](#memory). Unit: bytes. Null: on CPUs."""
     activation_bytes: Mapping[str, int] | None = None
-    """Peak of what forward keeps for backward on the actor that kept most, by part, where activations are measured."""
+    """Peak of what forward keeps for backward on the actor that kept most, by stage. Unit: bytes. Null: activations are
+    not measured (`memory.accounting`, or `recompute=auto`)."""
     comm_bytes: Mapping[str, Mapping[str, int]] | None = None
-    """Bytes sent in the step by all ranks of a part, by part and kind: `all_reduce`, `all_gather`, `reduce_scatter`,
-    `all_to_all`, `broadcast`, `reduce` (collectives inside the part), `ring` (messages between its ranks) and `handoff`
-    (results for other parts). Kinds of which nothing was sent are left out. How each is counted: docs/operations.md."""
+    """Bytes sent in the step by all ranks of a stage, by stage and kind; kinds of which nothing was sent are left out.
+    See [Communication](#communication). Unit: bytes."""
     dist_ratio: Mapping[str, float] | None = None
-    """Idle share through imbalance, Σ (busiest rank - rank) / (ranks × busiest rank), for vision and text."""
+    """Idle share through imbalance, Σ (busiest rank - rank) / (ranks × busiest rank), by part. Unit: a share of 1."""
     pad_ratio: float | None = None
-    """Padding tokens / all tokens the model was given."""
+    """Padding tokens / all tokens the model was given. Unit: a share of 1."""
     skipped_samples: int | None = None
-    """Bad samples left out since the run began."""
+    """Bad samples left out since the run began. Unit: samples."""
 
 
 class MetricsWriter:
@@ -83,12 +96,14 @@ class MetricsWriter:
         self._lines = open(run_dir / "metrics.jsonl", "a", encoding="utf-8")
         self._events = EventFileWriter(str(run_dir / "tb"))
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Record one step."""
+    def write(self, metrics: StepMetrics) -> dict[str, float]:
+        """Record one step; its numbers by the names that TensorBoard has."""
         values = asdict(metrics)
         self._lines.write(json.dumps(json_safe(values), allow_nan=False) + "\n")
         self._lines.flush()
-        self._events.add_event(_event(metrics.step, values))
+        numbers = flat(values)
+        self._events.add_event(_event(metrics.step, numbers))
+        return numbers
 
     def close(self) -> None:
         """Write what TensorBoard's queue still holds, and close both files. May be called again."""
@@ -119,9 +134,21 @@ def keep_steps(run_dir: str | Path, last: int) -> list[StepMetrics]:
 
 
 def read_metrics(run_dir: str | Path) -> list[StepMetrics]:
-    """The steps of a run, oldest first, as written. Raises FileNotFoundError without a metrics.jsonl."""
+    """The steps of a run, oldest first, as written; lines of another kind are left out. Raises FileNotFoundError
+    without a metrics.jsonl."""
     with open(Path(run_dir) / "metrics.jsonl", encoding="utf-8") as lines:
-        return [StepMetrics(**{key: from_json(value) for key, value in json.loads(line).items()}) for line in lines]
+        found = [json.loads(line) for line in lines]
+    return [StepMetrics(**_from_json(line)) for line in found if line["kind"] == TRAIN]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Every number by its path: `loss`, `lr/vision`, `comm_bytes/text/all_reduce`. Not the step, which all belong to,
+    nor what is no number."""
+    return dict(_scalars(prefix, {key: value for key, value in values.items() if key != "step"}))
+
+
+def _from_json(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value if key == "kind" else from_json(value) for key, value in line.items()}
 
 
 def _is_step_until(line: str, last: int) -> bool:
@@ -131,18 +158,14 @@ def _is_step_until(line: str, last: int) -> bool:
         return False
 
 
-def _event(step: int, values: dict[str, Any]) -> Event:
-    scalars = [(tag, value) for tag, value in _scalars("", values) if tag != "step"]
-    summary = TensorBoardSummary(
-        value=[TensorBoardSummary.Value(tag=tag, simple_value=value) for tag, value in scalars]
-    )
-    return Event(wall_time=time.time(), step=step, summary=summary)
+def _event(step: int, numbers: Mapping[str, float]) -> Event:
+    values = [TensorBoardSummary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
+    return Event(wall_time=time.time(), step=step, summary=TensorBoardSummary(value=values))
 
 
 def _scalars(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Every number by its path: `loss`, `lr/vision`, `comm_bytes/text/all_reduce`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _scalars(f"{prefix}{name}/", value)
-        elif value is not None:
+        elif isinstance(value, (int, float)):
             yield f"{prefix}{name}", float(value)

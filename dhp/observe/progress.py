@@ -1,6 +1,8 @@
 """What a person sees while a run trains: a bar on a terminal, plain lines anywhere else."""
 
+import os
 import sys
+from collections import deque
 from types import TracebackType
 from typing import TextIO
 
@@ -8,6 +10,11 @@ from tqdm import tqdm
 
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.numbers import shown
+
+ETA_STEPS = 50  # of which the mean tells how long the others will take
+TRIMMED = 0.1  # of them, the slowest and as many fastest, count for nothing
+GIB = 2**30
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # tqdm's own rest knows no outliers
 
 
 class Progress:
@@ -18,19 +25,21 @@ class Progress:
         self._log_interval = log_interval
         self._stream = sys.stderr if stream is None else stream
         self._shown_any = False
+        self._left = TimeLeft(total_steps)
         self._bar = None
-        if self._stream.isatty():
-            self._bar = tqdm(total=total_steps, initial=done, unit="step", file=self._stream, dynamic_ncols=True)
+        if _has_room(self._stream):
+            self._bar = tqdm(total=total_steps, initial=done, file=self._stream, dynamic_ncols=True, bar_format=BAR)
 
     def update(self, metrics: StepMetrics) -> None:
         """Show one finished step: always on a bar; as a line for the first, the last and every log_interval-th."""
+        left_s = self._left.after(metrics)
         if self._bar is not None:
-            self._bar.set_postfix_str(_bar_figures(metrics), refresh=False)
+            self._bar.set_postfix_str(_bar_figures(metrics, left_s), refresh=False)
             self._bar.update()
             return
         regular = metrics.step % self._log_interval == 0
         if regular or not self._shown_any or metrics.step == self._total_steps:
-            self.note(step_line(metrics, self._total_steps))
+            self.note(step_line(metrics, self._total_steps, left_s))
             self._shown_any = True
 
     def note(self, text: str) -> None:
@@ -54,24 +63,86 @@ class Progress:
         self.close()
 
 
-def step_line(metrics: StepMetrics, total_steps: int) -> str:
-    """`step 10/60  loss 3.2101  grad_norm 1.02  lr 3.0e-03  0.41 s/step  1532 tokens/s`."""
-    figures = (
+def _has_room(stream: TextIO) -> bool:
+    """Whether a bar can be drawn: some terminals, as a container's without anybody before it, have no rows."""
+    if not stream.isatty():
+        return False
+    try:
+        return min(os.get_terminal_size(stream.fileno())) > 0
+    except OSError:  # what is no file has no size to ask for
+        return True
+
+
+class TimeLeft:
+    """How long a run will go on: the steps that are left, each as long as the mean of the last ones."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._recent: deque[float] = deque(maxlen=ETA_STEPS)
+        self._seen = 0
+
+    def after(self, metrics: StepMetrics) -> float | None:
+        """Seconds from the end of this step on; None where no step's time is known."""
+        if metrics.step_s is not None:
+            if self._seen == 1:
+                self._recent.clear()  # the first step takes longer than all others
+            self._seen += 1
+            self._recent.append(metrics.step_s)
+        if not self._recent:
+            return None
+        cut = int(len(self._recent) * TRIMMED)
+        kept = sorted(self._recent)[cut : len(self._recent) - cut]
+        return (self._total_steps - metrics.step) * sum(kept) / len(kept)
+
+
+def step_line(metrics: StepMetrics, total_steps: int, left_s: float | None = None) -> str:
+    """`step 10/60  epoch 0.31  loss 3.2101  norm 1.02  lr 3.0e-03  0.41 s/step  1532 tokens/s  data 2%  41.2 GiB
+    mfu 38%  eta 0:21`, without what is not known: memory on CPUs, mfu of unknown devices.
+
+    left_s: seconds that the run will still take.
+    """
+    figures = [
         f"step {metrics.step}/{total_steps}",
+        f"epoch {shown(metrics.epoch, '.2f')}",
         f"loss {shown(metrics.loss, '.4f')}",
-        f"grad_norm {shown(metrics.grad_norm, '.3g')}",
+        f"norm {shown(metrics.grad_norm, '.3g')}",
         f"lr {_learning_rates(metrics)}",
-        f"{shown(metrics.step_s, '.2f')} s/step",
-        f"{shown(metrics.tokens_per_s, '.0f')} tokens/s",
-    )
+        *_speed(metrics),
+        f"eta {clock(left_s)}",
+    ]
     return "  ".join(figures)
 
 
-def _bar_figures(metrics: StepMetrics) -> str:
-    return (
-        f"loss {shown(metrics.loss, '.4f')}, {shown(metrics.step_s, '.2f')} s/step, "
-        f"{shown(metrics.tokens_per_s, '.0f')} tokens/s"
-    )
+def clock(seconds: float | None) -> str:
+    """`0:07`, `1:02:30`, `3d 04:00`; `-` for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _bar_figures(metrics: StepMetrics, left_s: float | None) -> str:
+    """What matters most comes first: a narrow terminal cuts off the end."""
+    epoch = f"epoch {shown(metrics.epoch, '.2f')}"
+    return ", ".join([f"eta {clock(left_s)}", f"loss {shown(metrics.loss, '.4f')}", *_speed(metrics), epoch])
+
+
+def _speed(metrics: StepMetrics) -> list[str]:
+    """Of one step: its time, and what went into waiting for data; the most memory that one actor had reserved."""
+    waited = None if metrics.data_s is None or not metrics.step_s else metrics.data_s / metrics.step_s
+    told = [
+        f"{shown(metrics.step_s, '.2f')} s/step",
+        f"{shown(metrics.tokens_per_s, '.0f')} tokens/s",
+        f"data {shown(waited, '.0%')}",
+    ]
+    if metrics.memory_bytes:
+        told.append(f"{max(metrics.memory_bytes.values()) / GIB:.1f} GiB")
+    if metrics.mfu is not None:
+        told.append(f"mfu {metrics.mfu:.0%}")
+    return told
 
 
 def _learning_rates(metrics: StepMetrics) -> str:

@@ -10,7 +10,9 @@ from types import TracebackType
 from typing import Any
 
 from dhp.base.errors import ConfigError, RecordError
-from dhp.observe.metrics import MetricsWriter, StepMetrics, keep_steps
+from dhp.base.startup import say_line
+from dhp.observe.loggers.loggers import Loggers
+from dhp.observe.metrics import MetricsWriter, StepMetrics, flat, keep_steps
 from dhp.observe.progress import Progress
 from dhp.observe.report import closing_table
 from dhp.observe.summary import Summary, write_summary
@@ -32,12 +34,16 @@ class Recorder:
         resumed_from: Path | None = None,
         done: int = 0,
         resume: Callable[[Path | None], str] | None = None,
+        say: Callable[[str], None] = say_line,
+        loggers: Loggers | None = None,
     ):
         """config: what config.yaml will be. resumed_from: the checkpoint that the run continues; done: the steps before
-        it. resume: how to go on after the newest checkpoint, for a run that did not complete."""
+        it. resume: how to go on after the newest checkpoint, for a run that did not complete. say: prints a line before
+        there is progress. loggers: get every step too."""
         self.run_dir, self._config = run_dir, config
         self.checkpoint = self._resumed_from = resumed_from
         self._done, self._resume = done, resume
+        self._say, self._loggers = say, loggers
         self._log_interval, self._world = log_interval, world
         self._steps: list[StepMetrics] = []
         self._progress: Progress | None = None
@@ -61,12 +67,14 @@ class Recorder:
         was until now, when nothing can be refused any more."""
         if self._metrics is None:
             self._open()
+        if self._loggers is not None:
+            self._loggers.begin()
         self._progress = Progress(total_steps, self._log_interval, done=self._done)
 
     def say(self, text: str) -> None:
         """A line to whoever is watching."""
         if self._progress is None:
-            print(text, flush=True)
+            self._say(text)
         else:
             self._progress.note(text)
 
@@ -74,9 +82,18 @@ class Recorder:
         """One step has ended."""
         self._steps.append(_in_brief(metrics))
         with self.writing():
-            self._metrics.write(metrics)
+            numbers = self._metrics.write(metrics)
+        self.log(metrics.step, numbers)
         if self._progress is not None:
             self._progress.update(metrics)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Hand numbers of a step to the loggers, by their names: `loss`, `eval/loss`. Nothing is written to
+        metrics.jsonl."""
+        if self._loggers is not None:
+            self._loggers.log(step, numbers)
+            for message in self._loggers.take_messages():
+                self.say(message)
 
     def _open(self) -> None:
         with self.writing():
@@ -111,6 +128,8 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._conclude(error)
+        if self._loggers is not None:
+            self._loggers.wait(say_line)
 
     def _conclude(self, error: BaseException | None) -> None:
         """Write the summary and print the table, once."""
@@ -138,12 +157,19 @@ class Recorder:
                 write_summary(self.run_dir, summary)
         except RecordError as again:
             lost = lost or again
+        self._end_loggers(summary)
         if self._steps or not isinstance(error, ConfigError):  # a refused run leaves no directory to tell of
             print("\n" + self._table(summary), flush=True)
         if lost is not None and error is None:
             raise lost
         if lost is not None and str(lost) != str(error):
             print(f"the run's record is not complete: {lost}", file=sys.stderr, flush=True)
+
+    def _end_loggers(self, summary: Summary) -> None:
+        """Tell them how the run ended. They close it while the actors end; `__exit__` waits for that."""
+        if self._loggers is not None:
+            self._loggers.log(summary.steps, flat(summary.figures(), "summary/"))
+            self._loggers.end(summary.status)
 
     def _table(self, summary: Summary) -> str:
         stopped = summary.status != "completed" and (summary.steps or self.checkpoint is not None)
@@ -164,7 +190,8 @@ class Recorder:
 
 def _in_brief(metrics: StepMetrics) -> StepMetrics:
     """What the summary needs: a run may have a million steps."""
-    return StepMetrics(step=metrics.step, loss=metrics.loss, step_s=metrics.step_s, tokens=metrics.tokens)
+    known = {"loss": metrics.loss, "step_s": metrics.step_s, "tokens": metrics.tokens, "busy_s": metrics.busy_s}
+    return StepMetrics(step=metrics.step, **known)
 
 
 def _status(error: BaseException | None) -> str:

@@ -11,7 +11,7 @@ _DEGREES = ("data", "expert", "ulysses", "ring", "tensor")
 
 
 def closing_table(summary: Summary, run_dir: str | Path, checkpoint: str | Path | None = None, **more: str) -> str:
-    """Aligned lines `name  value`, at most 15 with two of `more` (further rows, name to text).
+    """Aligned lines `name  value`, at most 16 with two of `more` (further rows, name to text).
 
     `checkpoint` is the newest checkpoint's directory; without one there is nothing to export and both rows
     are left out.
@@ -26,6 +26,9 @@ def closing_table(summary: Summary, run_dir: str | Path, checkpoint: str | Path 
         "median step": f"{shown(summary.median_step_s, '.3f')} s",
         "speed": f"{shown(summary.tokens_per_s, '.0f')} tokens/s",
     }
+    if summary.idle_share:
+        idle = ", ".join(f"{stage} {share:.0%}" for stage, share in summary.idle_share.items())
+        rows["idle"] = f"{idle} of the steps' time"
     rows |= {part: _part(world) for part, world in summary.world.items()}
     rows |= {name.replace("_", " "): text for name, text in more.items()}
     rows |= {"run directory": str(run_dir), "metrics": str(run_dir / "metrics.jsonl")}

@@ -26,27 +26,34 @@ def versions() -> dict[str, str | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How a run ended, in figures."""
+    """How a run ended, in figures. Each field's string says its unit and when it is null, as in `StepMetrics`."""
 
     status: Literal["completed", "failed", "interrupted"]
+    """How the run ended: `completed`, `failed` or `interrupted` (Ctrl-C, SIGTERM). Unit: a word."""
     error: str | None = None
-    """What a failed run failed of."""
+    """What a failed run failed of. Unit: text. Null: it did not fail."""
     steps: int = 0
-    """Optimizer steps done, those before a resume included."""
+    """Optimizer steps done, those before a resume included. Unit: steps."""
     resumed_from: str | None = None
-    """Checkpoint that the run continued."""
+    """Checkpoint that the run continued. Unit: a path. Null: it began at step 1."""
     restarts: int = 0
-    """Times the actors were built anew after a failure."""
+    """Times the actors were built anew after a failure; nothing does that yet. Unit: times."""
     first_loss: float | None = None
+    """Loss of the first step. Unit: nats a token. Null: no step was done."""
     last_loss: float | None = None
-    """Losses of this run's first and last step, nats a token."""
+    """Loss of the last step. Unit: nats a token. Null: no step was done."""
     median_step_s: float | None = None
-    """Median wall time of a step, seconds."""
+    """Median of step_s over all steps. Unit: seconds. Null: no step was done."""
     tokens_per_s: float | None = None
-    """All tokens / the wall time of all steps."""
+    """All tokens / the wall time of all steps. Unit: tokens a second. Null: no step was done."""
+    idle_share: Mapping[str, float] | None = None
+    """1 - busy_s / step_s, both summed over all steps, by stage. Parts that take turns on the same devices are idle
+    while the other works. Unit: a share of 1. Null: no step was done."""
     world: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Actors and degrees, by part."""
+    """Actors and degrees, by part. Unit: counts."""
     versions: Mapping[str, str | None] = field(default_factory=versions)
+    """Of Python, of dhp and of the packages that decide a run's numbers; null for one that is not installed. Unit:
+    text."""
 
     @classmethod
     def of(cls, steps: Sequence[StepMetrics], done: int = 0, **known: Any) -> "Summary":
@@ -63,8 +70,23 @@ class Summary:
             last_loss=losses[-1] if losses else None,
             median_step_s=median(step.step_s for step in timed) if timed else None,
             tokens_per_s=sum(step.tokens or 0 for step in timed) / seconds if seconds else None,
+            idle_share=_idle_share(timed),
             **known,
         )
+
+    def figures(self) -> dict[str, Any]:
+        """What the steps came to, in numbers: losses, times, idle shares."""
+        names = ("first_loss", "last_loss", "median_step_s", "tokens_per_s", "idle_share")
+        return {name: getattr(self, name) for name in names}
+
+
+def _idle_share(steps: Sequence[StepMetrics]) -> dict[str, float] | None:
+    known = [step for step in steps if step.busy_s]
+    seconds = math.fsum(step.step_s or 0.0 for step in known)
+    if not seconds:
+        return None
+    stages = known[-1].busy_s or {}
+    return {stage: 1 - math.fsum((step.busy_s or {}).get(stage, 0.0) for step in known) / seconds for stage in stages}
 
 
 def write_summary(run_dir: str | Path, summary: Summary) -> Path:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import torch
 
 FLASH_ATTENTION, LIGER, COMPILE = "flash-attn", "liger-kernel", "torch.compile"
+LOGGERS = ("wandb", "mlflow", "swanlab")
 FLASH_ATTENTION_FROM, FLASH_ATTENTION_UP_TO = (2, 7), (3, 0)  # the signatures that the adapter knows
 AMPERE = (8, 0)  # compute capability from which flash-attn's kernels run
 VOLTA = (7, 0)  # and triton's
@@ -20,6 +21,7 @@ _USES = {
     FLASH_ATTENTION: "attention by its kernels: vision/text.attention_backend=flash_attention_2",
     LIGER: "nothing here: dhp has fused norms and gates of its own, and a loss that never makes full logits",
     COMPILE: "fewer and larger kernels in each layer: vision/text.compile=true",
+    **{logger: f"a logger of runs: training.loggers=[{logger}]" for logger in LOGGERS},
 }
 
 
@@ -44,6 +46,7 @@ class Extra:
 def find_extras() -> tuple[Extra, ...]:
     """All of them, as they are on this machine. Nothing of them is imported."""
     found = ((FLASH_ATTENTION, _flash_attention()), (LIGER, _liger()), (COMPILE, _compile()))
+    found += tuple((logger, _logger(logger)) for logger in LOGGERS)
     return tuple(Extra(name, *state, _USES[name]) for name, state in found)
 
 
@@ -79,6 +82,11 @@ def _compile() -> tuple[str | None, str | None]:
     if any(map(shutil.which, COMPILERS)):
         return torch.__version__, None
     return torch.__version__, f"there is no C++ compiler ({', '.join(COMPILERS)}), which it needs on a CPU"
+
+
+def _logger(package: str) -> tuple[str | None, str | None]:
+    installed = _installed(package, package)
+    return installed, f"{package} is not installed" if installed is None else None
 
 
 def _without_gpu(capability: tuple[int, int]) -> str | None:

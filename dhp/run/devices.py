@@ -20,6 +20,7 @@ def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[
     devices = ask(dict.fromkeys(groups, False))
     measuring = iter(who_measures(devices))
     if any(who_measures(devices)):
+        say("timing how fast the CPUs multiply, for mfu")
         wanted = {name: per_rank([next(measuring) for _ in range(group.size)]) for name, group in groups.items()}
         devices = ask(wanted)
     peak = peak_flops(devices)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from dhp.base.interrupts import ending, ending_on_error, interruptible
 from dhp.base.messages import StepInfo
+from dhp.base.startup import say_line
 from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint
 from dhp.checkpoint.resume import find_start
 from dhp.cluster.watch import Watched, wait_all
@@ -25,6 +27,7 @@ from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
 from dhp.run.chain import make_chain
 from dhp.run.devices import find_peak
+from dhp.run.loggers import make_loggers
 from dhp.run.reports import Timing, step_metrics
 from dhp.run.session import DataPlan, Session
 from dhp.run.settings import kept_settings, resume_line, world
@@ -69,24 +72,27 @@ class Pending:
     spans: Spans | None
 
 
-def run(config: Config) -> None:
-    """Train as configured. `config` went through `dhp.run.preflight.prepare`. Raises DhpError; leaves no process."""
+def run(config: Config, say: Callable[[str], None] = say_line) -> None:
+    """Train as configured. `config` went through `dhp.run.preflight.prepare`. say: prints a line before there is
+    progress. Raises DhpError; leaves no process."""
     checkpoint_dir = Path(str(config.training.checkpoint_dir))
     start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
     start.check(kept_settings(config))
     with interruptible(), run_directory(config) as run_dir:
         check_writable(checkpoint_dir)
         for line in start.put_aside():
-            print(line, flush=True)
+            say(line)
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
-        recorder = Recorder(run_dir, config.training.log_interval, world(config), to_yaml(config), *begun, resume)
+        told, text = (config.training.log_interval, world(config)), to_yaml(config)
+        loggers = make_loggers(config, run_dir, start.checkpoint is not None)
+        recorder = Recorder(run_dir, *told, text, *begun, resume, say, loggers)
         with recorder, ending_on_error():
             name = model_name(config)
             family = load_family(name)
             if family.note:
-                print(family.note, flush=True)
+                say(family.note)
             chain = make_chain(config, family, name)
-            session, unfinished = Session(config, chain, run_dir, start), Unfinished()
+            session, unfinished = Session(config, chain, run_dir, start, say), Unfinished()
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
             with unfinished, session, recorder.before_teardown(), unfinished, ending():
                 TrainLoop(session, recorder, unfinished).run()
@@ -144,6 +150,7 @@ class TrainLoop:
         config, session = self.config, self.session
         for line in table_of_training(config, model_name(config)):
             self.recorder.say(line)
+        self.recorder.say(session.describe_loading())
         session.start_stages(plan.steps)
         self._peak = find_peak(session.groups, config.cluster.start_timeout_s, self.recorder.say)
         self.schedule = make_schedule(config.training.schedule, self.chain, micro_batches(config))
@@ -157,6 +164,7 @@ class TrainLoop:
             traced = session.groups | {"data": session.data}
             writer = self.recorder.open_trace({name: group.size for name, group in traced.items()})
             self.tracing = Tracing(traced, writer, config.cluster.start_timeout_s)
+        self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
         self.recorder.begin(plan.steps)
 
     def _ends_before(self, pending: Pending, reading: list[Watched]) -> bool:
@@ -194,12 +202,16 @@ class TrainLoop:
     def _finish(self, pending: Pending) -> None:
         wait_all(pending.watched, self._timeout_s)
         end = time.perf_counter()
-        timing = Timing(end - self._last_end, max(0.0, pending.data_ready - self._last_end), self._peak)
-        self._last_end = end
+        begun, self._last_end = self._last_end, end
+        timing = Timing(end - begun, max(0.0, pending.data_ready - begun), self._peak)
         info = self.session.info(pending.refs.info)
         self._tell_skipped(info)
         reports = {name: self.session.values(refs) for name, refs in pending.refs.reports.items()}
-        self.recorder.record(step_metrics(info, reports, timing, self.session.stages, self._skipped))
+        metrics = step_metrics(info, reports, timing, self.session.stages, self._skipped)
+        self.recorder.record(metrics)
+        if self.tracing is not None:
+            with self.recorder.writing():
+                self.tracing.mark_step(metrics, begun, end)
         advice = self._data_stall.add(timing.step_s, timing.data_s, info.data_s, info.measure_s)
         if advice is not None:
             self.recorder.say(advice)

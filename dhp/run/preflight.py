@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dhp.base.errors import ConfigError
+from dhp.base.startup import say_nothing
 from dhp.config.checks import check_layers, check_tied
 from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.mixing import split_share
@@ -16,26 +18,30 @@ from dhp.config.resolved import resolved
 from dhp.config.run_dir import check_run_dir
 from dhp.config.schema import Config, PartConfig
 from dhp.data.template import read_template
+from dhp.run.loggers import require_loggers
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
 
 
-def prepare(config: Config, new_run: bool = True) -> Config:
+def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] = say_nothing) -> Config:
     """The resolved configuration, after every check that needs no actor; with `new_run`, of run_dir too.
 
     Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
     and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are
-    looked at. Raises ConfigError, ModelError or DataError.
+    looked at. say: is told of what takes time, when it begins. Raises ConfigError, ModelError or DataError.
     """
+    say("checking the configuration")
     config = resolve(config)
     if new_run:
         check_run_dir(config)
+    if new_run and not config.training.dry_run:
+        require_loggers(config)
     if config.tiny_assets is not None:
         from dhp.run.tiny_assets import make_tiny_assets
 
         try:
-            make_tiny_assets(Path(config.tiny_assets))
+            make_tiny_assets(Path(config.tiny_assets), say)
         except OSError as error:
             raise ConfigError(
                 f"tiny_assets={config.tiny_assets} cannot be written ({error}); choose another"
@@ -46,11 +52,13 @@ def prepare(config: Config, new_run: bool = True) -> Config:
         for missing in missing_data(config):
             raise ConfigError(missing)
     _fix_paths(config)
+    say(f"checking the model {model_name(config)}")
     _check_model(config)
     _check_packages(config)
     if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
         from dhp.data.probe import check_some_samples
 
+        say(f"looking at some samples of {', '.join(config.data.datasets)}")
         hears = "audio" in parts(config)
         check_some_samples(config.data.datasets, config.data.data_registry, config.seed, config.data.allow_http, hears)
     return config

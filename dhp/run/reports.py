@@ -43,6 +43,7 @@ def step_metrics(
         clips=info.clips,
         step_s=timing.step_s,
         data_s=timing.data_s,
+        busy_s=_busy(reports),
         tokens_per_s=info.tokens / timing.step_s,
         flops=info.flops,
         mfu=utilisation(info.flops, timing.step_s, timing.peak_flops),
@@ -53,6 +54,12 @@ def step_metrics(
         pad_ratio=1.0 - info.tokens / info.padded_tokens,
         skipped_samples=skipped,
     )
+
+
+def _busy(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, float] | None:
+    """Mean of each stage's ranks; None where somebody was not measured."""
+    known = {name: [report.busy_s for report in of if report.busy_s is not None] for name, of in reports.items()}
+    return {name: sum(of) / len(of) for name, of in known.items()} if all(known.values()) else None
 
 
 def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:

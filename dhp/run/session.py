@@ -13,6 +13,7 @@ from typing import Any
 
 from dhp.base.messages import StepInfo
 from dhp.base.stages import Chain
+from dhp.base.startup import say_nothing
 from dhp.batching.loader import make_feed
 from dhp.checkpoint.resume import Start
 from dhp.cluster.actor_group import ActorGroup
@@ -50,9 +51,12 @@ class Session:
     data: DatasetActor
     stages: Stages
 
-    def __init__(self, config: Config, chain: Chain, run_dir: Path, start: Start):
-        self.config, self.chain, self.start = config, chain, start
-        self._cluster = Cluster(_layout(config, chain, run_dir, start))
+    def __init__(
+        self, config: Config, chain: Chain, run_dir: Path, start: Start, say: Callable[[str], None] = say_nothing
+    ):
+        """say: what is being started."""
+        self.config, self.chain, self.start, self._say = config, chain, start, say
+        self._cluster = Cluster(_layout(config, chain, run_dir, start), say)
         self._timeout_s = config.cluster.step_timeout_s
 
     def __enter__(self) -> Session:
@@ -76,6 +80,14 @@ class Session:
         """One line: how many actors of each stage, where."""
         return self._cluster.describe()
 
+    def describe_loading(self) -> str:
+        """One line: what `start_stages` reads."""
+        stages = len(self.chain.stages)
+        read = weight_bytes(model_name(self.config), self.start.checkpoint)
+        size = f"{read / 10**9:.1f} GB" if read >= 10**9 else f"{read / 10**6:.0f} MB"
+        weights = f"{size} of weights" if read else "weights"
+        return f"loading {weights} into {stages} stage{'s' if stages > 1 else ''}"
+
     def open_data(self, tell: Callable[[int, int], None]) -> DataPlan:
         """Start the actors that read, and learn how long the run is and whether it continues the one before.
 
@@ -91,6 +103,7 @@ class Session:
             make_feed, feed_settings(config, near), micro_batches=micro_batches(config), **reading
         )
         started_s = config.cluster.start_timeout_s
+        self._say(f"starting the dataset actor; it reads the annotations of {', '.join(config.data.datasets)}")
         wait_all(self.data.take_watched(), started_s)
         kept = kept_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
         start.check(kept)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+
+from dhp.base.startup import say_line
 
 SAMPLES = 256
 
 
-def make_tiny_assets(folder: Path) -> None:
-    """Make `folder`/data (pictures and LLaVA annotations) and `folder`/model (a Hugging Face directory) if absent.
+def make_tiny_assets(folder: Path, say: Callable[[str], None] = say_line) -> None:
+    """Make `folder`/data (pictures and LLaVA annotations) and `folder`/model (a Hugging Face directory) if absent. say:
+    is told when there is something to make.
 
     The tokenizer learns the dataset's own text and nothing else, so that the same code gives the same model.
     """
     data, model = folder / "data", folder / "model"
     if not data.is_dir() or not model.is_dir():
-        print(f"making the tiny model and dataset in {folder}", flush=True)
+        say(f"making the tiny model and dataset in {folder}")
     from dhp.data.tiny_dataset import make_dataset, texts
 
     make_dataset(data, samples=SAMPLES)

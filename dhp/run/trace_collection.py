@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from dhp.base.spans import Span
+from dhp.observe.metrics import StepMetrics
 from dhp.observe.trace import TraceWriter
 
 Refs = Mapping[str, list[Any]]  # by group, for each rank the ref of its spans
@@ -31,6 +32,10 @@ class Tracing:
     def submit(self) -> Refs:
         """Ask every rank for what it will have done after all calls submitted so far."""
         return {name: group.take_spans_async() for name, group in self._groups.items()}
+
+    def mark_step(self, metrics: StepMetrics, begun_s: float, ended_s: float) -> None:
+        """Write when a step began and ended, by this process's clock."""
+        self._writer.mark_step(metrics.step, begun_s, metrics.data_s or 0.0, ended_s, loss=metrics.loss)
 
     def write(self, spans: Mapping[str, list[list[Span]]]) -> None:
         """Write what the ranks answered: by group, the spans of each rank."""

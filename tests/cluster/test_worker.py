@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from dhp.base.byte_counter import HANDOFF, take_sent
 from dhp.base.errors import ConfigError, DataError
+from dhp.base.messages import StageReport
 from dhp.cluster import paths
 from dhp.cluster import worker as worker_module
 from dhp.cluster.environment import ALLOCATOR, OLD_ALLOCATOR
@@ -87,6 +90,18 @@ def test_verbs_of_one_call_run_in_turn(worker: Worker) -> None:
     assert (answered, gradient, norm, len(parcels)) == (None, 10.0, 2.0, 2)
     assert [float(Inbox().open(parcel).double().mean()) for parcel in parcels] == [20.0, 21.0]
     assert worker.call((("backward_step", (0,)), ("backward_step", (1,)))) is None
+
+
+def test_the_report_of_a_step_tells_how_long_its_verbs_took(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = StageReport(0, None, 1.0, None, None, {})
+    monkeypatch.setattr(Trainer, "optimizer_step", lambda trainer, *norms: report)
+    monkeypatch.setattr(Trainer, "backward_step", lambda trainer, micro_batch: time.sleep(0.05))
+    monkeypatch.setattr(Trainer, "save", lambda trainer, folder: time.sleep(0.5))
+    call(worker, "backward_step", 0)
+    call(worker, "save", "x")  # no part of a step
+    (_, first), (_, second) = call(worker, "optimizer_step"), call(worker, "optimizer_step")
+    assert 0.05 <= first.busy_s < 0.5 and 0 <= second.busy_s < first.busy_s
+    assert replace(first, busy_s=None) == report
 
 
 def test_parcels_are_opened_before_a_verb_sees_them(worker: Worker) -> None:

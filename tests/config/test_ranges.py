@@ -44,6 +44,8 @@ def test_seed(seed):
         ("warmup_ratio", 1.5, "0 <= warmup_ratio <= 1"),
         ("warmup_steps", -1, "warmup_steps >= 0"),
         ("lr_scheduler_type", "cosin", "choose from constant, linear, cosine; did you mean cosine?"),
+        ("logger_project", " ", "a name, or null"),
+        ("loggers", ["wandb", "mlflow", "wandb"], "each of them once"),
     ],
 )
 def test_training(field, value, message):
@@ -51,6 +53,11 @@ def test_training(field, value, message):
         check_training(TrainingConfig(**{field: value}))
     assert message in str(caught.value)
     assert f"training.{field}={value}" in str(caught.value)
+
+
+def test_a_logger_that_there_is_not():
+    with pytest.raises(ConfigError, match="training.loggers=wandbb does not exist; .* did you mean wandb"):
+        check_training(TrainingConfig(loggers=["mlflow", "wandbb"]))
 
 
 def test_a_warmup_beyond_max_steps():

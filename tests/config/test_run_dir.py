@@ -44,11 +44,17 @@ def test_overwriting_removes_what_a_run_left_and_nothing_else(tmp_path):
         (tmp_path / name / "file").write_text("")
     for name in ("vision-0.log", "text-12.log", "text.1-0.log", "data.log", "data-1.log", "slurm-1.log"):
         (tmp_path / "logs" / name).write_text("")
+    for name in ("loggers", "wandb", "swanlog"):
+        (tmp_path / name).mkdir()
+    for name in ("swanlab.log", "swanlab.id", "notes"):  # wandb's folder was not this run's
+        (tmp_path / "loggers" / name).write_text("")
     config = Config(run_dir=str(tmp_path), overwrite=True)
     config.training.checkpoint_dir = str(tmp_path / "checkpoints")
     assert replaces_checkpoints(config)
     make_run_dir(config)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "logs", "mine", "notes.txt"]
+    left = ["checkpoints", "loggers", "logs", "mine", "notes.txt", "wandb"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert [path.name for path in (tmp_path / "loggers").iterdir()] == ["notes"]
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["file", "slurm-1.log"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["pretrained"]
 

@@ -89,11 +89,11 @@ def processes_of(process: subprocess.Popen[str]) -> dict[int, str]:
 
 
 def wait_for_steps(run_dir: Path, steps: int) -> None:
-    """Return when metrics.jsonl has that many lines; raises TimeoutError when it never does."""
+    """Return when metrics.jsonl has that many steps; raises TimeoutError when it never does."""
     deadline = time.monotonic() + LIMIT_S
     metrics = run_dir / "metrics.jsonl"
     while time.monotonic() < deadline:
-        if metrics.is_file() and len(metrics.read_text().splitlines()) >= steps:
+        if metrics.is_file() and metrics.read_text().count('"kind": "train"') >= steps:
             return
         time.sleep(0.1)
-    raise TimeoutError(f"{metrics} did not reach {steps} lines")
+    raise TimeoutError(f"{metrics} did not reach {steps} steps")

@@ -8,11 +8,12 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dhp.observe.metrics import MetricsWriter, StepMetrics, keep_steps, read_metrics
+from dhp.observe.metrics import MetricsWriter, StepMetrics, flat, keep_steps, read_metrics
 
 FIELDS = (
-    "step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, clips, step_s, data_s, "
-    "tokens_per_s, flops, mfu, memory_bytes, activation_bytes, comm_bytes, dist_ratio, pad_ratio, skipped_samples"
+    "kind, step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, clips, step_s, "
+    "data_s, busy_s, tokens_per_s, flops, mfu, memory_bytes, activation_bytes, comm_bytes, dist_ratio, pad_ratio, "
+    "skipped_samples"
 ).split(", ")
 
 
@@ -26,8 +27,8 @@ def test_a_line_has_every_field_in_order_and_null_for_the_unknown(tmp_path):
         writer.write(StepMetrics(step=1, loss=2.5, lr={"vision": 0.1, "text": 0.2}))
     (line,) = lines(tmp_path)
     assert list(line) == FIELDS
+    assert (line["kind"], line["mfu"]) == ("train", None)
     assert (line["step"], line["loss"], line["lr"]) == (1, 2.5, {"vision": 0.1, "text": 0.2})
-    assert line["mfu"] is None
 
 
 def test_an_extra_field_is_an_error():
@@ -70,6 +71,24 @@ def test_tensorboard_reads_the_scalars(tmp_path):
     events.Reload()
     assert sorted(events.Tags()["scalars"]) == ["comm_bytes/text/sum", "loss", "lr/text"]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 4.0), (2, 2.0)]
+
+
+def test_the_numbers_of_a_step_by_their_names(tmp_path):
+    step = StepMetrics(step=3, loss=2.0, lr={"text": 0.5}, comm_bytes={"text": {"sum": 8}}, tokens=7)
+    with MetricsWriter(tmp_path) as writer:
+        assert writer.write(step) == {"loss": 2.0, "lr/text": 0.5, "tokens": 7.0, "comm_bytes/text/sum": 8.0}
+    assert flat({"step": 3, "loss": 1, "by": {"a": None}, "name": "x"}, "eval/") == {"eval/loss": 1.0}
+
+
+def test_lines_of_another_kind_are_kept_and_are_no_steps(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(StepMetrics(step=1))
+        writer.write(StepMetrics(step=2))
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"kind": "eval", "step": 2, "accuracy": 0.5}\n{"kind": "eval", "step": 4}\n')
+    assert [step.step for step in read_metrics(tmp_path)] == [1, 2]
+    assert [step.step for step in keep_steps(tmp_path, 2)] == [1, 2]
+    assert [(line["kind"], line["step"]) for line in lines(tmp_path)] == [("train", 1), ("train", 2), ("eval", 2)]
 
 
 def test_closing_twice_is_harmless(tmp_path):

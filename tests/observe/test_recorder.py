@@ -146,3 +146,61 @@ def test_a_record_that_cannot_be_closed_fails_a_run_that_had_succeeded(
             setattr(recorder, broken, FullDisk())
     if broken != "summary":
         assert summary(tmp_path)["status"] == "failed"
+
+
+class Heard:
+    """Stands for the loggers: notes what it is told, and has something to say at one step."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def begin(self) -> None:
+        self.heard.append("begin")
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        self.heard.append((step, numbers))
+
+    def take_messages(self) -> list[str]:
+        return ["wandb is gone"] if len(self.heard) == 2 else []
+
+    def end(self, status: str) -> None:
+        self.heard.append(status)
+
+    def wait(self, say: Callable[[str], None]) -> None:
+        say("nothing is missing")
+
+
+def test_loggers_get_every_step_and_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loggers = Heard()
+    with Recorder(tmp_path, 1, {}, "seed: 0\n", loggers=loggers) as recorder:
+        recorder.begin(2)
+        for step in (1, 2):
+            recorder.record(StepMetrics(step=step, loss=2.0 / step, lr={"text": 0.5}))
+        recorder.log(2, {"eval/loss": 3.0})
+    assert loggers.heard == [
+        "begin",
+        (1, {"loss": 2.0, "lr/text": 0.5}),
+        (2, {"loss": 1.0, "lr/text": 0.5}),
+        (2, {"eval/loss": 3.0}),
+        (2, {"summary/first_loss": 2.0, "summary/last_loss": 1.0}),
+        "completed",
+    ]
+    out, err = capsys.readouterr()
+    assert out.endswith("nothing is missing\n") and err.splitlines()[0] == "wandb is gone"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_that_never_began_is_not_told_to_loggers(tmp_path: Path) -> None:
+    loggers = Heard()
+    with pytest.raises(ValueError), Recorder(tmp_path, 1, {}, "seed: 0\n", loggers=loggers):
+        raise ValueError("no device")
+    assert "begin" not in loggers.heard
+
+
+def test_what_is_said_before_there_is_progress(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Recorder(tmp_path, 1, {}, "seed: 0\n", say=said.append) as recorder:
+        recorder.say("loading weights")
+        recorder.begin(1)
+        recorder.say("a note")
+    assert said == ["loading weights"]

@@ -17,6 +17,7 @@ def test_a_completed_run():
         last_loss=2.5,
         median_step_s=0.4114,
         tokens_per_s=1532.4,
+        idle_share={"vision": 0.714, "text": 0.3},
         world=WORLD,
     )
     assert closing_table(summary, "runs/x", "runs/x/checkpoints/step_60").splitlines() == [
@@ -25,6 +26,7 @@ def test_a_completed_run():
         "loss           6.0000 → 2.5000",
         "median step    0.411 s",
         "speed          1532 tokens/s",
+        "idle           vision 71%, text 30% of the steps' time",
         "vision         2 actors: ulysses 2, zero_stage 1",
         "text           4 actors: data 4, expert 2",
         "run directory  runs/x",

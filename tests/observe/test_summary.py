@@ -9,7 +9,7 @@ from dhp.observe.metrics import StepMetrics
 from dhp.observe.summary import Summary, versions, write_summary
 
 FIELDS = (
-    "status error steps resumed_from restarts first_loss last_loss median_step_s tokens_per_s world versions"
+    "status error steps resumed_from restarts first_loss last_loss median_step_s tokens_per_s idle_share world versions"
 ).split()
 STEPS = [StepMetrics(step=n, loss=4.0 / n, step_s=seconds, tokens=100) for n, seconds in ((1, 3.0), (2, 0.5), (3, 0.5))]
 
@@ -26,6 +26,16 @@ def test_figures_of_the_steps():
     summary = Summary.of(STEPS, status="completed")
     assert (summary.steps, summary.first_loss, summary.last_loss) == (3, 4.0, 4.0 / 3)
     assert (summary.median_step_s, summary.tokens_per_s) == (0.5, 75.0)
+
+
+def test_idle_is_what_the_steps_have_beside_computing():
+    steps = [
+        StepMetrics(step=1, step_s=3.0, busy_s={"vision": 0.5, "text": 2.0}),
+        StepMetrics(step=2, step_s=1.0, busy_s={"vision": 0.5, "text": 0.5}),
+        StepMetrics(step=3, step_s=9.0),
+    ]
+    assert Summary.of(steps, status="completed").idle_share == {"vision": 0.75, "text": 0.375}
+    assert Summary.of(STEPS, status="completed").idle_share is None
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path):

@@ -13,7 +13,7 @@ from dhp.parallel.extras import COMPILE, FLASH_ATTENTION, LIGER, find_extra, fin
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, **installed: str) -> None:
     """A machine with a GPU of that capability, or none, and with these modules."""
-    versions = {"flash-attn": installed.get("flash_attn"), "liger-kernel": installed.get("liger_kernel")}
+    versions = {**installed, "flash-attn": installed.get("flash_attn"), "liger-kernel": installed.get("liger_kernel")}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(extras, "find_spec", lambda module: object() if module in installed else None)
@@ -31,6 +31,8 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, **in
         (LIGER, (8, 0), {}, None, "liger-kernel is not installed"),
         (LIGER, (8, 0), {"liger_kernel": "0.6.2"}, "0.6.2", None),
         (LIGER, None, {"liger_kernel": "0.6.2"}, "0.6.2", "torch finds no CUDA device"),
+        ("wandb", None, {}, None, "wandb is not installed"),
+        ("wandb", None, {"wandb": "0.31.0"}, "0.31.0", None),
         (COMPILE, (8, 0), {}, torch.__version__, "triton is not installed"),
         (COMPILE, (6, 1), {"triton": ""}, torch.__version__, "compute capability 6.1, its kernels need 7.0"),
         (COMPILE, (8, 0), {"triton": ""}, torch.__version__, None),
@@ -55,6 +57,6 @@ def test_compiling_for_a_cpu_wants_a_compiler(monkeypatch: pytest.MonkeyPatch) -
 
 def test_each_is_written_on_a_line_with_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, None, flash_attn="2.8.3")
-    flash, liger, _ = map(str, find_extras())
+    flash, liger, *_ = map(str, find_extras())
     assert flash.startswith("2.8.3, not usable: torch finds no CUDA device (attention by its kernels")
     assert liger.startswith("not found (nothing here")

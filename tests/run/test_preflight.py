@@ -153,3 +153,23 @@ def test_a_package_that_ranks_here_would_miss_is_told_before_they_start(
     prepare(compose_config("tiny", overrides=[*overrides, "cluster.address=auto"]))  # whose nodes look for themselves
     monkeypatch.setattr(extras, "_installed", lambda package, module: "2.8.3")
     prepare(compose_config("tiny", overrides=overrides))
+
+
+def test_a_logger_that_is_not_installed_is_refused_with_the_command(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["training.loggers=[swanlab]", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}"]
+    from dhp.parallel import extras
+
+    monkeypatch.setattr(extras, "_installed", lambda package, module: None)
+    with pytest.raises(ConfigError, match="swanlab is not installed here.* `pip install swanlab`"):
+        prepare(compose_config("tiny", overrides=[*asked, "cluster.address=auto"]))
+    prepare(compose_config("tiny", overrides=asked), new_run=False)
+    prepare(compose_config("tiny", overrides=[*asked, "training.dry_run=true"]))
+
+
+def test_what_takes_time_is_told_when_it_begins(tiny_assets: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    prepare(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", f"run_dir={tmp_path}"]), say=said.append)
+    model = f"checking the model {tiny_assets}/model"
+    assert said == ["checking the configuration", model, "looking at some samples of shapes"]
