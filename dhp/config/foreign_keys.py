@@ -84,7 +84,7 @@ FOREIGN: dict[str, tuple[Foreign, ...]] = {
         Foreign("vit_lr vision_lr vision_tower_lr", "SM", "training.groups.<name>.learning_rate", "of a group whose parameters are [vision]"),
         Foreign("aligner_lr merger_lr projector_lr", "SM", "training.groups.<name>.learning_rate", "of a group whose parameters are [projector]"),
         Foreign("optim_target_modules", "T", "training.groups.<name>.parameters"),
-        Foreign("lora_rank lora_r", "LSM", _both("lora.rank"), "null: no LoRA"),
+        Foreign("lora_rank lora_r", "LSM", _both("lora.rank"), "0: no LoRA"),
         Foreign("lora_alpha", "LSM", _both("lora.alpha")),
         Foreign("lora_dropout", "LSM", _both("lora.dropout")),
         Foreign("lora_target lora_target_modules target_modules target_regex target_parameters", "LSM", _both("lora.targets")),

@@ -19,19 +19,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 ROWS = [row for rows in FOREIGN.values() for row in rows]
 
 # Keys that answers name and that the schema does not have yet. The last test says which have come.
-PENDING = {
-    "training.trainable",
-    "training.frozen",
-    "training.groups.<name>.parameters",
-    "training.groups.<name>.learning_rate",
-    *(f"{part}.lora.{key}" for part in ("vision", "text") for key in ("rank", "alpha", "dropout", "targets", "dora")),
-    *(f"{part}.lora.rslora" for part in ("vision", "text")),
-    "data.eval_datasets",
-    "training.eval_steps",
-    "training.save_total_limit",
-    "training.best_metric",
-    "training.loggers",
-}
+PENDING = {"data.eval_datasets", "training.eval_steps", "training.save_total_limit", "training.best_metric"}
 
 # As LLaMA-Factory's examples have it, all in one file.
 LLAMA_FACTORY = """\
