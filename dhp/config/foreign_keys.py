@@ -90,7 +90,7 @@ FOREIGN: dict[str, tuple[Foreign, ...]] = {
         Foreign("lora_target lora_target_modules target_modules target_regex target_parameters", "LSM", _both("lora.targets")),
         Foreign("use_dora", "LSM", _both("lora.dora")),
         Foreign("use_rslora", "LSM", _both("lora.rslora")),
-        Foreign("lora use_lora peft use_peft", "M", _both("lora.rank")),
+        Foreign("use_lora peft use_peft", "M", _both("lora.rank")),
         Foreign("additional_target modules_to_save", "LS", "training.trainable", "beside LoRA, these are trained whole"),
         Foreign("loraplus_lr_ratio lorap_lr_ratio loraplus_lr_embedding", "LS", "training.groups.<name>.learning_rate", "of a group of the lora_B parameters"),
         Foreign("adapter_name_or_path adapters adapter_folder create_new_adapter ref_adapters", "LS", "", "training goes on from a checkpoint (training.resume); merge another trainer's adapter into the model before"),

@@ -29,7 +29,8 @@ def nearest_key(key: str, known: Iterable[str]) -> list[str]:
     meant = leaf if leaf in leaves else nearest(leaf, beside) or nearest(leaf, leaves)
     candidates = leaves.get(meant, []) if meant else []
     similar = [path for path in candidates if _similarity(section, _split(path)[0]) >= _SIMILAR]
-    return similar or candidates
+    plain = [path for path in candidates if "<" not in path]  # a name of the user's choice is seldom left out
+    return similar or plain or candidates
 
 
 def did_you_mean(names: Iterable[str | None]) -> str:
