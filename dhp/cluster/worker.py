@@ -43,8 +43,8 @@ from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL, SHARED_MEMORY, I
 # What belongs to a step: other verbs, as saving, are no part of its time.
 _STEP = {"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"}
 # What a trace calls a trainer's verbs.
-_KINDS = {"forward_step": FORWARD, "backward_step": BACKWARD, "save": CHECKPOINT}
-_ENDS_STEP = "optimizer_step"
+_KINDS = {"forward_step": FORWARD, "backward_step": BACKWARD, "evaluate_step": FORWARD, "save": CHECKPOINT}
+_END_STEP = {"optimizer_step", "end_evaluation"}
 FLOAT_BYTES = 8  # the norm of a stage
 
 
@@ -169,7 +169,7 @@ class Worker:
                 results = tuple(self._hand_over(value) for value in results)
                 if isinstance(self._outbox, Outbox):
                     self._outbox.flush()
-        if method == _ENDS_STEP and self._outbox is not None:
+        if method in _END_STEP and self._outbox is not None:
             self._outbox.end_step()
         self._idle_since = time.perf_counter_ns()
         return results

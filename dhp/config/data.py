@@ -51,6 +51,10 @@ class DataConfig:
     datasets: list[str] = field(default_factory=list)
     """Names from data_registry, read as one dataset in this order. `name%50`: the same random half in each epoch."""
 
+    eval_datasets: list[str] = field(default_factory=list)
+    """Names from data_registry that the loss is measured on and nothing is trained on, every training.eval_steps and at
+    the end. Each sample once, in the file's order; `name%50` is always the same half. Empty: none."""
+
     data_registry: dict[str, DatasetEntry] = field(default_factory=dict)
     """Known datasets, by a name of your choice."""
 

@@ -29,8 +29,3 @@ def check_lora(name: str, part: PartConfig) -> None:
             "norms of whole rows of a matrix, of which each actor has a part. Set "
             f"{name}.tensor=1 and {name}.zero_stage=0, or {key}.dora=false."
         )
-    if lora.dropout and part.recompute != "none":
-        raise ConfigError(
-            f"{key}.dropout={lora.dropout} with {name}.recompute={part.recompute}: what is recomputed would leave out "
-            f"other inputs than before. Set {key}.dropout=0, or {name}.recompute=none."
-        )

@@ -61,6 +61,9 @@ def check_training(training: TrainingConfig) -> None:
         require_positive("training.max_steps", training.max_steps)
     if training.save_steps is not None:
         require_positive("training.save_steps", training.save_steps)
+    for field in ("save_total_limit", "eval_steps"):
+        if getattr(training, field) is not None:
+            require_positive(f"training.{field}", getattr(training, field))
     require(training.resume != "", "training.resume", '""', "never, auto, or the path of a checkpoint or run")
     for field in ("learning_rate", "eps", "weight_decay"):
         _require_not_negative(f"training.{field}", getattr(training, field))

@@ -16,6 +16,7 @@ from dhp.config.checks import (
     check_schedule,
 )
 from dhp.config.degrees import resolve_part
+from dhp.config.evaluation import check_evaluation
 from dhp.config.parts import OPTIONAL, parts, sections
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
 from dhp.config.resolved import resolved
@@ -43,6 +44,7 @@ def resolve(config: Config) -> Config:
     check_pipeline_schedule(resolved)
     check_backends(resolved)
     check_budget(resolved)
+    check_evaluation(resolved)
     check_balance(resolved)
     _fill_paths(resolved)
     # torch reads 0 as "scale every gradient to nothing"; here 0 and null both mean no clipping.

@@ -98,6 +98,19 @@ class TrainingConfig:
     save_steps: Optional[int] = None
     """Optimizer steps between two checkpoints; there is one at the end in any case. Null: only that one."""
 
+    save_total_limit: Optional[int] = None
+    """Checkpoints that are kept, the newest ones, and the best one beside them; older ones are removed when a newer one
+    is complete. Null: all."""
+
+    eval_steps: Optional[int] = None
+    """Optimizer steps between two evaluations on data.eval_datasets; there is one at the end in any case. Null: only
+    that one."""
+
+    best_metric: Optional[str] = None
+    """What says which checkpoint is best, the lower the better: eval_loss (of all of data.eval_datasets together) or
+    eval_loss/NAME (of one of them). Each checkpoint is evaluated then, and `checkpoints/best` leads to the best one.
+    Null: none is."""
+
     resume: str = "never"
     """Where the run begins: never (at step 1) | auto (after the newest complete checkpoint in checkpoint_dir, else at
     step 1; run_dir may hold the run that stopped) | PATH of a checkpoint or of a run: its newest one."""

@@ -15,7 +15,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dhp.observe.numbers import from_json, json_safe
 
-TRAIN = "train"  # the kind of a line about an optimizer step
+TRAIN, EVAL = "train", "eval"  # kinds of lines: about an optimizer step, about an evaluation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +82,37 @@ class StepMetrics:
     """Bad samples left out since the run began. Unit: samples."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalMetrics:
+    """The loss on a dataset that nothing is trained on. Each field's string says its unit and when it is null."""
+
+    kind: str = EVAL
+    """What the line tells of: `eval`, an evaluation. Unit: a word."""
+    step: int
+    """Optimizer steps before it. Unit: steps."""
+    dataset: str
+    """Its name in data.data_registry; empty for the line about all of several together. Unit: text."""
+    loss: float | None = None
+    """Sum of token losses / target tokens of the whole dataset. Unit: nats a token. Null: no token of it has a loss."""
+    target_tokens: int = 0
+    """Tokens that have a loss. Unit: tokens."""
+    tokens: int = 0
+    """Text tokens, image placeholders included, padding not. Unit: tokens."""
+    samples: int = 0
+    """Samples that were evaluated. Unit: samples."""
+    skipped_samples: int = 0
+    """Bad samples that were left out. Unit: samples."""
+    seconds: float = 0.0
+    """Wall time of the evaluation, which is no part of any step's. Unit: seconds."""
+
+    def numbers(self, alone: bool) -> dict[str, float]:
+        """Its numbers by the names that TensorBoard and loggers have: `eval/shapes/loss`, and `eval/loss` of all
+        datasets. alone: there is no other dataset."""
+        values = {"loss": self.loss, "seconds": self.seconds}
+        own = flat(values, f"{EVAL}/{self.dataset}/") if self.dataset else {}
+        return own | (flat(values, f"{EVAL}/") if alone or not self.dataset else {})
+
+
 class MetricsWriter:
     """Appends each step to `<run_dir>/metrics.jsonl` and to TensorBoard event files in `<run_dir>/tb`.
 
@@ -102,6 +133,14 @@ class MetricsWriter:
         self._lines.write(json.dumps(json_safe(values), allow_nan=False) + "\n")
         self._lines.flush()
         numbers = flat(values)
+        self._events.add_event(_event(metrics.step, numbers))
+        return numbers
+
+    def write_evaluation(self, metrics: EvalMetrics, alone: bool) -> dict[str, float]:
+        """Record an evaluation on one dataset; its numbers by the names that TensorBoard has. alone: on no other."""
+        self._lines.write(json.dumps(json_safe(asdict(metrics)), allow_nan=False) + "\n")
+        self._lines.flush()
+        numbers = metrics.numbers(alone)
         self._events.add_event(_event(metrics.step, numbers))
         return numbers
 

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from dhp.observe.metrics import StepMetrics
+from dhp.observe.metrics import EvalMetrics, StepMetrics
 from dhp.observe.numbers import shown
 
 ETA_STEPS = 50  # of which the mean tells how long the others will take
@@ -93,6 +93,17 @@ class TimeLeft:
         cut = int(len(self._recent) * TRIMMED)
         kept = sorted(self._recent)[cut : len(self._recent) - cut]
         return (self._total_steps - metrics.step) * sum(kept) / len(kept)
+
+
+def eval_line(metrics: EvalMetrics) -> str:
+    """`evaluated after step 20: shapes  loss 3.2101  12,345 target tokens  3.2 s`."""
+    figures = (
+        f"evaluated after step {metrics.step}: {metrics.dataset or 'all together'}",
+        f"loss {shown(metrics.loss, '.4f')}",
+        f"{metrics.target_tokens:,} target tokens",
+        f"{metrics.seconds:.1f} s",
+    )
+    return "  ".join(figures)
 
 
 def step_line(metrics: StepMetrics, total_steps: int, left_s: float | None = None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -12,8 +12,8 @@ from typing import Any
 from dhp.base.errors import ConfigError, RecordError
 from dhp.base.startup import say_line
 from dhp.observe.loggers.loggers import Loggers
-from dhp.observe.metrics import MetricsWriter, StepMetrics, flat, keep_steps
-from dhp.observe.progress import Progress
+from dhp.observe.metrics import EvalMetrics, MetricsWriter, StepMetrics, flat, keep_steps
+from dhp.observe.progress import Progress, eval_line
 from dhp.observe.report import closing_table
 from dhp.observe.summary import Summary, write_summary
 from dhp.observe.trace import TraceWriter
@@ -50,6 +50,7 @@ class Recorder:
         self._trace: TraceWriter | None = None
         self._metrics: MetricsWriter | None = None
         self._concluded = False
+        self._evaluated: dict[str, float | None] | None = None
 
     def __enter__(self) -> Recorder:
         if self._resumed_from is None or not (self.run_dir / "metrics.jsonl").exists():
@@ -86,6 +87,15 @@ class Recorder:
         self.log(metrics.step, numbers)
         if self._progress is not None:
             self._progress.update(metrics)
+
+    def record_evaluation(self, found: Sequence[EvalMetrics]) -> None:
+        """An evaluation has ended: lines about its datasets."""
+        for metrics in found:
+            with self.writing():
+                numbers = self._metrics.write_evaluation(metrics, alone=len(found) == 1)
+            self.log(metrics.step, numbers)
+            self.say(eval_line(metrics))
+        self._evaluated = {one.dataset or "all": one.loss for one in found}
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Hand numbers of a step to the loggers, by their names: `loss`, `eval/loss`. Nothing is written to
@@ -151,6 +161,7 @@ class Recorder:
             error=_told(failed),
             world=self._world,
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
+            eval_loss=self._evaluated,
         )
         try:
             with self.writing():

@@ -5,13 +5,14 @@ from dataclasses import fields
 from typing import get_type_hints
 
 from dhp.config.keys import field_docs
-from dhp.observe.metrics import StepMetrics
+from dhp.observe.metrics import EvalMetrics, StepMetrics
 from dhp.observe.summary import Summary
 from dhp.observe.trace import TraceEvent
 
 HEADING = "## Fields of metrics.jsonl"
 TABLES = {
     HEADING: StepMetrics,
+    "## Fields of an evaluation's line": EvalMetrics,
     "## Fields of summary.json": Summary,
     "## Fields of trace.json": TraceEvent,
 }

@@ -42,6 +42,9 @@ class Summary:
     """Loss of the first step. Unit: nats a token. Null: no step was done."""
     last_loss: float | None = None
     """Loss of the last step. Unit: nats a token. Null: no step was done."""
+    eval_loss: Mapping[str, float | None] | None = None
+    """Loss of the last evaluation, by dataset, and of `all` of several together. Unit: nats a token. Null: nothing was
+    evaluated."""
     median_step_s: float | None = None
     """Median of step_s over all steps. Unit: seconds. Null: no step was done."""
     tokens_per_s: float | None = None

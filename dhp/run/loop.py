@@ -27,6 +27,8 @@ from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
 from dhp.run.chain import make_chain
 from dhp.run.devices import find_peak
+from dhp.run.evaluation import Evaluation, due
+from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.loggers import make_loggers
 from dhp.run.reports import Timing, step_metrics
 from dhp.run.session import DataPlan, Session
@@ -106,6 +108,7 @@ class TrainLoop:
         self.session, self.recorder = session, recorder
         self.config, self.start, self.chain = session.config, session.start, session.chain
         self._unfinished = unfinished or Unfinished()
+        self._checkpoints = KeptCheckpoints(self.config, recorder.say)
         self._timeout_s = self.config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
         self._skipped = self.start.skipped_samples
@@ -127,6 +130,10 @@ class TrainLoop:
             pending.append(self._submit(step, reading))
             if len(pending) > STEPS_AHEAD:
                 self._finish(pending.popleft())
+            if due(self.config, step + 1, plan.steps):
+                while pending:
+                    self._finish(pending.popleft())
+                self._evaluate(step + 1)
         while pending:
             self._finish(pending.popleft())
         self._write_spans(self._submit_spans())  # of the final checkpoint
@@ -164,6 +171,10 @@ class TrainLoop:
             traced = session.groups | {"data": session.data}
             writer = self.recorder.open_trace({name: group.size for name, group in traced.items()})
             self.tracing = Tracing(traced, writer, config.cluster.start_timeout_s)
+        self._evaluation = None
+        if config.data.eval_datasets:
+            self.recorder.say(f"opening {', '.join(config.data.eval_datasets)} for evaluation")
+            self._evaluation = Evaluation(session)
         self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
         self.recorder.begin(plan.steps)
 
@@ -222,6 +233,14 @@ class TrainLoop:
             self._finish_saving(pending.saving)
             self._last_end = time.perf_counter()  # writing is no part of the next step's time
 
+    def _evaluate(self, step: int) -> None:
+        """Measure the loss on other data; say which checkpoint is best, where it is to be said."""
+        assert self._evaluation is not None
+        found = self._evaluation.run(step)
+        self.recorder.record_evaluation(found)
+        self._checkpoints.evaluated(found)
+        self._last_end = time.perf_counter()  # evaluating is no part of the next step's time
+
     def _tell_skipped(self, info: StepInfo) -> None:
         for message in info.skipped[:SKIPPED_SHOWN]:
             self.recorder.say(f"skipped: {message}")
@@ -253,3 +272,4 @@ class TrainLoop:
         }
         self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(name), self._template)
         self._unfinished.discard(saving.folder)
+        self._checkpoints.finished(saving.step)

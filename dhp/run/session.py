@@ -18,7 +18,7 @@ from dhp.batching.loader import make_feed
 from dhp.checkpoint.resume import Start
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.cluster import Cluster, Layout
-from dhp.cluster.dataset_actor import DatasetActor
+from dhp.cluster.dataset_actor import DataRefs, DatasetActor
 from dhp.cluster.runtime import chosen_address
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.parts import model_name, parts
@@ -127,10 +127,26 @@ class Session:
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.chain, self.groups)
 
+    def open_reader(self, config: Config) -> DatasetActor:
+        """Start the actors that read other data than the run's, as `config` says; once they have opened it."""
+        near = find_localities(self.chain, self._cluster.devices, config.data.locality_slack)
+        actor = self._cluster.dataset_actor(
+            make_feed,
+            feed_settings(config, near),
+            micro_batches=micro_batches(config),
+            workers=config.data.num_workers,
+            prefetch=max(1, config.data.num_workers),
+        )
+        wait_all(actor.take_watched(), config.cluster.start_timeout_s)
+        return actor
+
+    def batch(self, found: DataRefs) -> Batch:
+        """Data that were read, as a step takes them."""
+        return Batch(found.info, found.work, found.routes)
+
     def take_batch(self, step: int) -> Batch:
         """The data of a step that was requested and has been read."""
-        found = self.data.take(step)
-        return Batch(found.info, found.work, found.routes)
+        return self.batch(self.data.take(step))
 
     def take_watched(self) -> list[Watched]:
         """Calls of all stages that were submitted since the last time."""

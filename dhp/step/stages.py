@@ -40,6 +40,15 @@ class StageTrainer(Protocol):
     def optimizer_step(self, info: StepInfo, *other_norms_sq: float) -> StageReport:
         """Clip by the joint norm of this stage and the others, and update."""
 
+    def evaluate_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
+        """As `forward_step`, for the loss alone: no backward follows."""
+
+    def evaluated(self, info: StepInfo) -> float:
+        """This rank's share of the loss of what it evaluated; 0 where the stage has no head."""
+
+    def end_evaluation(self, info: StepInfo, *others: float) -> None:
+        """The other stages' ranks have answered: what this one handed over has been used."""
+
     def set_recompute(self, choices: Choices) -> None:
         """What each layer recomputes from the next micro-batch on."""
 
@@ -125,15 +134,19 @@ class Stage:
             self._run_backward(action.node, action.micro_batch, last, in_flight)
 
     def _run_forward(self, node: Node, m: int, in_flight: InFlight) -> None:
-        incoming = self._given(self._inputs[node], m, in_flight.batch, in_flight.forward, receives=True)
-        sent = self._pairs(self._outputs[node], m, in_flight.batch, sends=True)
-        work = per_rank(ref for ref in in_flight.batch.work[self.spec.part][m] for _ in range(self._tensor))
-        call = Call(StageTrainer.forward_step, (m, node.chunk, work, incoming), self._counts(sent))
+        call, sent = self._forward_call(StageTrainer.forward_step, node, m, in_flight)
         self.flush()
         if not self._outputs[node]:
             self._waiting = [call]
             return
         self._file(self.group.execute_in_turn_async(call), sent, m, in_flight.forward)
+
+    def _forward_call(self, verb: Callable[..., Any], node: Node, m: int, in_flight: InFlight) -> tuple[Call, Pairs]:
+        """The call, and where its results go."""
+        incoming = self._given(self._inputs[node], m, in_flight.batch, in_flight.forward, receives=True)
+        sent = self._pairs(self._outputs[node], m, in_flight.batch, sends=True)
+        work = per_rank(ref for ref in in_flight.batch.work[self.spec.part][m] for _ in range(self._tensor))
+        return Call(verb, (m, node.chunk, work, incoming), self._counts(sent)), sent
 
     def _run_backward(self, node: Node, m: int, last: bool, in_flight: InFlight) -> None:
         outputs = [edge for edge in self._outputs[node] if edge.gradients]
@@ -145,6 +158,20 @@ class Stage:
             self.flush()
         waiting, self._waiting = self._waiting, []
         self._file(self.group.execute_in_turn_async(*waiting, call), sent, m, in_flight.backward)
+
+    def evaluate(self, action: Forward, in_flight: InFlight) -> None:
+        """Submit a micro-batch's forward through a node, for its loss alone."""
+        node, m = action.node, action.micro_batch
+        call, sent = self._forward_call(StageTrainer.evaluate_step, node, m, in_flight)
+        self._file(self.group.execute_in_turn_async(call), sent, m, in_flight.forward)
+
+    def evaluated(self, info: Ref) -> list[Ref]:
+        """Each rank's share of the loss since the last time."""
+        return [ref for (ref,) in self.group.execute_all_async(StageTrainer.evaluated, info)]
+
+    def end_evaluation(self, info: Ref, *others: Ref) -> None:
+        """Nobody needs what this stage handed over any more, once `others` are there."""
+        self.group.execute_all_async(StageTrainer.end_evaluation, info, *others, returns=0)
 
     def flush(self) -> None:
         """Submit what waits for a next action."""

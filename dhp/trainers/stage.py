@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -102,6 +102,29 @@ class StageRank(ABC):
     def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
         """A chunk's backward: see `dhp.step.stages.StageTrainer`."""
 
+    @abstractmethod
+    def forget(self, micro_batch: int, chunk: int) -> None:
+        """Drop what a forward kept for its backward."""
+
+    def evaluate_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
+        """As `forward_step`, for the loss alone. Nothing is left out at random, and nothing kept."""
+        with torch.no_grad(), _without_dropout(self.model):
+            sent = self.forward_step(micro_batch, chunk, work, *received)
+        self.forget(micro_batch, chunk)
+        return sent
+
+    def evaluated(self, info: StepInfo) -> float:
+        """This rank's share of the objective of what it evaluated since the last time."""
+        loss = self.take_loss()
+        self.optimizer.rest()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # or others would write where kernels still read
+        return 0.0 if loss is None else loss
+
+    def end_evaluation(self, info: StepInfo, *others: float) -> None:
+        """Evaluating belongs to no step."""
+        take_sent()
+
     def tied_gradient(self, info: StepInfo) -> Bundle:
         """The summed gradient of the weight that another stage holds too, as this rank has it."""
         return Bundle({TIED: self.optimizer.tied_gradient()})
@@ -150,7 +173,8 @@ class StageRank(ABC):
 
     def metered_forward(self, rows: int, micro_batch: int) -> AbstractContextManager[None]:
         """Around a forward pass of a micro-batch of `rows` patches or tokens."""
-        return nullcontext() if self.meter is None else self.meter.forward(rows, micro_batch)
+        unmetered = self.meter is None or not torch.is_grad_enabled()
+        return nullcontext() if unmetered else self.meter.forward(rows, micro_batch)
 
     def metered_backward(self) -> AbstractContextManager[None]:
         """Around the backward pass of a micro-batch."""
@@ -281,6 +305,19 @@ class StageRank(ABC):
         peak = torch.cuda.max_memory_reserved()  # what other processes on the device cannot have
         torch.cuda.reset_peak_memory_stats()
         return peak
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Of the modules that compute otherwise in training, those of adapters alone draw random numbers here."""
+    drawing = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
+    for module in drawing:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in drawing:
+            module.train()
 
 
 def gradient_of(leaf: Tensor) -> Tensor:

@@ -126,11 +126,14 @@ class TextTrainer(StageRank):
             return ()
         return tuple(Bundle({name: gradient_of(leaf) for name, leaf in bundle.items()}) for bundle in flight.leaves)
 
+    def forget(self, micro_batch: int, chunk: int) -> None:
+        self._flights.pop((micro_batch, chunk))
+
     def take_loss(self) -> float | None:
         """This replica's share of the objective, at the stage that has the head."""
         if not any(chunk.last for chunk in self._chunks):
             return None
-        loss = float(torch.stack(self._losses).sum())
+        loss = float(torch.stack(self._losses).sum()) if self._losses else 0.0
         self._losses.clear()
         return loss
 

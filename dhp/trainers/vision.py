@@ -98,6 +98,9 @@ class VisionTrainer(StageRank):
             self.optimizer.backward(surrogate, last)
         return ()
 
+    def forget(self, micro_batch: int, chunk: int) -> None:
+        self._outputs.pop(micro_batch, None)
+
     def _dealt_out(self, chunk: int, output: dict[str, Tensor], rows: Sequence[int]) -> Iterator[Bundle]:
         for edge in self.edges_out(chunk):
             by_name = [output[name].detach()[: sum(rows)].split(list(rows)) for name in edge.tensors]

@@ -212,9 +212,16 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["text.lora.dora=true with text.tensor=2", "or text.lora.dora=false"],
         ),
         (
-            {"vision__lora": LoraConfig(rank=4, dropout=0.1), "vision__recompute": "full"},
-            ["vision.lora.dropout=0.1 with vision.recompute=full", "Set vision.lora.dropout=0"],
+            {"data__eval_datasets": ["shape"]},
+            ["shape is not in data.data_registry, which has shapes; did you mean shapes?"],
         ),
+        ({"data__eval_datasets": ["shapes", "shapes%50"]}, ["names a dataset twice"]),
+        ({"training__eval_steps": 5}, ["training.eval_steps=5, but data.eval_datasets is empty"]),
+        (
+            {"data__eval_datasets": ["shapes"], "training__best_metric": "eval_los"},
+            ["training.best_metric=eval_los does not exist", "eval_loss, eval_loss/shapes; did you mean eval_loss?"],
+        ),
+        ({"training__save_total_limit": 0}, ["training.save_total_limit=0 is out of range"]),
         ({"vision__parallelism": "ulysses"}, ["vision.parallelism=ulysses does not exist", "did you mean sequence?"]),
         ({"vision__parallelism": "TP"}, ["did you mean tensor?"]),
         ({"text__parallelism": "zero"}, ["did you mean deepspeed?"]),

@@ -37,6 +37,7 @@ from dhp.parallel.optimizer.frozen import Frozen
 from dhp.parallel.optimizer.fsdp import FullySharded
 from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.run.training import trained_stage, training_rules
+from dhp.step.evaluate import evaluate_batch
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
 from dhp.step.step import accumulate_gradients, update_weights
@@ -356,6 +357,10 @@ class Running:
     def step(self, data: StepData) -> tuple[float, dict[str, list[Any]]]:
         """A whole step."""
         return self.update(self.accumulate(data))
+
+    def evaluate(self, data: StepData) -> float:
+        """The loss of a step's data, forward alone."""
+        return sum(evaluate_batch(self.stages, self.chain, Batch(data.info, data.work, data.routes)).shares)
 
     def weights(self) -> list[list[dict[str, Tensor]]]:
         """Of every stage and rank."""

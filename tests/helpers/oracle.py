@@ -125,6 +125,14 @@ class Oracle:
         self._advance()
         return Step(loss, norm, gradients)
 
+    def evaluate(self, samples: Sequence[Sample]) -> float:
+        """Mean loss of the samples' target tokens, nothing left out at random."""
+        self.model.eval()
+        with torch.no_grad():
+            total = sum(float(self._loss_sum(sample)) for sample in samples)
+        self.model.train()
+        return total / max(1, sum(sample.target_tokens for sample in samples))
+
     def _advance(self) -> None:
         for schedule in self.schedules:
             schedule.step()

@@ -13,7 +13,7 @@ from dhp.base.parameters import GroupRule, Selector
 from dhp.models import adapters
 from dhp.parallel.tensor import adapters as cutting
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import FIRST_OUT, Case, Fault, InspectedText, compare, compare_rounding
+from tests.helpers.layouts import FIRST_OUT, Case, Fault, InspectedText, compare, compare_rounding, train
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
 
 ONE = Degrees()
@@ -86,6 +86,17 @@ def test_an_adapter_that_is_not_cut_as_its_matrix_shows(fault: type[InspectedTex
     case = Case(ONE, Degrees(tensor=2), 2, lora=TEXT)
     found = compare(four_layers_model, case, awkward_steps(), Fault(text=fault))
     assert found.gradient > 1e-2, found
+
+
+def test_what_is_recomputed_drops_out_what_it_dropped_before(four_layers_model: str) -> None:
+    dropping = (("text", AdapterSettings(4, 8.0, dropout=0.3)),)
+    cases = [Case(ONE, Degrees(tensor=2), 2, lora=dropping, recompute=choice) for choice in ("none", "all", "mlp:0-1")]
+    plain, *again = (train(four_layers_model, case, awkward_steps()) for case in cases)
+    for other in again:
+        assert other.losses == pytest.approx(plain.losses, rel=1e-12)
+        for mine, theirs in zip(other.gradients[1], plain.gradients[1], strict=True):
+            for name, gradient in theirs.items():
+                torch.testing.assert_close(mine[name], gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_what_adapters_begin_with_is_the_models_own_output() -> None:

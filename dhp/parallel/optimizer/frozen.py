@@ -33,13 +33,16 @@ class Frozen:
 
     def forward(self, compute: Callable[[], Any]) -> Any:
         """What `compute` makes of the module."""
-        with torch.set_grad_enabled(self._passes):
+        with torch.set_grad_enabled(self._passes and torch.is_grad_enabled()):
             return compute()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Send gradients through; a micro-batch may have nothing that wants any."""
         if loss.requires_grad:
             loss.backward()
+
+    def rest(self) -> None:
+        """Weights are where they were."""
 
     def norm_sq(self) -> float:
         """None of it counts."""

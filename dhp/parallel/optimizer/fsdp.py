@@ -97,6 +97,11 @@ class FullySharded:
         """Accumulate gradients, summed over the replicas layer by layer while backward runs. All of them together."""
         loss.backward()
 
+    def rest(self) -> None:
+        """Let go of weights that were gathered for a backward: none follows the forwards so far."""
+        for unit in _units(self._root):
+            unit.reshard()
+
     def norm_sq(self) -> float:
         """Squared L2 norm of the whole part's gradient, the same on every rank."""
         self._take_sums()

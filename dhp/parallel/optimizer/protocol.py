@@ -20,6 +20,9 @@ class StageOptimizer(Protocol):
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of a scalar; with `last`, the step's final one, sum them over the ranks."""
 
+    def rest(self) -> None:
+        """No backward follows the forwards so far: let go of weights that were gathered for one."""
+
     def norm_sq(self) -> float:
         """Squared L2 norm of the stage's whole gradient, the same on every rank."""
 

@@ -67,6 +67,9 @@ class Replicated:
         """Accumulate gradients; with `last`, the step's final micro-batch, begin to sum them over the group."""
         self._gradients.backward(loss, last)
 
+    def rest(self) -> None:
+        """Weights are where they were."""
+
     def norm_sq(self) -> float:
         """Squared L2 norm of the whole part's summed gradient, the same on every rank."""
         self._take_sums()

@@ -80,6 +80,9 @@ class ZeroSharded:
         elif self._partitions.divides != 1:
             torch._foreach_mul_(self._partitions.gradients(), float(self._partitions.divides))
 
+    def rest(self) -> None:
+        """Weights are where they were."""
+
     def norm_sq(self) -> float:
         """Squared L2 norm of the whole part's gradient, the same on every rank."""
         chunks = [chunk for gradient in self._partitions.gradients() for chunk in gradient.flatten().split(NORM_CHUNK)]

@@ -1,0 +1,122 @@
+"""The loss on data that nothing is trained on: every so many steps, on each dataset in a fixed order."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dhp.base.errors import ConfigError
+from dhp.base.messages import StepInfo
+from dhp.cluster.dataset_actor import DatasetActor
+from dhp.cluster.watch import Watched, wait_all
+from dhp.config.mixing import split_share
+from dhp.config.schema import Config, DataConfig
+from dhp.observe.metrics import EvalMetrics
+from dhp.run.session import Session
+from dhp.step.evaluate import EvaluationRefs, evaluate_batch
+
+TOGETHER = ""  # the dataset's name in the line about all of them
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """A dataset that is read batch by batch, each sample once."""
+
+    name: str
+    actor: DatasetActor
+    batches: int
+
+
+@dataclass(frozen=True)
+class _Done:
+    info: StepInfo
+    loss: float
+
+
+class Evaluation:
+    """All datasets of data.eval_datasets, as often as is asked for."""
+
+    def __init__(self, session: Session):
+        """Raises ConfigError for a dataset without samples, and what reading raises."""
+        self._session, self._chain = session, session.chain
+        self._timeout_s = session.config.cluster.step_timeout_s
+        self._datasets = [self._open(name) for name in session.config.data.eval_datasets]
+
+    def run(self, step: int) -> list[EvalMetrics]:
+        """A line for each dataset and, of several, one for all together: the loss after `step` optimizer steps."""
+        found = [self._evaluate(step, data) for data in self._datasets]
+        return found if len(found) == 1 else [*found, together(found)]
+
+    def _open(self, name: str) -> EvalData:
+        actor = self._session.open_reader(of_evaluation(self._session.config, name))
+        batches = actor.ask("steps", 1, timeout_s=self._timeout_s)
+        if not batches:
+            raise ConfigError(
+                f"data.eval_datasets: {name} has no sample. Name another dataset, or a larger share of it (`name%50`)"
+            )
+        actor.end_at(batches)
+        return EvalData(split_share(name)[0], actor, batches)
+
+    def _evaluate(self, step: int, data: EvalData) -> EvalMetrics:
+        begun = time.perf_counter()
+        flying: deque[tuple[EvaluationRefs, list[Watched]]] = deque()
+        done = []
+        for batch in range(data.batches):
+            wait_all(data.actor.request(batch), self._timeout_s)
+            refs = evaluate_batch(self._session.stages, self._chain, self._session.batch(data.actor.take(batch)))
+            flying.append((refs, self._session.take_watched()))
+            if len(flying) > 1:  # one is submitted while another one runs
+                done.append(self._finish(*flying.popleft()))
+        done += [self._finish(*one) for one in flying]
+        return _metrics(step, data.name, done, time.perf_counter() - begun)
+
+    def _finish(self, refs: EvaluationRefs, watched: Sequence[Watched]) -> _Done:
+        wait_all(watched, self._timeout_s)
+        info = self._session.info(refs.info)
+        return _Done(info, sum(self._session.values(refs.shares)))
+
+
+def due(config: Config, step: int, last: int) -> bool:
+    """Whether the loss is measured after `step` of `last` steps."""
+    training = config.training
+    if not config.data.eval_datasets:
+        return False
+    every = [training.eval_steps, training.save_steps if training.best_metric else None]
+    return step == last or any(n is not None and step % n == 0 for n in every)
+
+
+def of_evaluation(config: Config, name: str) -> Config:
+    """The configuration of what reads one dataset for evaluation: all of it, in the file's order."""
+    data: DataConfig = replace(config.data, datasets=[name], shuffle=False, balance="random", balance_window=None)
+    return replace(config, data=data)
+
+
+def together(found: Sequence[EvalMetrics]) -> EvalMetrics:
+    """All datasets as if they were one: the mean over all of their target tokens."""
+    targets = sum(one.target_tokens for one in found)
+    return EvalMetrics(
+        step=found[0].step,
+        dataset=TOGETHER,
+        loss=sum((one.loss or 0.0) * one.target_tokens for one in found) / targets if targets else None,
+        target_tokens=targets,
+        tokens=sum(one.tokens for one in found),
+        samples=sum(one.samples for one in found),
+        skipped_samples=sum(one.skipped_samples for one in found),
+        seconds=sum(one.seconds for one in found),
+    )
+
+
+def _metrics(step: int, name: str, done: Sequence[_Done], seconds: float) -> EvalMetrics:
+    targets = sum(one.info.target_tokens for one in done)
+    return EvalMetrics(
+        step=step,
+        dataset=name,
+        loss=sum(one.loss * one.info.target_tokens for one in done) / targets if targets else None,
+        target_tokens=targets,
+        tokens=sum(one.info.tokens for one in done),
+        samples=sum(one.info.samples for one in done),
+        skipped_samples=sum(len(one.info.skipped) for one in done),
+        seconds=seconds,
+    )

@@ -1,0 +1,49 @@
+"""Which of a run's checkpoints stay, told by what training.save_total_limit and best_metric say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dhp.checkpoint.folder import checkpoints, step_of
+from dhp.checkpoint.rotation import Best, mark_best, read_best, remove_old
+from dhp.config.evaluation import LOSS
+from dhp.config.schema import Config
+from dhp.observe.metrics import EvalMetrics
+
+
+class KeptCheckpoints:
+    """Told of each complete checkpoint and of each evaluation, in the order in which they come."""
+
+    def __init__(self, config: Config, say: Callable[[str], None]):
+        self._parent, self._limit = Path(str(config.training.checkpoint_dir)), config.training.save_total_limit
+        self._metric, self._say = config.training.best_metric, say
+        self._best: Best | None = None if self._metric is None else read_best(self._parent, self._metric)
+
+    def finished(self, step: int) -> None:
+        """The checkpoint of `step` is complete. With a best one to be found, old ones go after its evaluation: the one
+        that would go may be the best."""
+        if self._metric is None:
+            self._remove()
+
+    def evaluated(self, found: Sequence[EvalMetrics]) -> None:
+        """The losses after a step. Where it has a checkpoint and is better than the best one, it is that now."""
+        if self._metric is None:
+            return
+        step, value = found[0].step, _value(self._metric, found)
+        if value is not None and step in map(step_of, checkpoints(self._parent)):
+            if self._best is None or value < self._best.value:
+                self._best = Best(step, self._metric, value)
+                mark_best(self._parent, self._best)
+                self._say(f"step_{step} is the best checkpoint so far: {self._metric} {value:.4f}")
+            self._remove()
+
+    def _remove(self) -> None:
+        if self._limit is not None:
+            remove_old(self._parent, self._limit, self._best)
+
+
+def _value(metric: str, found: Sequence[EvalMetrics]) -> float | None:
+    """The metric among an evaluation's lines, of which the last is about all datasets."""
+    name = metric.removeprefix(LOSS).removeprefix("/")
+    return next((one.loss for one in found if one.dataset == name), found[-1].loss)

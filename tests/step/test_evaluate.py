@@ -1,0 +1,60 @@
+"""Evaluation in every layout: the plain model's loss, and training goes on as if nothing had been evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dhp.base.adapters import AdapterSettings
+from dhp.base.degrees import Degrees
+from tests.helpers.batches import awkward_steps, mixed_step, step_without_image
+from tests.helpers.layouts import UPDATE, Case, Oracle, Running, make_feed
+
+ONE = Degrees()
+LORA = (("text", AdapterSettings(2, 4.0, dropout=0.4)),)
+CASES = [
+    Case(Degrees(ulysses=2), Degrees(tensor=2), 2, packing=True),
+    Case(Degrees(data=2), Degrees(data=2), 2, frozen=("text",)),
+    Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, zero_stage=2, text_zero_stage=3, fsdp=True),
+    Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=3, text_zero_stage=2, fsdp=True, checkpointing=True),
+    Case(Degrees(data=2), Degrees(data=2), 2, "float32", zero_stage=1, text_zero_stage=2),
+    Case(Degrees(data=2), Degrees(data=2), 1, "float32", zero_stage=3, text_zero_stage=3),
+    Case(ONE, Degrees(data=2), 2, stages=2, chunks=2, schedule="interleaved", packing=True),
+    Case(ONE, Degrees(tensor=2), 2, lora=LORA, checkpointing=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_plain_models_loss_and_no_trace_of_it(case: Case, four_layers_model: str) -> None:
+    steps = awkward_steps()
+    feed = make_feed(four_layers_model, case, [*steps, mixed_step(), step_without_image()])
+    others = [feed.step(len(steps)), feed.step(len(steps) + 1)]
+    ends = []
+    for evaluates in (False, True):
+        with Running(four_layers_model, case) as running:
+            found = []
+            for number in range(len(steps)):
+                found += [running.evaluate(data) for data in others] if evaluates else []
+                running.step(feed.step(number))
+            ends.append(running.weights())
+    for mine, theirs in zip(sum(ends[0], []), sum(ends[1], []), strict=True):
+        assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
+    if not case.lora:  # peft's dropout would draw other numbers in the plain model's training
+        oracle = Oracle(four_layers_model, getattr(torch, case.dtype), UPDATE)
+        exact = 1e-9 if case.dtype == "float64" else 1e-5
+        wanted = [oracle.evaluate(mixed_step()), oracle.evaluate(step_without_image())]
+        assert found[:2] == pytest.approx(wanted, rel=exact)
+
+
+def test_adapters_drop_nothing_out(four_layers_model: str) -> None:
+    case = Case(ONE, ONE, 1, lora=LORA)
+    feed = make_feed(four_layers_model, case, [mixed_step()])
+    with Running(four_layers_model, case) as running:
+        first, again = running.evaluate(feed.step(0)), running.evaluate(feed.step(0))
+        trained, _ = running.step(feed.step(0))
+    assert first == again != trained
+    plain = replace(case, lora=(("text", AdapterSettings(2, 4.0)),))
+    with Running(four_layers_model, plain) as running:
+        assert running.evaluate(feed.step(0)) == first
