@@ -90,7 +90,7 @@ def test_an_adapter_that_is_not_cut_as_its_matrix_shows(fault: type[InspectedTex
 
 def test_what_is_recomputed_drops_out_what_it_dropped_before(four_layers_model: str) -> None:
     dropping = (("text", AdapterSettings(4, 8.0, dropout=0.3)),)
-    cases = [Case(ONE, Degrees(tensor=2), 2, lora=dropping, recompute=choice) for choice in ("none", "all", "mlp:0-1")]
+    cases = [Case(ONE, Degrees(tensor=2), 2, lora=dropping, recompute=choice) for choice in ("none", "all", "linear")]
     plain, *again = (train(four_layers_model, case, awkward_steps()) for case in cases)
     for other in again:
         assert other.losses == pytest.approx(plain.losses, rel=1e-12)

@@ -1,0 +1,55 @@
+"""Which checkpoints stay: so many newest ones, and the best, never less than a whole one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dhp.checkpoint.folder import ABOUT, checkpoints, find_checkpoint
+from dhp.checkpoint.rotation import Best, mark_best, read_best, remove_old
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    for step in (1, 2, 3, 10):
+        folder = tmp_path / f"step_{step}"
+        folder.mkdir()
+        (folder / ABOUT).write_text(json.dumps({"step": step}))
+    (tmp_path / "step_11.partial").mkdir()
+    return tmp_path
+
+
+def test_the_newest_and_the_best_stay(parent: Path) -> None:
+    best = Best(2, "eval_loss", 1.5)
+    assert {path.name for path in remove_old(parent, 1, best)} == {"step_1", "step_3"}
+    assert sorted(path.name for path in parent.iterdir()) == ["step_10", "step_11.partial", "step_2"]
+    assert remove_old(parent, 1, best) == []
+
+
+def test_without_a_best_one_the_newest_stay(parent: Path) -> None:
+    remove_old(parent, 3, None)
+    assert [path.name for path in checkpoints(parent)] == ["step_10", "step_3", "step_2"]
+
+
+def test_the_link_leads_to_the_best_and_moves(parent: Path) -> None:
+    mark_best(parent, Best(2, "eval_loss", 1.5))
+    assert find_checkpoint(parent / "best").resolve() == parent / "step_2"
+    mark_best(parent, Best(3, "eval_loss", 1.25))
+    assert find_checkpoint(parent / "best").resolve() == parent / "step_3"
+    assert read_best(parent, "eval_loss") == Best(3, "eval_loss", 1.25)
+    assert [path.name for path in checkpoints(parent)] == [
+        "step_10",
+        "step_3",
+        "step_2",
+        "step_1",
+    ]  # and is no other one
+
+
+def test_a_best_one_by_another_metric_or_no_longer_there_is_none(parent: Path) -> None:
+    assert read_best(parent, "eval_loss") is None
+    mark_best(parent, Best(3, "eval_loss/a", 1.25))
+    assert read_best(parent, "eval_loss") is None
+    mark_best(parent, Best(7, "eval_loss", 1.25))
+    assert read_best(parent, "eval_loss") is None

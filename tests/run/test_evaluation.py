@@ -1,0 +1,109 @@
+"""When a run is evaluated, what it makes of the batches, and which checkpoints it keeps for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dhp.checkpoint.folder import ABOUT, checkpoints
+from dhp.config.load import compose_config
+from dhp.config.resolve import resolve
+from dhp.config.schema import Config
+from dhp.observe.metrics import EvalMetrics, read_metrics
+from dhp.run.evaluation import due, of_evaluation, together
+from dhp.run.kept_checkpoints import KeptCheckpoints
+from dhp.run.settings import feed_settings
+from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
+
+
+def config_of(*overrides: str) -> Config:
+    return resolve(compose_config("tiny", overrides=["data.eval_datasets=['shapes%50']", *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ([], [10]),
+        (["training.eval_steps=4"], [4, 8, 10]),
+        (["training.eval_steps=4", "training.save_steps=3"], [4, 8, 10]),
+        (["training.save_steps=3", "training.best_metric=eval_loss"], [3, 6, 9, 10]),
+    ],
+)
+def test_when(overrides: list[str], steps: list[int]) -> None:
+    config = config_of(*overrides)
+    assert [step for step in range(1, 11) if due(config, step, 10)] == steps
+    assert not due(resolve(compose_config("tiny")), 10, 10)
+
+
+def test_each_sample_once_in_the_files_order() -> None:
+    config = config_of("data.balance=isf", "data.shuffle=true", "data.max_pixels=3136")
+    settings = feed_settings(of_evaluation(config, "shapes%50"))
+    assert (settings.datasets, settings.shuffle, settings.balancing.method) == (("shapes%50",), False, "random")
+    assert settings.max_pixels == 3136 and config.data.shuffle
+
+
+def test_together_each_token_counts_alike() -> None:
+    one = EvalMetrics(step=3, dataset="a", loss=2.0, target_tokens=10, tokens=20, samples=3, seconds=1.0)
+    other = EvalMetrics(step=3, dataset="b", loss=4.0, target_tokens=30, tokens=40, samples=1, seconds=2.0)
+    none = EvalMetrics(step=3, dataset="c", loss=None, target_tokens=0, tokens=5, samples=1, skipped_samples=2)
+    assert together([one, other, none]) == EvalMetrics(
+        step=3, dataset="", loss=3.5, target_tokens=40, tokens=65, samples=5, skipped_samples=2, seconds=3.0
+    )
+    assert together([none]).loss is None
+
+
+def kept(parent: Path, limit: int, metric: str | None) -> KeptCheckpoints:
+    asked = [f"training.checkpoint_dir={parent}", f"training.save_total_limit={limit}"]
+    return KeptCheckpoints(config_of(*asked, *([f"training.best_metric={metric}"] if metric else [])), lambda _: None)
+
+
+def finish(parent: Path, step: int) -> None:
+    folder = parent / f"step_{step}"
+    folder.mkdir()
+    (folder / ABOUT).write_text(json.dumps({"step": step}))
+
+
+def evaluated(step: int, loss: float | None) -> list[EvalMetrics]:
+    return [EvalMetrics(step=step, dataset="shapes", loss=loss)]
+
+
+def test_the_best_checkpoint_is_not_the_one_that_goes(tmp_path: Path) -> None:
+    of_run = kept(tmp_path, 1, "eval_loss")
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 4.0)):
+        finish(tmp_path, step)
+        of_run.finished(step)
+        of_run.evaluated(evaluated(step, loss))
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_5", "step_4", "step_2"][:1] + ["step_2"]
+    assert (tmp_path / "best").resolve().name == "step_2"
+    again = kept(tmp_path, 1, "eval_loss")  # as a resumed run
+    finish(tmp_path, 6)
+    again.evaluated(evaluated(6, 1.5))
+    assert (tmp_path / "best").resolve().name == "step_2"
+    again.evaluated(evaluated(7, 0.5))  # a step without a checkpoint
+    assert (tmp_path / "best").resolve().name == "step_2"
+
+
+def test_without_a_metric_old_ones_go_as_soon_as_a_newer_one_is_whole(tmp_path: Path) -> None:
+    of_run = kept(tmp_path, 2, None)
+    for step in (1, 2, 3):
+        finish(tmp_path, step)
+        of_run.finished(step)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_3", "step_2"]
+
+
+def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> None:
+    asked = ["data.eval_datasets=['shapes%10']", "training.eval_steps=1", "training.best_metric=eval_loss"]
+    run = ["training.max_steps=2", "training.save_steps=1", "training.save_total_limit=1"]
+    ended = train(*tiny(tiny_assets, tmp_path / "run", *ONE_ACTOR_EACH, *asked, *run))
+    assert ended.status == 0, ended.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["kind"] == "eval"]
+    assert [(line["step"], line["dataset"]) for line in found] == [(1, "shapes"), (2, "shapes")]
+    assert len({line["target_tokens"] for line in found}) == 1 and found[0]["loss"] != found[1]["loss"]
+    assert len(read_metrics(tmp_path / "run")) == 2
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["eval_loss"] == {"shapes": found[1]["loss"]}
+    best = min(found, key=lambda line: line["loss"])["step"]
+    assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == f"step_{best}"
