@@ -34,6 +34,6 @@ def check_lora(name: str, part: PartConfig) -> None:
     if lora.dropout and any(kept in str(part.recompute) for kept in _KEEPING):
         raise ConfigError(
             f"{key}.dropout={lora.dropout} with {name}.recompute={part.recompute}: it keeps what matrices made and "
-            f"draws no numbers for them again, so that others would be dropped out. Set {name}.recompute to full, linear "
-            f"or none, or {key}.dropout=0."
+            f"draws no numbers for them again, so that others would be dropped out. Set {name}.recompute to full, "
+            f"linear or none, or {key}.dropout=0."
         )

@@ -3,6 +3,7 @@
 import re
 
 from dhp.base.errors import ConfigError
+from dhp.config.data import DataConfig
 
 _SHARE = re.compile(r"(.+)%([^%]*)")
 
@@ -19,3 +20,8 @@ def split_share(text: str) -> tuple[str, float]:
             f"write {name}%50 for half of it. More than once is data.data_registry.{name}.weight"
         )
     return name, float(percent) / 100
+
+
+def read_datasets(data: DataConfig) -> list[str]:
+    """Names in the registry of all datasets that a run reads, to train on and to evaluate, each once."""
+    return list(dict.fromkeys(split_share(text)[0] for text in (*data.datasets, *data.eval_datasets)))

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from dhp.base.errors import ConfigError
-from dhp.config.mixing import split_share
+from dhp.config.mixing import read_datasets, split_share
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingConfig
 
@@ -150,6 +150,9 @@ def _check_datasets(data: DataConfig) -> None:
                 f"{', '.join(registered) or 'none'}; add data.data_registry.{name}.annotation_path=FILE and "
                 f"data.data_registry.{name}.data_path=DIRECTORY{did_you_mean([nearest(name, registered)])}"
             )
+    for name in read_datasets(data):
+        if name not in data.data_registry:
+            continue  # of eval_datasets: `dhp.config.evaluation` says so
         entry = data.data_registry[name]
         if not entry.annotation_path:
             raise ConfigError(f"data.data_registry.{name}.annotation_path is not set; give the path")

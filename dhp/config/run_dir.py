@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from dhp.base.errors import ConfigError
-from dhp.config.mixing import split_share
+from dhp.config.mixing import read_datasets
 from dhp.config.parts import OPTIONAL, PARTS, parts
 from dhp.config.schema import Config
 
@@ -132,7 +132,7 @@ def _read_paths(config: Config) -> Iterator[tuple[str, str]]:
     yield "tiny_assets", config.tiny_assets or ""
     yield "data.cache_dir", config.data.cache_dir or ""
     yield "memory.cache_dir", config.memory.cache_dir or ""
-    for name in dict.fromkeys(split_share(text)[0] for text in config.data.datasets):
+    for name in read_datasets(config.data):
         entry = config.data.data_registry.get(name)
         if entry is not None:
             yield f"data.data_registry.{name}.annotation_path", entry.annotation_path

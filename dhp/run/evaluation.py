@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dhp.base.errors import ConfigError
+from dhp.base.interrupts import ending
 from dhp.base.messages import StepInfo
+from dhp.checkpoint.folder import read_about
+from dhp.checkpoint.resume import Start
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.mixing import split_share
+from dhp.config.parts import model_name
 from dhp.config.schema import Config, DataConfig
+from dhp.models.registry import load_family
 from dhp.observe.metrics import EvalMetrics
+from dhp.run.chain import make_chain
+from dhp.run.preflight import prepare
 from dhp.run.session import Session
 from dhp.step.evaluate import EvaluationRefs, evaluate_batch
 
+_NEVER = 1 << 40  # optimizer steps of a run that takes none: no warm-up is longer
 TOGETHER = ""  # the dataset's name in the line about all of them
 
 
@@ -120,3 +129,20 @@ def _metrics(step: int, name: str, done: Sequence[_Done], seconds: float) -> Eva
         skipped_samples=sum(len(one.info.skipped) for one in done),
         seconds=seconds,
     )
+
+
+def evaluate(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> list[EvalMetrics]:
+    """Start what `config` says, with the weights of `checkpoint` or of the model itself, and measure the loss once.
+
+    Nothing is written but logs, in run_dir. Raises DhpError; leaves no process.
+    """
+    config = prepare(config, new_run=False, say=say)
+    name = model_name(config)
+    chain = make_chain(config, load_family(name), name)
+    start = Start() if checkpoint is None else Start(checkpoint.absolute(), read_about(checkpoint)["step"])
+    with Session(config, chain, Path(config.run_dir), start, say) as session, ending():
+        say(session.describe_loading())
+        session.start_stages(_NEVER)
+        evaluation = Evaluation(session)
+        say(f"evaluating {', '.join(config.data.eval_datasets)}")
+        return evaluation.run(start.step)

@@ -146,6 +146,10 @@ class TrainLoop:
         if start.checkpoint is not None:
             self.recorder.say(f"continuing after step {start.step} from {start.checkpoint}")
         session.data_state(start.step)  # asking for it plans the first steps
+        self._evaluation = None
+        if self.config.data.eval_datasets:
+            self.recorder.say(f"opening {', '.join(self.config.data.eval_datasets)} for evaluation")
+            self._evaluation = Evaluation(session)
         self._data_stall = DataStall(plan.workers, plan.ahead, self.config.data.balance_window is not None)
         return plan
 
@@ -171,10 +175,6 @@ class TrainLoop:
             traced = session.groups | {"data": session.data}
             writer = self.recorder.open_trace({name: group.size for name, group in traced.items()})
             self.tracing = Tracing(traced, writer, config.cluster.start_timeout_s)
-        self._evaluation = None
-        if config.data.eval_datasets:
-            self.recorder.say(f"opening {', '.join(config.data.eval_datasets)} for evaluation")
-            self._evaluation = Evaluation(session)
         self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
         self.recorder.begin(plan.steps)
 

@@ -11,7 +11,7 @@ from dhp.base.errors import ConfigError
 from dhp.base.startup import say_nothing
 from dhp.config.checks import check_layers, check_tied
 from dhp.config.kernels import FLASH_ATTENTION_2
-from dhp.config.mixing import split_share
+from dhp.config.mixing import read_datasets
 from dhp.config.parts import model_name, parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve
 from dhp.config.resolved import resolved
@@ -58,9 +58,10 @@ def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] = s
     if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
         from dhp.data.probe import check_some_samples
 
-        say(f"looking at some samples of {', '.join(config.data.datasets)}")
+        looked = [*config.data.datasets, *config.data.eval_datasets]
+        say(f"looking at some samples of {', '.join(looked)}")
         hears = "audio" in parts(config)
-        check_some_samples(config.data.datasets, config.data.data_registry, config.seed, config.data.allow_http, hears)
+        check_some_samples(looked, config.data.data_registry, config.seed, config.data.allow_http, hears)
     return config
 
 
@@ -91,7 +92,7 @@ def _fix_paths(config: Config) -> None:
 def missing_data(config: Config) -> list[str]:
     """What is wrong with the paths of the datasets, a message each."""
     missing = []
-    for name, _ in map(split_share, config.data.datasets):
+    for name in read_datasets(config.data):
         entry = config.data.data_registry[name]
         for field, path, exists in (
             ("annotation_path", entry.annotation_path, os.path.exists(entry.annotation_path)),

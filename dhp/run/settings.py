@@ -14,7 +14,7 @@ from dhp.base.parameters import ALL, TrainingRules
 from dhp.base.stages import Chain, StageSpec
 from dhp.batching.encoders import Split
 from dhp.batching.loader import FeedSettings
-from dhp.config.mixing import split_share
+from dhp.config.mixing import read_datasets, split_share
 from dhp.config.parts import DECODER, decoder, encoders, model_name, parts
 from dhp.config.recompute import read_choices
 from dhp.config.resolve import micro_batches, warmup_steps
@@ -191,8 +191,8 @@ def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str,
     model = model_name(config)  # all parts' and the processors'; a hub id is found by each node itself
     shared = {f"{DECODER}.model_name": model} if Path(model).is_dir() else {}
     of_ranks = shared | ({} if checkpoint is None else {"training.resume": str(checkpoint)})
-    names = [name for name, _ in map(split_share, config.data.datasets)]
-    entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in names}
+    read = read_datasets(config.data)
+    entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in read}
     files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
     folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
     return dict.fromkeys(parts(config), of_ranks) | {"data": shared | files | folders}

@@ -38,9 +38,12 @@ class Outcome:
 
 
 def train(
-    *arguments: str, meanwhile: Callable[[subprocess.Popen[str]], None] | None = None, real: bool = False
+    *arguments: str,
+    meanwhile: Callable[[subprocess.Popen[str]], None] | None = None,
+    real: bool = False,
+    module: str = "dhp.train_ray",
 ) -> Outcome:
-    """`python -m dhp.train_ray` with the arguments; `meanwhile` is called with the started process.
+    """`python -m` the module with the arguments; `meanwhile` is called with the started process.
 
     Its processes are forks of one with the imports done. With `real` they are started as a user's are, and Ray itself
     can kill one that has stopped.
@@ -48,7 +51,7 @@ def train(
     mark = uuid4().hex
     start = {} if real else forks.environment()
     process = subprocess.Popen(
-        [sys.executable, "-m", "dhp.train_ray", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, **start, MARK: mark},
         stdout=subprocess.PIPE,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dhp.__main__ import main
+from dhp.base.errors import DataError
 from dhp.checkpoint.folder import ABOUT, checkpoints
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
@@ -14,6 +16,7 @@ from dhp.config.schema import Config
 from dhp.observe.metrics import EvalMetrics, read_metrics
 from dhp.run.evaluation import due, of_evaluation, together
 from dhp.run.kept_checkpoints import KeptCheckpoints
+from dhp.run.preflight import prepare
 from dhp.run.settings import feed_settings
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
 
@@ -106,4 +109,33 @@ def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> No
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval_loss"] == {"shapes": found[1]["loss"]}
     best = min(found, key=lambda line: line["loss"])["step"]
-    assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == f"step_{best}"
+    best_one = tmp_path / "run" / "checkpoints" / "best"
+    assert best_one.resolve().name == f"step_{best}"
+    again = train("evaluate", "loss", str(best_one), "--json", module="dhp")
+    assert again.status == 0, again.stderr
+    told = json.loads(again.stdout)
+    assert (told["step"], told["loss"]) == (best, found[best - 1]["loss"]) and again.left == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["{model}"], "is a model: name a FILE.yaml or --config-name=NAME"),
+        (["{model}", "--config-name=tiny"], "data.eval_datasets is empty"),
+        (["{model}", "--config-name=tiny", "data.eval_datasets=[shape]"], "did you mean shapes?"),
+        (["nowhere"], "nowhere is no directory"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    arguments: list[str], told: str, made_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "loss", *(one.format(model=made_model) for one in arguments)]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_an_empty_dataset_is_refused_before_anything_starts(tmp_path: Path, tiny_assets: Path) -> None:
+    (tmp_path / "none.json").write_text("[]")
+    entry = f"+data.data_registry.none={{annotation_path: {tmp_path / 'none.json'}}}"
+    asked = [f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", entry, "data.eval_datasets=[none]"]
+    with pytest.raises(DataError, match="none.json holds no sample"):
+        prepare(compose_config("tiny", overrides=asked))
