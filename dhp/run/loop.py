@@ -159,8 +159,8 @@ class TrainLoop:
 
     def _start_stages(self, plan: DataPlan) -> None:
         config, session = self.config, self.session
-        for line in table_of_training(config, model_name(config)):
-            self.recorder.say(line)
+        *table, total = table_of_training(config, model_name(config))
+        self.recorder.say("\n".join([total, *(f"{'':9}{line}" for line in table)]))
         self.recorder.say(session.describe_loading())
         session.start_stages(plan.steps)
         self._peak = find_peak(session.groups, config.cluster.start_timeout_s, self.recorder.say)
