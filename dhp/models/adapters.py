@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,6 +99,20 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and ADAPTER in module.lora_A:
             yield name, module
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """In the block nothing is left out at random: of what computes otherwise in training, adapters alone draw numbers
+    here."""
+    drawing = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
+    for module in drawing:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in drawing:
+            module.train()
 
 
 def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:

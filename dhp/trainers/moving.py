@@ -59,3 +59,8 @@ def _as_before(integers: Tensor, tensor: Tensor) -> Tensor:
 def _pinned(tensor: Tensor) -> Tensor:
     # From pageable memory a transfer waits until all that is queued on the device is done.
     return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    """A leaf's gradient; zeros where nothing depends on it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

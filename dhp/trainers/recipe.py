@@ -10,12 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dhp.base.parameters import Group
+from dhp.models.adapters import adapted_modules, add_adapters, find_targets
+from dhp.models.part import Part
 from dhp.parallel.comm.mesh import replicas_mesh
 from dhp.parallel.optimizer.frozen import Frozen
 from dhp.parallel.optimizer.fsdp import FullySharded
 from dhp.parallel.optimizer.protocol import StageOptimizer, TiedOptimizer
 from dhp.parallel.optimizer.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optimizer.zero import ZeroSharded
+from dhp.parallel.tensor.adapters import cut_adapters
 from dhp.trainers.optimizer import make_adamw
 from dhp.trainers.settings import StageSettings
 
@@ -26,6 +29,16 @@ def freeze(model: nn.Module, trains: Callable[[str], bool]) -> None:
     """Take the gradient off parameters that are not to be trained, by name."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and trains(name))
+
+
+def put_adapters(model: nn.Module, part: Part, settings: StageSettings, mesh: DeviceMesh) -> None:
+    """Put adapters beside the matrices of the stage that are to have some, cut over tensor ranks as those are."""
+    asked = settings.adapters
+    if asked is None:
+        return
+    add_adapters(model, find_targets(model, part, asked), asked, settings.seed)
+    if settings.spec.degrees.tensor > 1:
+        cut_adapters(adapted_modules(model), mesh["tensor"])
 
 
 def make_optimizer(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -22,7 +22,7 @@ from dhp.base.stages import Edge, Node
 from dhp.checkpoint.folder import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
-from dhp.models.adapters import adapted_modules, add_adapters, find_targets
+from dhp.models.adapters import without_dropout
 from dhp.models.family import LayerParts
 from dhp.models.registry import load_family
 from dhp.models.whole import persistent_buffers
@@ -36,10 +36,9 @@ from dhp.parallel.fused import fuse_elementwise
 from dhp.parallel.optimizer.precision import exact_dtype
 from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
-from dhp.parallel.tensor.adapters import cut_adapters
 from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
-from dhp.trainers.recipe import freeze, make_optimizer, tie_weight, trained_groups
+from dhp.trainers.recipe import freeze, make_optimizer, put_adapters, tie_weight, trained_groups
 from dhp.trainers.settings import StageSettings
 
 TIED = "gradient"  # the one tensor of a bundle between stages that share a weight
@@ -57,7 +56,7 @@ class StageRank(ABC):
         self.model: PreTrainedModel = self.load_slice()
         # Before anything rounds them: nothing trains them, and a checkpoint has them as the model came.
         self._buffers = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(self.model).items()}
-        self._adapt()
+        self.adapt()
         freeze(self.model, settings.rules.trains)
         self._groups = trained_groups(self.model, settings) if settings.spec.trains else ()
         self.model.to(self.device)
@@ -75,6 +74,10 @@ class StageRank(ABC):
     @abstractmethod
     def load_slice(self) -> PreTrainedModel:
         """This stage's weights in `master_dtype` on the host, cut for this tensor rank, calling our attention."""
+
+    def adapt(self) -> None:
+        """Put adapters beside the matrices that are to have some, cut as those are."""
+        put_adapters(self.model, self.family.parts[self.spec.part], self.settings, self.mesh)
 
     @abstractmethod
     def layer_parts(self) -> LayerParts:
@@ -108,7 +111,7 @@ class StageRank(ABC):
 
     def evaluate_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
         """As `forward_step`, for the loss alone. Nothing is left out at random, and nothing kept."""
-        with torch.no_grad(), _without_dropout(self.model):
+        with torch.no_grad(), without_dropout(self.model):
             sent = self.forward_step(micro_batch, chunk, work, *received)
         self.forget(micro_batch, chunk)
         return sent
@@ -233,16 +236,6 @@ class StageRank(ABC):
         if self.settings.trace:
             trace_collectives()
 
-    def _adapt(self) -> None:
-        """Put adapters beside the matrices that are to have some, cut as those are."""
-        asked = self.settings.adapters
-        if asked is None:
-            return
-        part = self.family.parts[self.spec.part]
-        add_adapters(self.model, find_targets(self.model, part, asked), asked, self.settings.seed)
-        if self.spec.degrees.tensor > 1:
-            cut_adapters(adapted_modules(self.model), self.mesh["tensor"])
-
     def _saved(self) -> dict[str, Tensor]:
         """What checkpoints have of the stage's weights: all, or beside adapters those that are trained."""
         weights = as_dtensors(self.model)
@@ -305,21 +298,3 @@ class StageRank(ABC):
         peak = torch.cuda.max_memory_reserved()  # what other processes on the device cannot have
         torch.cuda.reset_peak_memory_stats()
         return peak
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Of the modules that compute otherwise in training, those of adapters alone draw random numbers here."""
-    drawing = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
-    for module in drawing:
-        module.eval()
-    try:
-        yield
-    finally:
-        for module in drawing:
-            module.train()
-
-
-def gradient_of(leaf: Tensor) -> Tensor:
-    """A leaf's gradient; zeros where nothing depends on it."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -32,7 +32,7 @@ from dhp.parallel.tensor.autotp import split_by_autotp
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import shared_heads_style
-from dhp.trainers.moving import joined, move_with_plans, to_device
+from dhp.trainers.moving import gradient_of, joined, move_with_plans, to_device
 from dhp.trainers.objective import (
     Targets,
     find_prefixes,
@@ -41,7 +41,7 @@ from dhp.trainers.objective import (
     share_of_balance,
     share_of_objective,
 )
-from dhp.trainers.stage import StageRank, gradient_of
+from dhp.trainers.stage import StageRank
 
 CPU = torch.device("cpu")
 SEGMENTS = "dhp_segments"  # a name that transformers has no mask function for: no mask is built

@@ -68,17 +68,17 @@ def test_adapters_in_bfloat16(four_layers_model: str) -> None:
 class OutputNotSummed(InspectedText):
     """What a slice of A makes is taken for the whole."""
 
-    def _adapt(self) -> None:
+    def adapt(self) -> None:
         with patch.object(cutting, "_sum_output", lambda *_: None):
-            super()._adapt()
+            super().adapt()
 
 
 class InputNotEntered(InspectedText):
     """Each rank has the gradient of A, and of what enters it, that its own rows give."""
 
-    def _adapt(self) -> None:
+    def adapt(self) -> None:
         with patch.object(cutting, "_enter", lambda *_: None):
-            super()._adapt()
+            super().adapt()
 
 
 @pytest.mark.parametrize("fault", [OutputNotSummed, InputNotEntered], ids=lambda kind: kind.__name__)
