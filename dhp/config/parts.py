@@ -8,6 +8,7 @@ from dhp.config.part import PartConfig
 from dhp.config.schema import Config
 
 DECODER = "text"  # the part behind all others: it has the samples' rows and the loss
+HEARING = "audio"  # the part that a run has where it may use sound
 
 
 def sections(config: Config) -> dict[str, PartConfig]:

@@ -12,7 +12,7 @@ from dhp.base.startup import say_nothing
 from dhp.config.checks import check_layers, check_tied
 from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.mixing import read_datasets
-from dhp.config.parts import model_name, parts
+from dhp.config.parts import HEARING, model_name, parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve
 from dhp.config.resolved import resolved
 from dhp.config.run_dir import check_run_dir
@@ -60,7 +60,7 @@ def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] = s
 
         looked = [*config.data.datasets, *config.data.eval_datasets]
         say(f"looking at some samples of {', '.join(looked)}")
-        hears = "audio" in parts(config)
+        hears = HEARING in parts(config)
         check_some_samples(looked, config.data.data_registry, config.seed, config.data.allow_http, hears)
     return config
 

@@ -22,8 +22,9 @@ from experiments.gpu_check.rows import ROWS, Row
 ROOT = Path(__file__).parents[2]
 PLANTED = "tests.experiments.test_gpu_check"
 # Nothing of these on a bare machine.
-ABSENT = ("ray", "hydra", "omegaconf", "deepspeed", "numba", "av", "tensorboard", "pyarrow")
+ABSENT = ("ray", "hydra", "omegaconf", "deepspeed", "numba", "av", "tensorboard", "pyarrow", "peft", "accelerate")
 BARE = f"""
+import importlib.util
 import sys
 
 class Absent:
@@ -31,6 +32,8 @@ class Absent:
         if name.split(".")[0] in {ABSENT}:
             raise ModuleNotFoundError(f"No module named {{name!r}}")
 
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] in {ABSENT} else find(name, package)
 sys.meta_path.insert(0, Absent())
 """
 

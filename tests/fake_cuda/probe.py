@@ -57,7 +57,7 @@ def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulys
     from dhp.base.messages import Bundle
     from dhp.config.recompute import read_choices
     from dhp.models.registry import load_family
-    from dhp.trainers.settings import ALL, OptimizerSettings, StageSettings
+    from dhp.trainers.settings import OptimizerSettings, StageSettings
     from dhp.trainers.text import TextTrainer
     from dhp.trainers.vision import VisionTrainer
     from tests.helpers.chains import make_chain
@@ -74,7 +74,7 @@ def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulys
 
     def settings(stage: str) -> StageSettings:
         choices = read_choices(recompute, layers[stage])
-        common = (model, dtype, "cuda", choices, False, ALL, 0, "deepspeed", False, True, update, 0)
+        common = (model, dtype, "cuda", choices, False, 0, "deepspeed", False, True, update, 0)
         return StageSettings(chain.stage(stage), chain, *common)
 
     vision_work, text_work, info = make_work(family, ulysses)
