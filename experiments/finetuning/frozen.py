@@ -11,7 +11,12 @@ from typing import Any
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
+from dhp.base.passes import NO_BACKWARD
+from dhp.config.schema import TrainingConfig
+from dhp.models.passes import find_passes
 from dhp.models.registry import load_family
+from dhp.models.shape import list_parameters
+from dhp.run.training import training_rules
 from experiments.finetuning.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Trained, Way, require_bytes
 from experiments.pair import VISION, join_alone
 from experiments.recompute.work import deal, make_model, make_samples
@@ -31,17 +36,15 @@ class Left:
 
 
 def what_is_left(model: str, data: StepData, side: int, ways: Mapping[str, Way]) -> dict[str, Left]:
-    """Of the projector alone: its matrices' gradients, and those of what enters all but the first; by operations. Of
-    the optimizer by bytes of weights."""
+    """Of the projector alone: of backward by operations, of the optimizer by bytes of weights."""
     family = load_family(model)
-    named = ways[PROJECTOR].vision.trainer.model.named_parameters()
-    matrices = [weight.numel() for _, weight in named if weight.requires_grad and weight.dim() == 2]
-    rows = data.info.vision_tokens // family.tower.merge_unit
-    layout = [family.tower.image_layout((1, side, side))] * data.info.images
-    backward = data.info.flops["vision"] - family.tower.work.flops(layout, backward=False)
-    share = 2 * rows * (2 * sum(matrices) - matrices[0]) / backward
+    rules = training_rules(TrainingConfig(frozen=list(TRAINED[PROJECTOR].frozen)), family)
+    passes = find_passes(family, list_parameters(model, family), rules)[VISION]
+    layouts = [family.tower.image_layout((1, side, side))] * data.info.images
+    ahead, projected = (family.tower.work.flops(layouts, one) for one in (NO_BACKWARD, passes))
     weights = ways[PROJECTOR].vision.trained_bytes() / ways[ALL].vision.trained_bytes()
-    return {ALL: Left(1.0, 1.0), PROJECTOR: Left(share, weights), NOTHING: Left(0.0, 0.0)}
+    left = Left((projected - ahead) / (data.info.flops[VISION] - ahead), weights)
+    return {ALL: Left(1.0, 1.0), PROJECTOR: left, NOTHING: Left(0.0, 0.0)}
 
 
 def measure(rounds: int, widths: Mapping[str, int] = WIDTHS, side: int = SIDE) -> Iterator[dict[str, Any]]:
