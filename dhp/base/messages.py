@@ -35,7 +35,7 @@ class StepInfo:
 
     dist_ratio: DistRatio of vision's patches and of text's padded tokens over their ranks, by part.
 
-    flops: useful operations of each part, forward and backward.
+    flops: useful operations of each part, forward, and backward as far as it is trained.
 
     data_s: seconds spent reading and decoding. measure_s: seconds spent on choosing its samples, which includes
     measuring their lengths.

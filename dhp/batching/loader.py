@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dhp.base.errors import ModelError
 from dhp.base.messages import StepData
+from dhp.base.passes import Passes
 from dhp.batching.collate import Collator, pixels_by_argument, sounds_by_argument
 from dhp.batching.encoders import AUDIO, VISION, Split
 from dhp.batching.scatter import Dealer
@@ -44,6 +45,8 @@ class FeedSettings:
     encoders: how each one's inputs are dealt out, by part.
 
     cache_dir: where lengths are kept.
+
+    passes: what a step computes of each part of which not all is trained; none: all is.
     """
 
     model_name: str
@@ -60,6 +63,7 @@ class FeedSettings:
     cache_dir: str
     reading: ReadSettings = ReadSettings()
     balancing: BalanceSettings = BalanceSettings()
+    passes: Mapping[str, Passes] = field(default_factory=dict)
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -100,7 +104,9 @@ def make_feed(settings: FeedSettings) -> Feed:
     split = settings.encoders[VISION]
     others = {name: other for name, other in settings.encoders.items() if name != VISION}
     shape = (split.replicas, split.ranks, settings.packing)
-    return Feed(source, family, pad or 0, *shape, measured, getattr(torch, split.dtype), split.locality, others)
+    return Feed(
+        source, family, pad or 0, *shape, measured, getattr(torch, split.dtype), split.locality, others, settings.passes
+    )
 
 
 def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
@@ -163,6 +169,7 @@ class Feed:
         pixel_dtype: torch.dtype = torch.float32,
         locality: Locality | None = None,
         others: Mapping[str, Split] = MappingProxyType({}),
+        passes: Mapping[str, Passes] = MappingProxyType({}),
     ):
         """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
 
@@ -175,11 +182,13 @@ class Feed:
         locality: which vision replicas are near which text replica.
 
         others: how the inputs of each further encoder are dealt out, by part.
+
+        passes: what a step computes of each part of which not all is trained.
         """
         self._source = source
         self._family = family
         self._collator = Collator(family, pad_token_id, packing)
-        self._dealer = Dealer(family, self._collator, replicas, ranks, pixel_dtype, locality, others)
+        self._dealer = Dealer(family, self._collator, replicas, ranks, pixel_dtype, locality, others, passes)
         self.measured = measured
 
     @property

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
+from dhp.base.passes import EVERYTHING, Passes
 from dhp.batching.collate import Collator, Row
 from dhp.batching.encoders import AUDIO, VISION, Dealt, Encoder, Split
 from dhp.data.balance.metrics import dist_ratio
@@ -31,6 +32,7 @@ class Dealer:
         pixel_dtype: torch.dtype = torch.float32,
         locality: Locality | None = None,
         others: Mapping[str, Split] = MappingProxyType({}),
+        passes: Mapping[str, Passes] = MappingProxyType({}),
     ):
         """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
 
@@ -39,11 +41,13 @@ class Dealer:
         locality: which vision replicas are near which text replica; None: all are equally near.
 
         others: how the inputs of each further encoder of the run are dealt out, by part.
+
+        passes: what a step computes of each part of which not all is trained.
         """
         vision = Split(replicas, ranks, str(pixel_dtype).removeprefix("torch."), locality)
         splits = {VISION: vision, **others}
         self._encoders = {name: Encoder(name, family.parts[name], split) for name, split in splits.items()}
-        self._family, self._collator = family, collator
+        self._family, self._collator, self._passes = family, collator, passes
 
     def deal(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
@@ -60,11 +64,12 @@ class Dealer:
 
     def _flops(self, samples: StepSamples, dealt: Mapping[str, Sequence[Dealt]], targets: int) -> dict[str, int]:
         lengths = [len(sample.input_ids) for sample in samples.flat]
-        found = {
-            name: self._encoders[name].tower.work.flops(picture.layout for one in of_part for picture in one.pictures)
-            for name, of_part in dealt.items()
-        }
-        return {**found, TEXT: self._family.decoder.work.flops(lengths, targets)}
+        found = {}
+        for name, of_part in dealt.items():
+            layouts = (picture.layout for one in of_part for picture in one.pictures)
+            found[name] = self._encoders[name].tower.work.flops(layouts, self._passes.get(name, EVERYTHING))
+        passes = self._passes.get(TEXT, EVERYTHING)
+        return {**found, TEXT: self._family.decoder.work.flops(lengths, targets, passes)}
 
     def _text(self, row: Row, replica: int, dealt: Mapping[str, Dealt], target_tokens: int) -> TextInput:
         tensors, lengths = self._collator.make(row)

@@ -75,6 +75,7 @@ def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSetting
         bias="none",
     )
     inject_adapter_in_model(config, model, ADAPTER)
+    vars(model).pop("peft_config", None)  # or peft, asked for another part's, warns of a second adapter
     for parameter in model.parameters():
         parameter.requires_grad_(trained.get(id(parameter), True))
     for name, layer in adapted_modules(model):

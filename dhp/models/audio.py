@@ -175,11 +175,12 @@ def _count_work(audio: Any, chunk_tokens: int) -> AudioWork:
     for _ in range(3):
         bins.append((bins[-1] + 1) // 2)
     convolutions = 9 * channels * channels * (bins[2] / 4 + bins[3] / 8)
-    token = bins[3] * channels * width + audio.encoder_layers * width * (4 * width + 2 * inner)
     return AudioWork(
         frame=round(9 * channels * bins[1] / 2),
         convolved=round(convolutions),
-        token=token + width * (width + audio.output_dim),
+        joined=bins[3] * channels * width,
+        token=audio.encoder_layers * width * (4 * width + 2 * inner),
+        embedding=width * (width + audio.output_dim),
         pair=audio.encoder_layers * 2 * width,
         window=chunk_tokens * (audio.n_window_infer // (2 * audio.n_window)),
     )

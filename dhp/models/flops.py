@@ -1,8 +1,9 @@
-"""The useful arithmetic of a step, counted from shapes and lengths: what the model needs, whatever is run for it.
+"""The useful arithmetic of a step, counted from shapes and lengths: what training the model needs, whatever is run.
 
-Counted are products of matrices, attention among them, as 2 operations a multiply-add. Backward is twice the forward:
-the gradient of either factor is a product as large. Nothing is counted twice that is only recomputed, and nothing at
-all for padding, dummy windows, or layers that no output depends on.
+Counted are products of matrices, attention among them, as 2 operations a multiply-add. Backward is twice the forward
+where all is trained: the gradient of either factor is a product as large; where not, `Passes` say what is left of it.
+Nothing is counted twice that is only recomputed, and nothing at all for padding, dummy windows, or layers that no
+output depends on.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from dhp.base.passes import EVERYTHING, Passes, Products
 from dhp.models.experts import find_experts
 
 if TYPE_CHECKING:
     from dhp.models.family import ImageLayout
 
-FORWARD, BACKWARD = 2, 4  # operations for each multiply-add
-WEIGHTS = 2  # of them in backward for the gradient of weights alone
+OPERATIONS = 2  # for each multiply-add
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,17 @@ class VisionWork:
     embedding: int
     beside: int = 0
 
-    def flops(self, layouts: Iterable[ImageLayout], backward: bool = True) -> int:
+    def flops(self, layouts: Iterable[ImageLayout], passes: Passes = EVERYTHING) -> int:
         """Operations for these images and videos."""
-        entering = rest = 0
+        entering = inside = seen = handed = 0
         for layout in layouts:
             segments = [length + self.beside for length in layout.frame_lengths]
             entering += self.patch * layout.patches
-            rest += self.token * sum(segments) + self.embedding * len(layout.order)
-            rest += self.window_pair * _squares(layout.window_lengths) + self.segment_pair * _squares(segments)
-        if not backward:
-            return FORWARD * (entering + rest)
-        return (FORWARD + WEIGHTS) * entering + (FORWARD + BACKWARD) * rest
+            inside += self.token * sum(segments)
+            seen += self.window_pair * _squares(layout.window_lengths) + self.segment_pair * _squares(segments)
+            handed += self.embedding * len(layout.order)
+        done = _of_data(entering, passes.entering) + _of_matrices(inside, passes.layers)
+        return round(done + _of_attention(seen, passes) + _of_matrices(handed, passes.ending))
 
 
 @dataclass(frozen=True)
@@ -62,27 +63,30 @@ class AudioWork:
 
     frame: for each frame in the first convolution; sound has no gradient. convolved: for each frame in the others.
 
-    token: for each row behind the convolutions in the matrices of all layers. pair: for two rows of one window, of
-    which a full one has `window` rows.
+    joined: for each row behind the convolutions in the matrix that leads to the layers; token: in the matrices of all
+    layers; embedding: in the projector. pair: for two rows of one window, of which a full one has `window` rows.
     """
 
     frame: int
     convolved: int
+    joined: int
     token: int
+    embedding: int
     pair: int
     window: int
 
-    def flops(self, layouts: Iterable[ImageLayout], backward: bool = True) -> int:
+    def flops(self, layouts: Iterable[ImageLayout], passes: Passes = EVERYTHING) -> int:
         """Operations for these clips."""
-        entering = rest = 0
+        done = 0.0
         for layout in layouts:
-            full, left = divmod(len(layout.order), self.window)
-            entering += self.frame * layout.patches
-            rest += self.convolved * layout.patches + self.token * len(layout.order)
-            rest += self.pair * (full * self.window**2 + left**2)
-        if not backward:
-            return FORWARD * (entering + rest)
-        return (FORWARD + WEIGHTS) * entering + (FORWARD + BACKWARD) * rest
+            frames, rows = layout.patches, len(layout.order)
+            full, left = divmod(rows, self.window)
+            done += _of_data(self.frame * frames, passes.entering)
+            done += _of_matrices(self.convolved * frames + self.joined * rows, passes.entering)
+            done += _of_matrices(self.token * rows, passes.layers)
+            done += _of_attention(self.pair * (full * self.window**2 + left**2), passes)
+            done += _of_matrices(self.embedding * rows, passes.ending)
+        return round(done)
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,12 @@ class TextWork:
     pair: int
     target: int
 
-    def flops(self, lengths: Sequence[int], targets: int, backward: bool = True) -> int:
+    def flops(self, lengths: Sequence[int], targets: int, passes: Passes = EVERYTHING) -> int:
         """Operations for samples of these tokens, of which `targets` in all have a loss. Under causal attention half of
         the pairs see each other."""
-        done = self.token * sum(lengths) + self.pair * _squares(lengths) // 2 + self.target * targets
-        return (FORWARD + (BACKWARD if backward else 0)) * done
+        done = _of_matrices(self.token * sum(lengths), passes.layers)
+        done += _of_attention(self.pair * _squares(lengths) // 2, passes)
+        return round(done + _of_matrices(self.target * targets, passes.ending))
 
 
 def decoder_work(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, rows: int) -> TextWork:
@@ -126,6 +131,21 @@ def text_work(text: Any) -> TextWork:
         return dense
     visited = hidden * (experts.count + 3 * (experts.visits * experts.width + experts.shared))
     return replace(dense, token=dense.token + sum(experts.sparse) * (visited - 3 * hidden * text.intermediate_size))
+
+
+def _of_matrices(done: int, products: Products) -> float:
+    """Operations of so many multiply-adds of states and matrices."""
+    return OPERATIONS * done * (products.forward + products.inputs + products.weights)
+
+
+def _of_data(done: int, products: Products) -> float:
+    """Of data, which have no gradient, and matrices."""
+    return OPERATIONS * done * (products.forward + products.weights)
+
+
+def _of_attention(done: int, passes: Passes) -> float:
+    """Of states and states: each has a gradient, or none."""
+    return OPERATIONS * done * (1 + 2 * passes.attention)
 
 
 def _squares(lengths: Iterable[int]) -> int:

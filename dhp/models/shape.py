@@ -6,6 +6,7 @@ the count here.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,9 +88,13 @@ class Parameter:
 
     name: str
     also: tuple[str, ...]
-    size: int
+    shape: tuple[int, ...]
     part: str
     used: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 Adapters = Mapping[str, AdapterSettings]  # by part
@@ -108,7 +113,7 @@ def list_parameters(source: str, family: Family, adapters: Adapters = MappingPro
     for name, parameter in model.named_parameters():
         part = next((n for n, one in family.parts.items() if is_inside(name, one.modules)), VISION)
         used = name not in unused and not is_inside(name, family.idle)
-        found.append(Parameter(name, tuple(names[id(parameter)][1:]), parameter.numel(), part, used))
+        found.append(Parameter(name, tuple(names[id(parameter)][1:]), tuple(parameter.shape), part, used))
     return tuple(found)
 
 
@@ -119,9 +124,9 @@ def check_adapters(source: str, family: Family, adapters: Adapters) -> None:
         check_targets(model, family.parts[name], f"{name}.lora", asked)
 
 
-def adapt(model: nn.Module, family: Family, adapters: Adapters) -> None:
-    """Put the parts' adapters into a model without weights."""
-    with torch.device("meta"):
+def adapt(model: nn.Module, family: Family, adapters: Adapters, device: str = "meta") -> None:
+    """Put the parts' adapters into a model on that device; "meta": into one without weights."""
+    with torch.device(device):
         for name, asked in adapters.items():
             add_adapters(model, find_targets(model, family.parts[name], asked), asked, seed=0)
 

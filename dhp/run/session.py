@@ -27,7 +27,7 @@ from dhp.config.schema import Config
 from dhp.models.registry import load_family
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.run.locality import find_localities
-from dhp.run.settings import feed_settings, kept_settings, needed_paths, stage_settings
+from dhp.run.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
 from dhp.run.training import adapters_of, training_rules
 from dhp.step.stages import Batch, Stages, StageTrainer, make_stages
 from dhp.trainers.kinds import make_rank
@@ -100,7 +100,7 @@ class Session:
         reading = {"workers": workers, "prefetch": ahead}
         near = find_localities(self.chain, self._cluster.devices, config.data.locality_slack)
         self.data = self._cluster.dataset_actor(
-            make_feed, feed_settings(config, near), micro_batches=micro_batches(config), **reading
+            make_feed, feed_settings(config, near, passes_of(config)), micro_batches=micro_batches(config), **reading
         )
         started_s = config.cluster.start_timeout_s
         self._say(f"starting the dataset actor; it reads the annotations of {', '.join(config.data.datasets)}")

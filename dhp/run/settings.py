@@ -6,11 +6,13 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dhp.base.adapters import AdapterSettings
 from dhp.base.messages import Choices
 from dhp.base.parameters import ALL, TrainingRules
+from dhp.base.passes import Passes
 from dhp.base.stages import Chain, StageSpec
 from dhp.batching.encoders import Split
 from dhp.batching.loader import FeedSettings
@@ -24,14 +26,21 @@ from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
 from dhp.data.template import read_template
+from dhp.models.passes import find_passes
+from dhp.models.registry import load_family
 from dhp.parallel.attention.locality import Locality
 from dhp.run.chain import degrees
-from dhp.run.training import adapters_of
+from dhp.run.training import adapters_of, training_rules
 from dhp.trainers.settings import OptimizerSettings, StageSettings
 
 
-def feed_settings(config: Config, localities: Mapping[str, Locality] | None = None) -> FeedSettings:
-    """What the dataset actor needs. localities: where the ranks of each encoder lie, once that is known."""
+def feed_settings(
+    config: Config,
+    localities: Mapping[str, Locality] | None = None,
+    passes: Mapping[str, Passes] = MappingProxyType({}),
+) -> FeedSettings:
+    """What the dataset actor needs. localities: where the ranks of each encoder lie, once that is known. passes: what a
+    step computes of each part of which not all is trained."""
     near = localities or {}
     return FeedSettings(
         model_name=model_name(config),
@@ -57,7 +66,21 @@ def feed_settings(config: Config, localities: Mapping[str, Locality] | None = No
             learn_empty_thoughts=config.data.learn_empty_thoughts,
         ),
         balancing=BalanceSettings(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
+        passes=dict(passes),
     )
+
+
+def passes_of(config: Config) -> dict[str, Passes]:
+    """What a step computes of each part; none where all of them are trained."""
+    adapters = adapters_of(config)
+    if not (config.training.trainable or config.training.frozen or adapters):
+        return {}
+    from dhp.models.shape import list_parameters  # brings modeling code along, which takes a second
+
+    source = model_name(config)
+    family = load_family(source).having(parts(config))
+    rules = training_rules(config.training, family, adapters)
+    return find_passes(family, list_parameters(source, family, adapters), rules)
 
 
 def _split(part: PartConfig, locality: Locality | None) -> Split:

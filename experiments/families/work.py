@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dhp.base.geometry import IGNORED
@@ -110,12 +109,14 @@ class Ours:
 class Plain:
     """transformers' model and the usual loop: rows padded on the right with their mask, AdamW, clipping."""
 
-    def __init__(self, model: str, data: Data):
+    def __init__(self, model: str, data: Data, adapt: Callable[[nn.Module], nn.Module] = lambda model: model):
+        """adapt: what is made of the model before it is trained."""
         self._family, self._collator = data.family, Collator(data.family, 0, packing=False)
-        self.model = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).train()
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=LR, weight_decay=UPDATE.weight_decay, fused=True
-        )
+        own = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+        self._forward: Any = type(own).forward
+        self.model = adapt(own).train()
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=UPDATE.weight_decay, fused=True)
 
     def deal(self, samples: MicroBatches) -> list[dict[str, Tensor]]:
         """The arguments of each micro-batch, which a data loader's processes make ahead of a step."""
@@ -146,7 +147,3 @@ class Plain:
         lengths = torch.tensor([len(sample.input_ids) for sample in row])
         mask = torch.arange(plain["input_ids"].shape[1]) < lengths[:, None]
         return plain | {"attention_mask": mask.long()}
-
-    @cached_property
-    def _forward(self) -> Any:
-        return type(self.model).forward

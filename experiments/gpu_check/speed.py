@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dhp.base.messages import DeviceInfo
+from dhp.base.passes import NO_BACKWARD
 from dhp.observe.mfu import known_peaks
 from experiments.gpu_check.setting import Setting, Spent, spend
 from experiments.gpu_check.two_layers import OnePart, sizes
@@ -31,8 +32,8 @@ def check(setting: Setting, part: str, samples: int, recompute: str) -> dict[str
 def _forward_flops(one: OnePart, part: str) -> int:
     family, info = one.trainer.family, one.data.info
     if part == TEXT:
-        return family.decoder.work.flops(one.data.work[TEXT][0][0].lengths, info.target_tokens, backward=False)
-    return family.tower.work.flops([family.tower.image_layout(one.sizes.grid)] * info.images, backward=False)
+        return family.decoder.work.flops(one.data.work[TEXT][0][0].lengths, info.target_tokens, passes=NO_BACKWARD)
+    return family.tower.work.flops([family.tower.image_layout(one.sizes.grid)] * info.images, passes=NO_BACKWARD)
 
 
 def _told(name: str, spent: Spent, flops: int, device: DeviceInfo) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,14 @@ def test_peft_keeps_the_module_with_its_attributes_and_adds_to_what_it_makes() -
     }
     assert [name for name in trained if is_adapter(name)] == ["a.lora_A.default.weight", "a.lora_B.default.weight"]
     assert plain_name("a.base_layer.weight") == "a.weight"
+
+
+def test_adapters_of_a_second_part_are_no_second_adapter() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(3, 3)})
+    with warnings.catch_warnings(action="error", category=UserWarning):  # peft would say so
+        add_adapters(model, ["a"], AdapterSettings(2, 6.0), seed=0)
+        add_adapters(model, ["b"], AdapterSettings(4, 6.0), seed=0)
+    assert [(name, layer.r[ADAPTER]) for name, layer in adapted_modules(model)] == [("a", 2), ("b", 4)]
 
 
 def test_dropout_is_of_what_enters_and_its_scale_of_the_root_with_rslora() -> None:

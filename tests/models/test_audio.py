@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from dhp.base.errors import ConfigError
+from dhp.base.passes import NO_BACKWARD
 from dhp.config.part import PartConfig
 from dhp.models.audio import AUDIO_EMBEDDINGS, AudioTower, clip_forms
 from dhp.models.family import Family
@@ -100,7 +101,7 @@ def test_arithmetic_is_what_the_tower_does(frames: tuple[int, ...], tower: Audio
     forms = clip_forms(frames, tower.config)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # whose products are counted
         encode(tower, model, sounds(frames), forms)
-    counted = tower.work.flops([tower.image_layout(form) for form in forms], backward=False)
+    counted = tower.work.flops([tower.image_layout(form) for form in forms], NO_BACKWARD)
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 

@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForImageTextToText
 
 from dhp.base.degrees import Degrees
+from dhp.base.passes import EVERYTHING, NO_BACKWARD, Passes, Products
+from dhp.batching.collate import Collator
+from dhp.batching.scatter import Dealer
 from dhp.data.sample import Sample
+from dhp.data.source import StepSamples
 from dhp.models.family import ImageLayout
 from dhp.models.flops import TextWork, VisionWork
 from dhp.models.registry import load_family
+from tests.helpers.arithmetic import count_decoding, count_encoding, load_plain
 from tests.helpers.layouts import Case, make_feed
 from tests.helpers.tiny import make_sample
 
@@ -76,49 +78,13 @@ def counted(request: pytest.FixtureRequest) -> Counted:
     name = str(found / "model" if isinstance(found, Path) else found)
     family = load_family(name)
     samples = STEPS[request.param](family)
-    # Attention written out as products of matrices, so that all of it is seen.
-    model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation="eager").train()
-    model.set_experts_implementation("eager")  # nor is a product in groups counted
+    model = load_plain(name)
     vision, text = ({False: 0.0, True: 0.0} for _ in range(2))
     for sample in samples:
         for number in range(len(sample.grids)):
-            _add(vision, _count(lambda: _encode(model, family, sample, number)))  # noqa: B023
-        _add(text, _count(lambda: _logits(model, sample), causal=True))  # noqa: B023
+            _add(vision, count_encoding(model, family, sample, number))
+        _add(text, count_decoding(model, sample))
     return Counted(name, samples, vision, text)
-
-
-def _encode(model: Any, family: Any, sample: Sample, number: int) -> Tensor:
-    pixels, grid = torch.from_numpy(sample.pixels[number]), torch.tensor([sample.grids[number]])
-    named = family.processor.plain_inputs({"pixel_values": pixels, "image_grid_thw": grid})
-    output = model.model.get_image_features(**named, return_dict=True)
-    features = [rows for level in getattr(output, "deepstack_features", ()) for rows in level]
-    return torch.cat([*output.pooler_output, *features])
-
-
-def _logits(model: Any, sample: Sample) -> Tensor:
-    """Of the tokens that have a target."""
-    decoder = model.model.language_model
-    embedded = decoder.embed_tokens(torch.from_numpy(sample.input_ids)[None] % decoder.config.vocab_size)
-    states = decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
-    return model.lm_head(states[0, :-1][torch.from_numpy(sample.labels[1:] != -100)])
-
-
-def _count(run: Callable[[], Tensor], causal: bool = False) -> dict[bool, float]:
-    found = {}
-    with FlopCounterMode(display=False) as counter:
-        output = run()
-        found[False] = _useful(counter.get_flop_counts(), causal)
-        output.sum().backward()
-    return found | {True: _useful(counter.get_flop_counts(), causal)}
-
-
-def _useful(counts: dict[str, dict[Any, int]], causal: bool) -> float:
-    """Half of a causal attention's pairs see each other: of its products over all pairs half count, as in what they
-    are compared with. And LLaVA computes a last layer that no output depends on."""
-    attention = sum(n for operator, n in counts["Global"].items() if "bmm" in str(operator))
-    assert attention
-    unused = sum(counts.get("CLIPVisionModel.encoder.layers.2", {}).values())
-    return sum(counts["Global"].values()) - (attention / 2 if causal else 0) - unused
 
 
 def _add(total: dict[bool, float], more: dict[bool, float]) -> None:
@@ -132,8 +98,9 @@ def test_each_part_equals_the_counter_of_pytorch(counted: Counted, backward: boo
     layouts = [family.tower.image_layout(grid) for sample in samples for grid in sample.grids]
     lengths = [len(sample.input_ids) for sample in samples]
     targets = sum(sample.target_tokens for sample in samples)
-    assert family.tower.work.flops(layouts, backward) == pytest.approx(counted.vision[backward], rel=WITHIN)
-    assert family.decoder.work.flops(lengths, targets, backward) == pytest.approx(counted.text[backward], rel=WITHIN)
+    passes = EVERYTHING if backward else NO_BACKWARD
+    assert family.tower.work.flops(layouts, passes) == pytest.approx(counted.vision[backward], rel=WITHIN)
+    assert family.decoder.work.flops(lengths, targets, passes) == pytest.approx(counted.text[backward], rel=WITHIN)
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
@@ -144,6 +111,19 @@ def test_a_step_counts_what_its_samples_need_however_it_is_dealt_out(counted: Co
     assert flops["text"] == pytest.approx(counted.text[True], rel=WITHIN)
 
 
+def test_a_step_counts_what_its_parts_compute(made_model: str) -> None:
+    family, half = load_family(made_model), Passes(layers=Products(inputs=0.0), attention=0.5)
+    samples, slot = qwen_step(family), lambda sample: (sample,)
+    dealer = Dealer(family, Collator(family, 0, True), 1, 1, passes={"vision": NO_BACKWARD, "text": half})
+    flops = dealer.deal(StepSamples(0, 0, tuple((slot(sample),) for sample in samples), ())).info.flops
+    lengths, targets = [len(s.input_ids) for s in samples], sum(s.target_tokens for s in samples)
+    layouts = [family.tower.image_layout(grid) for sample in samples for grid in sample.grids]
+    assert flops["vision"] == family.tower.work.flops(layouts, NO_BACKWARD) < family.tower.work.flops(layouts)
+    work = family.decoder.work
+    less = 2 * work.token * sum(lengths) + 2 * (work.pair * sum(n * n for n in lengths) // 2)
+    assert flops["text"] == work.flops(lengths, targets) - less
+
+
 def layout(windows: Sequence[int], segments: Sequence[int]) -> ImageLayout:
     patches = sum(segments)
     return ImageLayout(torch.arange(patches // 4), 4, tuple(windows), tuple(segments), torch.zeros(patches, 2))
@@ -152,15 +132,15 @@ def layout(windows: Sequence[int], segments: Sequence[int]) -> ImageLayout:
 def test_each_kind_of_work_counts_by_what_it_grows_with() -> None:
     """Windows and segments by the squares of their lengths, a divided number never by the square of the sum."""
     layouts = [layout((8, 8, 4), (20,)), layout((4, 4), (4, 4))]
-    flops = lambda **work: VisionWork(**(dict.fromkeys(NONE, 0) | work)).flops(layouts, backward=False)
+    flops = lambda **work: VisionWork(**(dict.fromkeys(NONE, 0) | work)).flops(layouts, NO_BACKWARD)
     assert flops(patch=1) == flops(token=1) == 2 * 28
     assert flops(window_pair=1) == 2 * (64 + 64 + 16 + 16 + 16)
     assert flops(segment_pair=1) == 2 * (400 + 16 + 16)
     assert flops(embedding=1) == 2 * 7
     assert flops(token=1, beside=1) == 2 * (28 + 3) and flops(segment_pair=1, beside=1) == 2 * (441 + 25 + 25)
-    assert TextWork(1, 0, 0).flops([3, 5], 2, False) == 16
-    assert TextWork(0, 2, 0).flops([3, 5], 2, False) == 2 * (9 + 25)
-    assert TextWork(0, 0, 1).flops([3, 5], 2, False) == 4
+    assert TextWork(1, 0, 0).flops([3, 5], 2, NO_BACKWARD) == 16
+    assert TextWork(0, 2, 0).flops([3, 5], 2, NO_BACKWARD) == 2 * (9 + 25)
+    assert TextWork(0, 0, 1).flops([3, 5], 2, NO_BACKWARD) == 4
 
 
 NONE = ("patch", "token", "window_pair", "segment_pair", "embedding")
@@ -169,8 +149,8 @@ NONE = ("patch", "token", "window_pair", "segment_pair", "embedding")
 def test_backward_is_twice_the_forward_but_for_the_patches_that_enter() -> None:
     one = [layout((8,), (8,))]
     for work, times in [(dict.fromkeys(NONE, 0) | {name: 1}, 2 if name == "patch" else 3) for name in NONE]:
-        assert VisionWork(**work).flops(one) == times * VisionWork(**work).flops(one, backward=False)
-    assert TextWork(5, 2, 7).flops([6], 3) == 3 * TextWork(5, 2, 7).flops([6], 3, backward=False)
+        assert VisionWork(**work).flops(one) == times * VisionWork(**work).flops(one, NO_BACKWARD)
+    assert TextWork(5, 2, 7).flops([6], 3) == 3 * TextWork(5, 2, 7).flops([6], 3, NO_BACKWARD)
     assert VisionWork(1, 1, 1, 1, 1).flops([]) == TextWork(1, 1, 1).flops([], 0) == 0
 
 

@@ -11,6 +11,7 @@ import pytest
 from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
 from dhp.base.parameters import Selector, TrainingRules
+from dhp.base.passes import NO_BACKWARD, Passes, Products
 from dhp.batching.loader import Split
 from dhp.config.load import compose_config, to_yaml
 from dhp.config.resolve import resolve
@@ -20,7 +21,7 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
-from dhp.run.settings import feed_settings, kept_settings, resume_line, stage_settings
+from dhp.run.settings import feed_settings, kept_settings, passes_of, resume_line, stage_settings
 from tests.helpers.chains import make_chain
 
 OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]
@@ -115,7 +116,8 @@ def test_each_part_has_its_own_stage_of_zero(stages: tuple[int, int]) -> None:
 
 
 def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
-    settings = feed_settings(resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT)))
+    config = resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT))
+    settings = feed_settings(config, passes={"vision": NO_BACKWARD})
     found = {field.name: getattr(settings, field.name) for field in fields(settings)}
     registry = found.pop("registry")
     assert set(registry) == {"shapes"}
@@ -133,7 +135,19 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "cache_dir": "somewhere",
         "reading": ReadSettings(True, 900, 1.5, 12, 7000),
         "balancing": BalanceSettings(),
+        "passes": {"vision": NO_BACKWARD},
     }
+
+
+def test_what_is_computed_follows_from_what_is_trained(made_model: str) -> None:
+    names = [f"{part}.model_name={made_model}" for part in ("vision", "text")]
+    made = lambda *own: passes_of(resolve(compose_config("tiny", overrides=[*names, *own])))
+    assert made() == {}
+    found = made("training.frozen=[vision,projector]")
+    assert found == {"vision": NO_BACKWARD, "text": Passes(entering=Products(inputs=0.0))}
+    adapted = made("training.frozen=[vision,projector]", "text.lora.rank=2")["text"]
+    assert adapted.layers.forward - 1 == pytest.approx(adapted.layers.weights) and 0 < adapted.layers.weights < 0.2
+    assert adapted.ending == Products(weights=0.0)
 
 
 def test_how_rows_are_balanced_reaches_the_dataset_actor() -> None:

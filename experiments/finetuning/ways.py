@@ -1,0 +1,123 @@
+"""A pair of stages in this process, of which some is trained: steps, timed, and what is kept for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from dhp.base.adapters import AdapterSettings
+from dhp.base.messages import StepData
+from dhp.cluster.dispatch import PerRank
+from dhp.config.schema import TrainingConfig
+from dhp.models.registry import load_family
+from dhp.parallel.optimizer.frozen import Frozen
+from dhp.run.training import trained_stage, training_rules
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import make_stages
+from dhp.step.step import train_step
+from dhp.trainers.settings import OptimizerSettings
+from dhp.trainers.text import TextTrainer
+from dhp.trainers.vision import VisionTrainer
+from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
+
+UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
+STATES = 2  # averages that AdamW keeps of each weight
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+_PHASES = {
+    "forward_step": FORWARD,
+    "backward_step": BACKWARD,
+    "grad_norm_sq": OPTIMIZER,
+    "optimizer_step": OPTIMIZER,
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What of the model is trained. frozen: as training.frozen; adapters: by part."""
+
+    frozen: tuple[str, ...] = ()
+    adapters: Mapping[str, AdapterSettings] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of the process's CPU: of the whole, and of the tower's phases. loss: of the batch before the update."""
+
+    seconds: float
+    vision: dict[str, float]
+    loss: float
+
+
+class Timed(Here):
+    """A stage whose calls are timed. gradient_bytes: of the step, at its end."""
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.spent = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
+        self.trainer, self.gradient_bytes = trainer, 0
+
+    def execute_all_async(
+        self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
+    ) -> list[list[Any]]:
+        """As `dhp.step.stages.Group`."""
+        name = method if isinstance(method, str) else method.__name__
+        if name == "optimizer_step":
+            self.gradient_bytes = self.trainer.optimizer.gradient_bytes()
+        begin = time.process_time()
+        answer = super().execute_all_async(name, *arguments, returns=returns)
+        self.spent[_PHASES[name]] += time.process_time() - begin
+        return answer
+
+    def optimizer_bytes(self) -> int:
+        """What the optimizer keeps between steps, beyond the weights."""
+        if isinstance(self.trainer.optimizer, Frozen):
+            return 0
+        states = self.trainer.optimizer.optimizer.state.values()
+        return sum(value.nbytes for state in states for value in state.values() if value.dim())
+
+    def trained_bytes(self) -> int:
+        """Of the weights that are trained."""
+        return sum(weight.nbytes for weight in self.trainer.model.parameters() if weight.requires_grad)
+
+
+class Way:
+    """Both stages, trained as `trained` says, in steps of so many micro-batches."""
+
+    def __init__(self, model: str, trained: Trained, micro_batches: int):
+        family, adapters = load_family(model), trained.adapters
+        rules = training_rules(TrainingConfig(frozen=list(trained.frozen)), family, adapters)
+        chain = pair_of(family, vision_trains=trained_stage(rules, family, model, adapters)(VISION, ()))
+        trainers = {VISION: VisionTrainer, TEXT: TextTrainer}
+        self.stages = {
+            stage: Timed(kind(settings_of(chain, stage, model, UPDATE, rules=rules, adapters=adapters.get(stage))))
+            for stage, kind in trainers.items()
+        }
+        self._stages = make_stages(chain, self.stages)
+        self._schedule = make_schedule("sequential", chain, micro_batches)
+
+    @property
+    def vision(self) -> Timed:
+        """The tower's stage."""
+        return self.stages[VISION]
+
+    def step(self, data: StepData) -> Step:
+        """One whole step."""
+        before, begin = dict(self.vision.spent), time.process_time()
+        (report,) = train_step(self._stages, self._schedule, (), as_batch(data)).reports[TEXT]
+        seconds = time.process_time() - begin
+        return Step(seconds, {phase: s - before[phase] for phase, s in self.vision.spent.items()}, report.loss)
+
+
+def require_bytes(train: str, stages: Mapping[str, Timed]) -> None:
+    """Raises AssertionError where a stage keeps more gradients or states than what is trained of it needs, or less."""
+    for name, stage in stages.items():
+        frozen = isinstance(stage.trainer.optimizer, Frozen)
+        wanted = 0 if frozen else stage.trained_bytes()
+        if (stage.gradient_bytes, stage.optimizer_bytes()) != (wanted, STATES * wanted):
+            raise AssertionError(
+                f"{train}: {wanted} bytes of {name} are trained, but it keeps {stage.gradient_bytes} of gradients and "
+                f"{stage.optimizer_bytes()} of states"
+            )
