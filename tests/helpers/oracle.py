@@ -8,7 +8,6 @@ from fnmatch import fnmatch
 from types import MappingProxyType
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from torch.nn import Linear
 from transformers import AutoModelForImageTextToText, PreTrainedModel, get_scheduler
@@ -182,6 +181,10 @@ def _pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, AdapterSettings]) -> None:
     """peft's own adapters in a whole model, which begin with what ours begin with."""
+    if not lora:
+        return
+    from peft import LoraConfig, inject_adapter_in_model  # which a bare machine with a GPU lacks
+
     for part, asked in lora.items():
         own, layers = family.parts[part].modules, family.parts[part].layers.path
         linear = [name for name, module in model.named_modules() if isinstance(module, Linear) and name.startswith(own)]
