@@ -15,6 +15,7 @@ from dhp.doctor.doubles import staying_double
 from dhp.doctor.layouts import find_layouts
 from dhp.doctor.samples import SampleMaker
 from dhp.doctor.trial import Outcome, run_parts, run_whole
+from dhp.models.accelerator import name_accelerator
 from dhp.models.generic.twin import shrink
 from dhp.models.generic.twin_model import Twin, exact_experts
 from dhp.models.registry import load_family
@@ -63,6 +64,7 @@ def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
         tempfile.TemporaryDirectory(prefix="dhp_doctor_") as folder,
     ):
         twin = _twin(config)
+        name_accelerator()
         twin.model.save_pretrained(folder)
         family = load_family(folder)
         samples = SampleMaker(twin, family).samples()

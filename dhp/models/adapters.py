@@ -7,7 +7,6 @@ and it leaves the modules' attributes, in which a slice of a matrix says what it
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from dhp.base.adapters import ADAPTER, AdapterSettings
 from dhp.base.errors import ConfigError
 from dhp.base.parameters import Selector, is_inside
 from dhp.config.nearest import did_you_mean, nearest
+from dhp.models.accelerator import name_accelerator
 from dhp.models.part import Part
 
 _ROUTERS = ("router", "gate", "shared_expert_gate")  # last names of linear modules that choose experts
@@ -60,8 +60,7 @@ def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSetting
     """Put adapters beside the modules of these names. Which other parameters are trained stays as it was."""
     if not targets:
         return
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, which peft asks for, looks for one and says so
+    name_accelerator()
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and only runs with adapters need it
 
     trained = {id(parameter): parameter.requires_grad for parameter in model.parameters()}

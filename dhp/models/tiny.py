@@ -19,6 +19,7 @@ from transformers import (
 
 from dhp.base.errors import ModelError
 from dhp.base.new_folder import new_folder
+from dhp.models.accelerator import name_accelerator
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -151,6 +152,7 @@ def _write(folder: Path, corpus: Iterable[str], seed: int) -> None:
         eos_token_id=config.text_config.eos_token_id,
         pad_token_id=config.text_config.pad_token_id,
     )
+    name_accelerator()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     Qwen2VLImageProcessorPil(

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from dhp.base.errors import ModelError
+from dhp.models.accelerator import name_accelerator
 from dhp.models.registry import auxiliary_files
 from dhp.models.split import model_class
 
@@ -36,6 +37,7 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
             f"unexpected {list(result.unexpected_keys)[:5]}"
         )
     logging.disable_progress_bar()
+    name_accelerator()
     model.save_pretrained(out_dir)
     for file in out_dir.glob("*.safetensors"):  # which safetensors lets their owner alone read
         shutil.copymode(out_dir / "config.json", file)

@@ -15,6 +15,7 @@ from dhp.config.schema import TrainingConfig
 from dhp.models.registry import load_family
 from dhp.parallel.optimizer.frozen import Frozen
 from dhp.run.training import trained_stage, training_rules
+from dhp.step.evaluate import evaluate_batch
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
@@ -25,12 +26,13 @@ from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
 STATES = 2  # averages that AdamW keeps of each weight
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+FORWARD, BACKWARD, OPTIMIZER, EVALUATION = PHASES = "forward", "backward", "optimizer", "evaluation"
 _PHASES = {
     "forward_step": FORWARD,
     "backward_step": BACKWARD,
     "grad_norm_sq": OPTIMIZER,
     "optimizer_step": OPTIMIZER,
+    **dict.fromkeys(("evaluate_step", "evaluated", "end_evaluation"), EVALUATION),
 }
 
 
@@ -56,7 +58,7 @@ class Timed(Here):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.spent = dict.fromkeys((FORWARD, BACKWARD, OPTIMIZER), 0.0)
+        self.spent = dict.fromkeys(PHASES, 0.0)
         self.trainer, self.gradient_bytes = trainer, 0
 
     def execute_all_async(
@@ -95,13 +97,19 @@ class Way:
             stage: Timed(kind(settings_of(chain, stage, model, UPDATE, rules=rules, adapters=adapters.get(stage))))
             for stage, kind in trainers.items()
         }
-        self._stages = make_stages(chain, self.stages)
+        self._chain, self._stages = chain, make_stages(chain, self.stages)
         self._schedule = make_schedule("sequential", chain, micro_batches)
 
     @property
     def vision(self) -> Timed:
         """The tower's stage."""
         return self.stages[VISION]
+
+    def evaluate(self, data: StepData) -> Step:
+        """The loss of a step's data, forward alone."""
+        begin = time.process_time()
+        loss = float(sum(evaluate_batch(self._stages, self._chain, as_batch(data)).shares))
+        return Step(time.process_time() - begin, {}, loss)
 
     def step(self, data: StepData) -> Step:
         """One whole step."""

@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from dhp.base.adapters import ADAPTER
 from dhp.models.registry import load_family
-from experiments.finetuning import lora
+from experiments.finetuning import evaluation, lora
 from experiments.finetuning.frozen import Left, measure, share_left
 from experiments.finetuning.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Timed, require_bytes
 from experiments.pair import VISION
@@ -34,6 +34,12 @@ def test_the_bound_leaves_what_is_trained() -> None:
     assert share_left(full, Left(1.0, 1.0)) == 1
     assert share_left(full, Left(0.0, 0.0)) == pytest.approx(0.6)
     assert share_left(full, Left(0.5, 0.0)) == pytest.approx(0.75)
+
+
+def test_evaluation_has_the_steps_loss_and_costs_less() -> None:
+    (row,) = evaluation.measure(1, {"tower": 32, "decoder": 32, "layers": 2}, side=8)
+    assert row["samples"] == evaluation.SAMPLES
+    assert row["evaluation_to_step"] == pytest.approx(row["evaluation_s"] / row["step_s"], rel=0.1)
 
 
 @pytest.fixture
