@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from dhp.base.errors import ModelError
+from dhp.base.features import FeatureSettings
 from dhp.base.messages import StepData
 from dhp.batching.collate import Collator, pixels_by_argument, sounds_by_argument
 from dhp.batching.encoders import AUDIO, VISION, Split
 from dhp.batching.scatter import Dealer
 from dhp.config.schema import DatasetEntry
+from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.cache import LengthCache, Lengths
 from dhp.data.lengths.table import MeasuredDataset, RowChunk
 from dhp.data.media.video import Taking
@@ -30,6 +32,7 @@ from dhp.data.records import Record
 from dhp.data.sample import Sample
 from dhp.data.sounds import NO_ACTORS, NO_TOWER, Sounds
 from dhp.data.source import BatchSource, StepSamples, open_dataset
+from dhp.features.folder import FeatureFolder
 from dhp.models.family import Family
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
 from dhp.parallel.attention.locality import Locality
@@ -43,7 +46,7 @@ class FeedSettings:
 
     encoders: how each one's inputs are dealt out, by part.
 
-    cache_dir: where lengths are kept.
+    cache_dir: where lengths are kept. features: where those of pictures are; None: every picture is decoded.
     """
 
     model_name: str
@@ -60,6 +63,7 @@ class FeedSettings:
     cache_dir: str
     reading: ReadSettings = ReadSettings()
     balancing: BalanceSettings = BalanceSettings()
+    features: FeatureSettings | None = None
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -87,6 +91,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         family.processor.image_arguments,
         _sounds(family),
         _prompts(family, settings.reading),
+        _kept(family, settings.features),
     )
     allow_http = settings.reading.allow_http
     dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
@@ -130,6 +135,15 @@ def _sounds(family: Family) -> Sounds | None:
         return None
     own.load()
     return Sounds(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
+
+
+def _kept(family: Family, features: FeatureSettings | None) -> KeptPictures | None:
+    """Pictures whose features are on disk; None: none are looked for."""
+    own = family.processor
+    about = [type(own).__name__, *own.about()]
+    if features is None:
+        return None
+    return KeptPictures(features.tower, FeatureFolder(Path(features.folder)).load, family.tower.tensors, about)
 
 
 def _prompts(family: Family, reading: ReadSettings) -> Prompts:

@@ -1,0 +1,82 @@
+"""Pictures whose features are kept on disk: looked up by the bytes of their files, before anything is decoded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dhp.base.features import Features, Layout, key_of
+from dhp.base.geometry import Form, Grid
+from dhp.data.media.sources import Blob, File, Video, name_of, open_media
+
+Load = Callable[[str], Features | None]
+_DECODERS = ("pillow", "av", "transformers")  # the pixels of one file may differ from version to version
+
+
+class KeptPictures:
+    """Looks pictures up. Safe to call from several threads."""
+
+    def __init__(self, tower: str, load: Load, names: Sequence[str], about: Sequence[Any]) -> None:
+        """tower: see `dhp.base.features.FeatureSettings`. load: what is kept under a key. names: of the tensors that
+        leave the tower. about: what of the model's family decides the patches of a picture, beside its image
+        processor."""
+        self._tower, self._load, self._names = tower, load, frozenset(names)
+        self._about = [*about, *(version(name) for name in _DECODERS)]
+
+    def see(self, seen: Sequence[Any], tokens: Callable[[Grid | Form], int]) -> SeenPictures:
+        """For a way of seeing. seen: all that decides the patches of a picture, beside its file. tokens: of a
+        picture."""
+        digest = hashlib.sha256(json.dumps([list(seen), self._about], sort_keys=True, default=str).encode())
+        return SeenPictures(self._tower, self._load, self._names, digest.hexdigest(), tokens)
+
+
+class SeenPictures:
+    """The pictures of one model, tower and way of seeing."""
+
+    def __init__(
+        self,
+        tower: str,
+        load: Load,
+        names: frozenset[str],
+        seen: str,
+        tokens: Callable[[Grid | Form], int],
+    ) -> None:
+        self._tower, self._load, self._names, self._seen, self._tokens = tower, load, names, seen, tokens
+
+    def look_up(self, medium: File | Video) -> tuple[File | Video, Features, Layout | None]:
+        """The picture to decode, its features' key, and its layout where features are kept under it: None, no features.
+
+        Raises DataError for a file that cannot be read, ConfigError where the folder cannot.
+        """
+        content, medium = _digest(medium)
+        key = key_of(self._tower, self._seen, "video" if isinstance(medium, Video) else "image", content)
+        kept = self._load(key)
+        layout = None if kept is None else self._layout(kept)
+        return medium, kept if kept is not None and layout is not None else Features(key, ""), layout
+
+    def _layout(self, kept: Features) -> Layout | None:
+        """None where the features are not those of such a picture: they are made anew."""
+        assert kept.tensors is not None
+        try:
+            layout = Layout.from_json(kept.about)
+        except (ValueError, KeyError, TypeError):
+            return None
+        rows = {tensor.shape[:1] for tensor in kept.tensors.values()}
+        whole = kept.tensors.keys() == self._names and rows == {(self._tokens(layout.grid),)}
+        return layout if whole else None
+
+
+def _digest(medium: File | Video) -> tuple[bytes, File | Video]:
+    """SHA-256 of a file's bytes, and the file; an image, or what would be fetched again, with these bytes: what is
+    decoded is what was digested. Videos on disk are too large for that."""
+    video, file = isinstance(medium, Video), medium.file if isinstance(medium, Video) else medium
+    with open_media(file, "video" if video else "image") as opened:
+        if video and isinstance(file, Path):
+            return hashlib.file_digest(opened, "sha256").digest(), medium
+        content = opened.read()
+    blob = Blob(name_of(file), content)
+    return hashlib.sha256(content).digest(), Video(blob) if video else blob
