@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.utils import logging
 
 from dhp.base.errors import ConfigError
 from dhp.models.family import VISION
@@ -26,6 +27,7 @@ def digest_tower(model_name: str, dtype: str, parts: Iterable[str]) -> str:
     Raises ModelError where they cannot be read, ConfigError for a tower that draws lots.
     """
     family = load_family(model_name).having(parts)
+    logging.disable_progress_bar()  # a part of a model that is about to be loaded with one by every rank
     loaded = torch.float64 if dtype == "float64" else torch.float32
     model = load_part(model_name, (*family.outside(VISION), *family.idle), loaded)
     _refuse_dropout(model)
