@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 
 from dhp.base.errors import ConfigError, DataError
-from dhp.base.features import Features, Layout
+from dhp.base.features import Features
 from dhp.base.geometry import Form, Grid
-from dhp.data.kept_pictures import KeptPictures, SeenPictures
+from dhp.data.kept_pictures import KeptPictures, SeenPictures, seen_to_json
 from dhp.data.lengths.grids import Grids, Size
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Video, name_of
@@ -121,13 +121,11 @@ class Pictures:
 
     def _look_up(self, kept: SeenPictures, medium: File | Video) -> PicturePatches:
         """A picture with its features and without pixels; where none are kept, with its pixels and their key."""
-        medium, features, layout = kept.look_up(medium)
-        if layout is not None:
-            pace = None if layout.seconds is None else Pace(layout.seconds, layout.times, layout.firsts)
-            return PicturePatches(np.zeros((0, 0), np.float32), layout.grid, pace, features)
+        medium, features, seen = kept.look_up(medium)
+        if seen is not None:
+            return PicturePatches(np.zeros((0, 0), np.float32), *seen, features)
         found = self._decode(medium)
-        told = () if found.pace is None else (found.pace.seconds, found.pace.times, found.pace.firsts)
-        return replace(found, features=replace(features, about=Layout(found.grid, *told).to_json()))
+        return replace(found, features=replace(features, about=seen_to_json(found.grid, found.pace)))
 
     def _decode(self, medium: File | Video) -> PicturePatches:
         return self._video(medium.file) if isinstance(medium, Video) else self._image(medium)

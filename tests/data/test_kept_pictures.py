@@ -13,9 +13,11 @@ import torch
 from PIL import Image
 
 from dhp.base.features import Features
+from dhp.base.geometry import Form
 from dhp.data import pictures
-from dhp.data.kept_pictures import KeptPictures
+from dhp.data.kept_pictures import KeptPictures, key_of, seen_from_json, seen_to_json
 from dhp.data.media.sources import Blob, Video
+from dhp.data.media.video import Pace
 from dhp.data.preprocess import Preprocessor
 from dhp.data.records import Record, Turn
 from dhp.data.sample import Sample
@@ -140,3 +142,29 @@ def test_what_does_not_fit_the_picture_is_made_anew(
     again = make(shown)
     assert len(again.pixels[0]) > 0
     assert (again.features[0].key, again.features[0].tensors) == (cold.features[0].key, None)
+
+
+FORM = Form((("pixel_values", (1, 3, 4)),), (("sizes", "int64", (1, 2), b"\x00\xff"),), 3, 7, "<image>")
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [((1, 4, 6), None), ((2, 4, 6), Pace(0.1 + 0.2, (0.1, 1 / 3), (0.0, 0.7))), (FORM, None)],
+    ids=["image", "video", "form"],
+)
+def test_what_is_seen_comes_back(seen: tuple) -> None:
+    assert seen_from_json(seen_to_json(*seen)) == seen
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[[1, 2], null]", '[{"pixels": []}, null]', "7"])
+def test_another_text_is_an_error(text: str) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        seen_from_json(text)
+
+
+def test_every_part_of_a_key_counts() -> None:
+    parts = ("tower", "seen", "image", b"1")
+    others = ("tower2", "seen2", "video", b"2")
+    keys = {key_of(*parts), *(key_of(*parts[:n], others[n], *parts[n + 1 :]) for n in range(4))}
+    assert len(keys) == 5 and all(len(key) == 64 for key in keys)
+    assert key_of(*parts) == key_of(*parts)

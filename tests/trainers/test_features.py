@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dhp.base.degrees import Degrees
-from dhp.base.features import Features, KeepSettings, Layout
+from dhp.base.features import Features, KeepSettings
 from dhp.base.messages import StepData
 from dhp.data.sample import Sample
 from dhp.features.folder import FeatureFolder
@@ -41,7 +41,7 @@ def keyed(sample: Sample, look: Look) -> Sample:
     """As a reader makes it: with the features that `look` has of its pictures, else with their keys."""
     found, pixels = [], []
     for rows, grid in zip(sample.pixels, sample.grids, strict=True):
-        own = Features(hashlib.sha256(rows.tobytes()).hexdigest(), Layout(grid).to_json())
+        own = Features(hashlib.sha256(rows.tobytes()).hexdigest(), str(grid))
         kept = look(own)
         found.append(kept or own)
         pixels.append(rows if kept is None else rows[:0])
