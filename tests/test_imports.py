@@ -17,16 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 EVERYONE = {"base", "version", "config"}  # what any file may import
-SIBLINGS = (
-    "models",
-    "parallel",
-    "planner",
-    "data",
-    "checkpoint",
-    "observe",
-    "cluster",
-    "features",
-)  # they meet as values only
+# They meet as values only.
+SIBLINGS = ("models", "parallel", "planner", "data", "checkpoint", "observe", "cluster", "features")
 
 # Folder or top-level file of dhp → what it may import besides itself and EVERYONE: a folder, or one file of it.
 TABLE: dict[str, set[str]] = {
