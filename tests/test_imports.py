@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 EVERYONE = {"base", "version", "config"}  # what any file may import
-SIBLINGS = ("models", "parallel", "planner", "data", "checkpoint", "observe", "cluster")  # they meet as values only
+# They meet as values only.
+SIBLINGS = ("models", "parallel", "planner", "data", "checkpoint", "observe", "cluster", "features")
 
 # Folder or top-level file of dhp → what it may import besides itself and EVERYONE: a folder, or one file of it.
 TABLE: dict[str, set[str]] = {
@@ -25,12 +26,13 @@ TABLE: dict[str, set[str]] = {
     "version": set(),
     "config": {"base"},
     **{sibling: set() for sibling in SIBLINGS},
-    "trainers": {"models", "parallel", "checkpoint"},
+    "trainers": {"models", "parallel", "checkpoint", "features"},
     # Joiners at the top: each says what it joins.
     "step": {"cluster.dispatch"},
-    "batching": {"data", "models", "parallel.attention.image_sharding", "parallel.attention.locality"},
+    "batching": {"data", "features", "models", "parallel.attention.image_sharding", "parallel.attention.locality"},
     "run": {
-        "batching", "checkpoint", "cluster", "data", "models", "observe", "parallel", "planner", "step", "trainers",
+        "batching", "checkpoint", "cluster", "data", "features", "models", "observe", "parallel", "planner", "step",
+        "trainers",
     },
     "train_ray": {"run"},
     "doctor": {"batching", "data", "models", "parallel.extras", "run", "trainers"},
@@ -52,8 +54,8 @@ LIBRARIES: dict[str, set[str]] = {
         "models", "data", "trainers", "doctor", "run.tiny_assets", "parallel.tensor.styles", "parallel.experts",
     },
     "torch": {
-        "base.messages", "models", "parallel", "data", "checkpoint", "cluster", "trainers", "batching", "cli", "doctor",
-        "planner.profile",
+        "base.features", "base.messages", "models", "parallel", "data", "features", "checkpoint", "cluster", "trainers",
+        "batching", "cli", "doctor", "planner.profile",
     },
 }  # fmt: skip
 

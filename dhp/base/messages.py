@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,9 @@ class StepInfo:
     measuring their lengths.
 
     clips: how many clips of sound.
+
+    cached_images: of the images and videos, those that no tower encoded, because their features were on disk.
+    vision_tokens has their patches too, flops does not.
     """
 
     step: int
@@ -58,6 +61,26 @@ class StepInfo:
     data_s: float
     measure_s: float
     clips: int = 0
+    cached_images: int = 0
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """Rows of a picture's features that one rank has: those of its output from `first` on. places: of each of them
+    among the picture's, int64 [rows]."""
+
+    rank: int  # of those that share the sequence
+    first: int
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class PictureRows:
+    """A picture whose features are to be kept: see `dhp.base.features.Features`. runs: all of its rows."""
+
+    key: str
+    about: str
+    runs: tuple[RowRun, ...]
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,8 @@ class VisionInput:
     are dropped.
 
     forms: of its pictures, in order, where the tower takes pictures whole.
+
+    to_keep: of all shards that share the sequence, pictures whose features are to be written to disk.
     """
 
     pixels: Tensor
@@ -86,6 +111,7 @@ class VisionInput:
     shards: tuple[tuple[tuple[int, int, int], ...], ...]
     rows: tuple[int, ...]
     forms: tuple[Form, ...] = ()
+    to_keep: tuple[PictureRows, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,11 +124,14 @@ class TextInput:
     lengths: tokens of each sample of the packed row; None where rows are padded.
 
     placement: for each image token of the rows, in order, its row among those received from the vision shards, one
-    shard behind another; None where the rows hold no image. heard: the same of sound and the audio shards.
+    shard behind another, and then those of `kept`; None where the rows hold no image. heard: the same of sound and the
+    audio shards.
 
     target_tokens: N_global of the step, not of these rows.
 
     samples: tokens of each sample of the rows, in order, without padding.
+
+    kept: rows of pictures whose features were on disk, by the name of the vision part's tensor.
     """
 
     tensors: dict[str, Tensor]
@@ -111,6 +140,7 @@ class TextInput:
     target_tokens: int
     samples: tuple[int, ...] = ()
     heard: Tensor | None = None
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,6 +157,8 @@ class StageReport:
 
     usage: of activations, where they are measured.
 
+    notes: what whoever watches the run should know, each told once.
+
     busy_s: seconds of the step in which it computed. The worker that runs the rank measures and adds them.
     """
 
@@ -137,6 +169,7 @@ class StageReport:
     memory_bytes: int | None
     sent_bytes: Mapping[str, int]
     usage: StageUsage | None = None
+    notes: tuple[str, ...] = ()
     busy_s: float | None = None
 
 

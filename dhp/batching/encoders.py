@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dhp.base.features import Features
 from dhp.base.geometry import Form, Grid
-from dhp.base.messages import VisionInput
+from dhp.base.messages import PictureRows, RowRun, VisionInput
 from dhp.base.routes import Route
 from dhp.batching.collate import Row
 from dhp.data.sample import Sample
@@ -22,10 +23,12 @@ from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces, shar
 from dhp.parallel.attention.locality import Locality
 
 VISION, AUDIO = "vision", "audio"  # the encoders that samples have inputs for
-Shown = Iterable[tuple[np.ndarray, Grid | Form]]
+Shown = Iterable[tuple[np.ndarray, Grid | Form, Features | None]]
 _SHOWN: Mapping[str, Callable[[Sample], Shown]] = {
-    VISION: lambda sample: zip(sample.pixels, sample.grids, strict=True),
-    AUDIO: lambda sample: zip(sample.clips, sample.clip_forms, strict=True),
+    VISION: lambda sample: zip(
+        sample.pixels, sample.grids, sample.features or (None,) * len(sample.grids), strict=True
+    ),
+    AUDIO: lambda sample: zip(sample.clips, sample.clip_forms, (None,) * len(sample.clips), strict=True),
 }
 
 
@@ -45,20 +48,40 @@ class Split:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image or video, or a clip: the text replica that needs it, its patches in processor order, its layout."""
+    """An image or video, or a clip: the text replica that needs it, its patches in processor order, its layout.
+
+    place: of its first token among those of all the replica's pictures. features: the key that its features are to be
+    kept under; None: they are not.
+    """
 
     replica: int
     pixels: Tensor  # [patches, values]
     layout: ImageLayout
+    place: int = 0
+    features: Features | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A picture that nobody encodes, as its features are there: [tokens, width] by name. Else as `Picture`."""
+
+    replica: int
+    place: int
+    rows: Mapping[str, Tensor]
+
+    @property
+    def tokens(self) -> int:
+        return len(next(iter(self.rows.values())))
 
 
 @dataclass(frozen=True)
 class Dealt:
     """A micro-batch of one encoder: its pictures in the order of the text replicas and their samples, and the pieces
-    of each rank, sequence ranks innermost."""
+    of each rank, sequence ranks innermost; kept: pictures that no rank encodes."""
 
     pictures: Sequence[Picture]
     shards: Sequence[Pieces]
+    kept: Sequence[Kept] = ()
 
     def route(self) -> Route:
         """Which shard has rows for which text replica."""
@@ -69,17 +92,20 @@ class Dealt:
 
     def placement(self, replica: int) -> Tensor | None:
         """For each token of a text replica's pictures, in order, its row among those received from the shards, one
-        shard behind another; None where it has no picture."""
-        starts, total = {}, 0
-        for index, picture in enumerate(self.pictures):
-            if picture.replica == replica:
-                starts[index], total = total, total + len(picture.layout.order)
+        shard behind another, and behind them those of `kept_rows`; None where it has no picture."""
+        starts = {index: picture.place for index, picture in enumerate(self.pictures) if picture.replica == replica}
         wanted = [[piece for piece in pieces if piece.image in starts] for pieces in self.shards]
         units = [
             [_units(self.pictures[p.image].layout, p.first, p.last) + starts[p.image] for p in ps] for ps in wanted
         ]
-        received = [torch.cat(rank) if rank else torch.empty(0, dtype=torch.long) for rank in units]
-        return torch.argsort(torch.cat(received)) if total else None
+        received = [torch.cat(rank) for rank in units if rank]
+        received += [torch.arange(one.place, one.place + one.tokens) for one in self.kept if one.replica == replica]
+        return torch.argsort(torch.cat(received)) if received else None
+
+    def kept_rows(self, replica: int) -> dict[str, Tensor]:
+        """Rows of a text replica's pictures that no rank encodes, by name; none where it has no such picture."""
+        own = [one.rows for one in self.kept if one.replica == replica]
+        return {name: torch.cat([rows[name] for rows in own]) for name in (own[0] if own else ())}
 
 
 class Encoder:
@@ -94,23 +120,30 @@ class Encoder:
 
     def deal(self, rows: Sequence[Row]) -> Dealt:
         """One micro-batch."""
-        pictures = self._pictures(rows)
+        pictures, kept = self._pictures(rows)
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
         crossover, own = self.tower.attention_crossover_patches, self._split
         sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
-        return Dealt(pictures, [pieces for replica in sharded for pieces in replica])
+        return Dealt(pictures, [pieces for replica in sharded for pieces in replica], kept)
 
     def inputs(self, dealt: Dealt) -> tuple[VisionInput, ...]:
         """What each rank receives."""
         return tuple(self._input(dealt, rank) for rank in range(len(dealt.shards)))
 
-    def _pictures(self, rows: Sequence[Row]) -> list[Picture]:
-        found = []
+    def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[Kept]]:
+        """Those to encode, and those whose features are there: work is dealt out evenly of the former alone."""
+        found, kept = [], []
         for replica, row in enumerate(rows):
-            for sample in row:
-                shown = self._shown(sample)
-                found += [Picture(replica, torch.from_numpy(pixels), self._layout(grid)) for pixels, grid in shown]
-        return found
+            place = 0
+            for pixels, grid, features in (one for sample in row for one in self._shown(sample)):
+                if features is not None and features.tensors is not None:
+                    kept.append(Kept(replica, place, features.tensors))
+                    place += kept[-1].tokens
+                else:
+                    layout = self._layout(grid)
+                    found.append(Picture(replica, torch.from_numpy(pixels), layout, place, features))
+                    place += len(layout.order)
+        return found, kept
 
     def _layout(self, grid: Grid | Form) -> ImageLayout:
         """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
@@ -139,6 +172,7 @@ class Encoder:
             shards=shards,
             rows=tuple(rows[replica] for replica in sorted(rows)),
             forms=tuple(cut.form for cut in cuts if cut.form is not None),
+            to_keep=tuple(_to_keep(pictures, group)),
         )
 
 
@@ -164,6 +198,21 @@ def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
     """Merged tokens of windows `first` to `last`, as indices in processor order."""
     begin, end = (sum(layout.window_tokens[:w]) for w in (first, last))
     return layout.order[begin:end]
+
+
+def _to_keep(pictures: Sequence[Picture], group: Sequence[Pieces]) -> Iterator[PictureRows]:
+    """Of the pictures of a group of ranks, those whose features are to be kept, and which rank has which rows."""
+    runs: dict[int, list[RowRun]] = {}
+    for rank, pieces in enumerate(group):
+        row = 0
+        for piece in pieces:
+            places = _units(pictures[piece.image].layout, piece.first, piece.last)
+            runs.setdefault(piece.image, []).append(RowRun(rank, row, places))
+            row += len(places)
+    for image in sorted(runs):
+        features = pictures[image].features
+        if features is not None:
+            yield PictureRows(features.key, features.about, tuple(runs[image]))
 
 
 def _lay_out(

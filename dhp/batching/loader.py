@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from dhp.base.errors import ModelError
+from dhp.base.features import FeatureSettings
 from dhp.base.messages import StepData
 from dhp.base.passes import Passes
 from dhp.batching.collate import Collator, pixels_by_argument, sounds_by_argument
 from dhp.batching.encoders import AUDIO, VISION, Split
 from dhp.batching.scatter import Dealer
 from dhp.config.schema import DatasetEntry
+from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.cache import LengthCache, Lengths
 from dhp.data.lengths.table import MeasuredDataset, RowChunk
 from dhp.data.media.video import Taking
@@ -31,6 +33,7 @@ from dhp.data.records import Record
 from dhp.data.sample import Sample
 from dhp.data.sounds import NO_ACTORS, NO_TOWER, Sounds
 from dhp.data.source import BatchSource, StepSamples, open_dataset
+from dhp.features.folder import FeatureFolder
 from dhp.models.family import Family
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
 from dhp.parallel.attention.locality import Locality
@@ -44,7 +47,7 @@ class FeedSettings:
 
     encoders: how each one's inputs are dealt out, by part.
 
-    cache_dir: where lengths are kept.
+    cache_dir: where lengths are kept. features: where those of pictures are; None: every picture is decoded.
 
     passes: what a step computes of each part of which not all is trained; none: all is.
     """
@@ -64,6 +67,7 @@ class FeedSettings:
     reading: ReadSettings = ReadSettings()
     balancing: BalanceSettings = BalanceSettings()
     passes: Mapping[str, Passes] = field(default_factory=dict)
+    features: FeatureSettings | None = None
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -91,6 +95,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         family.processor.image_arguments,
         _sounds(family),
         _prompts(family, settings.reading),
+        _kept(family, settings.features),
     )
     allow_http = settings.reading.allow_http
     dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
@@ -136,6 +141,15 @@ def _sounds(family: Family) -> Sounds | None:
         return None
     own.load()
     return Sounds(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
+
+
+def _kept(family: Family, features: FeatureSettings | None) -> KeptPictures | None:
+    """Pictures whose features are on disk; None: none are looked for."""
+    own = family.processor
+    about = [type(own).__name__, *own.about()]
+    if features is None:
+        return None
+    return KeptPictures(features.tower, FeatureFolder(Path(features.folder)).load, family.tower.tensors, about)
 
 
 def _prompts(family: Family, reading: ReadSettings) -> Prompts:

@@ -80,6 +80,7 @@ class Dealer:
             target_tokens,
             tuple(len(sample.input_ids) for sample in row),
             dealt[AUDIO].placement(replica) if AUDIO in dealt else None,
+            dealt[VISION].kept_rows(replica),
         )
 
 
@@ -104,7 +105,7 @@ def _count(
         images=sum(len(s.pixels) for s in flat),
         tokens=sum(len(s.input_ids) for s in flat),
         target_tokens=targets,
-        vision_tokens=sum(len(p) for s in flat for p in s.pixels),
+        vision_tokens=sum(s.patches for s in flat),
         skipped=samples.skipped,
         padded_tokens=sum(map(sum, tokens)),
         dist_ratio={name: _mean_dist(loads) for name, loads in (patches | {TEXT: tokens}).items()},
@@ -112,6 +113,7 @@ def _count(
         data_s=0.0,
         measure_s=0.0,
         clips=sum(len(s.clips) for s in flat),
+        cached_images=sum(one.tensors is not None for s in flat for one in s.features),
     )
 
 

@@ -101,6 +101,14 @@ class DataConfig:
     cache_dir: Optional[str] = None
     """Directory of measured lengths, for all runs. Null: dhp in $XDG_CACHE_HOME or ~/.cache."""
 
+    cache_features: Optional[str] = None
+    """Directory in which what a frozen tower makes of each picture is kept, for all runs: a picture that is there is
+    neither decoded nor encoded. Needs training.frozen=[vision,projector]. On several nodes: one that all of them share.
+    Null: nothing is kept."""
+
+    cache_features_gib: Optional[float] = None
+    """GiB of files in cache_features beyond which a run adds none; nothing is ever removed. Null: no bound."""
+
     num_workers: int = 0
     """Processes that read, decode and preprocess, each a step at a time. 0: the dataset actor does it. The run says how
     many would keep up when training waits for data."""

@@ -121,6 +121,10 @@ def check_data(data: DataConfig) -> None:
             require_positive(f"data.limits.{field}", getattr(data.limits, field))
     require_positive("data.video_fps", data.video_fps)
     require(data.video_max_frames >= 2, "data.video_max_frames", data.video_max_frames, "video_max_frames >= 2")
+    if data.cache_features_gib is not None:
+        require_positive("data.cache_features_gib", data.cache_features_gib)
+        rule = "it bounds data.cache_features, which is not set; set both or neither"
+        require(data.cache_features is not None, "data.cache_features_gib", data.cache_features_gib, rule)
     for field in ("min_pixels", "max_pixels", "video_max_pixels", "max_tokens", "balance_window"):
         if getattr(data, field) is not None:
             require_positive(f"data.{field}", getattr(data, field))

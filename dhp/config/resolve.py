@@ -142,6 +142,8 @@ def _fill_paths(config: Config) -> None:
     if config.data.cache_dir is None:
         config.data.cache_dir = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dhp")
     config.data.cache_dir = _expanded(config.data.cache_dir)
+    if config.data.cache_features is not None:
+        config.data.cache_features = _expanded(config.data.cache_features)
     if config.data.chat_template is not None:
         config.data.chat_template = _expanded(config.data.chat_template)
     config.data.data_registry = {

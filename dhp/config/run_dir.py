@@ -131,6 +131,7 @@ def _read_paths(config: Config) -> Iterator[tuple[str, str]]:
         yield "training.checkpoint_dir", config.training.checkpoint_dir
     yield "tiny_assets", config.tiny_assets or ""
     yield "data.cache_dir", config.data.cache_dir or ""
+    yield "data.cache_features", config.data.cache_features or ""
     yield "memory.cache_dir", config.memory.cache_dir or ""
     for name in read_datasets(config.data):
         entry = config.data.data_registry.get(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,9 @@ import numpy as np
 from PIL import Image
 
 from dhp.base.errors import ConfigError, DataError
+from dhp.base.features import Features
 from dhp.base.geometry import Form, Grid
+from dhp.data.kept_pictures import KeptPictures, SeenPictures, seen_to_json
 from dhp.data.lengths.grids import Grids, Size
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Video, name_of
@@ -45,11 +47,15 @@ class Videos:
 
 @dataclass(frozen=True)
 class PicturePatches:
-    """An image or a video as the model gets it. pixels: float32 [patches, dim]; pace: of a video's steps."""
+    """An image or a video as the model gets it. pixels: float32 [patches, dim]; pace: of a video's steps.
+
+    features: where features are kept; of a picture that has some, there are no pixels.
+    """
 
     pixels: np.ndarray
     grid: Grid | Form
     pace: Pace | None = None
+    features: Features | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Pictures:
         max_pixels: int | None,
         videos: Videos | None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
+        kept: KeptPictures | None = None,
     ) -> None:
         """The arguments of `dhp.data.preprocess.Preprocessor`. Raises ConfigError for impossible bounds."""
         self._image_processor, self._image_tokens, self._as_patches = image_processor, image_tokens, patches
@@ -81,10 +88,14 @@ class Pictures:
             self._video_scaling = _scaling(image_processor, min_pixels, videos.max_pixels, "data.video_max_pixels")
         self._grids = Grids(image_processor, self._scaling, image_tokens)
         self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
+        self._kept = None if kept is None else kept.see(self.about(), image_tokens)
 
     def decode(self, media: Sequence[File | Video]) -> list[PicturePatches]:
-        """Pictures with their pixels. Raises DataError for a file that cannot be used."""
-        return [self._video(m.file) if isinstance(m, Video) else self._image(m) for m in media]
+        """Pictures with their pixels, or with the features that are kept of them. Raises DataError for a file that
+        cannot be used."""
+        if self._kept is None:
+            return [self._decode(one) for one in media]
+        return [self._look_up(self._kept, one) for one in media]
 
     def outline(self, media: Sequence[File | Video]) -> list[Outline]:
         """What `decode` would give, from headers. Raises DataError as it does, for what shows without pixels."""
@@ -107,6 +118,17 @@ class Pictures:
         told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
         processor = self._image_processor.to_json_string()
         return [processor, self._arguments, self._scaling, self._video_scaling, told]
+
+    def _look_up(self, kept: SeenPictures, medium: File | Video) -> PicturePatches:
+        """A picture with its features and without pixels; where none are kept, with its pixels and their key."""
+        medium, features, seen = kept.look_up(medium)
+        if seen is not None:
+            return PicturePatches(np.zeros((0, 0), np.float32), *seen, features)
+        found = self._decode(medium)
+        return replace(found, features=replace(features, about=seen_to_json(found.grid, found.pace)))
+
+    def _decode(self, medium: File | Video) -> PicturePatches:
+        return self._video(medium.file) if isinstance(medium, Video) else self._image(medium)
 
     def _image(self, file: File) -> PicturePatches:
         return PicturePatches(*self._as_patches(self._process([open_image(file)], file, self._scaling)))

@@ -16,6 +16,7 @@ import transformers
 from dhp.base.errors import DataError, ModelError
 from dhp.base.geometry import IGNORED, SOUND, Grid
 from dhp.data.chat import Rendered, render, replace_each, to_messages
+from dhp.data.kept_pictures import KeptPictures
 from dhp.data.media.video import Pace
 from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
@@ -82,6 +83,7 @@ class Preprocessor:
         image_arguments: Mapping[str, Any] = MappingProxyType({}),
         sounds: Sounds | None = None,
         prompts: Prompts = Prompts(),
+        kept: KeptPictures | None = None,
     ) -> None:
         """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
         processor gave for one image → (rows float32 [patches, dim], grid).
@@ -89,7 +91,7 @@ class Preprocessor:
         videos: None for a model that sees none. max_tokens: of a sample, those of its pictures included. written: how a
         prompt shows an image; None: by its placeholder again and again. about: all else that decides lengths.
         image_arguments: of the image processor. sounds: None for a run that hears nothing. prompts:
-        how conversations are written.
+        how conversations are written. kept: pictures with features on disk; None: none are looked for.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
@@ -102,7 +104,7 @@ class Preprocessor:
         self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)
         self._sounds, self._prompts = sounds, prompts
         self._pictures = Pictures(
-            image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments
+            image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments, kept
         )
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
@@ -281,6 +283,7 @@ class Preprocessor:
             seconds=tuple(None if picture.pace is None else picture.pace.seconds for picture in pictures),
             clips=tuple(clip.features for clip in clips if clip.features is not None),
             clip_forms=tuple(clip.form for clip in clips),
+            features=tuple(picture.features for picture in pictures if picture.features is not None),
         )
 
     def _check_length(self, length: Length) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
+from dhp.base.features import Features
 from dhp.base.geometry import IGNORED, Form, Grid
 
 
@@ -26,11 +28,17 @@ class Sample:
     seconds: tuple[float | None, ...] = ()  # one a picture: of one step in t of a video, None: an image; (): all images
     clips: tuple[np.ndarray, ...] = ()  # one float32 [frames, bins] a clip of sound
     clip_forms: tuple[Form, ...] = ()  # one a clip
+    features: tuple[Features, ...] = ()  # one a picture, where they are kept; who has them has no rows of pixels
 
     @property
     def video_seconds(self) -> tuple[float | None, ...]:
         """`seconds`, one a picture."""
         return self.seconds or (None,) * len(self.grids)
+
+    @property
+    def patches(self) -> int:
+        """Of all pictures, those that are not here included."""
+        return sum(grid.rows if isinstance(grid, Form) else prod(grid) for grid in self.grids)
 
     @property
     def target_tokens(self) -> int:

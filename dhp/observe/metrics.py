@@ -43,11 +43,13 @@ class StepMetrics:
     target_tokens: int | None = None
     """Tokens that have a loss. Unit: tokens."""
     vision_tokens: int | None = None
-    """Patches of the images, as the vision tower sees them. Unit: patches."""
+    """Patches of the images, as the vision tower sees them, or saw them that are cached. Unit: patches."""
     samples: int | None = None
     """Samples of the global batch. Unit: samples."""
     images: int | None = None
     """Images and videos of the global batch. Unit: images."""
+    cached_images: int | None = None
+    """Of images, those that no tower encoded, because their features were in `data.cache_features`. Unit: images."""
     clips: int | None = None
     """Clips of sound of the global batch. Unit: clips."""
     step_s: float | None = None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from dhp.base.interrupts import ending, ending_on_error, interruptible
-from dhp.base.messages import StepInfo
+from dhp.base.messages import StageReport, StepInfo
 from dhp.base.startup import say_line
 from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint
 from dhp.checkpoint.resume import find_start
@@ -112,6 +112,7 @@ class TrainLoop:
         self._timeout_s = self.config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
         self._skipped = self.start.skipped_samples
+        self._told: set[str] = set()
         self._template = read_template(session.config.data.chat_template)
 
     def run(self) -> None:
@@ -218,6 +219,7 @@ class TrainLoop:
         info = self.session.info(pending.refs.info)
         self._tell_skipped(info)
         reports = {name: self.session.values(refs) for name, refs in pending.refs.reports.items()}
+        self._tell_notes(reports)
         metrics = step_metrics(info, reports, timing, self.session.stages, self._skipped)
         self.recorder.record(metrics)
         if self.tracing is not None:
@@ -248,6 +250,13 @@ class TrainLoop:
         if more > 0:
             self.recorder.say(f"skipped: {more} more; `python -m dhp inspect data` lists them")
         self._skipped += len(info.skipped)
+
+    def _tell_notes(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
+        """What ranks tell, once for all of them."""
+        for note in (note for of in reports.values() for report in of for note in report.notes):
+            if note not in self._told:
+                self.recorder.say(note)
+                self._told.add(note)
 
     def _write_spans(self, spans: Spans | None) -> None:
         if spans is not None and self.tracing is not None:

@@ -55,6 +55,10 @@ def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] = s
     say(f"checking the model {model_name(config)}")
     _check_model(config)
     _check_packages(config)
+    if config.data.cache_features is not None and not config.training.dry_run:
+        from dhp.run.features import check_folder
+
+        check_folder(config)
     if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
         from dhp.data.probe import check_some_samples
 
@@ -83,6 +87,8 @@ def _fix_paths(config: Config) -> None:
             part.model_name = str(Path(part.model_name).absolute())
     if config.data.chat_template is not None:
         config.data.chat_template = str(Path(config.data.chat_template).absolute())
+    if config.data.cache_features is not None:
+        config.data.cache_features = str(Path(config.data.cache_features).absolute())
     for entry in config.data.data_registry.values():
         entry.annotation_path = str(Path(entry.annotation_path).absolute())
         if entry.data_path:
@@ -161,11 +167,13 @@ def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None
 def _check_stages(config: Config, family: Family, source: str) -> None:
     """Raises ConfigError where layers cannot be cut as asked, or the schedule not be kept."""
     from dhp.run.chain import make_chain
+    from dhp.run.features import check_features
     from dhp.run.training import check_frozen_states
     from dhp.step.schedule import make_schedule
 
     chain = make_chain(config, family, source)
     check_frozen_states(config, chain)
+    check_features(config, chain)
     make_schedule(config.training.schedule, chain, micro_batches(config))
     for tie in chain.ties:
         if tie.trained:

@@ -40,6 +40,7 @@ def step_metrics(
         vision_tokens=info.vision_tokens,
         samples=info.samples,
         images=info.images,
+        cached_images=info.cached_images,
         clips=info.clips,
         step_s=timing.step_s,
         data_s=timing.data_s,

@@ -26,6 +26,7 @@ from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
 from dhp.models.weights import start_limit_s, weight_bytes
+from dhp.run.features import feature_settings, keep_settings
 from dhp.run.locality import find_localities
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
 from dhp.run.training import adapters_of, training_rules
@@ -98,9 +99,15 @@ class Session:
         workers, ahead = config.data.num_workers, config.data.prefetch
         ahead = workers if ahead is None else ahead
         reading = {"workers": workers, "prefetch": ahead}
+        if config.data.cache_features is not None:
+            self._say(f"reading the weights that data.cache_features={config.data.cache_features} goes by")
+        features = feature_settings(config)
         near = find_localities(self.chain, self._cluster.devices, config.data.locality_slack)
         self.data = self._cluster.dataset_actor(
-            make_feed, feed_settings(config, near, passes_of(config)), micro_batches=micro_batches(config), **reading
+            make_feed,
+            feed_settings(config, near, passes_of(config), features),
+            micro_batches=micro_batches(config),
+            **reading,
         )
         started_s = config.cluster.start_timeout_s
         self._say(f"starting the dataset actor; it reads the annotations of {', '.join(config.data.datasets)}")
@@ -121,8 +128,10 @@ class Session:
         make: Callable[[StageSettings], StageTrainer] = make_rank  # every kind of rank has the verbs of the step
         family = load_family(model_name(self.config)).having(parts(self.config))
         rules = training_rules(self.config.training, family, adapters_of(self.config))
+        kept = keep_settings(self.config, self.chain)
         for spec in self.chain.stages:
-            settings = stage_settings(self.config, self.chain, spec, self.device, steps, self.start.checkpoint, rules)
+            told = (self.start.checkpoint, rules, kept.get(spec.part))
+            settings = stage_settings(self.config, self.chain, spec, self.device, steps, *told)
             self.groups[spec.name].start(make, settings)
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.chain, self.groups)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dhp.base.adapters import AdapterSettings
+from dhp.base.features import FeatureSettings, KeepSettings
 from dhp.base.messages import Choices
 from dhp.base.parameters import ALL, TrainingRules
 from dhp.base.passes import Passes
@@ -38,9 +39,11 @@ def feed_settings(
     config: Config,
     localities: Mapping[str, Locality] | None = None,
     passes: Mapping[str, Passes] = MappingProxyType({}),
+    features: FeatureSettings | None = None,
 ) -> FeedSettings:
     """What the dataset actor needs. localities: where the ranks of each encoder lie, once that is known. passes: what a
-    step computes of each part of which not all is trained."""
+    step computes of each part of which not all is trained. features: of pictures, where a run keeps them; who looks at
+    samples wants their pixels."""
     near = localities or {}
     return FeedSettings(
         model_name=model_name(config),
@@ -67,6 +70,7 @@ def feed_settings(
         ),
         balancing=BalanceSettings(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
         passes=dict(passes),
+        features=features,
     )
 
 
@@ -157,10 +161,12 @@ def stage_settings(
     steps: int,
     checkpoint: Path | None = None,
     rules: TrainingRules = ALL,
+    features: KeepSettings | None = None,
 ) -> StageSettings:
     """What each rank of a stage needs in a run of `steps` optimizer steps.
 
-    checkpoint: the one that the run continues. rules: what is trained, and how.
+    checkpoint: the one that the run continues. rules: what is trained, and how. features: where those of its part are
+    kept.
     """
     part: PartConfig = getattr(config, stage.part)
     goes_back = any(chain.goes_back(node) for node in stage.nodes)
@@ -185,6 +191,7 @@ def stage_settings(
         rules=rules,
         adapters=adapters_of(config).get(stage.part),
         resume_from=None if checkpoint is None else str(checkpoint / stage.part),
+        features=features,
     )
 
 
@@ -218,7 +225,9 @@ def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str,
     entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in read}
     files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
     folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
-    return dict.fromkeys(parts(config), of_ranks) | {"data": shared | files | folders}
+    kept = {} if config.data.cache_features is None else {"data.cache_features": config.data.cache_features}
+    of_encoders = dict.fromkeys(encoders(config), of_ranks | kept)
+    return dict.fromkeys(parts(config), of_ranks) | of_encoders | {"data": shared | files | folders | kept}
 
 
 def resume_line(config: Config, newest: Path | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dhp.base.adapters import AdapterSettings
+from dhp.base.features import KeepSettings
 from dhp.base.messages import Choices
 from dhp.base.parameters import TrainingRules
 from dhp.base.stages import Chain, StageSpec
@@ -51,6 +52,8 @@ class StageSettings:
     rules: what is trained, and how. adapters: beside the part's matrices; None: none.
 
     resume_from: the part's directory in a checkpoint; None: begin with the model's weights.
+
+    features: where what the stage makes of pictures is kept; None: nowhere.
     """
 
     spec: StageSpec
@@ -73,3 +76,4 @@ class StageSettings:
     rules: TrainingRules = TrainingRules()
     adapters: AdapterSettings | None = None
     resume_from: str | None = None
+    features: KeepSettings | None = None

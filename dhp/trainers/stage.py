@@ -168,11 +168,16 @@ class StageRank(ABC):
             self.optimizer.step(rates, coefficient)
         else:
             self.optimizer.drop()
-        return StageReport(self.rank, self.take_loss(), norm, rates, self._peak_memory(), take_sent(), usage)
+        loss, peak = self.take_loss(), self._peak_memory()
+        return StageReport(self.rank, loss, norm, rates, peak, take_sent(), usage, self.take_notes())
 
     def take_loss(self) -> float | None:
         """This rank's share of the step's objective; None where the stage has no head."""
         return None
+
+    def take_notes(self) -> tuple[str, ...]:
+        """What whoever watches the run should know and was not told yet."""
+        return ()
 
     def metered_forward(self, rows: int, micro_batch: int) -> AbstractContextManager[None]:
         """Around a forward pass of a micro-batch of `rows` patches or tokens."""

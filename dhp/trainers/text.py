@@ -92,7 +92,7 @@ class TextTrainer(StageRank):
         """Run a chunk's layers. received: hidden states of the chunk before, and what the vision shards send."""
         leaves, flying = self._leaves(chunk, received)
         hidden = next((bundle[HIDDEN_STATES] for bundle in leaves if HIDDEN_STATES in bundle), None)
-        inputs, targets, extra = self._inputs(work, hidden, [b for b in leaves if HIDDEN_STATES not in b])
+        inputs, targets, extra = self._inputs(chunk, work, hidden, [b for b in leaves if HIDDEN_STATES not in b])
         part = self._chunks[chunk]
 
         def compute() -> Tensor:
@@ -188,7 +188,7 @@ class TextTrainer(StageRank):
         return leaves, tuple(flying)
 
     def _inputs(
-        self, work: TextInput, hidden: Tensor | None, received: Sequence[dict[str, Tensor]]
+        self, chunk: int, work: TextInput, hidden: Tensor | None, received: Sequence[dict[str, Tensor]]
     ) -> tuple[DecoderInputs, Targets, dict[str, object]]:
         """The decoder's inputs on the device, the targets, and what the attention function is told."""
         named = work.tensors
@@ -201,10 +201,17 @@ class TextTrainer(StageRank):
         (input_ids, position_ids, kinds, *targets, image_rows, sound_rows), (segments,) = move_with_plans(
             given, [plan], self.device
         )
-        images = self._joined([bundle for bundle in received if AUDIO_EMBEDDINGS not in bundle])
+        seen_now = [bundle for bundle in received if AUDIO_EMBEDDINGS not in bundle]
+        images = self._joined([*seen_now, *self._cached(chunk, work)])
         sounds = self._joined([bundle for bundle in received if AUDIO_EMBEDDINGS in bundle])
         inputs = DecoderInputs(input_ids, position_ids, images, image_rows, hidden, kinds, sounds, sound_rows)
         return inputs, Targets(*targets), {"segments": segments}
+
+    def _cached(self, chunk: int, work: TextInput) -> list[dict[str, Tensor]]:
+        """Rows of pictures that no tower encoded: of the tensors that enter this chunk."""
+        entering = {name for edge in self.edges_in(chunk) for name in edge.tensors}
+        kept = {name: to_device(rows, self.device) for name, rows in work.kept.items() if name in entering}
+        return [kept] if kept else []
 
     def _joined(self, bundles: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The rows of all shards of one encoder, by name."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from dhp.base.errors import CheckpointError
 from dhp.base.geometry import TokenRange
 from dhp.base.messages import Bundle, StepInfo, VisionInput
 from dhp.base.parameters import is_inside
@@ -26,9 +27,11 @@ from dhp.parallel.attention.sharded import (
     plan_shard,
     segment_attention,
 )
+from dhp.parallel.comm.mesh import sequence_group
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import with_fused
+from dhp.trainers.features import FeatureKeeper
 from dhp.trainers.moving import joined, move_with_plans, to_device
 from dhp.trainers.recipe import freeze
 from dhp.trainers.stage import StageRank
@@ -59,6 +62,8 @@ class VisionTrainer(StageRank):
         tower.use_attention(model, ATTENTION)
         self._position = MeshPosition.of(self.mesh)
         self._outputs: dict[int, tuple[dict[str, Tensor], tuple[int, ...]]] = {}
+        kept = self.settings.features
+        self._keeper = None if kept is None else FeatureKeeper(kept, sequence_group(self.mesh))
         return model
 
     def layer_parts(self) -> LayerParts:
@@ -81,7 +86,11 @@ class VisionTrainer(StageRank):
             )
         if self.spec.trains:
             self._outputs[micro_batch] = (output, work.rows)
-        return tuple(self._dealt_out(chunk, output, work.rows)) if self.sends else ()
+        if not self.sends:
+            return ()
+        if self._keeper is not None and work.to_keep:
+            self._keeper.keep(work.to_keep, output)
+        return tuple(self._dealt_out(chunk, output, work.rows))
 
     def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
         """Back through the tower with the gradients of what each text replica got."""
@@ -100,6 +109,25 @@ class VisionTrainer(StageRank):
 
     def forget(self, micro_batch: int, chunk: int) -> None:
         self._outputs.pop(micro_batch, None)
+
+    def take_notes(self) -> tuple[str, ...]:
+        return () if self._keeper is None else self._keeper.take_notes()
+
+    def _resume_weights(self) -> None:
+        """Features are kept under a key of the model's own weights, so a checkpoint must have the same."""
+        named = self.model.named_parameters()
+        before = {} if self._keeper is None else {name: weight.detach().clone() for name, weight in named}
+        super()._resume_weights()
+        changed = [
+            name
+            for name, weight in self.model.named_parameters()
+            if name in before and not torch.equal(before[name], weight)
+        ]
+        if changed:
+            raise CheckpointError(
+                f"{self.settings.resume_from} has another {changed[0]} than {self.settings.model_name}, and "
+                "data.cache_features keeps what the model's own weights make. Resume without data.cache_features"
+            )
 
     def _dealt_out(self, chunk: int, output: dict[str, Tensor], rows: Sequence[int]) -> Iterator[Bundle]:
         for edge in self.edges_out(chunk):

@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dhp.observe.metrics import MetricsWriter, StepMetrics, flat, keep_steps, read_metrics
 
 FIELDS = (
-    "kind, step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, clips, step_s, "
-    "data_s, busy_s, tokens_per_s, flops, mfu, memory_bytes, activation_bytes, comm_bytes, dist_ratio, pad_ratio, "
-    "skipped_samples"
+    "kind, step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, cached_images, "
+    "clips, step_s, data_s, busy_s, tokens_per_s, flops, mfu, memory_bytes, activation_bytes, comm_bytes, dist_ratio, "
+    "pad_ratio, skipped_samples"
 ).split(", ")
 
 

@@ -61,7 +61,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     rules = TrainingRules(frozen=(Selector("vision", ("model.visual",), ("model.visual.merger",)),))
     found = {s.name: stage_settings(config, chain, s, "cuda", 40, Path("step_7"), rules) for s in chain.stages}
     shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
-    shared |= {"rules": rules}
+    shared |= {"rules": rules, "features": None}
     shared |= {"compiled": False}  # as it must be with what else is asked for
     shared |= {"exclusive_sums": True}  # stages that share GPUs
     shared |= {"chain": chain, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
@@ -136,6 +136,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "reading": ReadSettings(True, 900, 1.5, 12, 7000),
         "balancing": BalanceSettings(),
         "passes": {"vision": NO_BACKWARD},
+        "features": None,  # which a run alone looks for
     }
 
 

@@ -33,6 +33,11 @@ def replicas_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return replicas
 
 
+def sequence_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that share a sequence with this one, Ulysses innermost."""
+    return _wait_as_long(mesh["ring", "ulysses"]._flatten("sequence").get_group())
+
+
 def experts_mesh(mesh: DeviceMesh, expert: int) -> DeviceMesh:
     """The ranks of a stage that is split by data alone: copies × expert. Neighbours share out the experts; those of one
     place among them hold the same ones."""

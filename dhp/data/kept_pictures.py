@@ -1,0 +1,114 @@
+"""Pictures whose features are kept on disk: looked up by the bytes of their files, before anything is decoded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dhp.base.features import Features
+from dhp.base.geometry import Form, Grid
+from dhp.data.media.sources import Blob, File, Video, name_of, open_media
+from dhp.data.media.video import Pace
+
+Load = Callable[[str], Features | None]
+Seen = tuple[Grid | Form, Pace | None]  # of a picture, what a sample needs beside its features; no pace: an image
+FEATURE_FORMAT = 1  # of keys and files, and of how dhp makes patches: raise it when any of them changes
+_DECODERS = ("pillow", "av", "transformers")  # the pixels of one file may differ from version to version
+
+
+class KeptPictures:
+    """Looks pictures up. Safe to call from several threads."""
+
+    def __init__(self, tower: str, load: Load, names: Sequence[str], about: Sequence[Any]) -> None:
+        """tower: see `dhp.base.features.FeatureSettings`. load: what is kept under a key. names: of the tensors that
+        leave the tower. about: what of the model's family decides the patches of a picture, beside its image
+        processor."""
+        self._tower, self._load, self._names = tower, load, frozenset(names)
+        self._about = [*about, *(version(name) for name in _DECODERS)]
+
+    def see(self, seen: Sequence[Any], tokens: Callable[[Grid | Form], int]) -> SeenPictures:
+        """For a way of seeing. seen: all that decides the patches of a picture, beside its file. tokens: of a
+        picture."""
+        digest = hashlib.sha256(json.dumps([list(seen), self._about], sort_keys=True, default=str).encode())
+        return SeenPictures(self._tower, self._load, self._names, digest.hexdigest(), tokens)
+
+
+class SeenPictures:
+    """The pictures of one model, tower and way of seeing."""
+
+    def __init__(
+        self,
+        tower: str,
+        load: Load,
+        names: frozenset[str],
+        seen: str,
+        tokens: Callable[[Grid | Form], int],
+    ) -> None:
+        self._tower, self._load, self._names, self._seen, self._tokens = tower, load, names, seen, tokens
+
+    def look_up(self, medium: File | Video) -> tuple[File | Video, Features, Seen | None]:
+        """The picture to decode, with its features' key and None; or its features, and what they are of.
+
+        Raises DataError for a file that cannot be read, ConfigError where the folder cannot.
+        """
+        content, medium = _digest(medium)
+        key = key_of(self._tower, self._seen, "video" if isinstance(medium, Video) else "image", content)
+        kept = self._load(key)
+        seen = None if kept is None else self._check(kept)
+        return medium, kept if kept is not None and seen is not None else Features(key, ""), seen
+
+    def _check(self, kept: Features) -> Seen | None:
+        """None where the features are not those of such a picture: they are made anew."""
+        assert kept.tensors is not None
+        try:
+            seen = seen_from_json(kept.about)
+        except (ValueError, KeyError, TypeError):
+            return None
+        rows = {tensor.shape[:1] for tensor in kept.tensors.values()}
+        return seen if kept.tensors.keys() == self._names and rows == {(self._tokens(seen[0]),)} else None
+
+
+def seen_to_json(grid: Grid | Form, pace: Pace | None) -> str:
+    """As text. Numbers with fractions come back to the bit."""
+    form = grid if isinstance(grid, Form) else None
+    arrays = None if form is None else [(*about, raw.hex()) for *about, raw in form.arrays]
+    told = grid if form is None else {**vars(form), "arrays": arrays}
+    return json.dumps([told, None if pace is None else [pace.seconds, pace.times, pace.firsts]])
+
+
+def seen_from_json(text: str) -> Seen:
+    """The same again. Raises ValueError, KeyError or TypeError for another text."""
+    grid, told = json.loads(text)
+    pace = None if told is None else Pace(told[0], tuple(told[1]), tuple(told[2]))
+    if not isinstance(grid, dict):
+        t, h, w = map(int, grid)
+        return (t, h, w), pace
+    pixels = tuple((name, tuple(shape)) for name, shape in grid["pixels"])
+    arrays = tuple((name, dtype, tuple(shape), bytes.fromhex(raw)) for name, dtype, shape, raw in grid["arrays"])
+    return Form(pixels, arrays, int(grid["rows"]), int(grid["tokens"]), grid["written"]), pace
+
+
+def key_of(tower: str, seen: str, kind: str, content: bytes) -> str:
+    """Hex digest that a picture's features are kept under.
+
+    tower: see `dhp.base.features.FeatureSettings`. seen: hex digest of how pictures become patches. kind: image or
+    video. content: SHA-256 of the bytes of its file.
+    """
+    told = json.dumps([FEATURE_FORMAT, tower, seen, kind, content.hex()])
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _digest(medium: File | Video) -> tuple[bytes, File | Video]:
+    """SHA-256 of a file's bytes, and the file; an image, or what would be fetched again, with these bytes: what is
+    decoded is what was digested. Videos on disk are too large for that."""
+    video, file = isinstance(medium, Video), medium.file if isinstance(medium, Video) else medium
+    with open_media(file, "video" if video else "image") as opened:
+        if video and isinstance(file, Path):
+            return hashlib.file_digest(opened, "sha256").digest(), medium
+        content = opened.read()
+    blob = Blob(name_of(file), content)
+    return hashlib.sha256(content).digest(), Video(blob) if video else blob

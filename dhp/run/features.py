@@ -1,0 +1,59 @@
+"""Features of a frozen tower on disk: whether a run may keep them, where, and how many bytes more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dhp.base.errors import ConfigError
+from dhp.base.features import FeatureSettings, KeepSettings
+from dhp.base.stages import Chain
+from dhp.config.parts import model_name, parts
+from dhp.config.schema import Config
+from dhp.features.folder import FeatureFolder
+from dhp.models.family import VISION
+
+GIB = 1 << 30
+
+
+def check_features(config: Config, chain: Chain) -> None:
+    """Raises ConfigError where the encoder's features would change as it is trained."""
+    where = config.data.cache_features
+    if where is None:
+        return
+    if any(stage.trains for stage in chain.of_part(VISION)):
+        raise ConfigError(
+            f"data.cache_features={where} with something of {VISION} trained: what is kept of a picture would be that "
+            "of other weights after the first step. "
+            f"Set training.frozen=[{VISION},projector] and {VISION}.zero_stage=0 without {VISION}.lora, or leave "
+            "data.cache_features out."
+        )
+
+
+def check_folder(config: Config) -> None:
+    """Raises ConfigError where the folder cannot be written."""
+    if config.data.cache_features is not None:
+        FeatureFolder(Path(config.data.cache_features)).check()
+
+
+def feature_settings(config: Config) -> FeatureSettings | None:
+    """What readers need to look features up; None where none are kept. Reads the encoder's weights, which takes
+    seconds."""
+    where = config.data.cache_features
+    if where is None:
+        return None
+    from dhp.models.digest import digest_tower  # brings modeling code along, which takes a second
+
+    return FeatureSettings(where, digest_tower(model_name(config), parts(config)[VISION].dtype, parts(config)))
+
+
+def keep_settings(config: Config, chain: Chain) -> dict[str, KeepSettings]:
+    """What the ranks of each part need that write features; the bytes that there is room for are shared out evenly."""
+    where, most = config.data.cache_features, config.data.cache_features_gib
+    if where is None:
+        return {}
+    room = None
+    if most is not None:
+        degrees = chain.of_part(VISION)[0].degrees
+        left = int(most * GIB) - FeatureFolder(Path(where)).nbytes()
+        room = max(left, 0) // (degrees.data * degrees.sequence)
+    return {VISION: KeepSettings(where, room)}
