@@ -93,7 +93,7 @@ def test_verbs_of_one_call_run_in_turn(worker: Worker) -> None:
 
 
 def test_the_report_of_a_step_tells_how_long_its_verbs_took(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = StageReport(0, None, 1.0, None, None, {})
+    report = StageReport(0, None, 1.0, {}, None, {})
     monkeypatch.setattr(Trainer, "optimizer_step", lambda trainer, *norms: report)
     monkeypatch.setattr(Trainer, "backward_step", lambda trainer, micro_batch: time.sleep(0.05))
     monkeypatch.setattr(Trainer, "save", lambda trainer, folder: time.sleep(0.5))

@@ -91,7 +91,7 @@ class Told:
         return [[]]
 
     def report(self) -> list[StageReport]:
-        return [StageReport(0, 1.0, 1.0, 1e-3, None, {}, usage(self.known, self.choices))]
+        return [StageReport(0, 1.0, 1.0, {"text": 1e-3}, None, {}, usage(self.known, self.choices))]
 
 
 def plan(assets: Path, folder: Path, budget_mib: float, late: int = 0) -> tuple[str, dict[str, Told]]:

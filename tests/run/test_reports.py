@@ -20,7 +20,7 @@ STAGES: Any = {name: SimpleNamespace(leaders=lambda of: list(of)) for name in ("
 
 
 def report(rank: int, busy_s: float | None, loss: float | None = None) -> StageReport:
-    return StageReport(rank, loss, 2.5, 1e-3, None, {"handoff": 8}, busy_s=busy_s)
+    return StageReport(rank, loss, 2.5, {"vision": 1e-3}, None, {"handoff": 8}, busy_s=busy_s)
 
 
 def told(vision: list[StageReport], text: list[StageReport]) -> StepMetrics:
