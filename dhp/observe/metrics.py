@@ -37,7 +37,8 @@ class StepMetrics:
     grad_norm: float | None = None
     """Norm of all gradients of all stages together, before clipping. Unit: nats a token for a unit of weight."""
     lr: Mapping[str, float] | None = None
-    """Learning rate in this step, by group of parameters: a part's name, or a group of training.groups. Unit: a factor."""
+    """Learning rate in this step, by group of parameters: a part's name, or a group of training.groups. Unit: a
+    factor."""
     tokens: int | None = None
     """Text tokens of the global batch, image placeholders included, padding not. Unit: tokens."""
     target_tokens: int | None = None
