@@ -25,7 +25,7 @@ from dhp.data.source import StepSamples
 from dhp.doctor.samples import plain_inputs
 from dhp.models.family import Family
 from dhp.trainers.kinds import make_rank
-from dhp.trainers.settings import ALL, OptimizerSettings, StageSettings
+from dhp.trainers.settings import OptimizerSettings, StageSettings
 
 _UPDATE = OptimizerSettings(1e-3, (0.9, 0.999), 1e-8, 0.0, "constant", 0, 1, None)
 _FLOOR = 1e-6  # of the norm of all gradients: what a gradient below it deviates by is rounding
@@ -106,7 +106,6 @@ def _settings(stage: StageSpec, chain: Chain, folder: str, packing: bool) -> Sta
         device="cpu",
         recompute=("none",) * len(stage.layers),
         measure=False,
-        train=ALL,
         zero_stage=0,
         zero_engine="deepspeed",
         autotp=False,
