@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from dhp.base.errors import DhpError
+from dhp.base.interrupts import INTERRUPTED
 from dhp.config.nearest import did_you_mean, nearest
 
 COMMANDS = {
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     command: Callable[[Sequence[str]], int] = import_module(f"dhp.cli.{name}").main
     try:
         return command(rest)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     except (DhpError, OSError) as error:  # an OSError names the file
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

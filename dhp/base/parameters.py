@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
+from dhp.base.errors import ConfigError
+
 Number = TypeVar("Number", int, float)
 _ADAPTERS = {"lora_A", "lora_B", "lora_magnitude_vector"}  # pieces of the names that peft gives adapters' parameters
 _BASE = "base_layer"  # and of the names of the weights that they stand beside
@@ -138,7 +140,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     pieces = re.split(r"(\*|\?|\[[^]]+\])", pattern)
     wild = {"*": ".*", "?": "."}
     body = "".join(wild.get(p) or (p if p.startswith("[") else re.escape(p)) for p in pieces)
-    return re.compile(rf"(?:.*\.)?(?:{body})(?:\..*)?")
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{body})(?:\..*)?")
+    except re.error as error:
+        raise ConfigError(
+            f"{pattern} is no pattern of parameters' names ({error}). `*` stands for any letters, `?` for one, and "
+            "`[0-9]` for one of a range that goes upwards"
+        ) from error
 
 
 def _first(value: Number | None, otherwise: Number) -> Number:

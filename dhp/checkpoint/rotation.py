@@ -8,6 +8,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dhp.base.errors import CheckpointError
 from dhp.checkpoint.disk import read_json, write_text
 from dhp.checkpoint.folder import checkpoints, step_of
 
@@ -25,11 +26,15 @@ class Best:
 
 
 def read_best(parent: Path, metric: str) -> Best | None:
-    """What the directory of checkpoints says is best by `metric`, if that checkpoint is still there."""
+    """What the directory of checkpoints says is best by `metric`, if that checkpoint is still there. Raises
+    CheckpointError for a damaged file."""
     file = parent / ABOUT_BEST
     if not file.is_file():
         return None
-    best = Best(**read_json(file))
+    try:
+        best = Best(**read_json(file))
+    except TypeError as error:  # a key is missing, or unknown
+        raise CheckpointError(f"{file} is damaged ({error}). Remove it, or write into it what is best") from error
     return best if best.metric == metric and best.step in map(step_of, checkpoints(parent)) else None
 
 

@@ -97,8 +97,11 @@ def due(config: Config, step: int, last: int) -> bool:
 
 
 def of_evaluation(config: Config, name: str) -> Config:
-    """The configuration of what reads one dataset for evaluation: all of it, in the file's order."""
-    data: DataConfig = replace(config.data, datasets=[name], shuffle=False, balance="random", balance_window=None)
+    """The configuration of what reads one dataset for evaluation: each sample once, in the file's order."""
+    registered = split_share(name)[0]
+    registry = config.data.data_registry | {registered: replace(config.data.data_registry[registered], weight=1.0)}
+    data: DataConfig = replace(config.data, datasets=[name], data_registry=registry, shuffle=False, balance="random")
+    data = replace(data, balance_window=None)
     return replace(config, data=data)
 
 

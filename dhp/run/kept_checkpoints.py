@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dhp.base.errors import CheckpointError
 from dhp.checkpoint.folder import checkpoints, step_of
-from dhp.checkpoint.rotation import Best, mark_best, read_best, remove_old
+from dhp.checkpoint.rotation import BEST, Best, mark_best, read_best, remove_old
 from dhp.config.evaluation import LOSS
 from dhp.config.schema import Config
 from dhp.observe.metrics import EvalMetrics
@@ -18,7 +20,7 @@ class KeptCheckpoints:
     def __init__(self, config: Config, say: Callable[[str], None]):
         self._parent, self._limit = Path(str(config.training.checkpoint_dir)), config.training.save_total_limit
         self._metric, self._say = config.training.best_metric, say
-        self._best: Best | None = None if self._metric is None else read_best(self._parent, self._metric)
+        self._best = None if self._metric is None else self._read(self._metric)
 
     def finished(self, step: int) -> None:
         """The checkpoint of `step` is complete. With a best one to be found, old ones go after its evaluation: the one
@@ -31,16 +33,41 @@ class KeptCheckpoints:
         if self._metric is None:
             return
         step, value = found[0].step, _value(self._metric, found)
-        if value is not None and step in map(step_of, checkpoints(self._parent)):
+        if value is not None and math.isfinite(value) and step in map(step_of, checkpoints(self._parent)):
             if self._best is None or value < self._best.value:
                 self._best = Best(step, self._metric, value)
-                mark_best(self._parent, self._best)
-                self._say(f"step_{step} is the best checkpoint so far: {self._metric} {value:.4f}")
+                self._mark(self._best)
             self._remove()
 
+    def _read(self, metric: str) -> Best | None:
+        try:
+            return read_best(self._parent, metric)
+        except CheckpointError as error:  # no reason to end a run: the checkpoints themselves are whole
+            self._say(f"warning: {error}; until then the best of the evaluations to come is the best")
+            return None
+
+    def _mark(self, best: Best) -> None:
+        try:
+            mark_best(self._parent, best)
+        except OSError as error:
+            self._say(f"warning: {self._parent / BEST} cannot be made to lead to step_{best.step}: {_reason(error)}")
+        else:
+            self._say(f"step_{best.step} is the best checkpoint so far: {best.metric} {best.value:.4f}")
+
     def _remove(self) -> None:
-        if self._limit is not None:
+        if self._limit is None:
+            return
+        try:
             remove_old(self._parent, self._limit, self._best)
+        except OSError as error:
+            self._say(
+                f"warning: an old checkpoint in {self._parent} cannot be removed: {_reason(error)}. "
+                "The run goes on; make room yourself"
+            )
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _value(metric: str, found: Sequence[EvalMetrics]) -> float | None:

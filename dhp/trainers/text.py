@@ -133,7 +133,7 @@ class TextTrainer(StageRank):
         """This replica's share of the objective, at the stage that has the head."""
         if not any(chunk.last for chunk in self._chunks):
             return None
-        loss = float(torch.stack(self._losses).sum()) if self._losses else 0.0
+        loss = float(torch.stack(self._losses).sum())
         self._losses.clear()
         return loss
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dhp.base.errors import CheckpointError
 from dhp.checkpoint.folder import ABOUT, checkpoints, find_checkpoint
 from dhp.checkpoint.rotation import Best, mark_best, read_best, remove_old
 
@@ -39,12 +40,8 @@ def test_the_link_leads_to_the_best_and_moves(parent: Path) -> None:
     mark_best(parent, Best(3, "eval_loss", 1.25))
     assert find_checkpoint(parent / "best").resolve() == parent / "step_3"
     assert read_best(parent, "eval_loss") == Best(3, "eval_loss", 1.25)
-    assert [path.name for path in checkpoints(parent)] == [
-        "step_10",
-        "step_3",
-        "step_2",
-        "step_1",
-    ]  # and is no other one
+    names = [path.name for path in checkpoints(parent)]
+    assert names == ["step_10", "step_3", "step_2", "step_1"]  # and is no other one
 
 
 def test_a_best_one_by_another_metric_or_no_longer_there_is_none(parent: Path) -> None:
@@ -53,3 +50,10 @@ def test_a_best_one_by_another_metric_or_no_longer_there_is_none(parent: Path) -
     assert read_best(parent, "eval_loss") is None
     mark_best(parent, Best(7, "eval_loss", 1.25))
     assert read_best(parent, "eval_loss") is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": 3, "metric": "eval_loss", "value": 1, "more": 2}'])
+def test_what_no_run_wrote_is_damage(parent: Path, content: str) -> None:
+    (parent / "best.json").write_text(content)
+    with pytest.raises(CheckpointError, match="best.json is damaged"):
+        read_best(parent, "eval_loss")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,14 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
 def test_inspect_data_says_when_one_of_its_processes_died() -> None:
     with pytest.raises(PartFailed, match=r"^a process died while measuring: .*data\.num_workers"):
         list(_map(os._exit, [1], 1, "measuring"))
+
+
+def test_a_command_that_is_interrupted_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: Sequence[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dhp.cli.evaluate.main", interrupt)
+    assert main(["evaluate"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

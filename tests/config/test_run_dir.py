@@ -39,7 +39,12 @@ def test_overwriting_removes_what_a_run_left_and_nothing_else(tmp_path):
     leave_run(tmp_path)
     for name in ("trace.json", "notes.txt"):
         (tmp_path / name).write_text("")
-    for name in ("tb", "logs", "mine", *(f"checkpoints/{name}" for name in ("step_2", "step_4.partial", "pretrained"))):
+    for name in (
+        "tb",
+        "logs",
+        "mine",
+        *(f"checkpoints/{name}" for name in ("step_2", "step_4.partial", "step_1.removed", "pretrained")),
+    ):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").write_text("")
     for name in ("vision-0.log", "text-12.log", "text.1-0.log", "data.log", "data-1.log", "slurm-1.log"):
@@ -48,6 +53,8 @@ def test_overwriting_removes_what_a_run_left_and_nothing_else(tmp_path):
         (tmp_path / name).mkdir()
     for name in ("swanlab.log", "swanlab.id", "notes"):  # wandb's folder was not this run's
         (tmp_path / "loggers" / name).write_text("")
+    (tmp_path / "checkpoints" / "best").symlink_to("step_2")
+    (tmp_path / "checkpoints" / "best.json").write_text("{}")
     config = Config(run_dir=str(tmp_path), overwrite=True)
     config.training.checkpoint_dir = str(tmp_path / "checkpoints")
     assert replaces_checkpoints(config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -41,8 +43,10 @@ def test_when(overrides: list[str], steps: list[int]) -> None:
 
 
 def test_each_sample_once_in_the_files_order() -> None:
-    config = config_of("data.balance=isf", "data.shuffle=true", "data.max_pixels=3136")
+    asked = ["data.balance=isf", "data.shuffle=true", "data.max_pixels=3136", "data.data_registry.shapes.weight=3"]
+    config = config_of(*asked)
     settings = feed_settings(of_evaluation(config, "shapes%50"))
+    assert settings.registry["shapes"].weight == 1 and config.data.data_registry["shapes"].weight == 3
     assert (settings.datasets, settings.shuffle, settings.balancing.method) == (("shapes%50",), False, "random")
     assert settings.max_pixels == 3136 and config.data.shuffle
 
@@ -74,11 +78,11 @@ def evaluated(step: int, loss: float | None) -> list[EvalMetrics]:
 
 def test_the_best_checkpoint_is_not_the_one_that_goes(tmp_path: Path) -> None:
     of_run = kept(tmp_path, 1, "eval_loss")
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 4.0)):
+    for step, loss in ((1, math.nan), (2, 1.0), (3, 2.0), (4, None), (5, 4.0)):
         finish(tmp_path, step)
         of_run.finished(step)
         of_run.evaluated(evaluated(step, loss))
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_5", "step_4", "step_2"][:1] + ["step_2"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_5", "step_2"]
     assert (tmp_path / "best").resolve().name == "step_2"
     again = kept(tmp_path, 1, "eval_loss")  # as a resumed run
     finish(tmp_path, 6)
@@ -86,6 +90,34 @@ def test_the_best_checkpoint_is_not_the_one_that_goes(tmp_path: Path) -> None:
     assert (tmp_path / "best").resolve().name == "step_2"
     again.evaluated(evaluated(7, 0.5))  # a step without a checkpoint
     assert (tmp_path / "best").resolve().name == "step_2"
+
+
+def test_what_the_disk_refuses_is_told_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("dhp.run.kept_checkpoints.mark_best", refuse)
+    monkeypatch.setattr("dhp.run.kept_checkpoints.remove_old", refuse)
+    told: list[str] = []
+    asked = [f"training.checkpoint_dir={tmp_path}", "training.save_total_limit=1", "training.best_metric=eval_loss"]
+    of_run = KeptCheckpoints(config_of(*asked), told.append)
+    finish(tmp_path, 1)
+    of_run.evaluated(evaluated(1, 1.0))
+    assert [text.split(":")[0] for text in told] == ["warning", "warning"]
+    assert f"{tmp_path / 'best'} cannot be made to lead to step_1: Permission denied" in told[0]
+    assert f"an old checkpoint in {tmp_path} cannot be removed: Permission denied" in told[1]
+
+
+def test_a_damaged_record_of_the_best_is_told(tmp_path: Path) -> None:
+    (tmp_path / "best.json").write_text('{"step": 3}')
+    told: list[str] = []
+    of_run = KeptCheckpoints(
+        config_of(f"training.checkpoint_dir={tmp_path}", "training.best_metric=eval_loss"), told.append
+    )
+    assert len(told) == 1 and told[0].startswith(f"warning: {tmp_path / 'best.json'} is damaged")
+    finish(tmp_path, 4)
+    of_run.evaluated(evaluated(4, 9.0))
+    assert (tmp_path / "best").resolve().name == "step_4"
 
 
 def test_without_a_metric_old_ones_go_as_soon_as_a_newer_one_is_whole(tmp_path: Path) -> None:
