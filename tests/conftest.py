@@ -79,6 +79,18 @@ def few_keys_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def attending_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with 24 query and 8 key/value heads, 4 decoder layers, and queries and keys so large that tokens attend
+    to some others far more than to the rest."""
+    from tests.helpers.tiny import save_model
+
+    folder = Path(tmp_path_factory.mktemp("models")) / "attending"
+    positions = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 8, "hidden_size": 192, "rope_parameters": positions}
+    return str(save_model(folder, text={**heads, "num_hidden_layers": 4}, sharpness=6.0))
+
+
+@pytest.fixture(scope="session")
 def qwen3_vl_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3-VL with random weights: features of three tower layers enter the decoder behind its first three."""
     from tests.helpers.tiny import save_qwen3_vl

@@ -29,7 +29,10 @@ TABLE: dict[str, set[str]] = {
     "trainers": {"models", "parallel", "checkpoint", "features"},
     # Joiners at the top: each says what it joins.
     "step": {"cluster.dispatch"},
-    "batching": {"data", "features", "models", "parallel.attention.image_sharding", "parallel.attention.locality"},
+    "batching": {
+        "data", "features", "models", "parallel.attention.image_sharding", "parallel.attention.locality",
+        "parallel.attention.shard_plan", "parallel.attention.visibility",
+    },
     "run": {
         "batching", "checkpoint", "cluster", "data", "features", "models", "observe", "parallel", "planner", "step",
         "trainers",

@@ -96,8 +96,8 @@ class VisionInput:
     shards: for each of these (Ulysses innermost), what it holds of the segments, in the order of its rows: (segment,
     first patch, patches).
 
-    rows: merged rows for each text replica that gets any, in order. Rows beyond their sum come from a dummy window and
-    are dropped.
+    rows: merged rows for each text shard that gets any, in order. Rows beyond their sum come from a dummy window and
+    are dropped. order: the merged rows in the order in which they are handed over, int64; None: as they come.
 
     forms: of its pictures, in order, where the tower takes pictures whole.
 
@@ -110,18 +110,22 @@ class VisionInput:
     segment_lengths: tuple[int, ...]
     shards: tuple[tuple[tuple[int, int, int], ...], ...]
     rows: tuple[int, ...]
+    order: Tensor | None = None
     forms: tuple[Form, ...] = ()
     to_keep: tuple[PictureRows, ...] = ()
 
 
 @dataclass(frozen=True)
 class TextInput:
-    """One text replica's rows in a micro-batch.
+    """One text shard's tokens in a micro-batch: a replica's rows, or of its one row what a rank of a sequence has.
 
     tensors: the model's own arguments (input_ids, position_ids, …), rows right-padded or packed into one; and targets:
     for each token the one that it should predict, -100 where there is none.
 
-    lengths: tokens of each sample of the packed row; None where rows are padded.
+    lengths: tokens of each sample of the packed row, all ranks' together; None where rows are padded.
+
+    shards: where ranks share the row, for each of them (Ulysses innermost), what it holds of the samples, in the order
+    of its tokens: (sample, first token, tokens).
 
     placement: for each image token of the rows, in order, its row among those received from the vision shards, one
     shard behind another, and then those of `kept`; None where the rows hold no image. heard: the same of sound and the
@@ -132,6 +136,9 @@ class TextInput:
     samples: tokens of each sample of the rows, in order, without padding.
 
     kept: rows of pictures whose features were on disk, by the name of the vision part's tensor.
+
+    blocks: tokens with the same number see each other both ways, -1: none; int64, of the rows, or of all samples that
+    ranks share. None where the family has no blocks.
     """
 
     tensors: dict[str, Tensor]
@@ -141,6 +148,8 @@ class TextInput:
     samples: tuple[int, ...] = ()
     heard: Tensor | None = None
     kept: Mapping[str, Tensor] = field(default_factory=dict)
+    shards: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    blocks: Tensor | None = None
 
 
 @dataclass(frozen=True)

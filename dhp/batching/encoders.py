@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -77,35 +76,75 @@ class Kept:
 @dataclass(frozen=True)
 class Dealt:
     """A micro-batch of one encoder: its pictures in the order of the text replicas and their samples, and the pieces
-    of each rank, sequence ranks innermost; kept: pictures that no rank encodes."""
+    of each rank, sequence ranks innermost; kept: pictures that no rank encodes.
+
+    owners: where ranks share a text replica's row, for each replica and each token of its pictures, in order, the rank
+    that has it. sharing: how many they are.
+    """
 
     pictures: Sequence[Picture]
     shards: Sequence[Pieces]
     kept: Sequence[Kept] = ()
+    owners: Sequence[Tensor] = ()
+    sharing: int = 1
+
+    @cached_property
+    def sent(self) -> list[Sent]:
+        """What each rank hands over."""
+        return [self._sent(pieces) for pieces in self.shards]
 
     def route(self) -> Route:
-        """Which shard has rows for which text replica."""
-        pairs = {
-            (rank, self.pictures[piece.image].replica) for rank, pieces in enumerate(self.shards) for piece in pieces
-        }
-        return Route(tuple(sorted(pairs)))
+        """Which shard has rows for which text shard."""
+        return Route(tuple((rank, target) for rank, sent in enumerate(self.sent) for target in sorted(sent.places)))
 
-    def placement(self, replica: int) -> Tensor | None:
-        """For each token of a text replica's pictures, in order, its row among those received from the shards, one
-        shard behind another, and behind them those of `kept_rows`; None where it has no picture."""
-        starts = {index: picture.place for index, picture in enumerate(self.pictures) if picture.replica == replica}
-        wanted = [[piece for piece in pieces if piece.image in starts] for pieces in self.shards]
-        units = [
-            [_units(self.pictures[p.image].layout, p.first, p.last) + starts[p.image] for p in ps] for ps in wanted
-        ]
-        received = [torch.cat(rank) for rank in units if rank]
-        received += [torch.arange(one.place, one.place + one.tokens) for one in self.kept if one.replica == replica]
+    def placement(self, target: int) -> Tensor | None:
+        """For each token of pictures that a text shard has, in order, its row among those received from the shards, one
+        shard behind another, and behind them those of `kept_rows`; None where it has none."""
+        received = [sent.places[target] for sent in self.sent if target in sent.places]
+        received += [one.place + rows for one, rows in self._kept(target) if len(rows)]
         return torch.argsort(torch.cat(received)) if received else None
 
-    def kept_rows(self, replica: int) -> dict[str, Tensor]:
-        """Rows of a text replica's pictures that no rank encodes, by name; none where it has no such picture."""
-        own = [one.rows for one in self.kept if one.replica == replica]
-        return {name: torch.cat([rows[name] for rows in own]) for name in (own[0] if own else ())}
+    def kept_rows(self, target: int) -> dict[str, Tensor]:
+        """Rows of pictures that no rank encodes and a text shard has tokens of, by name; none where it has none."""
+        own = [(one.rows, rows) for one, rows in self._kept(target) if len(rows)]
+        names = own[0][0] if own else ()
+        return {name: torch.cat([_chosen(values[name], rows) for values, rows in own]) for name in names}
+
+    def _kept(self, target: int) -> Iterator[tuple[Kept, Tensor]]:
+        """Kept pictures of the target's replica, and which of their rows it has."""
+        for one in self.kept:
+            if one.replica == target // self.sharing:
+                rows = torch.arange(one.tokens)
+                if self.owners:
+                    owners = self.owners[one.replica][one.place : one.place + one.tokens]
+                    rows = rows[owners == target % self.sharing]
+                yield one, rows
+
+    def _sent(self, pieces: Pieces) -> Sent:
+        """What a rank with these pieces hands over."""
+        places, targets = [], []
+        for piece in pieces:
+            picture = self.pictures[piece.image]
+            own = _units(picture.layout, piece.first, piece.last) + picture.place
+            places.append(own)
+            first = torch.full_like(own, picture.replica * self.sharing)
+            targets.append(first + self.owners[picture.replica][own] if self.owners else first)
+        if not pieces:
+            return Sent({}, None)
+        sorted_targets, order = torch.cat(targets).sort(stable=True)
+        numbers, counts = sorted_targets.unique_consecutive(return_counts=True)
+        of_target = torch.cat(places)[order].split(counts.tolist())
+        in_order = bool((order[1:] > order[:-1]).all())
+        return Sent(dict(zip(numbers.tolist(), of_target, strict=True)), None if in_order else order)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a rank of an encoder hands over. places: by text shard, the place of each row among the tokens of its
+    replica's pictures. order: its rows, those of the first shard first; None: as they come."""
+
+    places: Mapping[int, Tensor]
+    order: Tensor | None
 
 
 class Encoder:
@@ -118,13 +157,13 @@ class Encoder:
         self._dtype: torch.dtype = getattr(torch, split.dtype)
         self._known_layout = lru_cache(maxsize=256)(tower.image_layout)
 
-    def deal(self, rows: Sequence[Row]) -> Dealt:
-        """One micro-batch."""
+    def deal(self, rows: Sequence[Row], owners: Sequence[Tensor] = (), sharing: int = 1) -> Dealt:
+        """One micro-batch. owners and sharing: see `Dealt`."""
         pictures, kept = self._pictures(rows)
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
         crossover, own = self.tower.attention_crossover_patches, self._split
         sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
-        return Dealt(pictures, [pieces for replica in sharded for pieces in replica], kept)
+        return Dealt(pictures, [pieces for replica in sharded for pieces in replica], kept, owners, sharing)
 
     def inputs(self, dealt: Dealt) -> tuple[VisionInput, ...]:
         """What each rank receives."""
@@ -156,13 +195,11 @@ class Encoder:
         first = rank - rank % self._split.ranks
         group = dealt.shards[first : first + self._split.ranks]
         cuts = [_cut(pictures[piece.image], piece.first, piece.last) for piece in dealt.shards[rank]]
-        rows = Counter[int]()  # by text replica
-        for piece, cut in zip(dealt.shards[rank], cuts, strict=True):
-            rows[pictures[piece.image].replica] += cut.tokens
+        sent = dealt.sent[rank]
         if not cuts:
             positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
             pixels = torch.full((dummy, tower.patch_dim), 0.5)  # a black picture is padding to some towers
-            cuts = [_Cut(pixels, positions, (dummy,), 0, tower.dummy_form)]
+            cuts = [_Cut(pixels, positions, (dummy,), tower.dummy_form)]
         segment_lengths, shards = _lay_out(pictures, group, dummy)
         return VisionInput(
             pixels=torch.cat([cut.pixels for cut in cuts]).to(self._dtype),
@@ -170,7 +207,8 @@ class Encoder:
             window_lengths=tuple(length for cut in cuts for length in cut.window_lengths),
             segment_lengths=segment_lengths,
             shards=shards,
-            rows=tuple(rows[replica] for replica in sorted(rows)),
+            rows=tuple(len(sent.places[target]) for target in sorted(sent.places)),
+            order=sent.order,
             forms=tuple(cut.form for cut in cuts if cut.form is not None),
             to_keep=tuple(_to_keep(pictures, group)),
         )
@@ -181,7 +219,6 @@ class _Cut:
     pixels: Tensor
     positions: Tensor
     window_lengths: tuple[int, ...]
-    tokens: int
     form: Form | None
 
 
@@ -190,14 +227,17 @@ def _cut(picture: Picture, first: int, last: int) -> _Cut:
     lengths = layout.window_lengths
     begin, end = sum(lengths[:first]), sum(lengths[:last])
     pixels = picture.pixels[layout.patch_order()[begin:end]]
-    tokens = sum(layout.window_tokens[first:last])
-    return _Cut(pixels, layout.positions[begin:end], lengths[first:last], tokens, layout.form)
+    return _Cut(pixels, layout.positions[begin:end], lengths[first:last], layout.form)
 
 
 def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
     """Merged tokens of windows `first` to `last`, as indices in processor order."""
     begin, end = (sum(layout.window_tokens[:w]) for w in (first, last))
     return layout.order[begin:end]
+
+
+def _chosen(values: Tensor, rows: Tensor) -> Tensor:
+    return values if len(rows) == len(values) else values[rows]
 
 
 def _to_keep(pictures: Sequence[Picture], group: Sequence[Pieces]) -> Iterator[PictureRows]:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dhp.base.degrees import Degrees
 from dhp.base.errors import ModelError
 from dhp.base.features import FeatureSettings
 from dhp.base.messages import StepData
 from dhp.base.passes import Passes
 from dhp.batching.collate import Collator, pixels_by_argument, sounds_by_argument
 from dhp.batching.encoders import AUDIO, VISION, Split
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import ONE, Dealer
 from dhp.config.schema import DatasetEntry
 from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.cache import LengthCache, Lengths
@@ -50,6 +51,8 @@ class FeedSettings:
     cache_dir: where lengths are kept. features: where those of pictures are; None: every picture is decoded.
 
     passes: what a step computes of each part of which not all is trained; none: all is.
+
+    text: degrees of the decoder.
     """
 
     model_name: str
@@ -68,6 +71,7 @@ class FeedSettings:
     balancing: BalanceSettings = BalanceSettings()
     passes: Mapping[str, Passes] = field(default_factory=dict)
     features: FeatureSettings | None = None
+    text: Degrees = ONE
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -109,8 +113,9 @@ def make_feed(settings: FeedSettings) -> Feed:
     split = settings.encoders[VISION]
     others = {name: other for name, other in settings.encoders.items() if name != VISION}
     shape = (split.replicas, split.ranks, settings.packing)
+    dtype: torch.dtype = getattr(torch, split.dtype)
     return Feed(
-        source, family, pad or 0, *shape, measured, getattr(torch, split.dtype), split.locality, others, settings.passes
+        source, family, pad or 0, *shape, measured, dtype, split.locality, others, settings.passes, settings.text
     )
 
 
@@ -184,6 +189,7 @@ class Feed:
         locality: Locality | None = None,
         others: Mapping[str, Split] = MappingProxyType({}),
         passes: Mapping[str, Passes] = MappingProxyType({}),
+        text: Degrees = ONE,
     ):
         """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
 
@@ -198,11 +204,13 @@ class Feed:
         others: how the inputs of each further encoder are dealt out, by part.
 
         passes: what a step computes of each part of which not all is trained.
+
+        text: degrees of the decoder; where ranks share a row, there is one without padding, whatever `packing` says.
         """
         self._source = source
         self._family = family
-        self._collator = Collator(family, pad_token_id, packing)
-        self._dealer = Dealer(family, self._collator, replicas, ranks, pixel_dtype, locality, others, passes)
+        self._collator = Collator(family, pad_token_id, packing or text.sequence > 1)
+        self._dealer = Dealer(family, self._collator, replicas, ranks, pixel_dtype, locality, others, passes, text)
         self.measured = measured
 
     @property

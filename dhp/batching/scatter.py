@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from dhp.base.degrees import Degrees
+from dhp.base.geometry import SOUND
 from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
 from dhp.base.passes import EVERYTHING, Passes
+from dhp.batching.blocks import find_blocks
 from dhp.batching.collate import Collator, Row
 from dhp.batching.encoders import AUDIO, VISION, Dealt, Encoder, Split
+from dhp.batching.sequence import SharedRow, share_row
 from dhp.data.balance.metrics import dist_ratio
 from dhp.data.source import StepSamples
 from dhp.models.family import Family
 from dhp.parallel.attention.locality import Locality
 
 TEXT = "text"
+ONE = Degrees()
 
 
 class Dealer:
@@ -33,6 +40,7 @@ class Dealer:
         locality: Locality | None = None,
         others: Mapping[str, Split] = MappingProxyType({}),
         passes: Mapping[str, Passes] = MappingProxyType({}),
+        text: Degrees = ONE,
     ):
         """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
 
@@ -43,22 +51,25 @@ class Dealer:
         others: how the inputs of each further encoder of the run are dealt out, by part.
 
         passes: what a step computes of each part of which not all is trained.
+
+        text: degrees of the decoder, whose ring × Ulysses ranks share a replica's row.
         """
         vision = Split(replicas, ranks, str(pixel_dtype).removeprefix("torch."), locality)
         splits = {VISION: vision, **others}
         self._encoders = {name: Encoder(name, family.parts[name], split) for name, split in splits.items()}
-        self._family, self._collator, self._passes = family, collator, passes
+        self._family, self._collator, self._passes, self._degrees = family, collator, passes, text
 
     def deal(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
-        dealt = {name: [encoder.deal(rows) for rows in samples.samples] for name, encoder in self._encoders.items()}
+        made = [[self._make(row) for row in rows] for rows in samples.samples]
+        dealt = {name: [self._deal(name, *pair) for pair in zip(samples.samples, made)] for name in self._encoders}
         work = {name: tuple(map(self._encoders[name].inputs, of_part)) for name, of_part in dealt.items()}
         routes = {name: tuple(one.route() for one in of_part) for name, of_part in dealt.items()}
         targets = sum(sample.target_tokens for sample in samples.flat)
         text = []
-        for number, rows in enumerate(samples.samples):
+        for number, rows in enumerate(made):
             of_micro_batch = {name: of_part[number] for name, of_part in dealt.items()}
-            text.append(tuple(self._text(row, d, of_micro_batch, targets) for d, row in enumerate(rows)))
+            text.append(tuple(one for d, row in enumerate(rows) for one in self._text(row, d, of_micro_batch, targets)))
         info = _count(samples, targets, work, text, self._flops(samples, dealt, targets))
         return StepData(info, {**work, TEXT: tuple(text)}, routes)
 
@@ -71,17 +82,55 @@ class Dealer:
         passes = self._passes.get(TEXT, EVERYTHING)
         return {**found, TEXT: self._family.decoder.work.flops(lengths, targets, passes)}
 
-    def _text(self, row: Row, replica: int, dealt: Mapping[str, Dealt], target_tokens: int) -> TextInput:
+    def _make(self, row: Row) -> _Made:
         tensors, lengths = self._collator.make(row)
-        return TextInput(
-            tensors,
-            lengths,
-            dealt[VISION].placement(replica),
-            target_tokens,
-            tuple(len(sample.input_ids) for sample in row),
-            dealt[AUDIO].placement(replica) if AUDIO in dealt else None,
-            dealt[VISION].kept_rows(replica),
-        )
+        shared = None
+        if self._degrees.sequence > 1:
+            assert lengths is not None  # whoever made the collator knows that shared rows are packed
+            shared = share_row(lengths, self._degrees.ring, self._degrees.ulysses)
+        blocks = find_blocks(self._family.decoder, tensors, lengths)
+        return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared)
+
+    def _deal(self, name: str, rows: Sequence[Row], made: Sequence[_Made]) -> Dealt:
+        sharing = self._degrees.sequence
+        owners = [one.shared.owners()[self._inside(name, one)] for one in made if one.shared is not None]
+        return self._encoders[name].deal(rows, owners, sharing)
+
+    def _inside(self, name: str, made: _Made) -> Tensor:
+        """Which tokens of a row are an encoder's."""
+        kinds = made.tensors["mm_token_type_ids"].flatten()
+        heard = kinds == SOUND
+        if name == AUDIO:
+            return heard
+        return (kinds > 0) & ~heard if AUDIO in self._encoders else kinds > 0
+
+    def _text(self, made: _Made, replica: int, dealt: Mapping[str, Dealt], target_tokens: int) -> Iterator[TextInput]:
+        """What each of the ranks that share the replica's rows gets."""
+        shared, ranks = made.shared, self._degrees.sequence
+        for rank in range(ranks):
+            target = replica * ranks + rank
+            yield TextInput(
+                made.tensors if shared is None else shared.cut(made.tensors, rank),
+                made.lengths if shared is None else shared.lengths,
+                dealt[VISION].placement(target),
+                target_tokens,
+                made.samples,
+                dealt[AUDIO].placement(target) if AUDIO in dealt else None,
+                dealt[VISION].kept_rows(target),
+                () if shared is None else shared.shards,
+                made.blocks if shared is None else shared.with_dummies(made.blocks),
+            )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A text replica's rows. shared: who has what of them; None: one rank has all."""
+
+    tensors: dict[str, Tensor]
+    lengths: tuple[int, ...] | None
+    blocks: Tensor | None
+    samples: tuple[int, ...]
+    shared: SharedRow | None
 
 
 def _count(

@@ -15,12 +15,12 @@ DEGREES = ("pipeline", "data", "ulysses", "ring", "tensor")
 PARALLELISMS = {
     "vision": ("none", "data", "sequence", "tensor", "deepspeed"),
     "audio": ("none", "data", "sequence", "deepspeed"),
-    "text": ("none", "data", "tensor", "pipeline", "deepspeed", "autotp"),
+    "text": ("none", "data", "sequence", "tensor", "pipeline", "deepspeed", "autotp"),
 }
 OFFERED = {
     "vision": ("data", "ulysses", "ring", "tensor"),
     "audio": ("data", "ulysses"),
-    "text": ("pipeline", "data", "tensor"),
+    "text": ("pipeline", "data", "ulysses", "ring", "tensor"),
 }  # what may be above 1
 # What others call a parallelism.
 _MEANT = {
@@ -60,6 +60,7 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     _check_existing(name, degrees)
     _check_pipeline(name, part, degrees["pipeline"])
     _check_expert(name, part, degrees)
+    _check_sequence(name, part, degrees)
     engine = _resolve_engine(name, part, degrees["tensor"])
     filled: dict[str, Any] = dict(degrees)
     lora = part.lora
@@ -164,6 +165,24 @@ def _check_expert(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
         raise ConfigError(
             f"{name}.expert={expert} with {name}.zero_stage={part.zero_stage}: ZeRO cuts what all replicas hold alike, "
             f"but expert({expert}) > 1 gives them different experts. Set {name}.zero_stage=0, or {name}.expert=1."
+        )
+
+
+def _check_sequence(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
+    """Refuse a shared sequence where nothing is known to be exact."""
+    ring, ulysses = degrees["ring"], degrees["ulysses"]
+    if ring * ulysses == 1:
+        return
+    told = f"{name}.ulysses={ulysses} and {name}.ring={ring}"
+    if part.parallelism == "autotp":
+        raise ConfigError(
+            f"{name}.parallelism=autotp with {told}: DeepSpeed's layers know no shared sequence. Set "
+            f"{name}.parallelism=tensor or sequence."
+        )
+    if part.expert > 1:
+        raise ConfigError(
+            f"{name}.expert={part.expert} with {told}: experts are shared out among replicas (data) alone. Set "
+            f"{name}.expert=1; {name}.tensor cuts each expert."
         )
 
 

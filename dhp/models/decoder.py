@@ -14,6 +14,7 @@ from dhp.base.logits import LogitRule
 from dhp.config.checks import check_autotp, check_expert_width, check_experts, check_tensor
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
+from dhp.config.sequence import check_heads, check_layers_of_rows, check_positions, shares_sequence
 from dhp.models.experts import Experts, find_experts
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.flops import TextWork, text_work
@@ -60,6 +61,8 @@ class Decoder(Part):
         sparse = self.experts.sparse if self.experts else ()
         self.shared = tuple(f"{PATH}.layers.{number}.mlp.experts" for number, some in enumerate(sparse) if some)
         self._vocabulary = (text.vocab_size, text.hidden_size)
+        self._rope_types = _rope_types(getattr(text, "rope_parameters", None) or {})
+        self._scaled = bool(getattr(text, "attn_temperature_tuning", False))
 
     def count_work(self, text: Any) -> TextWork:
         """What the decoder of that configuration computes."""
@@ -80,6 +83,11 @@ class Decoder(Part):
             self._check_cut_experts(self.experts, asked)
         if asked.parallelism == "autotp":
             check_autotp(self.kv_heads, tensor)
+        if shares_sequence(asked):
+            check_heads(self.heads, self.kv_heads, asked)
+            check_positions(self._rope_types, self._scaled)
+            balance = self.experts.balance if self.experts else 0.0
+            check_layers_of_rows(bool(self.mixers), self.block_rule is not None, balance, asked)
 
     def _check_balance(self, asked: PartConfig) -> None:
         if self.experts and self.experts.balance and asked.compile:
@@ -182,6 +190,13 @@ def embed(model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
     for sounds in inputs.sounds.values():
         flat = flat.index_copy(0, inputs.sound_positions, sounds.to(flat.dtype))
     return flat.view_as(states)
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
+    """Kinds of rotary positions, of all layers or of each type of layers."""
+    inner = (value for value in parameters.values() if isinstance(value, Mapping))
+    own = {parameters["rope_type"]} if "rope_type" in parameters else set()
+    return own.union(*map(_rope_types, inner))
 
 
 def _run_and_add(

@@ -71,6 +71,7 @@ def feed_settings(
         balancing=BalanceSettings(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
         passes=dict(passes),
         features=features,
+        text=degrees(decoder(config)),
     )
 
 

@@ -36,14 +36,6 @@ def find_targets(targets: Tensor) -> Targets:
     return Targets(positions, flat[positions])
 
 
-def find_prefixes(targets: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Which tokens come before all that is to be learned in their sample, bool [tokens]. targets: int64 [tokens], what
-    each should predict; lengths: of the samples."""
-    learned = [(sample != IGNORED).cumsum(0) for sample in targets.split(list(lengths))]
-    # The token that predicts the first of an answer is the last one before it.
-    return torch.cat([(count == 0) | ((count == 1) & (count.diff(prepend=count[:1] * 0) == 1)) for count in learned])
-
-
 def find_samples(targets: Tensor, lengths: Sequence[int]) -> tuple[list[range], Tensor]:
     """Of samples of so many tokens, in one row or each in its own: their places among the flattened rows × tokens, and
     how many targets each has, int64 [samples]. targets: [rows, tokens], on the host."""

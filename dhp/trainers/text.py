@@ -21,8 +21,15 @@ from dhp.models.split import ReadPlan, load_part
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.mixers import run_by_segment
-from dhp.parallel.attention.sharded import SegmentPlan, packed_attention, plan_segments
-from dhp.parallel.attention.visibility import number_runs
+from dhp.parallel.attention.shard_plan import told_plan
+from dhp.parallel.attention.sharded import (
+    GATHER_TOKENS,
+    MeshPosition,
+    SegmentPlan,
+    packed_attention,
+    plan_segments,
+    plan_shard,
+)
 from dhp.parallel.comm.mesh import experts_mesh
 from dhp.parallel.experts.balance import Routers, balance_losses
 from dhp.parallel.experts.modules import choose_product
@@ -35,7 +42,6 @@ from dhp.parallel.tensor.styles import shared_heads_style
 from dhp.trainers.moving import gradient_of, joined, move_with_plans, to_device
 from dhp.trainers.objective import (
     Targets,
-    find_prefixes,
     find_samples,
     find_targets,
     share_of_balance,
@@ -75,6 +81,7 @@ class TextTrainer(StageRank):
             # Weights are gathered for backward as well, by all replicas together: each has to go back as far as one
             # with pictures does, though nothing of what it embeds is trained.
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
+        self._position = MeshPosition.of(self.mesh)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
         return model
@@ -220,19 +227,18 @@ class TextTrainer(StageRank):
 
     def _plan(self, work: TextInput) -> SegmentPlan:
         """Which tokens see each other."""
-        kinds, rule = work.tensors["mm_token_type_ids"], self.family.decoder.block_rule
-        rows, tokens = kinds.shape
+        backend, blocks = self.settings.attention_backend, work.blocks
+        rule = self.family.decoder.block_rule or "bounded"
+        varlen = backend == FLASH_ATTENTION_2
+        varlen = varlen or (work.lengths is not None and has_varlen(self.device, self.dtype))
+        if work.shards:
+            shards = told_plan(work.lengths or (), work.shards, self.spec.degrees.ulysses)
+            few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
+            return plan_shard(shards, self._position, CPU, True, few, varlen, blocks, rule, backend)
+        rows, tokens = work.tensors["input_ids"].shape
         # Padded rows are segments of one length, so one call: what pads them lies behind all that counts.
         lengths = (tokens,) * rows if work.lengths is None else work.lengths
-        backend = self.settings.attention_backend
-        asked = backend == FLASH_ATTENTION_2
-        varlen = asked or (work.lengths is not None and has_varlen(self.device, self.dtype))
-        if rule is None:
-            return plan_segments(lengths, CPU, causal=True, varlen=varlen, backend=backend)
-        inside = kinds > 0
-        if self.family.decoder.sees_prefix:
-            inside = find_prefixes(work.tensors["targets"].flatten(), lengths)
-        return plan_segments(lengths, CPU, True, varlen, number_runs(inside), rule, backend)
+        return plan_segments(lengths, CPU, True, varlen, blocks, rule, backend)
 
 
 def _ask_gradient(_module: nn.Module, _given: tuple[Tensor, ...], embedded: Tensor) -> None:

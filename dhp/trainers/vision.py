@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.base.errors import CheckpointError
-from dhp.base.geometry import TokenRange
 from dhp.base.messages import Bundle, StepInfo, VisionInput
 from dhp.base.parameters import is_inside
 from dhp.models.family import LayerParts
@@ -18,7 +17,7 @@ from dhp.models.split import load_part
 from dhp.models.tower import Tower
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
-from dhp.parallel.attention.shard_plan import ShardPlan
+from dhp.parallel.attention.shard_plan import told_plan
 from dhp.parallel.attention.sharded import (
     GATHER_TOKENS,
     MeshPosition,
@@ -61,7 +60,7 @@ class VisionTrainer(StageRank):
         AttentionInterface.register(ATTENTION, self.attention(segment_attention))
         tower.use_attention(model, ATTENTION)
         self._position = MeshPosition.of(self.mesh)
-        self._outputs: dict[int, tuple[dict[str, Tensor], tuple[int, ...]]] = {}
+        self._outputs: dict[int, tuple[dict[str, Tensor], VisionInput]] = {}
         kept = self.settings.features
         self._keeper = None if kept is None else FeatureKeeper(kept, sequence_group(self.mesh))
         return model
@@ -85,24 +84,25 @@ class VisionTrainer(StageRank):
                 lambda: self.tower.encode(self.model, pixels, positions, windows, frames, work.forms)
             )
         if self.spec.trains:
-            self._outputs[micro_batch] = (output, work.rows)
+            self._outputs[micro_batch] = (output, work)
         if not self.sends:
             return ()
         if self._keeper is not None and work.to_keep:
             self._keeper.keep(work.to_keep, output)
-        return tuple(self._dealt_out(chunk, output, work.rows))
+        return tuple(self._dealt_out(chunk, output, work))
 
     def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
         """Back through the tower with the gradients of what each text replica got."""
-        output, rows = self._outputs.pop(micro_batch)
+        output, work = self._outputs.pop(micro_batch)
+        sent = sum(work.rows)
         surrogate = torch.zeros((), dtype=self.dtype, device=self.device)
         for name, tensor in output.items():
             given = [to_device(b.tensors[name], self.device) for b in received if name in b.tensors]
             # Rows of a dummy window get no gradient, but the rank still walks its backward: others wait for it in the
             # collectives. Gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes.
             if given:
-                surrogate = surrogate + (tensor[: sum(rows)] * joined(given)).sum()
-            surrogate = surrogate + tensor[sum(rows) :].sum() * 0.0
+                surrogate = surrogate + (self._handed_over(tensor, work) * joined(given)).sum()
+            surrogate = surrogate + tensor[sent:].sum() * 0.0
         with self.metered_backward():
             self.optimizer.backward(surrogate, last)
         return ()
@@ -129,17 +129,20 @@ class VisionTrainer(StageRank):
                 "data.cache_features keeps what the model's own weights make. Resume without data.cache_features"
             )
 
-    def _dealt_out(self, chunk: int, output: dict[str, Tensor], rows: Sequence[int]) -> Iterator[Bundle]:
+    def _dealt_out(self, chunk: int, output: dict[str, Tensor], work: VisionInput) -> Iterator[Bundle]:
         for edge in self.edges_out(chunk):
-            by_name = [output[name].detach()[: sum(rows)].split(list(rows)) for name in edge.tensors]
+            by_name = [self._handed_over(output[name].detach(), work).split(list(work.rows)) for name in edge.tensors]
             for of_target in zip(*by_name, strict=True):
                 yield Bundle(dict(zip(edge.tensors, of_target, strict=True)))
 
+    def _handed_over(self, rows: Tensor, work: VisionInput) -> Tensor:
+        """The rows that others get, those of the first text shard first."""
+        if work.order is None:
+            return rows[: sum(work.rows)]
+        return rows.index_select(0, to_device(work.order, self.device))
+
     def _plan_frames(self, work: VisionInput, varlen: bool) -> SegmentPlan:
-        ulysses = self.spec.degrees.ulysses
-        spans = [tuple(TokenRange(*span) for span in shard) for shard in work.shards]
-        by_ring_rank = tuple(tuple(spans[first : first + ulysses]) for first in range(0, len(spans), ulysses))
-        shards = ShardPlan(work.segment_lengths, by_ring_rank)
+        shards = told_plan(work.segment_lengths, work.shards, self.spec.degrees.ulysses)
         few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
         backend = self.settings.attention_backend
         return plan_shard(shards, self._position, CPU, gather=few, varlen=varlen, backend=backend)

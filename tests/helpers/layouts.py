@@ -275,7 +275,9 @@ def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed
 
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     family = family_of(model, case)
-    return Feed(source, family, 0, case.vision.data, case.vision.sequence, case.packing, others=_others(case))
+    return Feed(
+        source, family, 0, case.vision.data, case.vision.sequence, case.packing, others=_others(case), text=case.text
+    )
 
 
 def _others(case: Case) -> dict[str, Split]:
@@ -291,8 +293,8 @@ def _slotted(step: int, case: Case, samples: Sequence[Sample]) -> StepSamples:
 def make_dealer(model: str, case: Case) -> Dealer:
     """What deals samples out over the case's ranks: the feed without what reads and decodes them."""
     family = family_of(model, case)
-    collator = Collator(family, 0, case.packing)
-    return Dealer(family, collator, case.vision.data, case.vision.sequence, others=_others(case))
+    collator = Collator(family, 0, case.packing or case.text.sequence > 1)
+    return Dealer(family, collator, case.vision.data, case.vision.sequence, others=_others(case), text=case.text)
 
 
 @dataclass(frozen=True)

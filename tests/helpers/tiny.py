@@ -73,8 +73,11 @@ def make_sample(
     return Sample("made", seed, *rows, pixels, tuple(grids), tuple(seconds))
 
 
-def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = None) -> Path:
-    """A Qwen2.5-VL with random weights: 8 query and 4 key/value heads, 4 vision heads, 2 full-attention blocks."""
+def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = None, sharpness: float = 1.0) -> Path:
+    """A Qwen2.5-VL with random weights: 8 query and 4 key/value heads, 4 vision heads, 2 full-attention blocks.
+
+    sharpness: queries and keys of the decoder are so much larger: small random ones see all tokens alike.
+    """
     decoder = {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -86,9 +89,9 @@ def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = N
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 2,
-    }
+    } | (text or {})
     config = Qwen2_5_VLConfig(
-        text_config=decoder | (text or {}),
+        text_config=decoder,
         vision_config={
             "depth": 4,
             "hidden_size": 32,
@@ -96,7 +99,7 @@ def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = N
             "num_heads": 4,
             "window_size": 56,
             "fullatt_block_indexes": [1, 3],
-            "out_hidden_size": 64,
+            "out_hidden_size": decoder["hidden_size"],
         },
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
@@ -104,7 +107,7 @@ def save_model(folder: Path, tied: bool = False, text: dict[str, Any] | None = N
         vision_end_token_id=504,
         tie_word_embeddings=tied,
     )
-    return _save(Qwen2_5_VLForConditionalGeneration, config, folder)
+    return _save(Qwen2_5_VLForConditionalGeneration, config, folder, sharpness)
 
 
 def save_qwen3_vl(folder: Path, tied: bool = False, text: dict[str, Any] | None = None) -> Path:
@@ -194,11 +197,13 @@ def save_llava_with_experts(folder: Path, **more: Any) -> Path:
     return save_llava(folder, Qwen3MoeConfig, **{"head_dim": 8, "norm_topk_prob": True} | EXPERTS | more)
 
 
-def _save(kind: type, config: Any, folder: Path) -> Path:
+def _save(kind: type, config: Any, folder: Path, sharpness: float = 1.0) -> Path:
     torch.manual_seed(0)
     model = kind(config)
     with torch.no_grad():  # biases and norms start at 0 and 1, where some mistakes do not show
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
+        for name, parameter in model.named_parameters():
+            parameter *= sharpness if "q_proj" in name or "k_proj" in name else 1.0
     model.save_pretrained(folder)
     return folder

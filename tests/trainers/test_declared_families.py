@@ -13,8 +13,12 @@ from itertools import product
 import pytest
 
 from dhp.base.degrees import Degrees
+from dhp.base.errors import ConfigError
+from dhp.config.degrees import resolve_part
+from dhp.config.part import PartConfig
 from dhp.data.sample import Sample
 from dhp.doctor.doubles import staying_double
+from dhp.models.registry import load_family
 from dhp.trainers.settings import StageSettings
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare
@@ -95,6 +99,23 @@ def test_equals_the_plain_model(name: str, vision: str, text: str, packing: bool
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_PIPELINE])
 def test_a_decoder_cut_by_layers_equals_the_plain_model(name: str, packing: bool, made: dict[str, Made]) -> None:
     assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=packing, stages=2)))
+
+
+SHARED = {"ulysses": Degrees(ulysses=2), "ring": Degrees(ring=2)}
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("layout", SHARED)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_shared_sequence_equals_the_plain_model_or_is_refused(name: str, layout: str, made: dict[str, Made]) -> None:
+    degrees, decoder = SHARED[layout], load_family(made[name].folder).decoder
+    asked = PartConfig(parallelism="sequence", num_actors=2, ring=degrees.ring, ulysses=degrees.ulysses)
+    if decoder.mixers or (decoder.block_rule and degrees.ring > 1):
+        with pytest.raises(ConfigError, match="carry state along the row|see each other both ways"):
+            decoder.check(resolve_part("text", asked))
+        return
+    decoder.check(resolve_part("text", asked))
+    assert_exact(run(made[name], Case(Degrees(), degrees, 2, packing=True)))
 
 
 @pytest.mark.families

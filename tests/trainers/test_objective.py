@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dhp.trainers.objective import find_prefixes, find_targets, share_of_objective
+from dhp.trainers.objective import find_targets, share_of_objective
 
 torch.manual_seed(0)
 HEAD = nn.Linear(4, 7, bias=False)
@@ -30,10 +30,3 @@ def test_targets_are_told_by_the_position_that_predicts_them() -> None:
     positions, tokens = find_targets(torch.tensor([[-100, 3, 1, -100, -100], [6, -100, -100, 0, -100]]))
     assert positions.tolist() == [1, 2, 5, 8]
     assert tokens.tolist() == [3, 1, 6, 0]
-
-
-def test_a_prefix_ends_before_the_first_token_that_is_learned() -> None:
-    """The token that predicts the first of an answer is the last before it. A sample without answers is all prefix."""
-    targets = torch.tensor([-100, -100, 7, 8, -100, 9, -100, -100, -100, 5, -100])
-    found = find_prefixes(targets, [6, 2, 3])
-    assert found.tolist() == [True, True, True, False, False, False, True, True, True, True, False]

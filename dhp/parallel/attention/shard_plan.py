@@ -81,6 +81,13 @@ def given_plan(lengths: Sequence[int], rank_tokens: Sequence[int], ring: int) ->
     return ShardPlan(tuple(lengths), tuple(tuple(shards[r * ulysses : (r + 1) * ulysses]) for r in range(ring)))
 
 
+def told_plan(lengths: Sequence[int], shards: Sequence[Sequence[tuple[int, int, int]]], ulysses: int) -> ShardPlan:
+    """What ranks were told that they hold: for each (Ulysses innermost), (segment, first token, tokens)."""
+    ranges = [tuple(TokenRange(*span) for span in shard) for shard in shards]
+    rings = (tuple(ranges[first : first + ulysses]) for first in range(0, len(ranges), ulysses))
+    return ShardPlan(tuple(lengths), tuple(rings))
+
+
 def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
     """For causal attention: each segment in 2 × ring pieces, of which ring rank r gets the r-th and the r-th from the
     end, so that all have the same work; the Ulysses ranks share a ring rank's tokens in order.
