@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 FOUND, PAGE = ROOT / "results" / "families.jsonl", ROOT / "docs" / "families.md"
 LIMIT_S = 300
 MEMORY = 12 << 30  # bytes of a process that examines one
-LAYOUTS = ("data", "sequence", "tensor"), ("data", "tensor", "pipeline")
+LAYOUTS = ("data", "sequence", "tensor"), ("data", "sequence", "tensor", "pipeline")
 
 HEAD = """\
 # Model families
@@ -37,7 +37,8 @@ config.json alone.
 - **—**: refused by name before a run starts; the last column or the doctor says why.
 
 All parts may also have `none` (one actor) and `deepspeed` (replicas with ZeRO). Vision by `sequence`: "by token" where
-a picture itself is divided, by Ulysses, ring or both; for all other families its actors share whole pictures.
+a picture itself is divided, by Ulysses, ring or both; for all other families its actors share whole pictures. Text by
+`sequence`: every row is divided, by Ulysses, ring or both; where tokens of an image see each other both ways, by Ulysses.
 
 `qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested beside all of
 the below. Without a section `audio` a run leaves it as it is ([data.md](data.md#sound)). The audio towers of other
@@ -100,7 +101,7 @@ def _page(found: Sequence[dict[str, Any]], unknown: Sequence[str]) -> str:
     declared = [one for one in works if one.get("declared")]
     lines = [HEAD.format(version=transformers.__version__)]
     lines.append(f"{len(declared)} of {len(found)} families are declared and tested, {len(works)} can be trained.\n")
-    columns = ("family", "vision: data", "sequence", "tensor", "text: data", "tensor", "pipeline", "packed", "videos")
+    columns = ("family", "vision: data", "sequence", "tensor", "text: data", "sequence", "tensor", "pipeline", "packed", "videos")
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [_row(one) for one in works]
     lines.append("\n## Not trained here, and why\n")

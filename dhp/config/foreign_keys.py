@@ -166,7 +166,7 @@ FOREIGN: dict[str, tuple[Foreign, ...]] = {
         Foreign("disable_gradient_checkpointing use_reentrant_gc gradient_checkpointing_kwargs activation_checkpointing_kwargs", "LST", _both("recompute")),
         Foreign("upcast_layernorm upcast_lmhead_output", "L", _both("dtype"), "gradients are summed in float32 as it is"),
         Foreign("tf32 torch_empty_cache_steps", "T", "", _BY_ITSELF),
-        Foreign("sequence_parallel_size ulysses_size ulysses_degree context_parallel_size cp_size", "LSM", "vision.ulysses vision.ring", "the decoder's sequence is not split"),
+        Foreign("sequence_parallel_size ulysses_size ulysses_degree context_parallel_size cp_size", "LSM", "text.ulysses text.ring vision.ulysses vision.ring", "of each part by itself; text.parallelism=sequence splits the decoder's"),
         Foreign("tensor_model_parallel_size tensor_parallel_size tp_size", "M", "text.tensor vision.tensor"),
         Foreign("deepspeed_autotp_size", "S", "text.parallelism", "autotp, and text.tensor"),
         Foreign("pipeline_model_parallel_size pipeline_parallel_size pp_size", "M", "text.pipeline", "and training.schedule"),

@@ -38,8 +38,8 @@ class PartConfig:
 
     parallelism: str = "none"
     """How the actors share the work. vision: none | data | sequence | tensor | deepspeed; audio: the same without
-    tensor; text: none | data | tensor | pipeline | deepspeed | autotp. deepspeed: replicas, as data, beside a
-    zero_stage from 1 on by DeepSpeed; autotp: as tensor, with DeepSpeed's layers."""
+    tensor; text: none | data | sequence | tensor | pipeline | deepspeed | autotp. deepspeed: replicas, as data, beside
+    a zero_stage from 1 on by DeepSpeed; autotp: as tensor, with DeepSpeed's layers."""
 
     num_actors: int = 1
     """Actors of this part (processes, one device each); num_actors = pipeline × data × ulysses × ring × tensor. audio
@@ -63,12 +63,12 @@ class PartConfig:
     """Replicas that work on different samples. Null: what the other degrees leave with parallelism=data, else 1."""
 
     ulysses: Optional[int] = None
-    """Actors that split a sequence by all-to-all on heads; of audio, that share out the clips. Null: what the others
-    leave with sequence, else 1."""
+    """Actors that split a sequence by all-to-all on heads: of vision a large image's, of text a row's; of audio, that
+    share out the clips. Null: what the others leave with sequence, else 1."""
 
     ring: Optional[int] = None
     """Actors that split a sequence by passing keys and values around a ring, outside Ulysses: for more actors than
-    heads, or over several nodes. vision only. Null: 1."""
+    heads, or over several nodes. Not of audio. Null: 1."""
 
     tensor: Optional[int] = None
     """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor or autotp, else 1."""

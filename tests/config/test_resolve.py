@@ -76,21 +76,21 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         ),
         ({"vision__data": 2}, ["data(2) × ulysses(1) × ring(1) × tensor(1) = 2 != num_actors(1)"]),
         (
-            {"text__parallelism": "tensor", "text__num_actors": 2, "text__ring": 2},
-            ["text.ring=2 does not exist yet", "text has pipeline, data, tensor", "ring = 1"],
+            {"text__parallelism": "sequence", "text__num_actors": 2, "text__expert": 2},
+            ["text.expert=2 with text.ulysses=2 and text.ring=1", "Set text.expert=1"],
         ),
         (
             {"vision__parallelism": "tensor", "vision__num_actors": 2, "vision__zero_stage": 1},
             ["vision.zero_stage=1 with vision.zero_engine=auto and vision.tensor=2", "Set vision.zero_stage=2"],
         ),
         (
-            {"text__parallelism": "tensor", "text__num_actors": 2, "text__ulysses": 2},
-            ["text.ulysses=2 does not exist yet", "text has pipeline, data, tensor"],
+            {"text__parallelism": "autotp", "text__num_actors": 2, "text__ring": 2, "text__tensor": 1},
+            ["text.parallelism=autotp with text.ulysses=1 and text.ring=2", "Set text.parallelism=tensor or sequence"],
         ),
         ({"vision__parallelism": "tensr"}, ["vision.parallelism=tensr", "did you mean tensor?"]),
         (
-            {"text__parallelism": "sequence"},
-            ["text.parallelism=sequence", "none, data, tensor, pipeline, deepspeed, autotp"],
+            {"text__parallelism": "sequnce"},
+            ["text.parallelism=sequnce", "did you mean sequence?"],
         ),
         ({"vision__parallelism": "sequnce"}, ["did you mean sequence?"]),
         ({"text__num_actors": 0}, ["text.num_actors=0", "text.num_actors >= 1"]),
