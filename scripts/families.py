@@ -38,7 +38,8 @@ config.json alone.
 
 All parts may also have `none` (one actor) and `deepspeed` (replicas with ZeRO). Vision by `sequence`: "by token" where
 a picture itself is divided, by Ulysses, ring or both; for all other families its actors share whole pictures. Text by
-`sequence`: every row is divided, by Ulysses, ring or both; where tokens of an image see each other both ways, by Ulysses.
+`sequence`: every row is divided, by Ulysses, ring or both; where tokens of an image see each other both ways, by
+Ulysses alone.
 
 `qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested beside all of
 the below. Without a section `audio` a run leaves it as it is ([data.md](data.md#sound)). The audio towers of other
@@ -101,7 +102,8 @@ def _page(found: Sequence[dict[str, Any]], unknown: Sequence[str]) -> str:
     declared = [one for one in works if one.get("declared")]
     lines = [HEAD.format(version=transformers.__version__)]
     lines.append(f"{len(declared)} of {len(found)} families are declared and tested, {len(works)} can be trained.\n")
-    columns = ("family", "vision: data", "sequence", "tensor", "text: data", "sequence", "tensor", "pipeline", "packed", "videos")
+    text = ("text: data", *LAYOUTS[1][1:])
+    columns = ("family", "vision: data", "sequence", "tensor", *text, "packed", "videos")
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [_row(one) for one in works]
     lines.append("\n## Not trained here, and why\n")

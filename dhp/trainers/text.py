@@ -77,9 +77,10 @@ class TextTrainer(StageRank):
         decoder = self.family.decoder
         balance = decoder.experts and decoder.experts.balance
         self._routers = Routers(model.get_submodule(decoder.path)) if balance else None
-        if self.settings.zero_stage == 3 and any(edge.gradients for edge in self.edges_in(0)):
-            # Weights are gathered for backward as well, by all replicas together: each has to go back as far as one
-            # with pictures does, though nothing of what it embeds is trained.
+        together = self.settings.zero_stage == 3 or self.spec.degrees.sequence > 1
+        if together and any(edge.gradients for edge in self.edges_in(0)):
+            # Layers communicate in backward as well, to gather weights or to exchange a sequence's states: each rank
+            # has to go back as far as one with pictures does, though nothing of what it embeds is trained.
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
         self._position = MeshPosition.of(self.mesh)
         self._flights: dict[tuple[int, int], _Flight] = {}

@@ -30,6 +30,7 @@ CASES = [
     Case(Degrees(data=3), Degrees(data=3, tensor=2), 2, "float32", 3, text_zero_stage=2, fsdp=True),
     Case(Degrees(), Degrees(data=2, tensor=2), 2, "bfloat16", schedule="1f1b", stages=2),
     Case(Degrees(data=2), Degrees(data=2), 2, "float32", 2, text_zero_stage=3, fsdp=True, schedule="1f1b", stages=2),
+    Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 2, "bfloat16", zero_stage=1, text_zero_stage=2),
     Case(Degrees(data=2), Degrees(), 2, "float32", frozen=("vision",)),
     Case(Degrees(), Degrees(data=2), 2, "float32", frozen=("vision", "projector"), schedule="1f1b", stages=2),
 ]

@@ -33,6 +33,7 @@ CASES = [
     Case(ONE, Degrees(data=2, tensor=2), 2, lora=TEXT, text_zero_stage=3, fsdp=True, recompute="mlp"),
     Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=1, text_zero_stage=2, dtype="float32"),
     Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=3, text_zero_stage=3, dtype="float32"),
+    Case(ONE, Degrees(ring=2, tensor=2), 2, lora=BOTH, packing=True),
     Case(ONE, Degrees(data=2), 2, lora=DORA, packing=True),
 ]
 STAGED = [

@@ -54,6 +54,7 @@ def run(made: Made, case: Case, fault: Fault = EXACTLY) -> Errors:
 ALWAYS = [
     Case(SEQUENCE, Degrees(tensor=2), 2, packing=True, audio=TWO),
     Case(ONE, TWO, 1, audio=SEQUENCE),
+    Case(TWO, Degrees(ring=2), 2, packing=True, audio=SEQUENCE),
 ]
 
 

@@ -28,6 +28,7 @@ CASES = [
     Case(Degrees(ulysses=2), Degrees(tensor=2), 4, packing=True, stages=2, chunks=2, schedule="interleaved"),
     Case(Degrees(tensor=2), Degrees(data=2, tensor=2), 2, stages=2, schedule="gpipe", checkpointing=True),
     Case(ONE, Degrees(data=2), 2, packing=True, stages=2, schedule="1f1b", text_zero_stage=3, fsdp=True),
+    Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 2, stages=2, schedule="1f1b"),
     Case(Degrees(data=2), ONE, 2, frozen=("vision",), stages=2, schedule="1f1b"),
     Case(Degrees(data=2), ONE, 2, frozen=("vision", "projector"), packing=True),
 ]

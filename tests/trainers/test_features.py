@@ -104,6 +104,7 @@ CASES = [
     Case(Degrees(ulysses=2), Degrees(tensor=2), 2, frozen=FROZEN, schedule="vision_ahead"),
     Case(Degrees(ring=2, ulysses=2), ONE, 1, packing=True, frozen=FROZEN),
     Case(Degrees(tensor=2), Degrees(data=2), 1, frozen=FROZEN, text_zero_stage=3, fsdp=True),
+    Case(Degrees(data=2), Degrees(ring=2), 2, packing=True, frozen=FROZEN),
 ]
 
 

@@ -31,6 +31,12 @@ CASES = [
 ]
 # A replica without a picture goes back as far as one with some, for the weights that both gather on the way.
 GATHERED = Case(ONE, Degrees(data=2), 2, text_zero_stage=3, fsdp=True, frozen=("embed_tokens", "layers.[01]"))
+# So does one that shares a sequence with others, for what they exchange on the way.
+EXCHANGED = [
+    Case(ONE, Degrees(ring=2), 2, frozen=("text",)),
+    Case(ONE, Degrees(ulysses=4), 2, trainable=("projector", "layers.3"), packing=True),
+    Case(ONE, Degrees(ring=2), 2, frozen=("vision", "projector", "layers.0"), checkpointing=True),
+]
 # Of the first stage nothing is trained; of the last, and of both, the weight that is embedding and head.
 STAGED = [
     Case(ONE, ONE, 2, stages=2, schedule="1f1b", frozen=("vision", "projector", "embed_tokens", "layers.[01]")),
@@ -40,7 +46,7 @@ STAGED = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, GATHERED], ids=str)
+@pytest.mark.parametrize("case", [*CASES, GATHERED, *EXCHANGED], ids=str)
 def test_equals_the_plain_model_trained_so(case: Case, four_layers_model: str) -> None:
     exact = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
     exact(compare(four_layers_model, case, awkward_steps()))

@@ -22,6 +22,7 @@ CASES = [
     Case(Degrees(ulysses=2), Degrees(tensor=2)),
     Case(Degrees(ring=2), Degrees(data=2), micro_batches=1, packing=True),
     Case(Degrees(data=2, tensor=2), ONE, micro_batches=1, packing=True),
+    Case(Degrees(ulysses=2), Degrees(ring=2), micro_batches=2),
 ]
 
 
