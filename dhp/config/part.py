@@ -99,6 +99,11 @@ class PartConfig:
     activation_checkpointing: bool = False
     """true: the same as recompute=full. Where recompute says something else, the run is refused."""
 
+    mlp_chunks: int = 1
+    """Chunks of tokens that each layer's MLP computes one after another, and again in backward, so that memory holds
+    the inside of one: for long rows. With recompute=light it is as mlp, for what an MLP has inside is not kept. With
+    compile=false and expert=1."""
+
     zero_stage: int = 0
     """ZeRO stage, what is cut over the actors that hold the same slices: 0 nothing | 1 the optimizer's state | 2
     gradients too | 3 weights too, gathered module by module."""

@@ -1,9 +1,11 @@
 """What `vision.recompute` and `text.recompute` say: none, full, auto, or which layers recompute what."""
 
 import re
+from collections.abc import Sequence
 
 from dhp.base.errors import ConfigError
 from dhp.config.nearest import did_you_mean, nearest
+from dhp.config.ranges import require_positive
 from dhp.config.schema import PartConfig
 
 # What a layer recomputes in backward, from nothing to everything; each recomputes what the one before does, and more:
@@ -58,6 +60,23 @@ def resolve_recompute(name: str, part: PartConfig) -> str:
     numbers = [int(number) for number in re.findall(r"\d+", text)]
     read_choices(text, max(numbers, default=0) + 1, f"{name}.recompute")
     return text
+
+
+def check_mlp_chunks(name: str, part: PartConfig, mlp: Sequence[str]) -> None:
+    """Raises ConfigError where MLPs cannot compute some tokens at a time. mlp: names of modules in one, in a layer."""
+    key, chunks = f"{name}.mlp_chunks", part.mlp_chunks
+    if chunks == 1:
+        return
+    require_positive(key, chunks)
+    others = {"compile=true": part.compile, f"expert={part.expert}": part.expert > 1}
+    for told, refused in others.items():
+        if refused:
+            raise ConfigError(
+                f"{key}={chunks} with {name}.{told}: chunks of an MLP are computed again in backward, each by itself. "
+                f"Set {key}=1, or change {name}.{told.partition('=')[0]}."
+            )
+    if not all("." in one for one in mlp) or not mlp:
+        raise ConfigError(f"{key}={chunks}: the MLPs of this model's {name} part are no modules of their own. Set 1.")
 
 
 def _unreadable(key: str, text: str, item: str) -> ConfigError:

@@ -13,6 +13,7 @@ from dhp.config.checks import check_layers, check_tied
 from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.mixing import read_datasets
 from dhp.config.parts import HEARING, model_name, parts
+from dhp.config.recompute import check_mlp_chunks
 from dhp.config.resolve import check_model_dir, micro_batches, resolve
 from dhp.config.resolved import resolved
 from dhp.config.run_dir import check_run_dir
@@ -132,6 +133,7 @@ def _check_model(config: Config) -> None:
     for name, part in parts(config).items():
         family.parts[name].check(part)
         check_layers(f"{name}.recompute", resolved(part.recompute), len(family.parts[name].layers.kinds))
+        check_mlp_chunks(name, part, family.parts[name].layers.mlp)
     for name, part in parts(config).items():
         check_plan(name, part, source, family)
     _check_rules(config, family, source)

@@ -188,6 +188,7 @@ def stage_settings(
         exclusive_sums=chain.sharing() > 1 and device == "cuda",
         attention_backend=part.attention_backend,
         compiled=part.compile,
+        mlp_chunks=part.mlp_chunks,
         trace=config.training.trace,
         rules=rules,
         adapters=adapters_of(config).get(stage.part),

@@ -33,6 +33,8 @@ class StageSettings:
 
     dtype: a torch dtype's name, in which the stage computes. device: cpu | cuda.
 
+    mlp_chunks: of tokens, that each MLP computes one after another.
+
     recompute: what each of its layers recomputes at first. measure: report what activations take.
 
     zero_stage: what is cut over ranks that hold the same slices; zero_engine, deepspeed or fsdp: who cuts it.
@@ -77,3 +79,4 @@ class StageSettings:
     adapters: AdapterSettings | None = None
     resume_from: str | None = None
     features: KeepSettings | None = None
+    mlp_chunks: int = 1

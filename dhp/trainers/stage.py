@@ -28,6 +28,7 @@ from dhp.models.registry import load_family
 from dhp.models.whole import persistent_buffers
 from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, save_output
 from dhp.parallel.activation.meter import Meter
+from dhp.parallel.activation.tiling import tile_mlps
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, require
 from dhp.parallel.comm.mesh import build_mesh
 from dhp.parallel.comm.traffic import count_collectives, trace_collectives
@@ -63,6 +64,8 @@ class StageRank(ABC):
         self._resume_weights()
         self._kept = None if settings.adapters is None else frozenset(self._saved())
         self._fuse()
+        if settings.mlp_chunks > 1:
+            tile_mlps(self._present_layers(), self.layer_parts().mlp, settings.mlp_chunks)
         if settings.compiled:
             compile_layers(self._present_layers(), self.eager_classes())
         self._watch_layers()

@@ -89,6 +89,7 @@ class Case:
     device: str = "cpu"
     audio: Degrees | None = None  # None: the run has no audio part
     audio_zero_stage: int = 0
+    mlp_chunks: int = 1  # of both parts
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -105,6 +106,7 @@ class Case:
         packed += f", {' '.join(self.frozen)} frozen" if self.frozen else ""
         packed += f", groups {' '.join(rule.name for rule in self.groups)}" if self.groups else ""
         packed += "".join(f", lora {own.rank} of {part}" for part, own in self.lora)
+        packed += f", {self.mlp_chunks} chunks" if self.mlp_chunks > 1 else ""
         packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
@@ -258,6 +260,7 @@ def settings(stage: StageSpec, chain: Chain, model: str, case: Case) -> StageSet
         device=case.device,
         recompute=tuple(choices[layer] for layer in stage.layers),
         measure=False,
+        mlp_chunks=case.mlp_chunks,
         zero_stage=zero_stage[stage.part],
         zero_engine="fsdp" if case.fsdp else "deepspeed",
         autotp=case.autotp and stage.part == "text",

@@ -16,6 +16,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.errors import ConfigError
 from dhp.config.degrees import resolve_part
 from dhp.config.part import PartConfig
+from dhp.config.recompute import check_mlp_chunks
 from dhp.data.sample import Sample
 from dhp.doctor.doubles import staying_double
 from dhp.models.registry import load_family
@@ -123,6 +124,18 @@ def test_a_shared_sequence_equals_the_plain_model_or_is_refused(name: str, layou
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recomputing_changes_nothing(name: str, choice: str, made: dict[str, Made]) -> None:
     assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=True, recompute=choice)))
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mlps_in_chunks_change_nothing_or_are_refused(name: str, made: dict[str, Made]) -> None:
+    family = load_family(made[name].folder)
+    for part in ("vision", "text"):
+        try:
+            check_mlp_chunks(part, PartConfig(mlp_chunks=3), family.parts[part].layers.mlp)
+        except ConfigError:
+            return
+    assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=True, mlp_chunks=3)))
 
 
 BY_TOKEN = {

@@ -48,6 +48,7 @@ EXACT = [
     Case(ONE, Degrees(data=4, expert=2), micro_batches=1, packing=True, checkpointing=True),
     Case(Degrees(data=2), Degrees(data=4, expert=4), micro_batches=2, packing=True),  # replicas without any sample
     Case(ONE, Degrees(data=2, expert=2), micro_batches=2, schedule="1f1b", stages=2, recompute="light"),
+    Case(ONE, Degrees(ring=2, tensor=2), micro_batches=2, mlp_chunks=5),
     Case(ONE, Degrees(data=2, expert=2), micro_batches=2, frozen=("text",)),  # a replica without image goes back too
 ]
 SINGLE = [

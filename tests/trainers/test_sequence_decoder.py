@@ -76,6 +76,8 @@ SOME = [
     Case(ONE, Degrees(ring=2, tensor=2), 2, stages=2, schedule="1f1b", packing=True),
     Case(Degrees(ring=2), Degrees(data=2, ulysses=2), 1, packing=True, recompute="light"),
     Case(ONE, Degrees(ring=4), 2, checkpointing=True),
+    Case(Degrees(ulysses=2), Degrees(ring=2, tensor=2), 1, recompute="light:0-1,all:2-3", mlp_chunks=3),
+    Case(ONE, Degrees(data=2), 2, mlp_chunks=4, packing=True),
 ]
 
 
@@ -87,6 +89,8 @@ def test_equals_the_plain_model(case: Case, attending_model: str) -> None:
 CUT_STATES = [
     Case(ONE, Degrees(ulysses=2), 2, "float32", text_zero_stage=1),
     Case(Degrees(ulysses=2), Degrees(ring=2), 1, "float32", zero_stage=1, text_zero_stage=3),
+    Case(ONE, Degrees(ulysses=2), 2, "float32", zero_stage=1, text_zero_stage=3, mlp_chunks=3, recompute="linear:0"),
+    Case(ONE, Degrees(ring=2), 2, "float32", text_zero_stage=3, fsdp=True, mlp_chunks=2),
     Case(ONE, Degrees(ring=2, tensor=2), 2, "float32", text_zero_stage=3, fsdp=True),
 ]
 

@@ -200,6 +200,13 @@ def _in_force(calls: _Calls | None) -> Iterator[None]:
         _here.calls = outer
 
 
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """In the block every call runs, whatever a recomputed layer around it keeps: another checkpoint runs it again."""
+    with _in_force(None):
+        yield
+
+
 def save_output(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which a recomputed layer does not run again where its choice keeps `what`.
 
