@@ -93,8 +93,8 @@ class PartConfig:
     """What backward recomputes instead of keeping it: none | full (each layer whole) | auto (as little as
     memory.budget_gib allows) | layers, as 0-3,7 | what which layers recompute, as mlp:0-15,all:16-31, or one for all of
     them, as light. light: norms, rotary positions, activation functions, which costs next to nothing; mlp: also the
-    products before the activation function; linear: all but attention; all: the layer. Null: by
-    activation_checkpointing."""
+    products before the activation function; linear: all but attention; all: the layer; offload: the layer, with what
+    enters it in host memory meanwhile. Null: by activation_checkpointing."""
 
     activation_checkpointing: bool = False
     """true: the same as recompute=full. Where recompute says something else, the run is refused."""

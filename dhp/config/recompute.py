@@ -10,8 +10,10 @@ from dhp.config.schema import PartConfig
 
 # What a layer recomputes in backward, from nothing to everything; each recomputes what the one before does, and more:
 # light, what costs no matrix product (norms, rotary positions, activation functions); mlp, the products before the
-# activation function; linear, all but the attention itself; all, the whole layer.
-CHOICES = ("none", "light", "mlp", "linear", "all")
+# activation function; linear, all but the attention itself; all, the whole layer; offload, the same, with what enters
+# the layer in host memory.
+OFFLOAD = "offload"
+CHOICES = ("none", "light", "mlp", "linear", "all", OFFLOAD)
 WORDS = ("none", "full", "auto")
 _ITEM = re.compile(r"(?:(?P<choice>[a-z]+)(?::|$))?(?P<first>\d+)?(?:-(?P<last>\d+))?")
 

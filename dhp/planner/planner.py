@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dhp.base.messages import Choices, StageUsage
 from dhp.planner.costs import Arrangement, Plan, StageCosts, predicted_bytes
 from dhp.planner.profile import Profile, probes
-from dhp.planner.search import best_plan
+from dhp.planner.search import best_plan, offloaded
 
 PATIENCE = 16  # steps without work for a stage (no image), after which it is planned as if it had none
 
@@ -125,12 +125,13 @@ class Planner:
 
     def _correct(self, usages: Mapping[str, StageUsage | None]) -> bool:
         measured = self.measured_bytes(usages)
-        if measured <= self._budget or self.asked == self._everything:
+        least = offloaded(self.costs(), self._everything, self._auto)
+        if measured <= self._budget or self.asked == least:
             return False
         before = self.asked
         self._correction = max(self._correction, measured / predicted_bytes(self.costs(), before, self._arrangement))
         self.asked = self._best()
-        while self.asked == before and before != self._everything:  # the prediction was right, but still too much
+        while self.asked == before:  # the prediction was right, but still too much
             self._correction *= 1.02
             self.asked = self._best()
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from dhp.base.messages import Choices
+from dhp.config.recompute import OFFLOAD
 from dhp.planner.costs import Arrangement, Plan, StageCosts, predicted_bytes
 
 
@@ -15,13 +16,14 @@ def best_plan(
     arrangement: Arrangement,
     budget_bytes: float,
 ) -> Plan:
-    """From `start`, in which every layer of the stages in `auto` recomputes everything, towards keeping more.
+    """From `start`, in which every layer of the stages in `auto` recomputes everything, towards keeping more; where it
+    does not fit, towards host memory.
 
     Each time the one change that saves most seconds for each byte of its devices' peak. A stage with a larger share of
     what there is to save gets a larger share of the memory that way, whichever device it is on. A stage on devices that
     are too full as it is stays as it is, and so do stages that are not in `auto`.
     """
-    plan = dict(start)
+    plan = _relieved(costs, dict(start), auto, arrangement, budget_bytes)
     while True:
         best, best_rate = None, 0.0
         for stage, choices, saved_s in _changes(costs, plan, auto):
@@ -45,9 +47,48 @@ def _changes(costs: Mapping[str, StageCosts], plan: Plan, auto: frozenset[str]) 
         last = {(known.kinds[index], choice): index for index, choice in enumerate(choices)}
         for (kind, choice), index in last.items():
             for other, cost in known.layers[kind].items():
+                if other == OFFLOAD:
+                    continue  # it saves no time, whatever one measurement says
                 saved_s = known.layers[kind][choice].replay_s - cost.replay_s
                 if saved_s > 0:
                     yield stage, (*choices[:index], other, *choices[index + 1 :]), saved_s
+
+
+def offloaded(costs: Mapping[str, StageCosts], plan: Plan, auto: frozenset[str]) -> Plan:
+    """The plan in which all layers of the stages in `auto` keep in host memory what enters them, as far as that was
+    measured."""
+    found = dict(plan)
+    for stage in auto & set(costs):
+        known = costs[stage]
+        layers = zip(known.kinds, plan[stage], strict=True)
+        found[stage] = tuple(OFFLOAD if OFFLOAD in known.layers[kind] else choice for kind, choice in layers)
+    return found
+
+
+def _relieved(
+    costs: Mapping[str, StageCosts],
+    plan: dict[str, Choices],
+    auto: frozenset[str],
+    arrangement: Arrangement,
+    most: float,
+) -> dict[str, Choices]:
+    """Where even that takes more than `most` bytes, host memory keeps what enters some layers: as few as may be, those
+    first that hold it longest."""
+    least = offloaded(costs, plan, auto)
+    while (before := predicted_bytes(costs, plan, arrangement)) > most:
+        best, best_bytes = None, before
+        for stage in sorted(auto & set(costs)):
+            changed = (at for at, pair in enumerate(zip(plan[stage], least[stage], strict=True)) if pair[0] != pair[1])
+            at = next(changed, None)
+            if at is not None:
+                choices = (*plan[stage][:at], OFFLOAD, *plan[stage][at + 1 :])
+                needed = predicted_bytes(costs, {**plan, stage: choices}, arrangement)
+                if best is None or needed < best_bytes:
+                    best, best_bytes = (stage, choices), needed
+        if best is None:
+            return plan
+        plan[best[0]] = best[1]
+    return plan
 
 
 def _near(costs: Mapping[str, StageCosts], stage: str, arrangement: Arrangement) -> dict[str, StageCosts]:

@@ -144,6 +144,7 @@ def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapp
         "world": world(config),
         "trained": {"trainable": list(config.training.trainable), "frozen": list(config.training.frozen)},
         "parallelism": {name: part.parallelism for name, part in sections.items()},
+        "mlp_chunks": {name: part.mlp_chunks for name, part in sections.items()},
         "dtype": {name: part.dtype for name, part in sections.items()},
         "fixed": {name: list(choices) for name, choices in fixed.items()},
         "datasets": list(config.data.datasets),

@@ -36,7 +36,7 @@ def test_all_four_steps() -> None:
     assert planner.asked == {"vision": ("all",) * 6, "text": ("all",) * 8}
     assert not step(planner)  # the first step's seconds say nothing
     assert step(planner)
-    assert planner.asked["text"] == ("all",) * 4 + ("linear", "mlp", "light", "none")
+    assert planner.asked["text"] == ("all",) * 3 + ("offload", "linear", "mlp", "light", "none")
     assert settled(planner) <= 4
     assert predicted_bytes(REAL, planner.asked, IN_TURNS) <= 150 * MIB
     assert planner.predicted_bytes() == pytest.approx(predicted_bytes(REAL, planner.asked, IN_TURNS))
@@ -89,12 +89,22 @@ def test_steps_that_were_on_their_way_when_the_plan_changed_decide_nothing() -> 
     assert planner.asked == asked
 
 
-def test_what_does_not_fit_at_all_recomputes_everything() -> None:
+def test_what_does_not_fit_at_all_goes_to_the_host() -> None:
     planner = Planner(KINDS, {}, IN_TURNS, 1 * MIB)
     settled(planner)
-    assert planner.asked == {"vision": ("all",) * 6, "text": ("all",) * 8}
+    assert planner.asked == {"vision": ("offload",) * 6, "text": ("offload",) * 8}
     assert planner.predicted_bytes() > 1 * MIB
     assert not step(planner)
+
+
+def test_what_turns_out_not_to_fit_goes_to_the_host_as_far_as_it_must() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 45 * MIB)
+    settled(planner)
+    assert "offload" not in {*planner.asked["vision"], *planner.asked["text"]}
+    assert step(planner, factor=1.3)
+    first = planner.asked["text"].count("offload") + planner.asked["vision"].count("offload")
+    assert 0 < first < 14
+    assert planner.predicted_bytes() <= 45 * MIB
 
 
 def test_what_the_user_fixed_stays() -> None:

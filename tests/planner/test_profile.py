@@ -24,7 +24,7 @@ def test_probes_show_every_kind_under_every_choice(kinds: tuple[str, ...]) -> No
 
 def test_probes_take_few_steps_and_little_memory() -> None:
     (choices,) = probes(("only",) * 32)
-    assert choices == ("all",) * 28 + ("linear", "mlp", "light", "none")
+    assert choices == ("all",) * 27 + ("offload", "linear", "mlp", "light", "none")
 
 
 def test_costs_come_back() -> None:

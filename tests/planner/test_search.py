@@ -28,7 +28,8 @@ def test_much_memory_recomputes_nothing_and_little_everything() -> None:
     assert search({"text": costs(4)}, 1000) == {"text": ("none",) * 4}
     # The last layer needs its memory in any case, for its second run.
     assert search({"text": costs(4)}, 29) == {"text": ("all", "all", "all", "light")}
-    assert search({"text": costs(4)}, 28) == {"text": ("all",) * 4}  # nothing fits; the least there is
+    assert search({"text": costs(4)}, 28.9) == {"text": ("offload", "all", "all", "light")}
+    assert search({"text": costs(4)}, 20) == {"text": ("offload",) * 4}  # nothing fits; the least there is
 
 
 def test_the_last_layers_keep_most() -> None:
@@ -103,3 +104,5 @@ def test_a_part_that_is_not_to_be_planned_stays() -> None:
     start = {"vision": ("mlp", "none"), "text": ("all", "all")}
     plan = best_plan(parts, start, frozenset({"text"}), ALONE, 1000 * MIB)
     assert plan == {"vision": ("mlp", "none"), "text": ("none", "none")}
+    plan = best_plan(parts, start, frozenset({"text"}), ALONE, MIB)
+    assert plan == {"vision": ("mlp", "none"), "text": ("offload", "offload")}

@@ -75,7 +75,7 @@ SOME = [
     Case(Degrees(data=2), Degrees(ring=2, ulysses=2), 2),
     Case(ONE, Degrees(ring=2, tensor=2), 2, stages=2, schedule="1f1b", packing=True),
     Case(Degrees(ring=2), Degrees(data=2, ulysses=2), 1, packing=True, recompute="light"),
-    Case(ONE, Degrees(ring=4), 2, checkpointing=True),
+    Case(ONE, Degrees(ring=4), 2, recompute="offload"),
     Case(Degrees(ulysses=2), Degrees(ring=2, tensor=2), 1, recompute="light:0-1,all:2-3", mlp_chunks=3),
     Case(ONE, Degrees(data=2), 2, mlp_chunks=4, packing=True),
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from dhp.base.messages import Choices
-from dhp.config.recompute import CHOICES
+from dhp.config.recompute import CHOICES, OFFLOAD
+from dhp.parallel.activation.offload import Host
 from dhp.parallel.activation.saved_tensors import detached, note, noting, top_hooks
 
 ATTENTION, PROJECTIONS, MLP = "attention", "projections", "mlp"
@@ -36,6 +37,7 @@ _KEPT_BY_CHOICE = {
     "mlp": {ATTENTION, PROJECTIONS},
     "linear": {ATTENTION},
     "all": set(),
+    OFFLOAD: set(),
 }
 
 _here = threading.local()  # on GPUs, backward runs layers again in threads of autograd's own
@@ -62,7 +64,8 @@ class RecomputedLayers:
     """Layers of a model, each of which recomputes what its choice says. Choices may change between steps."""
 
     def __init__(self, layers: Sequence[nn.Module], parts: LayerMap, choices: Choices, watcher: Watcher | None = None):
-        self._layers = [_Layer(layer, parts, index, watcher) for index, layer in enumerate(layers)]
+        host = Host()
+        self._layers = [_Layer(layer, parts, index, watcher, host) for index, layer in enumerate(layers)]
         self.choose(choices)
 
     @property
@@ -82,9 +85,9 @@ class RecomputedLayers:
 
 
 class _Layer:
-    def __init__(self, module: nn.Module, parts: LayerMap, index: int, watcher: Watcher | None):
+    def __init__(self, module: nn.Module, parts: LayerMap, index: int, watcher: Watcher | None, host: Host):
         self.choice = "none"
-        self._index, self._watcher = index, watcher
+        self._index, self._watcher, self._host = index, watcher, host
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
             for inner in _found(module, names):
                 inner.forward = save_output(what, inner.forward)
@@ -123,7 +126,9 @@ class _Layer:
             with self._replay(), calls.again():
                 return self._forward(*given, **named)
 
-        return checkpoint(layer, *(flat[position] for position in positions), use_reentrant=False)
+        given = [flat[position] for position in positions]
+        with self._host.keeping(given[0], self._index) if self.choice == OFFLOAD else nullcontext():
+            return checkpoint(layer, *given, use_reentrant=False)
 
     @contextmanager
     def _replay(self) -> Iterator[None]:

@@ -119,6 +119,7 @@ def test_every_layer_has_a_choice_of_its_own_which_may_change() -> None:
         ("mlp", (0, 0, 0, 1, 1, 1)),
         ("linear", (1, 0, 1, 1, 1, 1)),
         ("all", (1, 1, 1, 1, 1, 1)),
+        ("offload", (1, 1, 1, 1, 1, 1)),
     ],
 )
 def test_what_runs_again(choice: str, again: tuple[int, ...]) -> None:
@@ -132,6 +133,7 @@ def test_what_runs_again(choice: str, again: tuple[int, ...]) -> None:
 ROW = ROWS * 4  # bytes of a number a row
 INPUT, ATTENDED = WIDTH * ROW, WIDTH * ROW + 2 * ROW  # of attention, also two heads' log-sum-exp
 HELD = {
+    "offload": 0,
     "all": INPUT,
     "linear": INPUT + ATTENDED,
     "mlp": INPUT + 3 * WIDTH * ROW + ATTENDED + WIDTH * ROW,  # qkv and proj
