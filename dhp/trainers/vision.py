@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -40,6 +41,19 @@ ATTENTION = "flash_dhp_segments"
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """Which rows of a micro-batch others get: so many for each target, in this order; None: the first ones as they
+    come."""
+
+    rows: tuple[int, ...]
+    order: Tensor | None
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Those of one tensor, the first target's first."""
+        return rows[: sum(self.rows)] if self.order is None else rows.index_select(0, self.order)
+
+
 class VisionTrainer(StageRank):
     """See `dhp.step.stages.StageTrainer`. The tower is never cut into a pipeline: its one chunk is all of it."""
 
@@ -60,7 +74,7 @@ class VisionTrainer(StageRank):
         AttentionInterface.register(ATTENTION, self.attention(segment_attention))
         tower.use_attention(model, ATTENTION)
         self._position = MeshPosition.of(self.mesh)
-        self._outputs: dict[int, tuple[dict[str, Tensor], VisionInput]] = {}
+        self._outputs: dict[int, tuple[dict[str, Tensor], _Sent]] = {}
         kept = self.settings.features
         self._keeper = None if kept is None else FeatureKeeper(kept, sequence_group(self.mesh))
         return model
@@ -78,31 +92,32 @@ class VisionTrainer(StageRank):
         windows = plan_segments(work.window_lengths, CPU, varlen=varlen, backend=backend)
         plans = [windows, self._plan_frames(work, varlen)]
         pixels = to_device(work.pixels, self.device)
-        (positions,), (windows, frames) = move_with_plans((work.positions,), plans, self.device)
+        order = () if work.order is None else (work.order,)
+        (positions, *order), (windows, frames) = move_with_plans((work.positions, *order), plans, self.device)
+        sent = _Sent(work.rows, order[0] if order else None)
         with self.metered_forward(len(pixels), micro_batch):
             output: dict[str, Tensor] = self.optimizer.forward(
                 lambda: self.tower.encode(self.model, pixels, positions, windows, frames, work.forms)
             )
         if self.spec.trains:
-            self._outputs[micro_batch] = (output, work)
+            self._outputs[micro_batch] = (output, sent)
         if not self.sends:
             return ()
         if self._keeper is not None and work.to_keep:
             self._keeper.keep(work.to_keep, output)
-        return tuple(self._dealt_out(chunk, output, work))
+        return tuple(self._dealt_out(chunk, output, sent))
 
     def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
         """Back through the tower with the gradients of what each text replica got."""
-        output, work = self._outputs.pop(micro_batch)
-        sent = sum(work.rows)
+        output, sent = self._outputs.pop(micro_batch)
         surrogate = torch.zeros((), dtype=self.dtype, device=self.device)
         for name, tensor in output.items():
             given = [to_device(b.tensors[name], self.device) for b in received if name in b.tensors]
             # Rows of a dummy window get no gradient, but the rank still walks its backward: others wait for it in the
             # collectives. Gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes.
             if given:
-                surrogate = surrogate + (self._handed_over(tensor, work) * joined(given)).sum()
-            surrogate = surrogate + tensor[sent:].sum() * 0.0
+                surrogate = surrogate + (sent.of(tensor) * joined(given)).sum()
+            surrogate = surrogate + tensor[sum(sent.rows) :].sum() * 0.0
         with self.metered_backward():
             self.optimizer.backward(surrogate, last)
         return ()
@@ -129,17 +144,11 @@ class VisionTrainer(StageRank):
                 "data.cache_features keeps what the model's own weights make. Resume without data.cache_features"
             )
 
-    def _dealt_out(self, chunk: int, output: dict[str, Tensor], work: VisionInput) -> Iterator[Bundle]:
+    def _dealt_out(self, chunk: int, output: dict[str, Tensor], sent: _Sent) -> Iterator[Bundle]:
         for edge in self.edges_out(chunk):
-            by_name = [self._handed_over(output[name].detach(), work).split(list(work.rows)) for name in edge.tensors]
+            by_name = [sent.of(output[name].detach()).split(list(sent.rows)) for name in edge.tensors]
             for of_target in zip(*by_name, strict=True):
                 yield Bundle(dict(zip(edge.tensors, of_target, strict=True)))
-
-    def _handed_over(self, rows: Tensor, work: VisionInput) -> Tensor:
-        """The rows that others get, those of the first text shard first."""
-        if work.order is None:
-            return rows[: sum(work.rows)]
-        return rows.index_select(0, to_device(work.order, self.device))
 
     def _plan_frames(self, work: VisionInput, varlen: bool) -> SegmentPlan:
         shards = told_plan(work.segment_lengths, work.shards, self.spec.degrees.ulysses)

@@ -130,9 +130,11 @@ def test_recomputing_changes_nothing(name: str, choice: str, made: dict[str, Mad
 @pytest.mark.parametrize("name", FAMILIES)
 def test_mlps_in_chunks_change_nothing_or_are_refused(name: str, made: dict[str, Made]) -> None:
     family = load_family(made[name].folder)
+    asked = PartConfig(data=1, ulysses=1, ring=1, tensor=1, pipeline=1, mlp_chunks=3)
     for part in ("vision", "text"):
         try:
-            check_mlp_chunks(part, PartConfig(mlp_chunks=3), family.parts[part].layers.mlp)
+            family.parts[part].check(asked)
+            check_mlp_chunks(part, asked, family.parts[part].layers.mlp)
         except ConfigError:
             return
     assert_exact(run(made[name], Case(Degrees(), Degrees(), 2, packing=True, mlp_chunks=3)))

@@ -16,6 +16,8 @@ _BLOCKS = {
 }
 # Families in which all tokens before an answer see each other (Beyer et al. 2024, PaliGemma, section 3).
 _PREFIX = frozenset({"paligemma"})
+# Families whose MLPs are told which of all tokens are an image's, and route them otherwise.
+_TOLD_TOKENS = frozenset({"ernie4_5_vl_moe"})
 # Families whose every layout is in the tests' matrix, beside those with an adapter of their own.
 _DECLARED = frozenset({
     "aya_vision", "cohere2_vision", "ernie4_5_vl_moe", "gemma3", "gemma4", "idefics3", "internvl", "llava",
@@ -39,6 +41,11 @@ def block_rule(config: Any) -> str | None:
 def sees_prefix(config: Any) -> bool:
     """Whether all tokens before the first one to be learned see each other."""
     return config.model_type in _PREFIX
+
+
+def mlps_need_rows(config: Any) -> bool:
+    """Whether an MLP computes all tokens at once or none."""
+    return config.model_type in _TOLD_TOKENS
 
 
 def token_types(config: Any, kinds: Tensor, labels: Tensor) -> Tensor:

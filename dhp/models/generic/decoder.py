@@ -14,7 +14,7 @@ from dhp.config.resolved import resolved
 from dhp.models.decoder import Decoder, embed, having, unchanged
 from dhp.models.family import DecoderInputs
 from dhp.models.flops import TextWork
-from dhp.models.generic.declared import block_rule, sees_prefix
+from dhp.models.generic.declared import block_rule, mlps_need_rows, sees_prefix
 from dhp.models.generic.rows import generic_name, kinds_for
 from dhp.models.generic.structure import Structure
 from dhp.models.slice import Chunk
@@ -91,6 +91,11 @@ class ContractDecoder(Decoder):
             raise ConfigError(
                 f"text.parallelism=autotp with a {self.config.model_type} model: what DeepSpeed makes of this family's "
                 "layers is not known here. Set text.parallelism=tensor"
+            )
+        if asked.mlp_chunks > 1 and mlps_need_rows(self.config):
+            raise ConfigError(
+                f"text.mlp_chunks={asked.mlp_chunks} with a {self.config.model_type} model: its MLPs are told of all "
+                "tokens of a row which are an image's. Set text.mlp_chunks=1"
             )
         if resolved(asked.tensor) > 1 and self._contract.tensor_plan is None:
             raise ConfigError(

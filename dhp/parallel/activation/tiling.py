@@ -26,13 +26,14 @@ def tile_mlps(layers: Sequence[nn.Module], names: Sequence[str], chunks: int) ->
     own child, as `dhp.models.family.LayerParts.mlp`. Raises ModelError where a layer's lie in none."""
     for layer in layers:
         inside = dict(layer.named_modules())
-        owners = dict.fromkeys(name.rpartition(".")[0] for name in names if name in inside)
+        owners = set(name.rpartition(".")[0] for name in names if name in inside)
+        owners = {one for one in owners if not any(one.startswith(f"{other}.") for other in owners)}
         if not owners or "" in owners:
             raise ModelError(
                 f"mlp_chunks={chunks}: in a {type(layer).__name__} {', '.join(names)} lie in no MLP of their own, "
                 "which could be given some tokens at a time. Set mlp_chunks=1"
             )
-        for owner in owners:
+        for owner in sorted(owners):
             _tile(inside[owner], chunks)
 
 
