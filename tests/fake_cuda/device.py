@@ -12,9 +12,10 @@ import subprocess
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 
@@ -63,7 +64,7 @@ def make_watch() -> Any:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            kwargs = dict(kwargs or {})
+            kwargs = dict(kwargs or {}) | ({"pin_memory": False} if kwargs and "pin_memory" in kwargs else {})
             name = func._schema.name.split("::")[-1]
             tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
             on_device = any(t.device.type == "cuda" for t in tensors)
@@ -123,6 +124,13 @@ def make_watch() -> Any:
     return Watch()
 
 
+class _Stream:
+    """Takes everything, and does nothing; a class, as annotations want it."""
+
+    def __init__(self, *_: Any) -> None:
+        self.wait_stream = self.wait_event = self.record_event = mock.MagicMock()
+
+
 @contextmanager
 def as_if_cuda() -> Iterator[None]:
     """The parts of torch.cuda that have no meaning without a device, quiet; host memory is pinned by saying so."""
@@ -135,6 +143,9 @@ def as_if_cuda() -> Iterator[None]:
         "current_device": lambda: 0,
         "get_device_capability": lambda *_: (9, 0),
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "Stream": _Stream,
+        "stream": lambda _: nullcontext(),
+        "current_stream": _Stream,
     }
     kept = {name: getattr(torch.cuda, name) for name in nothing}
     states = checkpoint.get_device_states
@@ -143,13 +154,14 @@ def as_if_cuda() -> Iterator[None]:
     checkpoint.get_device_states = lambda *_: ([], [])
     torch.Tensor.pin_memory = lambda self, *_: self
     torch.Tensor.is_pinned = lambda self, *_: False
+    torch.Tensor.record_stream = lambda self, *_: None
     try:
         yield
     finally:
         for name, value in kept.items():
             setattr(torch.cuda, name, value)
         checkpoint.get_device_states = states
-        del torch.Tensor.pin_memory, torch.Tensor.is_pinned
+        del torch.Tensor.pin_memory, torch.Tensor.is_pinned, torch.Tensor.record_stream
 
 
 os.environ.setdefault("LOCAL_RANK", "0")

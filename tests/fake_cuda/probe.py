@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,9 @@ def main() -> None:
         print(json.dumps(probe(model, **case)), flush=True)
 
 
-def probe(model: str, dtype: str, recompute: str, tensor: int = 1, ulysses: int = 1) -> dict[str, Any]:
+def probe(
+    model: str, dtype: str, recompute: str, tensor: int = 1, ulysses: int = 1, shared: int = 1, mlp_chunks: int = 1
+) -> dict[str, Any]:
     """Two micro-batches and an optimizer step of a part or both; synchronisations by phase."""
     import torch
     import torch.distributed as dist
@@ -33,7 +36,7 @@ def probe(model: str, dtype: str, recompute: str, tensor: int = 1, ulysses: int 
     torch.set_num_threads(1)
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(tensor, ulysses))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(tensor, ulysses, shared))
     watch = make_watch()
     with ExitStack() as stack:
         stack.enter_context(as_if_cuda())
@@ -41,7 +44,7 @@ def probe(model: str, dtype: str, recompute: str, tensor: int = 1, ulysses: int 
             stack.enter_context(mock.patch(target, stand_in))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)
-        _train(watch, model, dtype, recompute, tensor, ulysses)
+        _train(watch, model, dtype, recompute, tensor, ulysses, shared, mlp_chunks)
     counted: dict[str, dict[str, int]] = {}
     for (phase, kind, place), times in watch.syncs.items():
         if phase != "start":
@@ -50,7 +53,9 @@ def probe(model: str, dtype: str, recompute: str, tensor: int = 1, ulysses: int 
     return {"syncs": counted, "transfers": transfers, "kernels": dict(watch.kernels)}
 
 
-def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulysses: int) -> None:
+def _train(
+    watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulysses: int, shared: int, mlp_chunks: int
+) -> None:
     import torch
 
     from dhp.base.degrees import Degrees
@@ -66,8 +71,8 @@ def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulys
     family = load_family(model)
     layers = {"vision": len(family.tower.layers.kinds), "text": len(family.decoder.layers.kinds)}
     chain = make_chain(
-        Degrees(ulysses=ulysses, tensor=tensor),
-        Degrees(tensor=max(tensor, ulysses)),
+        Degrees(ulysses=ulysses, tensor=tensor, data=shared),
+        Degrees(ulysses=shared) if shared > 1 else Degrees(tensor=max(tensor, ulysses)),
         layers=layers["text"],
         tower_layers=layers["vision"],
     )
@@ -75,9 +80,9 @@ def _train(watch: Any, model: str, dtype: str, recompute: str, tensor: int, ulys
     def settings(stage: str) -> StageSettings:
         choices = read_choices(recompute, layers[stage])
         common = (model, dtype, "cuda", choices, False, 0, "deepspeed", False, True, update, 0)
-        return StageSettings(chain.stage(stage), chain, *common)
+        return StageSettings(chain.stage(stage), chain, *common, mlp_chunks=mlp_chunks)
 
-    vision_work, text_work, info = make_work(family, ulysses)
+    vision_work, text_work, info = make_work(family, ulysses, shared)
     watch.phase = "start"
     vision, text = VisionTrainer(settings("vision")), TextTrainer(settings("text"))
     hidden = family.config.get_text_config().hidden_size
@@ -117,8 +122,9 @@ def _wait_in_every_way() -> None:
     torch.zeros(4).to("cuda", non_blocking=True)
 
 
-def make_work(family: Any, ulysses: int) -> tuple[Any, Any, Any]:
-    """One rank's work of an image that `ulysses` ranks divide, a packed row of it with more text, and the counts."""
+def make_work(family: Any, ulysses: int, shared: int) -> tuple[Any, Any, Any]:
+    """One rank's work of an image that `ulysses` ranks divide, a packed row of it with more text, of which `shared`
+    ranks have as many tokens each, and the counts."""
     import torch
 
     from dhp.base.messages import StepInfo, TextInput, VisionInput
@@ -150,6 +156,11 @@ def make_work(family: Any, ulysses: int) -> tuple[Any, Any, Any]:
         "position_ids": torch.zeros(3, 1, tokens, dtype=torch.long),
     }
     text = TextInput(named, (tokens - 9, 9), torch.arange(rows), 10)
+    if shared > 1:
+        whole = shared * tokens
+        shards = tuple(((0, rank * tokens, tokens),) for rank in range(shared))
+        text = TextInput(named, (whole,), torch.arange(rows), 10, shards=shards)
+        vision = replace(vision, order=torch.arange(rows).flip(0))
     info = StepInfo(0, 0, 0.0, 1, 1, tokens, 10, patches, (), tokens, {}, {}, 0.0, 0.0)
     return vision, text, info
 
