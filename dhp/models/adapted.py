@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -132,8 +133,9 @@ def _check_read(
     from peft import get_peft_model, set_peft_model_state_dict
 
     try:
-        by_peft = get_peft_model(model, deepcopy(config))
-        set_peft_model_state_dict(by_peft, named)
+        with warnings.catch_warnings(action="ignore"):  # what peft made of it is looked at below
+            by_peft = get_peft_model(model, deepcopy(config))
+            set_peft_model_state_dict(by_peft, named)
     except ValueError as error:
         raise ModelError(_tell_other(model, str(error))) from error
     read = {name.removeprefix(PREFIX): p for name, p in by_peft.named_parameters() if is_adapter(name)}
