@@ -6,8 +6,6 @@ from dhp.base.errors import ConfigError
 from dhp.config.part import LoraConfig, PartConfig
 from dhp.config.ranges import require, require_positive
 
-_KEEPING = ("light", "mlp", "auto")  # ways to recompute that pass over matrices, or may
-
 
 def check_lora(name: str, part: PartConfig) -> None:
     """Raises ConfigError for values out of range, and for layouts in which adapters would not be exact. part: with
@@ -30,10 +28,4 @@ def check_lora(name: str, part: PartConfig) -> None:
             f"{key}.dora=true with {name}.tensor={part.tensor} and {name}.zero_stage={part.zero_stage}: it takes the "
             "norms of whole rows of a matrix, of which each actor has a part. Set "
             f"{name}.tensor=1 and {name}.zero_stage=0, or {key}.dora=false."
-        )
-    if lora.dropout and any(kept in str(part.recompute) for kept in _KEEPING):
-        raise ConfigError(
-            f"{key}.dropout={lora.dropout} with {name}.recompute={part.recompute}: it keeps what matrices made and "
-            f"draws no numbers for them again, so that others would be dropped out. Set {name}.recompute to full, "
-            f"linear or none, or {key}.dropout=0."
         )

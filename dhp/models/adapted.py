@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +50,7 @@ def save_adapter(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapte
     many tensors.
 
     Other weights than adapters that are not as in the model of `model_dir` come along, module by module (peft's
-    modules_to_save). Raises ModelError where peft has no way to say what was trained.
+    modules_to_save). Raises ModelError where peft has no way to say what was trained, or would read something else.
     """
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
@@ -56,11 +58,12 @@ def save_adapter(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapte
     targets = _targets(model, load_family(model_dir), adapters)
     whole = _changed_modules(model, {n: tensor for n, tensor in weights.items() if not is_adapter(n)})
     config = _peft_config(model_dir, targets, adapters, list(whole))
+    trained = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
+    kept = trained | {name: tensor for own in whole.values() for name, tensor in own.items()}
+    named = {_peft_name(name): tensor.contiguous() for name, tensor in kept.items()}
+    _check_read(model, config, named, trained)
     out_dir.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(out_dir))
-    kept = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
-    kept |= {name: tensor for own in whole.values() for name, tensor in own.items()}
-    named = {_peft_name(name): tensor.contiguous() for name, tensor in kept.items()}
     save_file(named, out_dir / FILE, metadata={"format": "pt"})
     shutil.copymode(out_dir / "adapter_config.json", out_dir / FILE)  # safetensors lets its owner alone read it
     return len(named)
@@ -120,6 +123,34 @@ def _changed_modules(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
         own = {n: p.detach() for n, p in module.named_parameters(prefix=owner)}
         found[owner] = {n: weights.get(n, value) for n, value in own.items()}
     return found
+
+
+def _check_read(
+    model: PreTrainedModel, config: PeftConfig, named: dict[str, Tensor], trained: Mapping[str, Tensor]
+) -> None:
+    """Let peft read the adapter beside the model, which is of no further use then. named: tensors as in the file.
+    trained: adapters by their names here. Raises ModelError unless they come to stand where they stood."""
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # what peft made of it is looked at below
+            by_peft = get_peft_model(model, deepcopy(config))
+            set_peft_model_state_dict(by_peft, named)
+    except ValueError as error:
+        raise ModelError(_tell_other(model, str(error))) from error
+    read = {name.removeprefix(PREFIX): p for name, p in by_peft.named_parameters() if is_adapter(name)}
+    other = [n for n, tensor in trained.items() if n not in read or not torch.equal(read[n].to(tensor), tensor)]
+    other += [name for name in read if name not in trained]
+    if other:
+        raise ModelError(_tell_other(model, f"{plain_name(other[0])} would be another"))
+
+
+def _tell_other(model: PreTrainedModel, what: str) -> str:
+    return (
+        f"peft would not read these adapters of a {model.config.model_type} model as they were trained ({what}): in "
+        "some kinds with experts it takes names as gate_proj for those of experts, wherever they stand. Export without "
+        "--adapter: the adapters are merged into the model then"
+    )
 
 
 def _put(model: PreTrainedModel, family: Family, adapters: Adapters) -> None:

@@ -2,7 +2,9 @@
 
 Facts this stands on, each with a canary test: peft puts a layer in a linear module's place, which calls the module
 itself and adds what the adapter makes of the same input; it names their parameters as `dhp.base.parameters` knows them;
-and it leaves the modules' attributes, in which a slice of a matrix says what it is, as they are.
+and it leaves the modules' attributes, in which a slice of a matrix says what it is, as they are. Of a model that says
+what it is, it asks more: it looks for the embedding, which a tower alone does not have, and of some kinds with experts
+it takes `gate_proj` for the name of an expert's matrix, wherever it stands. So it is shown modules without a name.
 """
 
 from __future__ import annotations
@@ -22,24 +24,34 @@ from dhp.config.nearest import did_you_mean, nearest
 from dhp.models.accelerator import name_accelerator
 from dhp.models.part import Part
 
-_ROUTERS = ("router", "gate", "shared_expert_gate")  # last names of linear modules that choose experts
+_ROUTERS = {"router", "gate", "shared_expert_gate"}  # names of modules that choose experts
 FIRST_OUT = 0.0  # what B begins with, as a share of what A begins with: the first output is the model's own
 
 
 def find_targets(model: nn.Module, part: Part, asked: AdapterSettings) -> tuple[str, ...]:
-    """Names of the part's modules that get an adapter, of those that this model holds, in its order."""
-    linear, chosen = list(_linear_modules(model, part)), asked.selectors()
+    """Names of the part's modules that get an adapter, of those that this model holds, in its order. Whatever the
+    part's outputs do not depend on gets none."""
+    unused, chosen = _unused(model, part), asked.selectors()
+    linear = [name for name in _linear_modules(model, part) if name not in unused]
     if not chosen:
         return tuple(name for name in linear if is_inside(name, [part.layers.path]) and not _is_router(name))
     return tuple(name for name in linear if any(selector.fits(f"{name}.weight") for selector in chosen))
 
 
 def check_targets(model: nn.Module, part: Part, key: str, asked: AdapterSettings) -> None:
-    """Raises ConfigError for targets that are nowhere in the part of a whole model, or cannot have an adapter. key: of
-    the part's adapters in the configuration."""
-    linear = list(_linear_modules(model, part))
+    """Raises ConfigError for targets that are nowhere in the part of a whole model, or cannot have an adapter, and
+    where none are named and there are none. key: of the part's adapters in the configuration."""
+    if not asked.targets and not find_targets(model, part, asked):
+        raise ConfigError(_tell_none(model, part, key))
+    linear, unused = list(_linear_modules(model, part)), _unused(model, part)
     for selector in asked.selectors():
-        if any(selector.fits(f"{name}.weight") for name in linear):
+        fitting = [name for name in linear if selector.fits(f"{name}.weight")]
+        if fitting and unused.issuperset(fitting):
+            raise ConfigError(
+                f"{key}.targets: {selector.said} selects {fitting[0]}, on which nothing depends that leaves this part: "
+                "an adapter there would learn nothing. Leave it out"
+            )
+        if fitting:
             continue
         other = next((name for name, _ in model.named_parameters() if _reaches(selector, name, part)), None)
         if other is not None:
@@ -73,8 +85,7 @@ def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSetting
         use_dora=asked.dora,
         bias="none",
     )
-    inject_adapter_in_model(config, model, ADAPTER)
-    vars(model).pop("peft_config", None)  # or peft, asked for another part's, warns of a second adapter
+    inject_adapter_in_model(config, _Nameless(model), ADAPTER)
     for parameter in model.parameters():
         parameter.requires_grad_(trained.get(id(parameter), True))
     for name, layer in adapted_modules(model):
@@ -115,6 +126,14 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             module.train()
 
 
+class _Nameless(nn.Module):
+    """The modules of a model, under a root that does not say what model it is."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self._modules = model._modules  # the same, so that what is put in here is put into the model
+
+
 def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:
     """Without the head, whose weight the loss takes by itself."""
     for name, module in model.named_modules():
@@ -123,7 +142,35 @@ def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:
 
 
 def _is_router(name: str) -> bool:
-    return name.rpartition(".")[2] in _ROUTERS
+    """Whether the module chooses experts, or belongs to one that does."""
+    return not _ROUTERS.isdisjoint(name.split("."))
+
+
+def _unused(model: nn.Module, part: Part) -> set[str]:
+    """Names of modules that none of the part's outputs depends on. Which parameters are trained stays as it was."""
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    model.requires_grad_(True)
+    part.freeze_unused(model)
+    found = {name for name in _linear_modules(model, part) if not model.get_submodule(name).weight.requires_grad}
+    for parameter, before in trained:
+        parameter.requires_grad_(before)
+    return found
+
+
+def _tell_none(model: nn.Module, part: Part, key: str) -> str:
+    """That no matrix of the part's layers can have an adapter, and which there are."""
+    layers = model.get_submodule(part.layers.path)
+    held = {name.rpartition(".")[2]: type(module).__name__ for name, module in layers.named_modules() if _holds(module)}
+    known = ", ".join(f"{name} ({kind})" for name, kind in held.items())
+    return (
+        f"{key}.rank without {key}.targets: no layer of this part has a linear module beside which an adapter could "
+        f"stand. What its layers have is {known}. Set {key}.rank=0, and train the part, or some of these by "
+        "training.trainable"
+    )
+
+
+def _holds(module: nn.Module) -> bool:
+    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
 
 
 def _reaches(selector: Selector, name: str, part: Part) -> bool:

@@ -211,10 +211,6 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             {"text__lora": LoraConfig(rank=4, dora=True), "text__parallelism": "tensor", "text__num_actors": 2},
             ["text.lora.dora=true with text.tensor=2", "or text.lora.dora=false"],
         ),
-        (
-            {"vision__lora": LoraConfig(rank=4, dropout=0.1), "vision__recompute": "light:0,all:1"},
-            ["vision.lora.dropout=0.1 with vision.recompute=light:0,all:1", "or vision.lora.dropout=0"],
-        ),
         ({"data__eval_datasets": ["shape"]}, ["shape is not in data.data_registry", "did you mean shapes?"]),
         ({"data__eval_datasets": ["shapes", "shapes%50"]}, ["names a dataset twice"]),
         ({"training__eval_steps": 5}, ["training.eval_steps=5, but data.eval_datasets is empty"]),

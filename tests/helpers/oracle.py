@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from types import MappingProxyType
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -187,9 +188,15 @@ def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, Adapt
 
     for part, asked in lora.items():
         own, layers = family.parts[part].modules, family.parts[part].layers.path
-        linear = [name for name, module in model.named_modules() if isinstance(module, Linear) and name.startswith(own)]
+        model.requires_grad_(True)
+        family.parts[part].freeze_unused(model)
+        used = [name for name, it in model.named_modules() if isinstance(it, Linear) and it.weight.requires_grad]
+        linear = [name for name in used if name.startswith(own)]
         wanted = [f"*{said}*" for said in asked.targets] or [f"{layers}.*"]
         targets = [name for name in linear if any(fnmatch(name, pattern) for pattern in wanted)]
+        if not asked.targets:
+            routers = [f"*{of}" for of in (".gate", ".shared_expert_gate", ".router", ".router.*")]
+            targets = [name for name in targets if not any(fnmatch(name, pattern) for pattern in routers)]
         config = LoraConfig(
             r=asked.rank,
             lora_alpha=asked.alpha,
@@ -198,7 +205,10 @@ def add_by_peft(model: PreTrainedModel, family: Family, lora: Mapping[str, Adapt
             use_dora=asked.dora,
             use_rslora=asked.rslora,
         )
-        inject_adapter_in_model(config, model, "default")
+        # Or peft takes names in some models with experts for those of an older library, and changes what they mean.
+        with patch("peft.tuners.tuners_utils.is_transformers_ge_v5", False):
+            inject_adapter_in_model(config, model, "default")
+        vars(model).pop("peft_config")  # or peft, asked for another part's, warns of a second adapter
     for name, parameter in model.named_parameters():
         module, _, last = name.removesuffix(".default.weight").rpartition(".")
         if last in ("lora_A", "lora_B"):

@@ -17,9 +17,12 @@ from dhp.base.errors import ModelError
 from dhp.base.parameters import is_adapter
 from dhp.checkpoint.shards import read_shards
 from dhp.models.adapted import merge, save_adapter
+from dhp.models.registry import load_family
+from dhp.models.shape import adapt
 from dhp.models.whole import save_whole
 from tests.helpers.batches import mixed_step
 from tests.helpers.layouts import Case, Running, make_feed
+from tests.helpers.tiny_families import save_family
 
 Adapters = dict[str, AdapterSettings]
 BOTH = {"vision": AdapterSettings(2, 8.0), "text": AdapterSettings(3, 3.0, targets=("q_proj", "down_proj"))}
@@ -87,6 +90,20 @@ def test_adapters_of_another_model_are_refused(run: tuple, llava_model: str) -> 
         merge(model, weights | {name: weights[name][:, 1:]}, adapters)
     with pytest.raises(ModelError, match="and they lack"):
         merge(model, {n: w for n, w in weights.items() if n != name}, adapters)
+
+
+def test_what_peft_would_read_otherwise_is_refused(tmp_path: Path) -> None:
+    """Dense layers of some models with experts: their `gate_proj` would become the experts'."""
+    model, asked = str(save_family("glm4v_moe", tmp_path / "model")), {"text": AdapterSettings(2, 2.0)}
+    beside = plain(model)
+    adapt(beside, load_family(model), asked, "cpu")
+    weights = {n: torch.randn_like(p) for n, p in beside.named_parameters() if is_adapter(n)}
+    with pytest.raises(ModelError, match="peft would not read these adapters of a glm4v_moe model.*without --adapter"):
+        save_adapter(model, weights, asked, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    merged, before = merge(model, weights, asked), dict(plain(model).named_parameters())
+    moved = {name for name, weight in merged.items() if name in before and not torch.equal(weight, before[name])}
+    assert len(moved) == len(weights) / 2 and "model.language_model.layers.0.mlp.gate_proj.weight" in moved
 
 
 def test_what_peft_has_no_way_to_say_is_refused(made_model: str, tmp_path: Path) -> None:

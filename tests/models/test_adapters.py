@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.pytorch_utils import Conv1D
 
 from dhp.base.adapters import ADAPTER, AdapterSettings
 from dhp.base.errors import ConfigError
 from dhp.base.parameters import is_adapter, plain_name
+from dhp.config.part import PartConfig
 from dhp.models.adapters import adapted_modules, add_adapters, check_targets, find_targets
+from dhp.models.family import LayerParts
+from dhp.models.part import Part
 from dhp.models.registry import load_family
-from dhp.models.split import model_class
+from dhp.models.split import drop_modules, model_class
+from tests.helpers.tiny_families import make_config
 
 
 def meta(model: str) -> nn.Module:
@@ -50,6 +56,70 @@ def test_patterns_choose_within_the_part(made_model: str) -> None:
     assert targets(made_model, "vision", "merger.mlp.0") == ("model.visual.merger.mlp.0",)
 
 
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Folders with the configuration of a declared family, without weights."""
+
+    def save(name: str) -> str:
+        folder, config = tmp_path_factory.mktemp(name), make_config(name)
+        config.architectures = [AutoModelForImageTextToText._model_mapping[type(config)].__name__]
+        config.save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+def test_what_a_router_is_made_of_gets_none(shapes: Callable[[str], str]) -> None:
+    found = targets(shapes("gemma4_moe"), "text")
+    assert any(name.endswith("q_proj") for name in found) and not any("router" in name for name in found)
+
+
+def test_a_layer_that_nothing_depends_on_gets_none(llava_model: str) -> None:
+    model, part = meta(llava_model), load_family(llava_model).parts["vision"]
+    last = len(part.layers.kinds) - 1
+    found = find_targets(model, part, AdapterSettings(2, 4.0))
+    assert any(f"layers.{last - 1}." in name for name in found) and not any(f"layers.{last}." in name for name in found)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    told = rf"vision.lora.targets: layers.{last} selects .*layers.{last}.*an adapter there would learn nothing"
+    with pytest.raises(ConfigError, match=told):
+        check_targets(model, part, "vision.lora", AdapterSettings(2, 4.0, targets=(f"layers.{last}",)))
+
+
+def test_a_tower_alone_of_a_model_whose_head_is_its_embedding(shapes: Callable[[str], str]) -> None:
+    folder = shapes("gemma3")
+    model, family = meta(folder), load_family(folder)
+    drop_modules(model, family.outside("vision"))
+    found = find_targets(model, family.parts["vision"], AdapterSettings(2, 4.0))
+    add_adapters(model, found, AdapterSettings(2, 4.0), seed=0)
+    assert tuple(name for name, _ in adapted_modules(model)) == found != ()
+
+
+def test_dense_layers_beside_experts_keep_their_names(shapes: Callable[[str], str]) -> None:
+    folder = shapes("glm4v_moe")
+    model = meta(folder)
+    found = [n for n in targets(folder, "text") if n.endswith(("mlp.gate_proj", "shared_experts.up_proj"))]
+    assert len(found) == 1 + 2  # of the first layer, and of those with experts
+    add_adapters(model, found, AdapterSettings(2, 4.0), seed=0)
+    assert [name for name, _ in adapted_modules(model)] == found
+
+
+class Convolved(Part):
+    """A part whose layers are made as those of GPT-2."""
+
+    modules, layers = ("h",), LayerParts("h", ("plain",) * 2, (), ())
+
+    def check(self, asked: PartConfig) -> None:
+        pass
+
+
+def test_layers_without_a_linear_module_are_refused() -> None:
+    model = nn.ModuleDict({"h": nn.ModuleList(nn.ModuleDict({"c_attn": Conv1D(6, 2)}) for _ in range(2))})
+    assert find_targets(model, Convolved(), AdapterSettings(2, 4.0)) == ()
+    told = r"text.lora.rank without text.lora.targets: .*have is c_attn \(Conv1D\)\. Set text.lora.rank=0"
+    with pytest.raises(ConfigError, match=told):
+        check_targets(model, Convolved(), "text.lora", AdapterSettings(2, 4.0))
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [
@@ -64,6 +134,14 @@ def test_what_cannot_have_an_adapter_is_refused(made_model: str, said: str, told
     asked = AdapterSettings(2, 4.0, targets=("v_proj", said))
     with pytest.raises(ConfigError, match=told):
         check_targets(meta(made_model), load_family(made_model).parts["text"], "text.lora", asked)
+
+
+@pytest.mark.parametrize("said", ["experts", "experts.down_proj", "mlp.gate"])
+def test_experts_that_are_one_matrix_are_refused(said: str, shapes: Callable[[str], str]) -> None:
+    folder = shapes("qwen3_vl_moe")
+    asked = AdapterSettings(2, 4.0, targets=("q_proj", said))
+    with pytest.raises(ConfigError, match=rf"{said} selects .*, of the kind Qwen3VLMoe.*: adapters stand beside"):
+        check_targets(meta(folder), load_family(folder).parts["text"], "text.lora", asked)
 
 
 def test_peft_keeps_the_module_with_its_attributes_and_adds_to_what_it_makes() -> None:

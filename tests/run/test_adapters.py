@@ -21,7 +21,8 @@ ADAPTERS = ["text.lora.rank=4", "training.frozen=[vision]", "training.max_steps=
 @pytest.fixture(scope="module")
 def trained(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     run_dir = tmp_path_factory.mktemp("adapters") / "run"
-    return run_dir, train(*tiny(tiny_assets, run_dir, *ONE_ACTOR_EACH, *ADAPTERS, "training.save_steps=1"))
+    often = ["training.save_steps=1", "training.eval_steps=1", "data.eval_datasets=['shapes%5']"]
+    return run_dir, train(*tiny(tiny_assets, run_dir, *ONE_ACTOR_EACH, *ADAPTERS, *often))
 
 
 def test_its_table_and_its_checkpoint_have_the_adapters(trained: tuple[Path, Outcome]) -> None:
@@ -46,6 +47,15 @@ def test_it_is_exported_merged_and_as_an_adapter(trained: tuple[Path, Outcome], 
     before = dict(load(tiny_assets / "model").named_parameters())
     moved = {name for name, weight in merged.named_parameters() if not torch.equal(weight, before[name])}
     assert any("q_proj" in name for name in moved) and not any("blocks" in name for name in moved)
+
+
+def test_its_checkpoints_are_evaluated_with_their_adapters(trained: tuple[Path, Outcome]) -> None:
+    run_dir, _ = trained
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first, last = (line["loss"] for line in lines if line["kind"] == "eval")
+    again = train("evaluate", "loss", str(run_dir / "checkpoints" / "step_1"), "--json", module="dhp")
+    assert again.status == 0, again.stderr
+    assert json.loads(again.stdout)["loss"] == first != last
 
 
 def test_it_goes_on_with_the_same_adapters_alone(trained: tuple[Path, Outcome], tiny_assets: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +14,18 @@ from dhp.base.degrees import Degrees
 from dhp.base.parameters import GroupRule, Selector
 from dhp.models import adapters
 from dhp.parallel.tensor import adapters as cutting
+from dhp.trainers.settings import StageSettings
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import FIRST_OUT, Case, Fault, InspectedText, compare, compare_rounding, train
+from tests.helpers.layouts import (
+    FIRST_OUT,
+    Case,
+    Fault,
+    InspectedText,
+    InspectedVision,
+    compare,
+    compare_rounding,
+    train,
+)
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
 
 ONE = Degrees()
@@ -66,6 +78,33 @@ def test_adapters_in_bfloat16(four_layers_model: str) -> None:
     assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
 
 
+class CompiledVision(InspectedVision):
+    def __init__(self, settings: StageSettings):
+        super().__init__(_compiled(settings))
+
+
+class CompiledText(InspectedText):
+    def __init__(self, settings: StageSettings):
+        super().__init__(_compiled(settings))
+
+
+def _compiled(settings: StageSettings) -> StageSettings:
+    """For a rank's process: graphs are made, and run operation by operation; kernels of them would take minutes."""
+    torch.compile = partial(torch.compile, backend="eager")
+    return replace(settings, compiled=True)
+
+
+COMPILED = [
+    Case(ONE, ONE, 2, lora=TEXT, frozen=("vision", "projector"), packing=True),
+    *(pytest.param(Case(ONE, Degrees(data=2), 2, lora=own), marks=pytest.mark.families) for own in (BOTH, SOME, DORA)),
+]
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_layers_with_adapters(case: Case, four_layers_model: str) -> None:
+    assert_exact(compare(four_layers_model, case, awkward_steps()[:1], Fault(CompiledVision, CompiledText)))
+
+
 class OutputNotSummed(InspectedText):
     """What a slice of A makes is taken for the whole."""
 
@@ -91,11 +130,12 @@ def test_an_adapter_that_is_not_cut_as_its_matrix_shows(fault: type[InspectedTex
 
 def test_what_is_recomputed_drops_out_what_it_dropped_before(four_layers_model: str) -> None:
     dropping = (("text", AdapterSettings(4, 8.0, dropout=0.3)),)
-    cases = [Case(ONE, Degrees(tensor=2), 2, lora=dropping, recompute=choice) for choice in ("none", "all", "linear")]
-    plain, *again = (train(four_layers_model, case, awkward_steps()) for case in cases)
+    choices = ("none", "all", "linear", "mlp", "light")
+    cases = [Case(ONE, Degrees(tensor=2), 2, lora=dropping, recompute=choice) for choice in choices]
+    plain, *again = (train(four_layers_model, case, awkward_steps()[:1]) for case in cases)
     for other in again:
         assert other.losses == pytest.approx(plain.losses, rel=1e-12)
-        for mine, theirs in zip(other.gradients[1], plain.gradients[1], strict=True):
+        for mine, theirs in zip(other.gradients[0], plain.gradients[0], strict=True):
             for name, gradient in theirs.items():
                 torch.testing.assert_close(mine[name], gradient, rtol=1e-9, atol=1e-12)
 

@@ -7,13 +7,15 @@ from itertools import product
 
 import pytest
 
+from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData, TextInput
 from dhp.data.sample import Sample
 from dhp.doctor.doubles import staying_double
+from dhp.models import adapters
 from dhp.trainers.settings import StageSettings
 from tests.helpers.families import Maker
-from tests.helpers.layouts import Case, Errors, Fault, InspectedAudio, compare
+from tests.helpers.layouts import FIRST_OUT, Case, Errors, Fault, InspectedAudio, compare
 from tests.helpers.tiny_families import save_family
 from tests.trainers.test_declared_families import ExactText, ExactVision
 from tests.trainers.test_parity import assert_exact
@@ -72,6 +74,16 @@ LESS = [
 @pytest.mark.parametrize("trained", LESS, ids=["all but sound", "sound's projector alone"])
 def test_equals_the_plain_model_of_which_less_is_trained(trained: dict, made: Made) -> None:
     assert_exact(run(made, Case(ONE, ONE, 2, packing=True, audio=ONE, **trained)))
+
+
+HEARD = (("audio", AdapterSettings(2, 4.0)), ("text", AdapterSettings(4, 4.0)))
+
+
+@pytest.mark.parametrize("audio", [TWO, SEQUENCE], ids=str)
+def test_adapters_equal_pefts_on_the_plain_model(audio: Degrees, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
+    case = Case(ONE, Degrees(tensor=2), 2, packing=True, audio=audio, lora=HEARD, frozen=("vision",))
+    assert_exact(run(made, case))
 
 
 ZERO = [(TWO, 1), *(pytest.param(*case, marks=pytest.mark.families) for case in product((TWO, SEQUENCE), (1, 2, 3)))]

@@ -4,7 +4,8 @@ Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", by torch's no
 What is not worth recomputing (matrix products, attention) is *kept*: its output is saved, and the layer's second run
 takes it from there. What a kept call saves for its own backward is either one of its inputs, which the second run
 makes anew, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run once;
-all others run again in backward, on every rank in the same order. Layers must not draw random numbers.
+all others run again in backward, on every rank in the same order. Of random numbers, dropout beside adapters draws the
+same ones again: behind a call that is passed over, the generator goes on from where that call left it.
 
 torch's own selective checkpointing (`create_selective_checkpoint_contexts`) decides operator by operator. Here a whole
 call is kept or not: an attention that is an autograd function of many kernels and collectives, or a module.
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dhp.base.messages import Choices
 from dhp.config.recompute import CHOICES, OFFLOAD
+from dhp.parallel.activation.draws import device_of_draws, go_on_from, state_of_draws
 from dhp.parallel.activation.offload import Host
 from dhp.parallel.activation.saved_tensors import detached, note, noting, top_hooks
 
@@ -88,6 +90,7 @@ class _Layer:
     def __init__(self, module: nn.Module, parts: LayerMap, index: int, watcher: Watcher | None, host: Host):
         self.choice = "none"
         self._index, self._watcher, self._host = index, watcher, host
+        self._draws_on = device_of_draws(module)
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
             for inner in _found(module, names):
                 inner.forward = save_output(what, inner.forward)
@@ -112,7 +115,7 @@ class _Layer:
         flat, spec = tree_flatten((args, dict(kwargs)))
         positions = [position for position, value in enumerate(flat) if isinstance(value, Tensor)]
         rest = [None if isinstance(value, Tensor) else value for value in flat]
-        calls = _Calls(frozenset(_KEPT_BY_CHOICE[self.choice]))
+        calls = _Calls(frozenset(_KEPT_BY_CHOICE[self.choice]), self._draws_on)
 
         def layer(*tensors: Tensor) -> Any:
             # Tensors as arguments, so that the checkpoint saves them where they are seen and counted.
@@ -132,12 +135,8 @@ class _Layer:
 
     @contextmanager
     def _replay(self) -> Iterator[None]:
-        with noting():
-            if self._watcher is None:
-                yield
-                return
-            with self._watcher.replay(self._index):
-                yield
+        with noting(), nullcontext() if self._watcher is None else self._watcher.replay(self._index):
+            yield
 
 
 def _found(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -166,11 +165,12 @@ class _Result(NamedTuple):
 
 @dataclass
 class _Call:
-    """A kept call: its results, and which of its inputs it saved, in order."""
+    """A kept call: its results; which of its inputs it saved, in order; the state in which it left the generator."""
 
     results: list[Any]
     spec: Any
     deferred: list[_Deferred]
+    drawn: Tensor | None
 
 
 @dataclass
@@ -178,6 +178,7 @@ class _Calls:
     """Kept calls of one run of one layer, in order; the second run takes their results from here."""
 
     keeps: frozenset[str]
+    draws_on: torch.device | None  # see `device_of_draws`
     made: list[_Call] = field(default_factory=list)
     begun: bool = False
     next: int | None = None  # in a second run, the call that comes next
@@ -228,6 +229,7 @@ def save_output(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return _keep(calls, inputs, lambda: function(*args, **kwargs))
         made = calls.made[calls.next]
         calls.next += 1
+        go_on_from(made.drawn, calls.draws_on)
         return _repeat(made, inputs)
 
     return call
@@ -273,7 +275,7 @@ def _keep(calls: _Calls, inputs: Sequence[Tensor], run: Callable[[], Any]) -> An
         if isinstance(value, Tensor):
             note(value)
     remembered = [_Result(v.detach(), v.requires_grad) if isinstance(v, Tensor) else v for v in flat]
-    calls.made.append(_Call(remembered, spec, saving.deferred))
+    calls.made.append(_Call(remembered, spec, saving.deferred, state_of_draws(calls.draws_on)))
     return results
 
 

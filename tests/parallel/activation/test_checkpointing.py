@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dhp.config.recompute import CHOICES
+from dhp.parallel.activation import checkpointing
 from dhp.parallel.activation import meter as meter_module
 from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, save_output
 from dhp.parallel.activation.meter import Meter
@@ -64,6 +65,38 @@ def test_a_layer_without_any_of_the_named_modules_is_refused() -> None:
     RecomputedLayers([Layer()], Parts(mlp=("gate", "up", "experts")), ("light",))
     with pytest.raises(ValueError, match="a Layer has none of the modules experts, gates; correct the LayerParts"):
         RecomputedLayers([Layer()], Parts(mlp=("experts", "gates")), ("light",))
+
+
+class Dropping(Layer):
+    """Leaves some out at random: in a module that may be kept, and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.last = nn.Sequential(nn.Dropout(0.3), self.gate), nn.Dropout(0.4)
+
+    def forward(self, states: Tensor, *, turn: Tensor) -> Tensor:
+        return self.last(super().forward(states, turn=turn))
+
+
+def dropped(choice: str) -> tuple[Tensor, ...]:
+    """Output and gradient of a layer, and what the generator gives next."""
+    torch.manual_seed(3)
+    layer, states = Dropping(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    RecomputedLayers([layer], Parts(), (choice,))
+    output = layer(states, turn=torch.ones(1))
+    output.square().sum().backward()
+    return output.detach(), states.grad, torch.rand(3)
+
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "none"])
+def test_what_was_left_out_at_random_is_left_out_again(choice: str) -> None:
+    for found, wanted in zip(dropped(choice), dropped("none"), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_generator_that_does_not_go_on_behind_a_kept_call_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "go_on_from", lambda *_: None)
+    assert not torch.allclose(dropped("light")[1], dropped("none")[1])
 
 
 class Model(nn.Module):
