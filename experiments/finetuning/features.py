@@ -98,7 +98,7 @@ def _feed(model: str, read: Callable[[], Sequence[Sample]]) -> Feed:
 
 
 def _reader(model: str, kept: KeepSettings, sample: Sample, folder: Path) -> Callable[[], list[Sample]]:
-    """What gives the sample as whoever reads the data has it: its picture, a file of noise, looked up by its bytes. That
+    """What gives the sample as readers of the data have it: its picture, a file of noise, looked up by its bytes. That
     picture's pixels are the sample's, without being decoded."""
     family, picture = load_family(model), folder / "picture.png"
     (grid,) = sample.grids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -97,21 +98,10 @@ class Way:
         rules = training_rules(TrainingConfig(frozen=list(trained.frozen)), family, adapters)
         chain = pair_of(family, vision_trains=trained_stage(rules, family, model, adapters)(VISION, ()))
         trainers = {VISION: VisionTrainer, TEXT: TextTrainer}
+        given = partial(settings_of, chain, model=model, update=UPDATE, rules=rules)
         kept = {VISION: keep}
         self.stages = {
-            stage: Timed(
-                kind(
-                    settings_of(
-                        chain,
-                        stage,
-                        model,
-                        UPDATE,
-                        rules=rules,
-                        adapters=adapters.get(stage),
-                        features=kept.get(stage),
-                    )
-                )
-            )
+            stage: Timed(kind(given(stage, adapters=adapters.get(stage), features=kept.get(stage))))
             for stage, kind in trainers.items()
         }
         self._chain, self._stages = chain, make_stages(chain, self.stages)
