@@ -30,7 +30,7 @@ def find_targets(model: nn.Module, part: Part, asked: AdapterSettings) -> tuple[
     """Names of the part's modules that get an adapter, of those that this model holds, in its order."""
     linear, chosen = list(_linear_modules(model, part)), asked.selectors()
     if not chosen:
-        return tuple(name for name in linear if is_inside(name, [part.layers.path]) and not _is_router(name))
+        return tuple(name for name in linear if is_inside(name, [part.layers.path]) and not is_router(name))
     return tuple(name for name in linear if any(selector.fits(f"{name}.weight") for selector in chosen))
 
 
@@ -122,7 +122,8 @@ def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:
             yield name
 
 
-def _is_router(name: str) -> bool:
+def is_router(name: str) -> bool:
+    """Whether the module of that name chooses experts."""
     return name.rpartition(".")[2] in _ROUTERS
 
 
