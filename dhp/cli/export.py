@@ -49,13 +49,6 @@ def _export_adapters(
         count = save_adapter(base, weights, adapters, given.out_dir)
         print(f"{given.out_dir}: an adapter of {count} tensors of step {about['step']}, beside {base}")
         return 0
-    rounded = [part for part, asked in adapters.items() if asked.quantization is not None]
-    if rounded:
-        raise ConfigError(
-            f"{checkpoint}: the adapters of {', '.join(rounded)} were trained beside matrices in four bits, and merged "
-            "into those of the model they would not compute what was trained. Export them by --adapter, and load the "
-            "model with its matrices in four bits before them: docs/configuration.md#adapters"
-        )
     whole = merge(base, weights, adapters)
     save_whole(checkpoint / MODEL, whole, given.out_dir)
     print(f"{given.out_dir}: {len(whole)} weights with the adapters of step {about['step']} in them, from {checkpoint}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dhp.base.adapters import NF4
 from dhp.base.errors import ConfigError
 from dhp.config.part import LoraConfig, PartConfig
+from dhp.config.parts import HEARING
 from dhp.config.ranges import require, require_choice, require_positive
 
 _KEEPING = ("light", "mlp", "auto")  # ways to recompute that pass over matrices, or may
@@ -47,6 +48,8 @@ def _check_quantization(name: str, part: PartConfig) -> None:
     if found is None:
         return
     require_choice(key, found, (NF4,))
+    if name == HEARING:
+        raise ConfigError(f"{key}={found}: layers of audio towers were never tested in four bits. Leave {key} out.")
     whole = "bitsandbytes rounds blocks of whole matrices, of which each actor would have a part"
     rules = {
         "tensor": (part.tensor == 1, "1", whole),

@@ -73,7 +73,8 @@ def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSetting
         use_dora=asked.dora,
         bias="none",
     )
-    inject_adapter_in_model(config, model, ADAPTER)
+    with _knowing_embedding(model):
+        inject_adapter_in_model(config, model, ADAPTER)
     vars(model).pop("peft_config", None)  # or peft, asked for another part's, warns of a second adapter
     for parameter in model.parameters():
         parameter.requires_grad_(trained.get(id(parameter), True))
@@ -113,6 +114,19 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module in drawing:
             module.train()
+
+
+@contextmanager
+def _knowing_embedding(model: Any) -> Iterator[None]:
+    """peft asks a model whose head is its embedding for that, beside which no adapter stands; a part may lack it."""
+    try:
+        getattr(model, "get_input_embeddings", nn.Module)()
+    except (AttributeError, NotImplementedError):
+        model.get_input_embeddings = nn.Module  # one without parameters
+    try:
+        yield
+    finally:
+        vars(model).pop("get_input_embeddings", None)
 
 
 def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:

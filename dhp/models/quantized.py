@@ -7,6 +7,7 @@ computes what peft's own for such layers does.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -36,12 +37,14 @@ def require_package(key: str) -> None:
 
 def find_quantized(model: nn.Module, layers: LayerParts, trains: Callable[[str], bool]) -> tuple[str, ...]:
     """Names of the linear modules of the layers whose weights are not trained, in the model's order. trains: by a
-    parameter's name. Without adapters, routers, and modules that compute in a way of their own."""
+    parameter's name. Without adapters, routers, modules that compute in a way of their own, and those whose weight the
+    code around them reads: it would find packed bits."""
     return tuple(
         name
         for name, module in model.named_modules()
         if type(module) is nn.Linear and "forward" not in vars(module) and is_inside(name, [layers.path])
         if not (is_adapter(name) or is_router(plain_name(name)) or trains(f"{name}.weight"))
+        if not _is_read(model, plain_name(name))
     )
 
 
@@ -72,6 +75,17 @@ def quantize(
         owner, _, own = name.rpartition(".")
         plain = model.get_submodule(name)
         setattr(model.get_submodule(owner), own, _in_four_bits(package, plain, dtype).to(device))
+
+
+def _is_read(model: nn.Module, name: str) -> bool:
+    """Whether the class of the module around the linear one of that name reads its weight."""
+    owner, _, own = name.rpartition(".")
+    return f".{own}.weight" in _source(type(model.get_submodule(owner)))
+
+
+@cache
+def _source(kind: type[nn.Module]) -> str:
+    return inspect.getsource(kind)
 
 
 def _in_four_bits(package: ModuleType, plain: nn.Linear, dtype: torch.dtype) -> nn.Module:
