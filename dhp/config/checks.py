@@ -56,8 +56,8 @@ def check_backends(config: Config) -> None:
         if part.lora.quantization is not None and config.cluster.device != "cuda":
             raise ConfigError(
                 f"{quantized} with cluster.device={config.cluster.device}: bitsandbytes' kernels for it are made for "
-                f"GPUs; on a CPU they are slow, and not tested here. Set cluster.device=cuda, or leave {name}.lora."
-                "quantization out."
+                "GPUs, and on a CPU each product would unpack its whole matrix first. Set cluster.device=cuda, or "
+                f"leave {name}.lora.quantization out."
             )
         if part.lora.quantization is not None and counted:
             raise ConfigError(
