@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -20,7 +21,6 @@ from dhp.base.errors import ConfigError
 from dhp.base.parameters import is_adapter, is_inside, plain_name
 from dhp.models.adapters import is_router
 from dhp.models.family import LayerParts
-from dhp.parallel.extras import BITSANDBYTES, find_extra
 
 # Four bits a value; for each block of 64 a scale of 8 bits, and of 256 such scales one of 32.
 BYTES_A_VALUE = 1 / 2 + 1 / 64 + 4 / (64 * 256)
@@ -28,7 +28,7 @@ BYTES_A_VALUE = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 def require_package(key: str) -> None:
     """Raises ConfigError where the package that `key`=nf4 asks for is not here. No GPU is touched."""
-    if find_extra(BITSANDBYTES).version is None:
+    if find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"{key}={NF4}: bitsandbytes, which keeps matrices in four bits, is not installed. Install it on each node "
             f"with `pip install bitsandbytes`, or leave {key} out: the matrices stay in the part's dtype."

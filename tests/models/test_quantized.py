@@ -19,7 +19,6 @@ from dhp.models.adapters import add_adapters, find_targets
 from dhp.models.family import LayerParts
 from dhp.models.quantized import find_quantized, quantize, require_package
 from dhp.models.registry import load_family
-from dhp.parallel import extras
 from dhp.parallel.optimizer.precision import cast_parameters
 from dhp.run.training import check_quantized, training_rules
 from tests.models.test_adapters import meta
@@ -79,7 +78,7 @@ def test_of_a_model_they_are_those_that_adapters_stand_beside(part: str, made_mo
 
 
 def test_without_the_package_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "_installed", lambda package, module: None)
+    monkeypatch.setattr(quantized, "find_spec", lambda module: None)
     told = f"{KEY}=nf4: bitsandbytes, .* is not installed. Install it on each node"
     with pytest.raises(ConfigError, match=told):
         require_package(KEY)
@@ -91,7 +90,7 @@ def test_a_package_that_cannot_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch
     def broken() -> Any:
         raise OSError("libcudart.so.12 not found")
 
-    monkeypatch.setattr(extras, "_installed", lambda package, module: "0.50.2")
+    monkeypatch.setattr(quantized, "find_spec", lambda module: module)
     monkeypatch.setattr(quantized, "_package", broken)
     with pytest.raises(ConfigError, match=f"{KEY}=nf4: bitsandbytes cannot be loaded: libcudart"):
         quantize(adapted(), LAYERS, ASKED, is_adapter, torch.float32, CPU, KEY)
@@ -112,7 +111,7 @@ def packed(weight: Tensor, requires_grad: bool, **told: Any) -> nn.Parameter:
 
 def test_its_layers_stand_in_the_others_places(monkeypatch: pytest.MonkeyPatch) -> None:
     package = SimpleNamespace(nn=SimpleNamespace(Linear4bit=Packed, Params4bit=packed))
-    monkeypatch.setattr(extras, "_installed", lambda package, module: "0.50.2")
+    monkeypatch.setattr(quantized, "find_spec", lambda module: module)
     monkeypatch.setattr(quantized, "_package", lambda: package)
     model = adapted()
     bias = model["layers"][0].up.base_layer.bias

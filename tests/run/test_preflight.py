@@ -161,9 +161,9 @@ def test_four_bits_without_their_package_are_told_before_ranks_start(
     asked = ["text.lora.rank=2", "text.lora.quantization=nf4", "text.tensor=1", "text.num_actors=1"]
     asked += ["text.parallelism=none", "cluster.device=cuda", f"tiny_assets={tiny_assets}"]
     overrides = [*asked, f"run_dir={tmp_path / 'run'}"]
-    from dhp.parallel import extras
+    from dhp.models import quantized
 
-    monkeypatch.setattr(extras, "_installed", lambda package, module: None)
+    monkeypatch.setattr(quantized, "find_spec", lambda module: None)
     with pytest.raises(ConfigError, match="text.lora.quantization=nf4: bitsandbytes, .* is not installed"):
         prepare(compose_config("tiny", overrides=overrides))
     prepare(compose_config("tiny", overrides=[*overrides, "cluster.address=auto"]))  # whose nodes look for themselves
