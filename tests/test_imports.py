@@ -52,6 +52,7 @@ LIBRARIES: dict[str, set[str]] = {
     "omegaconf": {"config"},
     "numba": {"data.balance"},
     "peft": {"models.adapters", "models.adapted"},
+    "bitsandbytes": {"models.quantized"},
     **{logger: {"observe.loggers.adapters"} for logger in ("wandb", "mlflow", "swanlab")},
     "transformers": {
         "models", "data", "trainers", "doctor", "run.tiny_assets", "parallel.tensor.styles", "parallel.experts",

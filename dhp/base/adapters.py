@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dhp.base.parameters import Selector
 
+NF4 = "nf4"  # four bits a value, the quantiles of a normal distribution (Dettmers et al. 2023, "QLoRA")
 ADAPTER = "default"  # peft's own name of the one adapter that a model has here
 
 
@@ -18,6 +19,8 @@ class AdapterSettings:
     dropout: of what enters A. targets: which matrices; none: all of the layers.
 
     dora: the norms of W's rows are trained too (Liu et al. 2024).
+
+    quantization: the format of the layers' linear matrices that are not trained, NF4; None: the part's.
     """
 
     rank: int
@@ -26,6 +29,7 @@ class AdapterSettings:
     targets: tuple[str, ...] = ()
     dora: bool = False
     rslora: bool = False
+    quantization: str | None = None
 
     def selectors(self) -> tuple[Selector, ...]:
         """What `targets` select, by names of weights."""

@@ -42,7 +42,8 @@ def check_pipeline_schedule(config: Config) -> None:
 
 
 def check_backends(config: Config) -> None:
-    """flash-attn computes on GPUs, and what compiled layers keep is not counted. Raises ConfigError."""
+    """flash-attn and bitsandbytes compute on GPUs, and what compiled or quantized layers keep is not counted. Raises
+    ConfigError."""
     counted = [f"{name}.recompute=auto" for name, part in parts(config).items() if part.recompute == "auto"]
     counted += ["memory.accounting=true"] if config.memory.accounting else []
     for name, part in parts(config).items():
@@ -50,6 +51,18 @@ def check_backends(config: Config) -> None:
             raise ConfigError(
                 f"{name}.attention_backend=flash_attention_2 with cluster.device=cpu: its kernels run on GPUs. Set "
                 f"{name}.attention_backend=auto, PyTorch's own kernels, or cluster.device=cuda."
+            )
+        quantized = f"{name}.lora.quantization={part.lora.quantization}"
+        if part.lora.quantization is not None and config.cluster.device != "cuda":
+            raise ConfigError(
+                f"{quantized} with cluster.device={config.cluster.device}: bitsandbytes' kernels for it are made for "
+                "GPUs, and on a CPU each product would unpack its whole matrix first. Set cluster.device=cuda, or "
+                f"leave {name}.lora.quantization out."
+            )
+        if part.lora.quantization is not None and counted:
+            raise ConfigError(
+                f"{quantized} with {counted[0]}: what activations take is counted by the weights that operations read, "
+                f"and bitsandbytes' are packed. Leave {name}.lora.quantization out, or change {counted[0]}."
             )
         if part.compile and counted:
             raise ConfigError(

@@ -36,7 +36,7 @@ def _both(key: str) -> str:
 _ADAMW = "the optimizer is AdamW; training.betas, eps and weight_decay are its keys"
 _OTHER_OPTIMIZER = "AdamW over all that is trained is the only optimizer; ZeRO stages and LoRA save memory"
 _OTHER_ADAPTER = "of adapters there is LoRA (with DoRA and rank stabilization) alone"
-_QUANTIZED = "weights are not quantized; text.lora with dtype=bfloat16 is the least memory there is"
+_QUANTIZED = "of quantized weights there is lora.quantization=nf4 alone, in four bits with scales in eight"
 _SUPERVISED = "training is supervised, on answers alone; there are no preferences, rewards or rollouts"
 _NO_GENERATION = "nothing is generated during training; export a checkpoint and generate with that"
 _NO_HUB = "nothing is uploaded; `python -m dhp export` writes a directory to upload"
@@ -66,7 +66,8 @@ FOREIGN: dict[str, tuple[Foreign, ...]] = {
         Foreign("cache_dir", "LM", "data.cache_dir", "of measured lengths; HF_HOME says where models are kept"),
         Foreign("rope_scaling max_model_len", "LS", "", "the model's config.json says it; edit it there"),
         Foreign("resize_vocab add_tokens add_special_tokens new_special_tokens new_special_tokens_config", "LS", "", "add tokens to the model with transformers before, and save it"),
-        Foreign("quantization_bit quantization_method quantization_type double_quantization quantization_device_map load_in_4bit load_in_8bit quant_method quant_bits bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant", "LSM", "", _QUANTIZED),
+        Foreign("quantization_bit quant_bits load_in_4bit bnb_4bit_quant_type", "LSM", _both("lora.quantization"), "nf4, for the matrices beside LoRA; on GPUs"),
+        Foreign("quantization_method quantization_type double_quantization quantization_device_map load_in_8bit quant_method bnb_4bit_compute_dtype bnb_4bit_use_double_quant", "LSM", "", _QUANTIZED),
         Foreign("fp8 fp8_backend", "LM", "", "float8 is planned; bfloat16 is there"),
         Foreign("device_map max_memory low_cpu_mem_usage offload_folder", "LS", "", "each rank loads its own slices; num_actors and the degrees say which"),
         Foreign("use_fast_tokenizer split_special_tokens use_cache use_kv_cache", "LT", "", _BY_ITSELF),

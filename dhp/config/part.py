@@ -28,6 +28,11 @@ class LoraConfig:
     rslora: bool = False
     """true: alpha / √rank in the place of alpha / rank (rank-stabilized LoRA)."""
 
+    quantization: Optional[str] = None
+    """nf4: the linear matrices of the part's layers that are not trained are kept in four bits (QLoRA), by the optional
+    package bitsandbytes. With cluster.device=cuda, tensor=1, expert=1, zero_stage=0, recompute=none or full. Null: in
+    dtype."""
+
 
 @dataclass
 class PartConfig:

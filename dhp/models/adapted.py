@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dhp.base.adapters import ADAPTER, AdapterSettings
-from dhp.base.errors import ModelError
+from dhp.base.errors import ConfigError, ModelError
 from dhp.base.parameters import is_adapter, plain_name
 from dhp.models.adapters import adapted_modules, add_adapters, find_targets
 from dhp.models.family import Family
@@ -34,8 +34,10 @@ def merge(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters) -> 
     """All weights of the model of `model_dir`, with what was trained: adapters added to their matrices by peft's own
     arithmetic, other weights in the place of the model's. In the directory's number format.
 
-    weights: of a checkpoint, by name. Raises ModelError where they are another model's.
+    weights: of a checkpoint, by name. Raises ModelError where they are another model's, ConfigError for adapters that
+    were trained beside matrices in four bits.
     """
+    _refuse_quantized(adapters)
     model = _load(model_dir)
     _put(model, load_family(model_dir), adapters)
     _fill(model, weights, model_dir)
@@ -151,6 +153,16 @@ def _tell_other(model: PreTrainedModel, what: str) -> str:
         "some kinds with experts it takes names as gate_proj for those of experts, wherever they stand. Export without "
         "--adapter: the adapters are merged into the model then"
     )
+
+
+def _refuse_quantized(adapters: Adapters) -> None:
+    rounded = [part for part, asked in adapters.items() if asked.quantization is not None]
+    if rounded:
+        raise ConfigError(
+            f"the adapters of {', '.join(rounded)} were trained beside matrices in four bits "
+            f"({rounded[0]}.lora.quantization); added to those of the model they would not compute what was trained. "
+            "Export them by --adapter, and load them beside the model in four bits: docs/configuration.md#adapters"
+        )
 
 
 def _put(model: PreTrainedModel, family: Family, adapters: Adapters) -> None:

@@ -34,7 +34,7 @@ def find_targets(model: nn.Module, part: Part, asked: AdapterSettings) -> tuple[
     unused, chosen = _unused(model, part), asked.selectors()
     linear = [name for name in _linear_modules(model, part) if name not in unused]
     if not chosen:
-        return tuple(name for name in linear if is_inside(name, [part.layers.path]) and not _is_router(name))
+        return tuple(name for name in linear if is_inside(name, [part.layers.path]) and not is_router(name))
     return tuple(name for name in linear if any(selector.fits(f"{name}.weight") for selector in chosen))
 
 
@@ -141,7 +141,7 @@ def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:
             yield name
 
 
-def _is_router(name: str) -> bool:
+def is_router(name: str) -> bool:
     """Whether the module chooses experts, or belongs to one that does."""
     return not _ROUTERS.isdisjoint(name.split("."))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -34,13 +34,14 @@ class PartShape:
 
     total: all of them. per_rank: what the fullest tensor rank holds. replicated: those that each rank holds whole.
 
-    trained: of per_rank, those that are trained; None: all of them.
+    trained: of per_rank, those that are trained; None: all of them. quantized: of per_rank, those kept in four bits.
     """
 
     total: int
     per_rank: int
     replicated: int
     trained: int | None = None
+    quantized: int = 0
 
 
 def part_shape(
@@ -53,13 +54,14 @@ def part_shape(
     shared: Sequence[str] = (),
     expert: int = 1,
     put_adapters: Callable[[nn.Module], None] = lambda _: None,
+    find_quantized: Callable[[nn.Module], Collection[str]] = lambda _: (),
 ) -> PartShape:
     """Count the model of `source` without the modules `dropped`, split by its tensor-parallel plan over `tensor` ranks.
 
     whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says. added_plan:
     transformers' style of further modules. trained: whether the parameter of a name is trained; None: all are.
     shared: modules whose experts so many ranks (expert) share out. put_adapters: puts adapters into a model, which are
-    counted as if each rank held them whole.
+    counted as if each rank held them whole. find_quantized: names of modules whose weight is kept in four bits.
     """
     model = _without_weights(source, dropped)
     plan = {name: style for name, style in (model.tp_plan | dict(added_plan)).items() if name not in whole_modules}
@@ -76,7 +78,8 @@ def part_shape(
         per_rank += own
         of_trained += own if trained is None or trained(name) else 0
         replicated += 0 if split else parameter.numel()
-    return PartShape(total, per_rank, replicated, None if trained is None else of_trained)
+    quantized = sum(model.get_submodule(name).weight.numel() for name in find_quantized(model))
+    return PartShape(total, per_rank, replicated, None if trained is None else of_trained, quantized)
 
 
 @dataclass(frozen=True)

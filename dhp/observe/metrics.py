@@ -63,8 +63,8 @@ class StepMetrics:
     tokens_per_s: float | None = None
     """tokens / step_s. Unit: tokens a second."""
     flops: Mapping[str, int] | None = None
-    """Useful floating-point operations of the step, forward and backward, by part. What counts:
-    [performance.md](performance.md#mfu). Unit: operations."""
+    """Useful floating-point operations of the step, forward and backward, by part; vision's of encoded images alone,
+    not of cached_images. What counts: [performance.md](performance.md#mfu). Unit: operations."""
     mfu: float | None = None
     """Model FLOPs utilisation: the sum of flops / (step_s × the peak of all devices), each device counted once. Unit: a
     share of 1. Null: the peak of a device is not known; the run says so at its start."""

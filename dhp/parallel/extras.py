@@ -10,15 +10,17 @@ from importlib.util import find_spec
 
 import torch
 
-FLASH_ATTENTION, LIGER, COMPILE = "flash-attn", "liger-kernel", "torch.compile"
+FLASH_ATTENTION, BITSANDBYTES, LIGER, COMPILE = "flash-attn", "bitsandbytes", "liger-kernel", "torch.compile"
 LOGGERS = ("wandb", "mlflow", "swanlab")
 FLASH_ATTENTION_FROM, FLASH_ATTENTION_UP_TO = (2, 7), (3, 0)  # the signatures that the adapter knows
+TURING = (7, 5)  # and of bitsandbytes
 AMPERE = (8, 0)  # compute capability from which flash-attn's kernels run
 VOLTA = (7, 0)  # and triton's
 COMPILERS = ("g++", "c++", "clang++")  # of which torch.compile takes the first for CPUs
 
 _USES = {
     FLASH_ATTENTION: "attention by its kernels: vision/text.attention_backend=flash_attention_2",
+    BITSANDBYTES: "frozen matrices in four bits beside adapters: vision/text.lora.quantization=nf4",
     LIGER: "nothing here: dhp has fused norms and gates of its own, and a loss that never makes full logits",
     COMPILE: "fewer and larger kernels in each layer: vision/text.compile=true",
     **{logger: f"a logger of runs: training.loggers=[{logger}]" for logger in LOGGERS},
@@ -45,7 +47,12 @@ class Extra:
 
 def find_extras() -> tuple[Extra, ...]:
     """All of them, as they are on this machine. Nothing of them is imported."""
-    found = ((FLASH_ATTENTION, _flash_attention()), (LIGER, _liger()), (COMPILE, _compile()))
+    found = (
+        (FLASH_ATTENTION, _flash_attention()),
+        (BITSANDBYTES, _bitsandbytes()),
+        (LIGER, _liger()),
+        (COMPILE, _compile()),
+    )
     found += tuple((logger, _logger(logger)) for logger in LOGGERS)
     return tuple(Extra(name, *state, _USES[name]) for name, state in found)
 
@@ -69,6 +76,11 @@ def flash_attention_package() -> tuple[str | None, str | None]:
 def _flash_attention() -> tuple[str | None, str | None]:
     installed, obstacle = flash_attention_package()
     return installed, obstacle or _without_gpu(AMPERE)
+
+
+def _bitsandbytes() -> tuple[str | None, str | None]:
+    installed = _installed(BITSANDBYTES, "bitsandbytes")
+    return installed, "bitsandbytes is not installed" if installed is None else _without_gpu(TURING)
 
 
 def _liger() -> tuple[str | None, str | None]:

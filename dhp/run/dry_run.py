@@ -12,6 +12,7 @@ from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config, PartConfig
 from dhp.models.config_source import config_source
 from dhp.models.family import Family
+from dhp.models.quantized import find_quantized
 from dhp.models.registry import load_family
 from dhp.models.shape import Adapters, PartShape, adapt, part_shape
 from dhp.models.slice import chunks_of
@@ -76,8 +77,10 @@ def _shape(stage: StageSpec, source: str, family: Family, rules: TrainingRules, 
     trained = partial(_is_trained, rules, family) if rules.selects or family.idle else None
     plan = with_fused(part.tensor_plan, part.fused)
     put = partial(adapt, family=family, adapters={name: own for name, own in adapters.items() if name == stage.part})
-    whole = part.kept_whole(tensor)
-    return part_shape(source, dropped, tensor, whole, plan, trained, part.shared, expert, put)
+    whole, asked = part.kept_whole(tensor), adapters.get(stage.part)
+    rounded = asked is not None and asked.quantization is not None
+    quantized = partial(find_quantized, layers=part.layers, trains=rules.trains) if rounded else lambda _: ()
+    return part_shape(source, dropped, tensor, whole, plan, trained, part.shared, expert, put, quantized)
 
 
 def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:

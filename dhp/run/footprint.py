@@ -14,6 +14,7 @@ from dhp.config.degrees import DEEPSPEED, FSDP
 from dhp.config.resolved import resolved
 from dhp.config.schema import PartConfig
 from dhp.models.part import HeadShape
+from dhp.models.quantized import BYTES_A_VALUE
 from dhp.models.shape import PartShape
 from dhp.parallel.tensor.loss import CHUNK_ROWS
 
@@ -83,7 +84,7 @@ def rank_bytes(part: PartConfig, stage: StageSpec, shape: PartShape) -> RankByte
         return RankBytes(size * whole, 0, 0)
     share = -(-whole // stage.degrees.shards) if zero else whole
     copies = int(size < exact or zero in (1, 2))
-    weights = size * (share if zero == 3 else whole)
+    weights = size * (share if zero == 3 else whole) - int((size - BYTES_A_VALUE) * shape.quantized)
     if zero == 3 and part.zero_engine == FSDP:
         weights = 0  # gathered for a layer at a time from the optimizer's copy
         copies = 1
@@ -127,7 +128,8 @@ def by_zero_stage(part: PartConfig, stage: StageSpec, shape: PartShape) -> dict[
     found: dict[int, int | None] = {}
     for zero in range(4):
         engine = FSDP if resolved(part.tensor) > 1 else DEEPSPEED
-        missing = (zero == 1 and engine == FSDP) or (zero > 0 and (not stage.trains or part.expert > 1))
+        alone = not stage.trains or part.expert > 1 or part.lora.quantization is not None
+        missing = (zero == 1 and engine == FSDP) or (zero > 0 and alone)
         other = replace(part, zero_stage=zero, zero_engine=engine)
         found[zero] = None if missing else rank_bytes(other, stage, shape).total
     return found

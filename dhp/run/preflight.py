@@ -79,6 +79,10 @@ def _check_packages(config: Config) -> None:
             from dhp.parallel.attention.flash_attention_2 import require_package
 
             require_package(f"{name}.attention_backend")
+        if part.lora.quantization is not None:
+            from dhp.models import quantized
+
+            quantized.require_package(f"{name}.lora.quantization")
 
 
 def _fix_paths(config: Config) -> None:
@@ -184,13 +188,14 @@ def _check_stages(config: Config, family: Family, source: str) -> None:
 
 def _check_rules(config: Config, family: Family, source: str) -> None:
     """Raises ConfigError for rules of training that are about nothing in the model, or leave nothing to train."""
-    from dhp.run.training import adapters_of
+    from dhp.run.training import adapters_of, check_quantized
 
     training, adapters = config.training, adapters_of(config)
     if adapters:
         from dhp.models.shape import check_adapters
 
         check_adapters(source, family, adapters)
+        check_quantized(family, adapters)
     if training.trainable or training.frozen or training.groups:
         from dhp.models.shape import list_parameters
         from dhp.run.training import check_rules, part_names, training_rules

@@ -32,7 +32,13 @@ def adapters_of(config: Config) -> dict[str, AdapterSettings]:
     """The adapters of a resolved configuration, by part."""
     return {
         name: AdapterSettings(
-            lora.rank, resolved(lora.alpha), lora.dropout, tuple(lora.targets), lora.dora, lora.rslora
+            lora.rank,
+            resolved(lora.alpha),
+            lora.dropout,
+            tuple(lora.targets),
+            lora.dora,
+            lora.rslora,
+            lora.quantization,
         )
         for name, lora in ((name, part.lora) for name, part in parts(config).items())
         if lora.rank
@@ -75,6 +81,18 @@ def check_rules(rules: TrainingRules, parameters: Sequence[Parameter], told: Ite
             f"training.trainable={_said(rules.trainable)} with training.frozen={_said(rules.frozen)}: nothing would be "
             f"trained. Take something out of training.frozen; the parts are {', '.join(told)}."
         )
+
+
+def check_quantized(family: Family, adapters: Mapping[str, AdapterSettings]) -> None:
+    """Raises ConfigError for matrices in four bits in a part whose layers read weights by themselves."""
+    decoder, asked = family.decoder, adapters.get(DECODER)
+    if asked is None or asked.quantization is None or not (decoder.experts or decoder.mixers):
+        return
+    what = "experts, which are one matrix," if decoder.experts else f"mixers ({', '.join(decoder.mixers)}), which"
+    raise ConfigError(
+        f"{DECODER}.lora.quantization={asked.quantization} with a {family.config.model_type} model: its layers have "
+        f"{what} take their weights as numbers. Leave {DECODER}.lora.quantization out."
+    )
 
 
 def check_frozen_states(config: Config, chain: Chain) -> None:

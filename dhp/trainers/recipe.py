@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dhp.base.parameters import Group
 from dhp.models.adapters import adapted_modules, add_adapters, find_targets
+from dhp.models.family import LayerParts
 from dhp.models.part import Part
 from dhp.parallel.comm.mesh import replicas_mesh
 from dhp.parallel.optimizer.frozen import Frozen
@@ -39,6 +40,19 @@ def put_adapters(model: nn.Module, part: Part, settings: StageSettings, mesh: De
     add_adapters(model, find_targets(model, part, asked), asked, settings.seed)
     if settings.spec.degrees.tensor > 1:
         cut_adapters(adapted_modules(model), mesh["tensor"])
+
+
+def quantize_frozen(
+    model: nn.Module, layers: LayerParts, settings: StageSettings, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Keep matrices of the layers that are not trained in fewer bits, where the adapters' settings ask for it. They are
+    on the device then."""
+    asked = settings.adapters
+    if asked is None or asked.quantization is None:
+        return
+    from dhp.models.quantized import quantize
+
+    quantize(model, layers, asked, settings.rules.trains, dtype, device, f"{settings.spec.part}.lora.quantization")
 
 
 def make_optimizer(

@@ -39,7 +39,7 @@ from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
 from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
-from dhp.trainers.recipe import freeze, make_optimizer, put_adapters, tie_weight, trained_groups
+from dhp.trainers.recipe import freeze, make_optimizer, put_adapters, quantize_frozen, tie_weight, trained_groups
 from dhp.trainers.settings import StageSettings
 
 TIED = "gradient"  # the one tensor of a bundle between stages that share a weight
@@ -59,6 +59,7 @@ class StageRank(ABC):
         self._buffers = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(self.model).items()}
         self.adapt()
         freeze(self.model, settings.rules.trains)
+        quantize_frozen(self.model, self.layer_parts(), settings, self.dtype, self.device)
         self._groups = trained_groups(self.model, settings) if settings.spec.trains else ()
         self.model.to(self.device)
         self._resume_weights()

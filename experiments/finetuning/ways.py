@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from dhp.base.adapters import AdapterSettings
+from dhp.base.features import KeepSettings
 from dhp.base.messages import StepData
 from dhp.cluster.dispatch import PerRank
 from dhp.config.schema import TrainingConfig
@@ -46,11 +48,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of the process's CPU: of the whole, and of the tower's phases. loss: of the batch before the update."""
+    """Seconds of the process's CPU: of the whole, and of the phases of both stages. loss: of the batch before the
+    update."""
 
     seconds: float
     vision: dict[str, float]
     loss: float
+    text: dict[str, float] = field(default_factory=dict)
 
 
 class Timed(Here):
@@ -88,13 +92,16 @@ class Timed(Here):
 class Way:
     """Both stages, trained as `trained` says, in steps of so many micro-batches."""
 
-    def __init__(self, model: str, trained: Trained, micro_batches: int):
+    def __init__(self, model: str, trained: Trained, micro_batches: int, keep: KeepSettings | None = None):
+        """keep: where the tower's features are kept; None: nowhere."""
         family, adapters = load_family(model), trained.adapters
         rules = training_rules(TrainingConfig(frozen=list(trained.frozen)), family, adapters)
         chain = pair_of(family, vision_trains=trained_stage(rules, family, model, adapters)(VISION, ()))
         trainers = {VISION: VisionTrainer, TEXT: TextTrainer}
+        given = partial(settings_of, chain, model=model, update=UPDATE, rules=rules)
+        kept = {VISION: keep}
         self.stages = {
-            stage: Timed(kind(settings_of(chain, stage, model, UPDATE, rules=rules, adapters=adapters.get(stage))))
+            stage: Timed(kind(given(stage, adapters=adapters.get(stage), features=kept.get(stage))))
             for stage, kind in trainers.items()
         }
         self._chain, self._stages = chain, make_stages(chain, self.stages)
@@ -113,10 +120,15 @@ class Way:
 
     def step(self, data: StepData) -> Step:
         """One whole step."""
-        before, begin = dict(self.vision.spent), time.process_time()
+        before = {name: dict(stage.spent) for name, stage in self.stages.items()}
+        begin = time.process_time()
         (report,) = train_step(self._stages, self._schedule, (), as_batch(data)).reports[TEXT]
         seconds = time.process_time() - begin
-        return Step(seconds, {phase: s - before[phase] for phase, s in self.vision.spent.items()}, report.loss)
+        spent = {
+            name: {phase: s - before[name][phase] for phase, s in stage.spent.items()}
+            for name, stage in self.stages.items()
+        }
+        return Step(seconds, spent[VISION], report.loss, spent[TEXT])
 
 
 def require_bytes(train: str, stages: Mapping[str, Timed]) -> None:

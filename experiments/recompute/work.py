@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,11 +88,24 @@ def deal(
     model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample], micro_batches: int, packing: bool = True
 ) -> StepData:
     """The step's samples dealt out to the ranks of both parts."""
+    return feed_of(model, vision, text, lambda: samples, micro_batches, packing).step(0)
+
+
+def feed_of(
+    model: str,
+    vision: Degrees,
+    text: Degrees,
+    read: Callable[[], Sequence[Sample]],
+    micro_batches: int,
+    packing: bool = True,
+) -> Feed:
+    """Steps of the samples that `read` gives, dealt out to the ranks of both parts."""
 
     def step(k: int) -> StepSamples:
+        samples = read()
         size = -(-len(samples) // (micro_batches * text.data))
         dealt = slots(list(samples), BatchLayout(text.data, micro_batches, size))
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
     source: Any = SimpleNamespace(step=step)
-    return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing).step(0)
+    return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing)

@@ -11,6 +11,8 @@ from dhp.config.parts import parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve, warmup_steps
 from dhp.config.schema import Config, DataConfig, DatasetEntry, GroupConfig, LoraConfig, PartConfig
 
+FOUR_BITS = LoraConfig(rank=4, quantization="nf4")
+
 
 def config(**changes: object) -> Config:
     """A configuration that runs, with `vision__ring=2` style changes."""
@@ -210,6 +212,45 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
         (
             {"text__lora": LoraConfig(rank=4, dora=True), "text__parallelism": "tensor", "text__num_actors": 2},
             ["text.lora.dora=true with text.tensor=2", "or text.lora.dora=false"],
+        ),
+        ({"text__lora": LoraConfig(quantization="nf4")}, ["text.lora has settings, but text.lora.rank=0"]),
+        (
+            {"text__lora": LoraConfig(rank=4, quantization="nf3")},
+            ["text.lora.quantization=nf3 does not exist; choose from nf4"],
+        ),
+        (
+            {"text__lora": FOUR_BITS},
+            ["text.lora.quantization=nf4 with cluster.device=auto", "made for GPUs", "Set cluster.device=cuda"],
+        ),
+        (
+            {"vision__lora": FOUR_BITS, "cluster__device": "cpu"},
+            ["vision.lora.quantization=nf4 with cluster.device=cpu", "leave vision.lora.quantization out"],
+        ),
+        (
+            {"text__lora": FOUR_BITS, "text__parallelism": "tensor", "text__num_actors": 2},
+            ["text.lora.quantization=nf4 with text.tensor=2: bitsandbytes rounds", "Set text.tensor=1"],
+        ),
+        (
+            {"text__lora": FOUR_BITS, "text__parallelism": "data", "text__num_actors": 2, "text__expert": 2},
+            ["text.lora.quantization=nf4 with text.expert=2", "Set text.expert=1"],
+        ),
+        (
+            {"text__lora": FOUR_BITS, "text__parallelism": "data", "text__num_actors": 2, "text__zero_stage": 1},
+            ["text.lora.quantization=nf4 with text.zero_stage=1: ZeRO copies", "Set text.zero_stage=0"],
+        ),
+        ({"vision__lora": FOUR_BITS, "vision__dtype": "float64"}, ["with vision.dtype=float64", "=bfloat16, or leave"]),
+        ({"text__lora": FOUR_BITS, "text__compile": True}, ["with text.compile=true", "Set text.compile=false"]),
+        (
+            {"text__lora": FOUR_BITS, "text__recompute": "mlp"},
+            ["with text.recompute=mlp: what a layer keeps", "Set text.recompute=none or full"],
+        ),
+        (
+            {"text__lora": LoraConfig(rank=4, quantization="nf4", dora=True)},
+            ["text.lora.quantization=nf4 with text.lora.dora=true", "Set text.lora.dora=false"],
+        ),
+        (
+            {"text__lora": FOUR_BITS, "cluster__device": "cuda", "memory__accounting": True},
+            ["text.lora.quantization=nf4 with memory.accounting=true", "Leave text.lora.quantization out"],
         ),
         ({"data__eval_datasets": ["shape"]}, ["shape is not in data.data_registry", "did you mean shapes?"]),
         ({"data__eval_datasets": ["shapes", "shapes%50"]}, ["names a dataset twice"]),

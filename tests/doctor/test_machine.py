@@ -9,20 +9,20 @@ import torch
 
 from dhp.__main__ import main
 from dhp.doctor.machine import look_around
-from dhp.parallel.extras import COMPILE, FLASH_ATTENTION, LIGER, LOGGERS
+from dhp.parallel.extras import BITSANDBYTES, COMPILE, FLASH_ATTENTION, LIGER, LOGGERS
 
 
 def test_the_table_has_a_line_for_each_extra(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "machine"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[-6:]] == [FLASH_ATTENTION, LIGER, COMPILE, *LOGGERS]
+    assert [line.split()[0] for line in lines[-7:]] == [FLASH_ATTENTION, BITSANDBYTES, LIGER, COMPILE, *LOGGERS]
     assert any(line.split() == ["torch", torch.__version__] for line in lines)
 
 
 def test_the_object_has_them_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "machine", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {extra["name"] for extra in found["extras"]} == {FLASH_ATTENTION, LIGER, COMPILE, *LOGGERS}
+    assert {extra["name"] for extra in found["extras"]} == {FLASH_ATTENTION, BITSANDBYTES, LIGER, COMPILE, *LOGGERS}
     assert found["cpus"] >= 1
 
 

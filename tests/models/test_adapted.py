@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
-from dhp.base.errors import ModelError
+from dhp.base.errors import ConfigError, ModelError
 from dhp.base.parameters import is_adapter
 from dhp.checkpoint.shards import read_shards
 from dhp.models.adapted import merge, save_adapter
@@ -117,3 +117,9 @@ def test_what_peft_has_no_way_to_say_is_refused(made_model: str, tmp_path: Path)
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ModelError, match="is not empty"):
         save_adapter(made_model, {}, {}, tmp_path / "full")
+
+
+def test_adapters_beside_four_bits_are_not_merged() -> None:
+    rounded = AdapterSettings(2, 4.0, quantization="nf4")
+    with pytest.raises(ConfigError, match=r"adapters of text were trained beside .*four bits.* --adapter"):
+        merge("nowhere", {}, {"vision": AdapterSettings(2, 4.0), "text": rounded})

@@ -185,3 +185,16 @@ def test_dropout_is_of_what_enters_and_its_scale_of_the_root_with_rslora() -> No
     ((_, layer),) = adapted_modules(model)
     assert isinstance(layer.lora_dropout[ADAPTER], nn.Dropout) and layer.lora_dropout[ADAPTER].p == 0.5
     assert layer.scaling[ADAPTER] == 3.0
+
+
+@pytest.mark.parametrize("part", ["vision", "text"])
+def test_a_part_of_a_tied_model_gets_adapters_without_its_embedding(part: str, tied_model: str) -> None:
+    """peft asks a model whose head is its embedding for that embedding."""
+    family = load_family(tied_model)
+    own, model = family.parts[part], meta(tied_model)
+    drop_modules(model, (*family.outside(part), *([family.decoder.embedding] if part == "text" else ())))
+    chosen = find_targets(model, own, AdapterSettings(2, 4.0))
+    with torch.device("meta"):
+        add_adapters(model, chosen, AdapterSettings(2, 4.0), seed=0)
+    assert len(list(adapted_modules(model))) == len(chosen) > 0
+    assert "get_input_embeddings" not in vars(model)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dhp.parallel import extras
-from dhp.parallel.extras import COMPILE, FLASH_ATTENTION, LIGER, find_extra, find_extras
+from dhp.parallel.extras import BITSANDBYTES, COMPILE, FLASH_ATTENTION, LIGER, find_extra, find_extras
 
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, **installed: str) -> None:
@@ -28,6 +28,9 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, **in
         (FLASH_ATTENTION, None, {"flash_attn": "2.8.3"}, "2.8.3", "torch finds no CUDA device"),
         (FLASH_ATTENTION, (9, 0), {"flash_attn": "3.0.0b1"}, "3.0.0b1", "from 2.7 on, below 3.0"),
         (FLASH_ATTENTION, (7, 5), {"flash_attn": "2.7.0"}, "2.7.0", "compute capability 7.5, its kernels need 8.0"),
+        (BITSANDBYTES, (8, 0), {}, None, "bitsandbytes is not installed"),
+        (BITSANDBYTES, None, {"bitsandbytes": "0.50.2"}, "0.50.2", "torch finds no CUDA device"),
+        (BITSANDBYTES, (7, 5), {"bitsandbytes": "0.50.2"}, "0.50.2", None),
         (LIGER, (8, 0), {}, None, "liger-kernel is not installed"),
         (LIGER, (8, 0), {"liger_kernel": "0.6.2"}, "0.6.2", None),
         (LIGER, None, {"liger_kernel": "0.6.2"}, "0.6.2", "torch finds no CUDA device"),
@@ -57,6 +60,6 @@ def test_compiling_for_a_cpu_wants_a_compiler(monkeypatch: pytest.MonkeyPatch) -
 
 def test_each_is_written_on_a_line_with_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, None, flash_attn="2.8.3")
-    flash, liger, *_ = map(str, find_extras())
+    flash, _, liger, *_ = map(str, find_extras())
     assert flash.startswith("2.8.3, not usable: torch finds no CUDA device (attention by its kernels")
     assert liger.startswith("not found (nothing here")

@@ -11,7 +11,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.errors import ConfigError
 from dhp.base.stages import StageSpec
 from dhp.config.load import compose_config
-from dhp.config.schema import Config, PartConfig
+from dhp.config.schema import Config, LoraConfig, PartConfig
 from dhp.models.registry import load_family
 from dhp.models.shape import PartShape
 from dhp.run.chain import make_chain
@@ -81,6 +81,15 @@ def test_torch_keeps_a_share_of_the_weights_in_the_optimizers_format_alone() -> 
         0, 100, 300
     )  # 16 bytes of each of 25 elements
     assert gathered_bytes(part, PartShape(200, 100, 0), 10, None) == 2 * 10 * 2 + 10 * 2 + 10 * 4
+
+
+def test_matrices_in_four_bits_take_a_quarter_and_no_zero_stage_cuts_them() -> None:
+    part = PartConfig(num_actors=4, tensor=1, dtype="bfloat16", lora=LoraConfig(rank=8, quantization="nf4"))
+    shape = PartShape(1 << 16, 1 << 16, 1 << 16, trained=0, quantized=1 << 15)
+    # Four bits a value, 8 for each block of 64 values, 32 for 256 of these.
+    weights = 2 * (1 << 15) + (1 << 14) + (1 << 9) + 4 * 2
+    assert rank_bytes(part, spec(data=4), shape) == RankBytes(weights, 0, 0)
+    assert by_zero_stage(part, spec(data=4), shape) == {0: weights, 1: None, 2: None, 3: None}
 
 
 def test_every_stage_is_told_and_stage_1_of_slices_has_no_engine() -> None:

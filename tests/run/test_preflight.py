@@ -155,6 +155,21 @@ def test_a_package_that_ranks_here_would_miss_is_told_before_they_start(
     prepare(compose_config("tiny", overrides=overrides))
 
 
+def test_four_bits_without_their_package_are_told_before_ranks_start(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["text.lora.rank=2", "text.lora.quantization=nf4", "text.tensor=1", "text.num_actors=1"]
+    asked += ["text.parallelism=none", "cluster.device=cuda", f"tiny_assets={tiny_assets}"]
+    overrides = [*asked, f"run_dir={tmp_path / 'run'}"]
+    from dhp.models import quantized
+
+    monkeypatch.setattr(quantized, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match="text.lora.quantization=nf4: bitsandbytes, .* is not installed"):
+        prepare(compose_config("tiny", overrides=overrides))
+    prepare(compose_config("tiny", overrides=[*overrides, "cluster.address=auto"]))  # whose nodes look for themselves
+    prepare(compose_config("tiny", overrides=[*overrides, "training.dry_run=true"]))
+
+
 def test_a_logger_that_is_not_installed_is_refused_with_the_command(
     tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

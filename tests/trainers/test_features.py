@@ -211,6 +211,8 @@ def test_what_is_there_is_dealt_to_nobody(made_model: str, tmp_path: Path) -> No
     assert firsts[1:3] == [32, 48] and sorted((firsts[0] // 16, firsts[3] // 16)) == [0, 1]
     assert (data.info.cached_images, data.info.images, data.info.vision_tokens) == (2, 4, 256)
     assert data.info.dist_ratio["vision"] == 0
+    whole = make_feed(made_model, Case(Degrees(data=2), ONE, 1), [[sample]]).step(0).info
+    assert data.info.flops == {**whole.flops, "vision": whole.flops["vision"] // 2}  # for mfu: what is encoded
 
 
 def test_no_more_is_written_than_there_is_room_for(made_model: str, tmp_path: Path) -> None:

@@ -22,13 +22,16 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Put parameters of `dtype` in place of the module's own, which stay as they are for whoever holds them.
 
     A parameter that two modules share stays shared. Buffers keep their format, and so do parameters that the model's
-    class says must not be rounded to 16 bits (routers of some families, whose code multiplies in float32).
+    class says must not be rounded to 16 bits (routers of some families, whose code multiplies in float32). What is kept
+    in fewer bits is no number of its own and stays as it is.
     """
     kept = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     cast: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             exact = any(pattern in f"{path}.{name}" for pattern in kept)
+            if not parameter.is_floating_point():
+                continue
             if id(parameter) not in cast:
                 copy = parameter.detach().clone() if exact else parameter.detach().to(dtype)
                 cast[id(parameter)] = nn.Parameter(copy, parameter.requires_grad)
