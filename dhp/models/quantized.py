@@ -8,7 +8,7 @@ computes what peft's own for such layers does.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -19,8 +19,9 @@ from torch import nn
 from dhp.base.adapters import NF4, AdapterSettings
 from dhp.base.errors import ConfigError
 from dhp.base.parameters import is_adapter, is_inside, plain_name
+from dhp.config.parts import DECODER
 from dhp.models.adapters import is_router
-from dhp.models.family import LayerParts
+from dhp.models.family import Family, LayerParts
 
 # Four bits a value; for each block of 64 a scale of 8 bits, and of 256 such scales one of 32.
 BYTES_A_VALUE = 1 / 2 + 1 / 64 + 4 / (64 * 256)
@@ -33,6 +34,18 @@ def require_package(key: str) -> None:
             f"{key}={NF4}: bitsandbytes, which keeps matrices in four bits, is not installed. Install it on each node "
             f"with `pip install bitsandbytes`, or leave {key} out: the matrices stay in the part's dtype."
         )
+
+
+def check_quantized(family: Family, adapters: Mapping[str, AdapterSettings]) -> None:
+    """Raises ConfigError for matrices in four bits in a part whose layers read weights by themselves."""
+    decoder, asked = family.decoder, adapters.get(DECODER)
+    if asked is None or asked.quantization is None or not (decoder.experts or decoder.mixers):
+        return
+    what = "experts, which are one matrix," if decoder.experts else f"mixers ({', '.join(decoder.mixers)}), which"
+    raise ConfigError(
+        f"{DECODER}.lora.quantization={asked.quantization} with a {family.config.model_type} model: its layers have "
+        f"{what} take their weights as numbers. Leave {DECODER}.lora.quantization out."
+    )
 
 
 def find_quantized(model: nn.Module, layers: LayerParts, trains: Callable[[str], bool]) -> tuple[str, ...]:

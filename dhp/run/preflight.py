@@ -188,10 +188,11 @@ def _check_stages(config: Config, family: Family, source: str) -> None:
 
 def _check_rules(config: Config, family: Family, source: str) -> None:
     """Raises ConfigError for rules of training that are about nothing in the model, or leave nothing to train."""
-    from dhp.run.training import adapters_of, check_quantized
+    from dhp.run.training import adapters_of
 
     training, adapters = config.training, adapters_of(config)
     if adapters:
+        from dhp.models.quantized import check_quantized
         from dhp.models.shape import check_adapters
 
         check_adapters(source, family, adapters)

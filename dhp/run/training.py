@@ -83,18 +83,6 @@ def check_rules(rules: TrainingRules, parameters: Sequence[Parameter], told: Ite
         )
 
 
-def check_quantized(family: Family, adapters: Mapping[str, AdapterSettings]) -> None:
-    """Raises ConfigError for matrices in four bits in a part whose layers read weights by themselves."""
-    decoder, asked = family.decoder, adapters.get(DECODER)
-    if asked is None or asked.quantization is None or not (decoder.experts or decoder.mixers):
-        return
-    what = "experts, which are one matrix," if decoder.experts else f"mixers ({', '.join(decoder.mixers)}), which"
-    raise ConfigError(
-        f"{DECODER}.lora.quantization={asked.quantization} with a {family.config.model_type} model: its layers have "
-        f"{what} take their weights as numbers. Leave {DECODER}.lora.quantization out."
-    )
-
-
 def check_frozen_states(config: Config, chain: Chain) -> None:
     """ZeRO cuts what training keeps. Raises ConfigError for a part that keeps nothing."""
     for name, part in parts(config).items():

@@ -17,10 +17,10 @@ from dhp.config.schema import TrainingConfig
 from dhp.models import quantized
 from dhp.models.adapters import add_adapters, find_targets
 from dhp.models.family import LayerParts
-from dhp.models.quantized import find_quantized, quantize, require_package
+from dhp.models.quantized import check_quantized, find_quantized, quantize, require_package
 from dhp.models.registry import load_family
 from dhp.parallel.optimizer.precision import cast_parameters
-from dhp.run.training import check_quantized, training_rules
+from dhp.run.training import training_rules
 from tests.models.test_adapters import meta
 
 KEY = "text.lora.quantization"

@@ -44,10 +44,22 @@ NOTHING_AS_BY_DEFAULT = [
     *("seed=11", "memory.accounting=true", "memory.budget_gib=1", "cluster.device=cpu"),
     *("vision.model_name=a/model", "text.model_name=a/model"),
     *("vision.parallelism=sequence", "vision.num_actors=24", "vision.data=2", "vision.ring=3", "vision.ulysses=2"),
-    *("vision.tensor=2", "vision.dtype=float64", "vision.zero_stage=0", "vision.recompute=light"),
+    *(
+        "vision.tensor=2",
+        "vision.dtype=float64",
+        "vision.zero_stage=0",
+        "vision.recompute=light",
+        "vision.mlp_chunks=4",
+    ),
     *("vision.attention_backend=sdpa", "training.frozen=[vision]", "vision.lora.rank=4", "vision.lora.rslora=true"),
     *("text.parallelism=autotp", "text.num_actors=6", "text.data=3", "text.tensor=2", "text.dtype=bfloat16"),
-    *("text.recompute=mlp:0", "training.batch_size=30", "training.micro_batch_size=5", "training.trace=true"),
+    *(
+        "text.recompute=mlp:0",
+        "text.mlp_chunks=2",
+        "training.batch_size=30",
+        "training.micro_batch_size=5",
+        "training.trace=true",
+    ),
     *("data.min_pixels=4000", "data.max_pixels=90000", "data.packing=false", "data.shuffle=false"),
     *("data.cache_dir=somewhere", "data.max_tokens=900", "data.video_fps=1.5", "data.video_max_frames=12"),
     *("data.video_max_pixels=7000", "data.allow_http=true", "data.on_bad_sample=skip"),
@@ -67,6 +79,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     shared |= {"chain": chain, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
     own = {
         "vision": {
+            "mlp_chunks": 4,
             "dtype": "float64",
             "recompute": ("light", "light"),
             "attention_backend": "sdpa",
@@ -75,6 +88,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
             "adapters": AdapterSettings(4, 8.0, rslora=True),
         },
         "text": {
+            "mlp_chunks": 2,
             "dtype": "bfloat16",
             "recompute": ("mlp", "none"),
             "attention_backend": "auto",
@@ -137,6 +151,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "balancing": BalanceSettings(),
         "passes": {"vision": NO_BACKWARD},
         "features": None,  # which a run alone looks for
+        "text": Degrees(data=3, tensor=2),
     }
 
 

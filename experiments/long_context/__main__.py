@@ -1,0 +1,41 @@
+"""`python -m experiments.long_context [--only QUESTION …] [--budget-mib 8]`: long rows of the decoder, as JSON lines.
+
+longest: the longest row within a budget of activations, on one rank against plain transformers, and on several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from experiments.long_context import longest
+from experiments.long_context.work import make_model
+
+# What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
+QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]]]] = {
+    "longest": lambda model, given: longest.measure(model, given.budget_mib),
+}
+
+
+def main() -> None:
+    """Print the lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS), metavar="QUESTION")
+    parser.add_argument("--budget-mib", type=int, default=8, help="for the activations of a rank")
+    given = parser.parse_args()
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder))
+        for question in given.only:
+            for row in QUESTIONS[question](model, given):
+                print(json.dumps({"question": question} | row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A decoder on ranks that share a row: processes of one thread each, without Ray."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from dhp.base.degrees import Degrees
+from dhp.base.messages import StageReport, StepData
+from dhp.batching.loader import Feed
+from dhp.data.source import StepSamples
+from dhp.models.registry import load_family
+from dhp.trainers.settings import OptimizerSettings
+from dhp.trainers.text import TextTrainer
+from experiments.long_context.work import make_row
+from experiments.pair import ONE, TEXT, pair_of, settings_of
+
+UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.0, "constant", 0, 10**6, None)
+
+
+class Decoder:
+    """One rank's decoder, and the steps that it takes with the others."""
+
+    def __init__(self, model: str, degrees: Degrees, recompute: str = "none", mlp_chunks: int = 1):
+        self._model, self._degrees = model, degrees
+        chain = pair_of(load_family(model), ONE, degrees)
+        self._trainer = TextTrainer(
+            settings_of(chain, TEXT, model, UPDATE, recompute, measure=True, mlp_chunks=mlp_chunks)
+        )
+
+    def data(self, tokens: int) -> StepData:
+        """A step of one row."""
+        samples = StepSamples(0, 0, (((make_row(tokens),),),), ())
+        source: Any = SimpleNamespace(step=lambda _: samples)
+        return Feed(source, load_family(self._model), 0, 1, 1, packing=True, text=self._degrees).step(0)
+
+    def step(self, data: StepData) -> StageReport:
+        """Forward, backward and update, as `dhp.step.step` has them."""
+        shard = dist.get_rank() // self._degrees.tensor
+        self._trainer.forward_step(0, 0, data.work[TEXT][0][shard])
+        self._trainer.backward_step(0, 0, True)
+        self._trainer.grad_norm_sq(data.info)
+        return self._trainer.optimizer_step(data.info)
+
+
+def on_ranks(ranks: int, task: Callable[..., Any], *given: Any) -> Any:
+    """What rank 0's `task(*given)` answers, when so many processes have run it together."""
+    answers = multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_run, (ranks, str(Path(folder) / "store"), task, given, answers), nprocs=ranks)
+    return answers.get()
+
+
+def _run(rank: int, ranks: int, store: str, task: Callable[..., Any], given: tuple[Any, ...], answers: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    found = task(*given)
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()  # the others may still need this rank
+    dist.destroy_process_group()
