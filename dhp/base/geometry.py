@@ -38,3 +38,12 @@ class TokenRange:
     @property
     def end(self) -> int:
         return self.first + self.count
+
+
+@dataclass(frozen=True)
+class PositionRange:
+    """How many positions a model knows. of_pictures: each token of a picture has one of its own, as text has; False:
+    they share some (rotary positions by rows and columns)."""
+
+    count: int
+    of_pictures: bool

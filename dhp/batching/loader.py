@@ -36,6 +36,7 @@ from dhp.data.sounds import NO_ACTORS, NO_TOWER, Sounds
 from dhp.data.source import BatchSource, StepSamples, open_dataset
 from dhp.features.folder import FeatureFolder
 from dhp.models.family import Family
+from dhp.models.positions import find_positions
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
 from dhp.parallel.attention.locality import Locality
 
@@ -100,6 +101,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         _sounds(family),
         _prompts(family, settings.reading),
         _kept(family, settings.features),
+        find_positions(family.config),
     )
     allow_http = settings.reading.allow_http
     dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)

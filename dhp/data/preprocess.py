@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from hashlib import sha256
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,9 +14,10 @@ import numpy as np
 import transformers
 
 from dhp.base.errors import DataError, ModelError
-from dhp.base.geometry import IGNORED, SOUND, Grid
+from dhp.base.geometry import IGNORED, SOUND, Grid, PositionRange
 from dhp.data.chat import Rendered, render, replace_each, to_messages
 from dhp.data.kept_pictures import KeptPictures
+from dhp.data.lengths.limits import Length, check_length
 from dhp.data.media.video import Pace
 from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
@@ -56,14 +57,6 @@ class Prompts:
     deaf: str = NO_ACTORS
 
 
-@dataclass(frozen=True)
-class Length:
-    """Tokens of a sample. vision: those of its pictures; text: all that the decoder sees, those included."""
-
-    vision: int
-    text: int
-
-
 class Preprocessor:
     """Turns records into samples for one model. Safe to call from several threads."""
 
@@ -84,6 +77,7 @@ class Preprocessor:
         sounds: Sounds | None = None,
         prompts: Prompts = Prompts(),
         kept: KeptPictures | None = None,
+        positions: PositionRange | None = None,
     ) -> None:
         """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
         processor gave for one image → (rows float32 [patches, dim], grid).
@@ -91,7 +85,8 @@ class Preprocessor:
         videos: None for a model that sees none. max_tokens: of a sample, those of its pictures included. written: how a
         prompt shows an image; None: by its placeholder again and again. about: all else that decides lengths.
         image_arguments: of the image processor. sounds: None for a run that hears nothing. prompts:
-        how conversations are written. kept: pictures with features on disk; None: none are looked for.
+        how conversations are written. kept: pictures with features on disk; None: none are looked for. positions: that
+        the model knows; None: any.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
@@ -102,7 +97,7 @@ class Preprocessor:
         self._tokenizer = tokenizer
         self._image_token_id = image_token_id
         self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)
-        self._sounds, self._prompts = sounds, prompts
+        self._sounds, self._prompts, self._positions = sounds, prompts, positions
         self._pictures = Pictures(
             image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments, kept
         )
@@ -127,7 +122,7 @@ class Preprocessor:
             runs = self._pictures.runs(outlines)
             shown = self._written is not None
             length = Length(sum(runs), len(tokens.ids) + (0 if shown else sum(runs) - len(runs)))
-            self._check_length(length)
+            check_length(length, self._max_tokens, self._positions)
             return length
 
     def fingerprint(self) -> str:
@@ -141,6 +136,7 @@ class Preprocessor:
             "template": [tokenizer.chat_template, tokenizer.special_tokens_map],
             "pictures": [self._image_token_id, *self._pictures.about()],
             "max_tokens": self._max_tokens,
+            "positions": None if self._positions is None else astuple(self._positions),
             **({} if self._prompts.system is None else {"system": self._prompts.system}),
             "family": self._about,
             **({} if self._sounds is None else {"sounds": list(self._sounds.about)}),
@@ -268,7 +264,7 @@ class Preprocessor:
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
         if self._written is None:  # else the prompt has them all
             repeats[kinds > 0] = self._pictures.runs(pictures)
-        self._check_length(Length(int(repeats[kinds > 0].sum()), int(repeats.sum())))
+        check_length(Length(int(repeats[kinds > 0].sum()), int(repeats.sum())), self._max_tokens, self._positions)
         labels = np.where(tokens.target, tokens.ids, IGNORED)
         if self._sounds is not None:
             kinds[tokens.ids == self._sounds.token_id] = SOUND  # as many as the clips have
@@ -285,14 +281,6 @@ class Preprocessor:
             clip_forms=tuple(clip.form for clip in clips),
             features=tuple(picture.features for picture in pictures if picture.features is not None),
         )
-
-    def _check_length(self, length: Length) -> None:
-        # Nothing is ever cut: a picture with a part of its tokens would be another picture.
-        if self._max_tokens is not None and length.text > self._max_tokens:
-            raise DataError(
-                f"{length.text} tokens ({length.vision} of images and videos) are more than data.max_tokens="
-                f"{self._max_tokens}. Lower data.max_pixels, shorten the sample or raise data.max_tokens"
-            )
 
 
 def _miscounted(kind: str, placeholders: int, wanted: int, token: str) -> DataError:

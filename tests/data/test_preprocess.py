@@ -10,7 +10,8 @@ from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 
 from dhp.base.errors import ConfigError, DataError, ModelError
 from dhp.base.geometry import IGNORED
-from dhp.data.preprocess import Length, Prompts
+from dhp.data.lengths.limits import Length
+from dhp.data.preprocess import Prompts
 from dhp.data.records import Record, Turn
 from dhp.data.sounds import NO_ACTORS, NO_TOWER
 

@@ -1,0 +1,31 @@
+"""Long rows: what is measured, on rows that are short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dhp.base.degrees import Degrees
+from experiments.long_context.longest import Way, _longest
+from experiments.long_context.ranks import on_ranks
+from experiments.long_context.work import make_model, make_row
+
+BUDGET = 3 << 19
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("long_context"))
+
+
+def test_a_row_is_all_text_and_all_learned() -> None:
+    row = make_row(100)
+    assert (len(row.input_ids), row.target_tokens, row.pixels) == (100, 99, ())
+
+
+def test_plain_keeps_most_and_ranks_share(model: str) -> None:
+    plain = on_ranks(1, _longest, model, Way("plain", plain=True), BUDGET)
+    alone = on_ranks(1, _longest, model, Way("offload", recompute="offload", mlp_chunks=4), BUDGET)
+    shared = on_ranks(2, _longest, model, Way("ring", Degrees(ring=2), "offload", 4), BUDGET)
+    assert 0 < plain < alone < shared
