@@ -31,7 +31,7 @@ TABLE: dict[str, set[str]] = {
     "step": {"cluster.dispatch"},
     "batching": {
         "data", "features", "models", "parallel.attention.image_sharding", "parallel.attention.locality",
-        "parallel.attention.shard_plan", "parallel.attention.visibility",
+        "parallel.attention.sequence_groups", "parallel.attention.shard_plan", "parallel.attention.visibility",
     },
     "run": {
         "batching", "checkpoint", "cluster", "data", "features", "models", "observe", "parallel", "planner", "step",

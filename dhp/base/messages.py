@@ -44,6 +44,9 @@ class StepInfo:
 
     cached_images: of the images and videos, those that no tower encoded, because their features were on disk.
     vision_tokens has their patches too, flops does not.
+
+    sp_ratio: where ranks share rows, of all tokens the share that is divided over several ranks though its samples are
+    no longer than a rank's even share of their row; None where none do.
     """
 
     step: int
@@ -62,6 +65,7 @@ class StepInfo:
     measure_s: float
     clips: int = 0
     cached_images: int = 0
+    sp_ratio: float | None = None
 
 
 @dataclass(frozen=True)

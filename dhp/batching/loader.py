@@ -20,7 +20,7 @@ from dhp.base.messages import StepData
 from dhp.base.passes import Passes
 from dhp.batching.collate import Collator, pixels_by_argument, sounds_by_argument
 from dhp.batching.encoders import AUDIO, VISION, Split
-from dhp.batching.scatter import ONE, Dealer
+from dhp.batching.scatter import ONE, ONE_GROUP, Dealer
 from dhp.config.schema import DatasetEntry
 from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.cache import LengthCache, Lengths
@@ -53,7 +53,7 @@ class FeedSettings:
 
     passes: what a step computes of each part of which not all is trained; none: all is.
 
-    text: degrees of the decoder.
+    text: degrees of the decoder. sequence_groups: see `dhp.batching.scatter.Dealer`.
     """
 
     model_name: str
@@ -73,6 +73,7 @@ class FeedSettings:
     passes: Mapping[str, Passes] = field(default_factory=dict)
     features: FeatureSettings | None = None
     text: Degrees = ONE
+    sequence_groups: str = ONE_GROUP
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -116,9 +117,8 @@ def make_feed(settings: FeedSettings) -> Feed:
     others = {name: other for name, other in settings.encoders.items() if name != VISION}
     shape = (split.replicas, split.ranks, settings.packing)
     dtype: torch.dtype = getattr(torch, split.dtype)
-    return Feed(
-        source, family, pad or 0, *shape, measured, dtype, split.locality, others, settings.passes, settings.text
-    )
+    decoder = (settings.text, settings.sequence_groups)
+    return Feed(source, family, pad or 0, *shape, measured, dtype, split.locality, others, settings.passes, *decoder)
 
 
 def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
@@ -192,6 +192,7 @@ class Feed:
         others: Mapping[str, Split] = MappingProxyType({}),
         passes: Mapping[str, Passes] = MappingProxyType({}),
         text: Degrees = ONE,
+        sequence_groups: str = ONE_GROUP,
     ):
         """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
 
@@ -208,11 +209,14 @@ class Feed:
         passes: what a step computes of each part of which not all is trained.
 
         text: degrees of the decoder; where ranks share a row, there is one without padding, whatever `packing` says.
+
+        sequence_groups: see `dhp.batching.scatter.Dealer`.
         """
         self._source = source
         self._family = family
         self._collator = Collator(family, pad_token_id, packing or text.sequence > 1)
-        self._dealer = Dealer(family, self._collator, replicas, ranks, pixel_dtype, locality, others, passes, text)
+        about = (pixel_dtype, locality, others, passes, text, sequence_groups)
+        self._dealer = Dealer(family, self._collator, replicas, ranks, *about)
         self.measured = measured
 
     @property

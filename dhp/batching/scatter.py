@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -17,14 +17,17 @@ from dhp.base.passes import EVERYTHING, Passes
 from dhp.batching.blocks import find_blocks
 from dhp.batching.collate import Collator, Row
 from dhp.batching.encoders import AUDIO, VISION, Dealt, Encoder, Split
-from dhp.batching.sequence import SharedRow, share_row
+from dhp.batching.sequence import SharedRow, count_divided, share_row
 from dhp.data.balance.metrics import dist_ratio
 from dhp.data.source import StepSamples
 from dhp.models.family import Family
 from dhp.parallel.attention.locality import Locality
+from dhp.parallel.attention.sequence_groups import choose_groups, divide_all, grouped_plan
+from dhp.parallel.attention.shard_plan import ShardPlan
 
 TEXT = "text"
 ONE = Degrees()
+ONE_GROUP = "one"
 
 
 class Dealer:
@@ -41,6 +44,7 @@ class Dealer:
         others: Mapping[str, Split] = MappingProxyType({}),
         passes: Mapping[str, Passes] = MappingProxyType({}),
         text: Degrees = ONE,
+        sequence_groups: str = ONE_GROUP,
     ):
         """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
 
@@ -53,11 +57,14 @@ class Dealer:
         passes: what a step computes of each part of which not all is trained.
 
         text: degrees of the decoder, whose ring × Ulysses ranks share a replica's row.
+
+        sequence_groups: "one": all of them share each sample; "auto": short samples stay on fewer.
         """
         vision = Split(replicas, ranks, str(pixel_dtype).removeprefix("torch."), locality)
         splits = {VISION: vision, **others}
         self._encoders = {name: Encoder(name, family.parts[name], split) for name, split in splits.items()}
         self._family, self._collator, self._passes, self._degrees = family, collator, passes, text
+        self._auto_groups = sequence_groups != ONE_GROUP
 
     def deal(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
@@ -71,6 +78,9 @@ class Dealer:
             of_micro_batch = {name: of_part[number] for name, of_part in dealt.items()}
             text.append(tuple(one for d, row in enumerate(rows) for one in self._text(row, d, of_micro_batch, targets)))
         info = _count(samples, targets, work, text, self._flops(samples, dealt, targets))
+        if self._degrees.sequence > 1:
+            divided = sum(one.divided for rows in made for one in rows)
+            info = replace(info, sp_ratio=divided / max(info.tokens, 1))
         return StepData(info, {**work, TEXT: tuple(text)}, routes)
 
     def _flops(self, samples: StepSamples, dealt: Mapping[str, Sequence[Dealt]], targets: int) -> dict[str, int]:
@@ -84,12 +94,21 @@ class Dealer:
 
     def _make(self, row: Row) -> _Made:
         tensors, lengths = self._collator.make(row)
-        shared = None
+        shared, divided = None, 0
         if self._degrees.sequence > 1:
             assert lengths is not None  # whoever made the collator knows that shared rows are packed
-            shared = share_row(lengths, self._degrees.ring, self._degrees.ulysses)
+            plan = self._plan(lengths)
+            shared, divided = share_row(plan), count_divided(plan)
         blocks = find_blocks(self._family.decoder, tensors, lengths)
-        return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared)
+        return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared, divided)
+
+    def _plan(self, lengths: Sequence[int]) -> ShardPlan:
+        """Who holds what of a row that ranks share."""
+        mesh = self._degrees.ring, self._degrees.ulysses
+        if not self._auto_groups:
+            return grouped_plan(lengths, *mesh, divide_all(lengths, *mesh))
+        work = self._family.decoder.work
+        return grouped_plan(lengths, *mesh, choose_groups(lengths, *mesh, 2 * work.token / work.pair))
 
     def _deal(self, name: str, rows: Sequence[Row], made: Sequence[_Made]) -> Dealt:
         sharing = self._degrees.sequence
@@ -124,13 +143,14 @@ class Dealer:
 
 @dataclass(frozen=True)
 class _Made:
-    """A text replica's rows. shared: who has what of them; None: one rank has all."""
+    """A text replica's rows. shared: who has what of them; None: one rank has all. divided: see `count_divided`."""
 
     tensors: dict[str, Tensor]
     lengths: tuple[int, ...] | None
     blocks: Tensor | None
     samples: tuple[int, ...]
     shared: SharedRow | None
+    divided: int = 0
 
 
 def _count(

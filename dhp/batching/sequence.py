@@ -1,12 +1,10 @@
-"""A text replica's row as the ranks that share its sequence get it: each a share of every sample, even by token, in the
-two-ended layout of causal attention (`dhp.parallel.attention.shard_plan.zigzag_plan`).
+"""A text replica's row as the ranks that share its sequence get it, by a plan of who holds what.
 
 Targets were shifted and positions counted before, on the whole row, so no rank needs a neighbour's token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from dhp.base.geometry import IGNORED
 from dhp.batching.collate import BY_PICTURE
-from dhp.parallel.attention.shard_plan import zigzag_plan
+from dhp.parallel.attention.shard_plan import ShardPlan, is_whole
 
 Spans = tuple[tuple[int, int, int], ...]  # (segment, first token, tokens)
 _DUMMY = {"targets": IGNORED}  # what a token that nobody needs has, where it is not 0
@@ -57,11 +55,10 @@ class SharedRow:
         return torch.cat([blocks, blocks.new_full((sum(self.lengths) - len(blocks),), -1)])
 
 
-def share_row(lengths: Sequence[int], ring: int, ulysses: int) -> SharedRow:
-    """Share a row of samples of so many tokens among ring × Ulysses ranks."""
-    plan = zigzag_plan(lengths, ring, ulysses)
-    starts = [0, *accumulate(lengths)]
-    segments, shards, places = list(lengths), [], []
+def share_row(plan: ShardPlan) -> SharedRow:
+    """Share a row among ranks. plan: of its samples; each rank's tokens in the order of the row."""
+    starts = [0, *accumulate(plan.lengths)]
+    segments, shards, places = list(plan.lengths), [], []
     for held in (shard for of_ring in plan.shards for shard in of_ring):
         spans = tuple((piece.segment, piece.first, piece.count) for piece in held)
         runs = [torch.arange(starts[s] + first, starts[s] + first + count) for s, first, count in spans]
@@ -71,6 +68,15 @@ def share_row(lengths: Sequence[int], ring: int, ulysses: int) -> SharedRow:
             segments.append(1)
         shards.append(spans)
     return SharedRow(tuple(segments), tuple(shards), tuple(places))
+
+
+def count_divided(plan: ShardPlan) -> int:
+    """Tokens of samples that are divided over several ranks, though they are no longer than a rank's even share of the
+    row: what communicates without need."""
+    share = -(-sum(plan.lengths) // (plan.ring * plan.ulysses))
+    held = [piece for of_ring in plan.shards for shard in of_ring for piece in shard]
+    divided = {piece.segment for piece in held if not is_whole(piece, plan.lengths)}
+    return sum(plan.lengths[sample] for sample in divided if plan.lengths[sample] <= share)
 
 
 def _dummy(name: str, values: Tensor) -> Tensor:

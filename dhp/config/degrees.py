@@ -40,6 +40,7 @@ _NAMED_DEGREE = {
     "deepspeed": "data",
     "autotp": "tensor",
 }
+SEQUENCE_GROUPS = ("auto", "one")
 ZERO_STAGES = ("0", "1", "2", "3")
 DEEPSPEED, FSDP = "deepspeed", "fsdp"
 ZERO_ENGINES = ("auto", DEEPSPEED, FSDP)
@@ -171,6 +172,12 @@ def _check_expert(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
 def _check_sequence(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
     """Refuse a shared sequence where nothing is known to be exact."""
     ring, ulysses = degrees["ring"], degrees["ulysses"]
+    require_choice(f"{name}.sequence_groups", part.sequence_groups, SEQUENCE_GROUPS)
+    if name != "text" and part.sequence_groups != SEQUENCE_GROUPS[0]:
+        raise ConfigError(
+            f"{name}.sequence_groups={part.sequence_groups}: images and clips are always dealt out whole as far as "
+            "that is even. Leave it out, or set text.sequence_groups"
+        )
     if ring * ulysses == 1:
         return
     told = f"{name}.ulysses={ulysses} and {name}.ring={ring}"

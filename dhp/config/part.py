@@ -75,6 +75,11 @@ class PartConfig:
     """Actors that split a sequence by passing keys and values around a ring, outside Ulysses: for more actors than
     heads, or over several nodes. Not of audio. Null: 1."""
 
+    sequence_groups: str = "auto"
+    """Over how many of the ulysses × ring actors of a row a sample is divided: auto (long ones over all, short ones
+    stay on one of them, or with the ulysses actors of one ring place, as far as all get even work) | one (every sample
+    over all). Losses and gradients are the same. text only: an encoder always deals out what it can whole."""
+
     tensor: Optional[int] = None
     """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor or autotp, else 1."""
 

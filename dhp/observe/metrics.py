@@ -81,6 +81,9 @@ class StepMetrics:
     """Idle share through imbalance, Σ (busiest rank - rank) / (ranks × busiest rank), by part. Unit: a share of 1."""
     pad_ratio: float | None = None
     """Padding tokens / all tokens the model was given. Unit: a share of 1."""
+    sp_ratio: float | None = None
+    """Where text actors share rows, of all tokens those that are divided over several actors though their samples are
+    no longer than an actor's even share of the row; null where none do. Unit: a share of 1."""
     skipped_samples: int | None = None
     """Bad samples left out since the run began. Unit: samples."""
 

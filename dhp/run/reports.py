@@ -53,6 +53,7 @@ def step_metrics(
         comm_bytes={name: _summed(r.sent_bytes for r in of) for name, of in reports.items()},
         dist_ratio=info.dist_ratio,
         pad_ratio=1.0 - info.tokens / info.padded_tokens,
+        sp_ratio=info.sp_ratio,
         skipped_samples=skipped,
     )
 

@@ -72,6 +72,7 @@ def feed_settings(
         passes=dict(passes),
         features=features,
         text=degrees(decoder(config)),
+        sequence_groups=decoder(config).sequence_groups,
     )
 
 

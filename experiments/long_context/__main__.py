@@ -1,6 +1,7 @@
 """`python -m experiments.long_context [--only QUESTION …] [--budget-mib 8]`: long rows of the decoder, as JSON lines.
 
 longest: the longest row within a budget of activations, on one rank against plain transformers, and on several.
+steps: seconds of a step on four ranks that share a row, in each way, beside transformers with DeepSpeed's Ulysses.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 
 from transformers.utils import logging
 
-from experiments.long_context import longest
+from experiments.long_context import longest, steps
 from experiments.long_context.work import make_model
 
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
 QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "longest": lambda model, given: longest.measure(model, given.budget_mib),
+    "steps": steps.measure,
 }
 
 
@@ -28,6 +30,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS), metavar="QUESTION")
     parser.add_argument("--budget-mib", type=int, default=8, help="for the activations of a rank")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17])
+    parser.add_argument("--rounds", type=int, default=3, help="of steps; one where a row has 131,072 tokens or more")
     given = parser.parse_args()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:

@@ -79,7 +79,7 @@ def _longest(model: str, way: Way, budget: int) -> int:
 
 
 def _peak(model: str, way: Way) -> Any:
-    decoder = Decoder(model, way.degrees, way.recompute, way.mlp_chunks)
+    decoder = Decoder(model, way.degrees, way.recompute, way.mlp_chunks, measure=True)
     return lambda tokens: decoder.step(decoder.data(tokens)).usage.peak_bytes
 
 

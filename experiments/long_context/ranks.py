@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from transformers.utils import logging
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StageReport, StepData
@@ -29,22 +30,25 @@ UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.0, "constant", 0, 10**6, 
 class Decoder:
     """One rank's decoder, and the steps that it takes with the others."""
 
-    def __init__(self, model: str, degrees: Degrees, recompute: str = "none", mlp_chunks: int = 1):
-        self._model, self._degrees = model, degrees
+    def __init__(
+        self, model: str, degrees: Degrees, recompute: str = "none", mlp_chunks: int = 1, measure: bool = False
+    ):
+        """measure: reports say what activations take."""
+        self._model, self.degrees = model, degrees
         chain = pair_of(load_family(model), ONE, degrees)
         self._trainer = TextTrainer(
-            settings_of(chain, TEXT, model, UPDATE, recompute, measure=True, mlp_chunks=mlp_chunks)
+            settings_of(chain, TEXT, model, UPDATE, recompute, measure=measure, mlp_chunks=mlp_chunks)
         )
 
     def data(self, tokens: int) -> StepData:
         """A step of one row."""
         samples = StepSamples(0, 0, (((make_row(tokens),),),), ())
         source: Any = SimpleNamespace(step=lambda _: samples)
-        return Feed(source, load_family(self._model), 0, 1, 1, packing=True, text=self._degrees).step(0)
+        return Feed(source, load_family(self._model), 0, 1, 1, packing=True, text=self.degrees).step(0)
 
     def step(self, data: StepData) -> StageReport:
         """Forward, backward and update, as `dhp.step.step` has them."""
-        shard = dist.get_rank() // self._degrees.tensor
+        shard = dist.get_rank() // self.degrees.tensor
         self._trainer.forward_step(0, 0, data.work[TEXT][0][shard])
         self._trainer.backward_step(0, 0, True)
         self._trainer.grad_norm_sq(data.info)
@@ -61,6 +65,7 @@ def on_ranks(ranks: int, task: Callable[..., Any], *given: Any) -> Any:
 
 def _run(rank: int, ranks: int, store: str, task: Callable[..., Any], given: tuple[Any, ...], answers: Any) -> None:
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
     os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     found = task(*given)

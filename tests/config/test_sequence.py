@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dhp.base.errors import ConfigError
+from dhp.config.degrees import resolve_part
 from dhp.config.part import PartConfig
 from dhp.config.recompute import check_mlp_chunks
 from dhp.config.sequence import check_heads, check_layers_of_rows, check_positions, shares_sequence
@@ -88,3 +89,10 @@ def test_chunks_of_mlps() -> None:
         check_mlp_chunks("text", PartConfig(mlp_chunks=2, expert=4), ("mlp.up_proj",))
     with pytest.raises(ConfigError, match="the MLPs of this model's audio part are no modules of their own"):
         check_mlp_chunks("audio", PartConfig(mlp_chunks=2), ("fc1",))
+
+
+def test_groups_are_for_the_decoder() -> None:
+    with pytest.raises(ConfigError, match="text.sequence_groups=all does not exist; choose from auto, one"):
+        resolve_part("text", PartConfig(sequence_groups="all"))
+    with pytest.raises(ConfigError, match="vision.sequence_groups=one: images and clips are always dealt out whole"):
+        resolve_part("vision", PartConfig(sequence_groups="one"))

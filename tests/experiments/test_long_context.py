@@ -7,6 +7,7 @@ import pytest
 from dhp.base.degrees import Degrees
 from experiments.long_context.longest import Way, _longest
 from experiments.long_context.ranks import on_ranks
+from experiments.long_context.steps import PEER, _require_same
 from experiments.long_context.work import make_model, make_row
 
 BUDGET = 3 << 19
@@ -27,3 +28,9 @@ def test_plain_keeps_most_and_ranks_share(model: str) -> None:
     alone = on_ranks(1, _longest, model, Way("offload", recompute="offload", mlp_chunks=4), BUDGET)
     shared = on_ranks(2, _longest, model, Way("ring", Degrees(ring=2), "offload", 4), BUDGET)
     assert 0 < plain < alone < shared
+
+
+def test_a_way_that_computed_something_else_is_told() -> None:
+    _require_same({PEER: 5.0, "ring": 5.00001})
+    with pytest.raises(RuntimeError, match=r"differ from the peer's 5.0: \{'ring': 5.1\}"):
+        _require_same({PEER: 5.0, "ring": 5.1})

@@ -90,6 +90,7 @@ class Case:
     audio: Degrees | None = None  # None: the run has no audio part
     audio_zero_stage: int = 0
     mlp_chunks: int = 1  # of both parts
+    sequence_groups: str = "one"
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -107,6 +108,7 @@ class Case:
         packed += f", groups {' '.join(rule.name for rule in self.groups)}" if self.groups else ""
         packed += "".join(f", lora {own.rank} of {part}" for part, own in self.lora)
         packed += f", {self.mlp_chunks} chunks" if self.mlp_chunks > 1 else ""
+        packed += ", in groups" if self.sequence_groups != "one" else ""
         packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
@@ -278,9 +280,8 @@ def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed
 
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     family = family_of(model, case)
-    return Feed(
-        source, family, 0, case.vision.data, case.vision.sequence, case.packing, others=_others(case), text=case.text
-    )
+    told: dict[str, Any] = {"text": case.text, "sequence_groups": case.sequence_groups}
+    return Feed(source, family, 0, case.vision.data, case.vision.sequence, case.packing, others=_others(case), **told)
 
 
 def _others(case: Case) -> dict[str, Split]:
@@ -297,7 +298,8 @@ def make_dealer(model: str, case: Case) -> Dealer:
     """What deals samples out over the case's ranks: the feed without what reads and decodes them."""
     family = family_of(model, case)
     collator = Collator(family, 0, case.packing or case.text.sequence > 1)
-    return Dealer(family, collator, case.vision.data, case.vision.sequence, others=_others(case), text=case.text)
+    told: dict[str, Any] = {"text": case.text, "sequence_groups": case.sequence_groups}
+    return Dealer(family, collator, case.vision.data, case.vision.sequence, others=_others(case), **told)
 
 
 @dataclass(frozen=True)

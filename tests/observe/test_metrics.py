@@ -13,7 +13,7 @@ from dhp.observe.metrics import MetricsWriter, StepMetrics, flat, keep_steps, re
 FIELDS = (
     "kind, step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, cached_images, "
     "clips, step_s, data_s, busy_s, tokens_per_s, flops, mfu, memory_bytes, activation_bytes, comm_bytes, dist_ratio, "
-    "pad_ratio, skipped_samples"
+    "pad_ratio, sp_ratio, skipped_samples"
 ).split(", ")
 
 

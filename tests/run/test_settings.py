@@ -56,6 +56,7 @@ NOTHING_AS_BY_DEFAULT = [
     *(
         "text.recompute=mlp:0",
         "text.mlp_chunks=2",
+        "text.sequence_groups=one",
         "training.batch_size=30",
         "training.micro_batch_size=5",
         "training.trace=true",
@@ -152,6 +153,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "passes": {"vision": NO_BACKWARD},
         "features": None,  # which a run alone looks for
         "text": Degrees(data=3, tensor=2),
+        "sequence_groups": "one",
     }
 
 

@@ -16,7 +16,16 @@ from dhp.base.degrees import Degrees
 from dhp.base.geometry import IGNORED
 from dhp.base.messages import Bundle, StepData, TextInput
 from dhp.data.sample import Sample
-from tests.helpers.layouts import Case, Errors, Fault, InspectedText, InspectedVision, compare, compare_rounding
+from tests.helpers.layouts import (
+    Case,
+    Errors,
+    Fault,
+    InspectedText,
+    InspectedVision,
+    compare,
+    compare_rounding,
+    make_feed,
+)
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
 
@@ -84,6 +93,65 @@ SOME = [
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_equals_the_plain_model(case: Case, attending_model: str) -> None:
     assert_exact(compare(attending_model, case, steps()))
+
+
+@cache
+def long_and_short() -> list[list[Sample]]:
+    """A long sample and short ones; then two that a ring place can hold and short ones; then a long one and tokens."""
+    return [
+        [
+            _make([(1, 28, 30)], 40, 7, 41),
+            *(_make([(1, 4, 4)], 8 + seed % 3, 5, seed) for seed in range(2, 8)),
+            _make([(1, 12, 14)], 15, 7, 8),
+        ],
+        [
+            *(_make([(1, 12, 14)], 15, 7, seed) for seed in (49, 50)),
+            *(_make([(1, 4, 4)] if seed % 2 else [], 3, 2, seed) for seed in range(11, 17)),
+        ],
+        [_make([(1, 8, 16)], 15, 7, 1), *(_of_one_token(seed) for seed in range(7))],
+    ]
+
+
+GROUPED = [
+    Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 1, sequence_groups="auto"),
+    Case(ONE, Degrees(ulysses=4), 1, packing=True, sequence_groups="auto"),
+    Case(Degrees(data=2), Degrees(ring=3), 2, sequence_groups="auto"),
+    Case(ONE, Degrees(ring=2, tensor=2), 1, stages=2, sequence_groups="auto"),
+]
+
+
+@pytest.mark.parametrize("case", GROUPED, ids=str)
+def test_short_samples_on_fewer_ranks_equal_the_plain_model(case: Case, attending_model: str) -> None:
+    assert_exact(compare(attending_model, case, long_and_short()))
+
+
+def test_what_is_divided_though_it_is_short_is_told(attending_model: str) -> None:
+    case = GROUPED[0]
+    of_groups, of_one = (
+        [make_feed(attending_model, replace(case, sequence_groups=groups), long_and_short()).step(k) for k in range(3)]
+        for groups in ("auto", "one")
+    )
+    short = sum(len(sample.input_ids) for sample in long_and_short()[0][1:])
+    assert of_one[0].info.sp_ratio == short / of_one[0].info.tokens
+    assert [step.info.sp_ratio for step in of_groups] == [0.0, 0.0, 0.0]
+    assert _whole(of_groups[0]) == [1, 2, 3, 4, 5, 6, 7]  # and the long one over all four ranks
+    ranks_of = [
+        {r for r, shard in enumerate(_work(of_groups[1]).shards) for s, *_ in shard if s == one} for one in (0, 1)
+    ]
+    assert sorted(map(sorted, ranks_of)) == [[0, 1], [2, 3]]
+    assert _whole(of_groups[1]) == [2, 3, 4, 5, 6, 7]
+
+
+def _whole(step: StepData) -> list[int]:
+    """Samples that one rank has."""
+    work = _work(step)
+    lengths = work.lengths or ()
+    held = (s for shard in work.shards for s, _, count in shard if count == lengths[s])
+    return sorted(s for s in held if s < step.info.samples)  # those behind are dummies
+
+
+def _work(step: StepData) -> TextInput:
+    return step.work["text"][0][0]
 
 
 CUT_STATES = [

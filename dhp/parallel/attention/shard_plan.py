@@ -39,7 +39,7 @@ class ShardPlan:
 
     def chunk(self, ring_rank: int) -> Shard:
         """What the Ulysses ranks of a ring rank hold together, in the order of their rows."""
-        return _join_ranges(piece for shard in self.shards[ring_rank] for piece in shard)
+        return join_ranges(piece for shard in self.shards[ring_rank] for piece in shard)
 
     def count_tokens(self) -> int:
         """Tokens on all ranks together."""
@@ -65,7 +65,7 @@ class ShardPlan:
 
 def contiguous_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
     """Each rank the next part of the sequence, equal to within one token."""
-    return given_plan(lengths, _even(sum(lengths), ring * ulysses), ring)
+    return given_plan(lengths, even_counts(sum(lengths), ring * ulysses), ring)
 
 
 def given_plan(lengths: Sequence[int], rank_tokens: Sequence[int], ring: int) -> ShardPlan:
@@ -94,15 +94,19 @@ def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
 
     Pieces of a segment are equal to within one token: no length has to be a multiple of anything.
     """
+    chunks = zigzag_chunks(list(enumerate(lengths)), ring)
+    shards = (cut_ranges(join_ranges(chunk), even_counts(count_tokens(chunk), ulysses)) for chunk in chunks)
+    return ShardPlan(tuple(lengths), tuple(map(tuple, shards)))
+
+
+def zigzag_chunks(segments: Sequence[tuple[int, int]], ring: int) -> list[list[TokenRange]]:
+    """What each ring rank holds of some segments in that layout. segments: number and length of each."""
     chunks: list[list[TokenRange]] = [[] for _ in range(ring)]
-    for segment, length in enumerate(lengths):
-        pieces = cut_ranges((TokenRange(segment, 0, length),), _even(length, 2 * ring))
+    for segment, length in segments:
+        pieces = cut_ranges((TokenRange(segment, 0, length),), even_counts(length, 2 * ring))
         for r in range(ring):
             chunks[r] += [*pieces[r], *pieces[2 * ring - 1 - r]]
-    return ShardPlan(
-        tuple(lengths),
-        tuple(tuple(cut_ranges(_join_ranges(chunk), _even(count_tokens(chunk), ulysses))) for chunk in chunks),
-    )
+    return chunks
 
 
 def count_tokens(ranges: Iterable[TokenRange]) -> int:
@@ -147,11 +151,12 @@ def cut_ranges(ranges: Sequence[TokenRange], counts: Sequence[int]) -> list[Shar
     return parts
 
 
-def _even(total: int, parts: int) -> tuple[int, ...]:
+def even_counts(total: int, parts: int) -> tuple[int, ...]:
+    """`total` in parts that differ by one at most."""
     return tuple(total * (i + 1) // parts - total * i // parts for i in range(parts))
 
 
-def _join_ranges(ranges: Iterable[TokenRange]) -> Shard:
+def join_ranges(ranges: Iterable[TokenRange]) -> Shard:
     """Neighbours that continue each other made one."""
     joined: list[TokenRange] = []
     for piece in ranges:

@@ -1,0 +1,109 @@
+"""Over how many of a row's ranks each of its samples is divided. Pure numbers.
+
+Long samples are divided over all ranks that share the row, because no rank could hold one beside the others' work.
+Short ones stay whole on a rank, or within the Ulysses ranks of one ring rank, where attention needs nobody else: so in
+one row, ranks work as one group on what is long and as several on what is short. Whatever is chosen, a token attends to
+the same tokens, so the result is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dhp.base.geometry import TokenRange
+from dhp.parallel.attention.image_sharding import TOLERANCE, assign_longest_first
+from dhp.parallel.attention.shard_plan import ShardPlan, cut_ranges, even_counts, join_ranges, zigzag_chunks
+
+ROOM = 1.1  # no rank gets more than so many times an even share of the row's tokens: they are what fills memory
+
+
+@dataclass(frozen=True)
+class SequenceGroups:
+    """Which samples of a row are divided how far: their numbers in the row.
+
+    shared: over all ranks. of_rings: over the Ulysses ranks of each ring rank. of_ranks: whole on each rank, Ulysses
+    innermost.
+    """
+
+    shared: tuple[int, ...]
+    of_rings: tuple[tuple[int, ...], ...] = ()
+    of_ranks: tuple[tuple[int, ...], ...] = ()
+
+
+def divide_all(lengths: Sequence[int], ring: int, ulysses: int) -> SequenceGroups:
+    """Every sample over all ranks."""
+    return SequenceGroups(tuple(range(len(lengths))), ((),) * ring, ((),) * (ring * ulysses))
+
+
+def choose_groups(lengths: Sequence[int], ring: int, ulysses: int, crossover: float) -> SequenceGroups:
+    """The division that exchanges least while ranks stay even: no rank has more than `TOLERANCE` times the mean cost,
+    nor more than `ROOM` times the mean number of tokens.
+
+    crossover: tokens at which causal attention of a sample costs as much as all the rest.
+    """
+    costs = [n * (1.0 + n / crossover) for n in lengths]
+    dearest = sorted(range(len(lengths)), key=lambda sample: (-costs[sample], sample))
+    even = sum(costs) / (ring * ulysses)
+    beyond_ring = sum(cost > even * ulysses * TOLERANCE for cost in costs)
+    beyond_rank = sum(cost > even * TOLERANCE for cost in costs)
+    for shared in _more(beyond_ring, len(lengths)):
+        for divided in _more(max(beyond_rank, shared), len(lengths)):
+            if divided > shared and ulysses == 1:
+                break  # a ring rank is one rank
+            chosen = dearest[:shared], dearest[shared:divided], dearest[divided:]
+            groups = _assign(chosen, costs, lengths, ring, ulysses)
+            if groups is not None:
+                return groups
+    return divide_all(lengths, ring, ulysses)
+
+
+def grouped_plan(lengths: Sequence[int], ring: int, ulysses: int, groups: SequenceGroups) -> ShardPlan:
+    """Who holds what: what is divided over all in the two-ended layout of `zigzag_plan`, each rank's tokens in the
+    order of the row."""
+    shared = zigzag_chunks([(sample, lengths[sample]) for sample in groups.shared], ring)
+    shards = []
+    for ring_rank in range(ring):
+        inside = [TokenRange(sample, 0, lengths[sample]) for sample in groups.of_rings[ring_rank]]
+        chunk = join_ranges(sorted([*shared[ring_rank], *inside], key=_place))
+        parts = cut_ranges(chunk, even_counts(sum(piece.count for piece in chunk), ulysses))
+        whole = groups.of_ranks[ring_rank * ulysses : (ring_rank + 1) * ulysses]
+        own = ([TokenRange(sample, 0, lengths[sample]) for sample in of_rank] for of_rank in whole)
+        shards.append(tuple(tuple(sorted([*part, *more], key=_place)) for part, more in zip(parts, own, strict=True)))
+    return ShardPlan(tuple(lengths), tuple(shards))
+
+
+def _place(piece: TokenRange) -> tuple[int, int]:
+    return piece.segment, piece.first
+
+
+def _more(first: int, last: int) -> Iterator[int]:
+    """`first` and more, in growing steps, up to `last`."""
+    step, number = 1, first
+    while number < last:
+        yield number
+        number, step = number + step, 2 * step
+    yield last
+
+
+def _assign(
+    chosen: tuple[Sequence[int], ...], costs: Sequence[float], lengths: Sequence[int], ring: int, ulysses: int
+) -> SequenceGroups | None:
+    """Samples by how far they are divided, given to ring ranks and ranks; None: some rank would have too much."""
+    ranks = ring * ulysses
+    shared, in_rings, whole = chosen
+    of_rings = _dealt(in_rings, costs, ring)
+    of_ranks = _dealt(whole, costs, ranks)
+    for values, limit in ((costs, TOLERANCE), (lengths, ROOM)):
+        loads = [sum(values[sample] for sample in held) for held in of_ranks]
+        from_rings = [sum(values[sample] for sample in held) / ulysses for held in of_rings]
+        most = max(load + from_rings[rank // ulysses] for rank, load in enumerate(loads))
+        alike = sum(values[sample] for sample in shared) / ranks
+        if most + alike > limit * sum(values) / ranks:
+            return None
+    return SequenceGroups(tuple(sorted(shared)), of_rings, of_ranks)
+
+
+def _dealt(samples: Sequence[int], costs: Sequence[float], bins: int) -> tuple[tuple[int, ...], ...]:
+    bins_of = assign_longest_first([costs[sample] for sample in samples], bins)
+    return tuple(tuple(sorted(samples[i] for i in held)) for held in bins_of)
