@@ -88,6 +88,17 @@ class PictureRows:
 
 
 @dataclass(frozen=True)
+class UnreadPatches:
+    """Patches that are still in a video's file: rows of them, int64, in the image processor's order.
+
+    video: what the reader of the data knows it by (`dhp.data.long_video.LongVideo`).
+    """
+
+    video: Any
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class VisionInput:
     """One shard's work of an encoder in a micro-batch; patches in tower order. Of sound, a frame is a patch.
 
@@ -106,6 +117,9 @@ class VisionInput:
     forms: of its pictures, in order, where the tower takes pictures whole.
 
     to_keep: of all shards that share the sequence, pictures whose features are to be written to disk.
+
+    unread: where some pixels are still to be read, all of them, piece by piece; `pixels` has no columns then. Ranks
+    never see that.
     """
 
     pixels: Tensor
@@ -117,6 +131,7 @@ class VisionInput:
     order: Tensor | None = None
     forms: tuple[Form, ...] = ()
     to_keep: tuple[PictureRows, ...] = ()
+    unread: tuple[Tensor | UnreadPatches, ...] = ()
 
 
 @dataclass(frozen=True)

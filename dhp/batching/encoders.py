@@ -12,17 +12,20 @@ from torch import Tensor
 
 from dhp.base.features import Features
 from dhp.base.geometry import Form, Grid
-from dhp.base.messages import PictureRows, RowRun, VisionInput
+from dhp.base.messages import PictureRows, RowRun, UnreadPatches, VisionInput
 from dhp.base.routes import Route
 from dhp.batching.collate import Row
+from dhp.batching.segments import lay_out
+from dhp.batching.unread import count_patches
+from dhp.data.long_video import LongVideo
 from dhp.data.sample import Sample
 from dhp.models.family import ImageLayout
 from dhp.models.tower import Tower
-from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces, shard_images
+from dhp.parallel.attention.image_sharding import ImageWork, Pieces, shard_images
 from dhp.parallel.attention.locality import Locality
 
 VISION, AUDIO = "vision", "audio"  # the encoders that samples have inputs for
-Shown = Iterable[tuple[np.ndarray, Grid | Form, Features | None]]
+Shown = Iterable[tuple[np.ndarray | LongVideo, Grid | Form, Features | None]]
 _SHOWN: Mapping[str, Callable[[Sample], Shown]] = {
     VISION: lambda sample: zip(
         sample.pixels, sample.grids, sample.features or (None,) * len(sample.grids), strict=True
@@ -54,7 +57,7 @@ class Picture:
     """
 
     replica: int
-    pixels: Tensor  # [patches, values]
+    pixels: Tensor | LongVideo  # [patches, values]
     layout: ImageLayout
     place: int = 0
     features: Features | None = None
@@ -180,7 +183,8 @@ class Encoder:
                     place += kept[-1].tokens
                 else:
                     layout = self._layout(grid)
-                    found.append(Picture(replica, torch.from_numpy(pixels), layout, place, features))
+                    here = pixels if isinstance(pixels, LongVideo) else torch.from_numpy(pixels)
+                    found.append(Picture(replica, here, layout, place, features))
                     place += len(layout.order)
         return found, kept
 
@@ -200,9 +204,10 @@ class Encoder:
             positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
             pixels = torch.full((dummy, tower.patch_dim), 0.5)  # a black picture is padding to some towers
             cuts = [_Cut(pixels, positions, (dummy,), tower.dummy_form)]
-        segment_lengths, shards = _lay_out(pictures, group, dummy)
+        segment_lengths, shards = lay_out([picture.layout for picture in pictures], group, dummy)
+        pixels, unread = self._join([cut.pixels for cut in cuts])
         return VisionInput(
-            pixels=torch.cat([cut.pixels for cut in cuts]).to(self._dtype),
+            pixels=pixels,
             positions=torch.cat([cut.positions for cut in cuts]),
             window_lengths=tuple(length for cut in cuts for length in cut.window_lengths),
             segment_lengths=segment_lengths,
@@ -211,12 +216,21 @@ class Encoder:
             order=sent.order,
             forms=tuple(cut.form for cut in cuts if cut.form is not None),
             to_keep=tuple(_to_keep(pictures, group)),
+            unread=unread,
         )
+
+    def _join(self, pieces: Sequence[Tensor | UnreadPatches]) -> tuple[Tensor, tuple[Tensor | UnreadPatches, ...]]:
+        """All patches in one tensor, or, where some are still in a file, none and the pieces."""
+        there = [piece for piece in pieces if isinstance(piece, Tensor)]
+        if len(there) == len(pieces):
+            return torch.cat(there).to(self._dtype), ()
+        pieces = [piece.to(self._dtype) if isinstance(piece, Tensor) else piece for piece in pieces]
+        return torch.empty(sum(map(count_patches, pieces)), 0, dtype=self._dtype), tuple(pieces)
 
 
 @dataclass(frozen=True)
 class _Cut:
-    pixels: Tensor
+    pixels: Tensor | UnreadPatches
     positions: Tensor
     window_lengths: tuple[int, ...]
     form: Form | None
@@ -226,7 +240,8 @@ def _cut(picture: Picture, first: int, last: int) -> _Cut:
     layout = picture.layout
     lengths = layout.window_lengths
     begin, end = sum(lengths[:first]), sum(lengths[:last])
-    pixels = picture.pixels[layout.patch_order()[begin:end]]
+    rows, held = layout.patch_order()[begin:end], picture.pixels
+    pixels = UnreadPatches(held, rows) if isinstance(held, LongVideo) else held[rows]
     return _Cut(pixels, layout.positions[begin:end], lengths[first:last], layout.form)
 
 
@@ -253,39 +268,3 @@ def _to_keep(pictures: Sequence[Picture], group: Sequence[Pieces]) -> Iterator[P
         features = pictures[image].features
         if features is not None:
             yield PictureRows(features.key, features.about, tuple(runs[image]))
-
-
-def _lay_out(
-    pictures: Sequence[Picture], group: Sequence[Pieces], dummy: int
-) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, int, int], ...], ...]]:
-    """Lengths of the full-attention segments of a group of ranks, and each rank's ranges of them.
-
-    A rank without pieces has a dummy window, which is a segment of its own.
-    """
-    numbers: dict[tuple[int, int], int] = {}  # of a segment by image and frame
-    lengths: list[int] = []
-    shards = []
-    for pieces in group:
-        ranges = []
-        for piece in pieces:
-            for frame, first, count in _frames(pictures[piece.image].layout, piece):
-                number = numbers.setdefault((piece.image, frame), len(lengths))
-                if number == len(lengths):
-                    lengths.append(pictures[piece.image].layout.frame_lengths[frame])
-                ranges.append((number, first, count))
-        if not pieces:
-            ranges.append((len(lengths), 0, dummy))
-            lengths.append(dummy)
-        shards.append(tuple(ranges))
-    return tuple(lengths), tuple(shards)
-
-
-def _frames(layout: ImageLayout, piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """The frames that a piece touches, with its first patch in each and the number of its patches there."""
-    begin, end = (sum(layout.window_lengths[:w]) for w in (piece.first, piece.last))
-    start = 0
-    for frame, length in enumerate(layout.frame_lengths):
-        first, last = max(begin - start, 0), min(end - start, length)
-        if first < last:
-            yield frame, first, last - first
-        start += length

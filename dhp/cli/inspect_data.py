@@ -15,7 +15,8 @@ import numpy as np
 from tqdm import tqdm
 
 from dhp.base.errors import DataError, PartFailed
-from dhp.batching.loader import Feed, FeedSettings, make_feed
+from dhp.batching.feed import Feed
+from dhp.batching.loader import FeedSettings, make_feed
 from dhp.cli.inspect_locality import locality_table
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches

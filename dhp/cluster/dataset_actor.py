@@ -8,17 +8,20 @@ from itertools import chain, cycle
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp.base.routes import Route
 from dhp.base.spans import DATA, Span, keep_spans, span, take_spans
 from dhp.cluster.clock import ClockReading, offset_ns, read_clock
+from dhp.cluster.elsewhere import Elsewhere
 from dhp.cluster.paths import require_paths
 from dhp.cluster.placement.nodes import own_node
 from dhp.cluster.process import named_errors, redirect_output
 from dhp.cluster.watch import Watched, fetch, wait_all
 
 WHO = "the dataset actor"
+FILLING = "filling"  # calls that run beside an actor's others
 
 
 class _Reader:
@@ -46,12 +49,42 @@ class _Reader:
             found = getattr(self._feed, name)
             return found(*arguments) if callable(found) else found
 
+    def meet(self, readers: Sequence[Any]) -> None:
+        """All that read, this one among them: who fills what `read` leaves unread."""
+        self._fillers = cycle(readers)
+
     def read(self, batch: Any) -> tuple[Any, ...]:
-        """Info and routes, then every shard's work, part by part and micro-batch by micro-batch: one object each."""
+        """Info and routes, then every shard's work, part by part and micro-batch by micro-batch: one object each.
+
+        Work with unread patches goes to the readers in turn, shard by shard; in its place there is what refers to it.
+        Answers once all is there.
+        """
         with named_errors(self._who, _reading(batch.step)), span(_reading(batch.step), DATA):
             data = self._feed.read(batch)
         micro_batches = chain.from_iterable(data.work.values())
-        return data.info, data.routes, *chain.from_iterable(micro_batches)
+        pieces, done = [], []
+        for piece in chain.from_iterable(micro_batches):
+            if getattr(piece, "unread", ()):
+                filled = next(self._fillers).fill.options(name="data.fill", num_returns=2)
+                status, ref = filled.remote(piece, batch.step)
+                piece = Elsewhere(ref)
+                done.append(status)
+            pieces.append(piece)
+        self._wait(done)
+        return data.info, data.routes, *pieces
+
+    @ray.method(concurrency_group=FILLING)
+    def fill(self, work: Any, step: int) -> tuple[None, Any]:
+        """A status, and a shard's work with its patches. Runs beside `read`, which may wait for it."""
+        with named_errors(self._who, _reading(step)), span(_reading(step), DATA):
+            return None, self._feed.fill(work)
+
+    def _wait(self, done: Sequence[Any]) -> None:
+        """Until these calls have worked. Raises what they raised."""
+        try:
+            ray.get(list(done))
+        except RayTaskError as error:
+            raise error.cause from None
 
     def take_spans(self) -> list[Span]:
         """What was read when since the last time, if the run is traced."""
@@ -121,10 +154,12 @@ class DatasetActor:
         # Not soft: Ray 2.60 puts a soft one without resources anywhere. The driver's node lives as long as the driver.
         beside = NodeAffinitySchedulingStrategy(own_node(), soft=False)
         options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": beside}
-        make = ray.remote(_Reader).options(**options)
+        make = ray.remote(concurrency_groups={FILLING: 1})(_Reader).options(**options)
         self._actors = [make.remote(who, log_dir, log, threads, trace) for who, log in zip(names, logs, strict=True)]
         self._names = {actor._actor_id: name for actor, name in zip(self._actors, names, strict=True)}
         self._readers = self._actors[1:] or self._actors
+        for reader in self._readers:
+            reader.meet.remote(self._readers)
         self._watched = [
             self._watch(actor, "opening the datasets", actor.open.remote(factory, arguments, dict(needs or {})))
             for actor in self._actors

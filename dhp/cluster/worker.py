@@ -31,6 +31,7 @@ from dhp.base.spans import (
 )  # fmt: skip
 from dhp.cluster.busy import BusyTime
 from dhp.cluster.clock import ClockReading, read_clock
+from dhp.cluster.elsewhere import Elsewhere
 from dhp.cluster.environment import expand_segments, own_local_rank, require_fixed_segments, require_own_gpu
 from dhp.cluster.gpus import check_gpus, read_gpus
 from dhp.cluster.host_memory import keep_freed_memory
@@ -184,6 +185,8 @@ class Worker:
 
     def _open(self, value: Any) -> Any:
         """An argument as the trainer takes it."""
+        if isinstance(value, Elsewhere):
+            value = value.fetch()
         if isinstance(value, Bundle):
             return Bundle({name: self._inbox.open(tensor) for name, tensor in value.tensors.items()})
         return self._inbox.open(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,12 @@ from dhp.base.features import Features
 from dhp.base.geometry import Form, Grid
 from dhp.data.kept_pictures import KeptPictures, SeenPictures, seen_to_json
 from dhp.data.lengths.grids import Grids, Size
+from dhp.data.long_video import LongVideo
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Video, name_of
-from dhp.data.media.video import Pace, Taking, map_frames, read_extent
+from dhp.data.media.video import Pace, Taking, map_frames, read_extent, read_length
+from dhp.data.media.video_parts import read_groups
+from dhp.data.sample import Sample
 
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
@@ -47,12 +50,13 @@ class Videos:
 
 @dataclass(frozen=True)
 class PicturePatches:
-    """An image or a video as the model gets it. pixels: float32 [patches, dim]; pace: of a video's steps.
+    """An image or a video as the model gets it. pixels: float32 [patches, dim], or a video that is read in parts; pace:
+    of a video's steps.
 
     features: where features are kept; of a picture that has some, there are no pixels.
     """
 
-    pixels: np.ndarray
+    pixels: np.ndarray | LongVideo
     grid: Grid | Form
     pace: Pace | None = None
     features: Features | None = None
@@ -79,6 +83,7 @@ class Pictures:
         videos: Videos | None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
         kept: KeptPictures | None = None,
+        whole_frames: int | None = None,
     ) -> None:
         """The arguments of `dhp.data.preprocess.Preprocessor`. Raises ConfigError for impossible bounds."""
         self._image_processor, self._image_tokens, self._as_patches = image_processor, image_tokens, patches
@@ -88,6 +93,7 @@ class Pictures:
             self._video_scaling = _scaling(image_processor, min_pixels, videos.max_pixels, "data.video_max_pixels")
         self._grids = Grids(image_processor, self._scaling, image_tokens)
         self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
+        self._whole_frames = whole_frames
         self._kept = None if kept is None else kept.see(self.about(), image_tokens)
 
     def decode(self, media: Sequence[File | Video]) -> list[PicturePatches]:
@@ -96,6 +102,30 @@ class Pictures:
         if self._kept is None:
             return [self._decode(one) for one in media]
         return [self._look_up(self._kept, one) for one in media]
+
+    def read_patches(self, video: LongVideo, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Some patches of a video, step in time by step: where in `rows` they are, and they, float32 [some, dim].
+
+        rows: which patches, int64. Only steps that have some are decoded. Raises DataError as `decode` does.
+        """
+        videos, (_, h, w) = self._seeing(video.file), video.grid
+        steps, inside = np.divmod(rows, h * w)
+        order = np.argsort(steps, kind="stable")
+        wanted, starts = np.unique(steps[order], return_index=True)
+        frames = read_groups(video.file, videos.taking, video.length, wanted.tolist())
+        for places, group in zip(np.split(order, starts[1:]), frames, strict=True):
+            patches, grid = videos.patches(self._process(group, video.file, self._video_scaling))
+            if grid[1:] != (h, w):
+                raise DataError(
+                    f"video {name_of(video.file)} has frames of {grid[1]} × {grid[2]} patches, and its first is of "
+                    f"{h} × {w}. Write it in one size"
+                )
+            yield places, patches[inside[places]]
+
+    def complete(self, sample: Sample) -> Sample:
+        """The sample with all its pixels. Raises DataError."""
+        whole = (self._all_patches(one) if isinstance(one, LongVideo) else one for one in sample.pixels)
+        return replace(sample, pixels=tuple(whole))
 
     def outline(self, media: Sequence[File | Video]) -> list[Outline]:
         """What `decode` would give, from headers. Raises DataError as it does, for what shows without pixels."""
@@ -119,6 +149,9 @@ class Pictures:
         processor = self._image_processor.to_json_string()
         return [processor, self._arguments, self._scaling, self._video_scaling, told]
 
+    def _all_patches(self, video: LongVideo) -> np.ndarray:
+        return np.concatenate([patches for _, patches in self.read_patches(video, np.arange(len(video)))])
+
     def _look_up(self, kept: SeenPictures, medium: File | Video) -> PicturePatches:
         """A picture with its features and without pixels; where none are kept, with its pixels and their key."""
         medium, features, seen = kept.look_up(medium)
@@ -141,8 +174,14 @@ class Pictures:
 
     def _video(self, file: File) -> PicturePatches:
         videos = self._seeing(file)
+        length = None if self._whole_frames is None else read_length(file)
         make = lambda frames: videos.patches(self._process(frames, file, self._video_scaling))
-        groups, pace = map_frames(file, videos.taking, make)
+        if length is not None and len(videos.taking.indices(length.total, length.rate)) > self._whole_frames:
+            pace = videos.taking.pace(length.total, length.rate)
+            (first,) = read_groups(file, videos.taking, length, [0])  # headers do not tell whether frames are turned
+            grid = (len(pace.times), *make(first)[1][1:])
+            return PicturePatches(LongVideo(file, length, grid), grid, pace)
+        groups, pace = map_frames(file, videos.taking, make, length)
         _, h, w = groups[0][1]
         return PicturePatches(np.concatenate([rows for rows, _ in groups]), (len(groups), h, w), pace)
 

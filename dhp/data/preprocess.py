@@ -78,6 +78,7 @@ class Preprocessor:
         prompts: Prompts = Prompts(),
         kept: KeptPictures | None = None,
         positions: PositionRange | None = None,
+        whole_frames: int | None = None,
     ) -> None:
         """image_tokens: how many tokens the text model reserves for an image of a given grid. patches: what the image
         processor gave for one image → (rows float32 [patches, dim], grid).
@@ -86,7 +87,8 @@ class Preprocessor:
         prompt shows an image; None: by its placeholder again and again. about: all else that decides lengths.
         image_arguments: of the image processor. sounds: None for a run that hears nothing. prompts:
         how conversations are written. kept: pictures with features on disk; None: none are looked for. positions: that
-        the model knows; None: any.
+        the model knows; None: any. whole_frames: videos of more frames stay in their files
+        (`Pictures.read_patches`); None: none do.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
         """
@@ -99,7 +101,7 @@ class Preprocessor:
         self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)
         self._sounds, self._prompts, self._positions = sounds, prompts, positions
         self._pictures = Pictures(
-            image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments, kept
+            image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments, kept, whole_frames
         )
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
@@ -109,6 +111,11 @@ class Preprocessor:
             clips = [] if self._sounds is None else self._sounds.decode(sounds_of(record))
             tokens, pictures = self._read(record, self._pictures.decode, clips)
             return self._assemble(record, tokens, pictures, clips)
+
+    @property
+    def pictures(self) -> Pictures:
+        """How images and videos are read."""
+        return self._pictures
 
     def measure(self, record: Record) -> Length:
         """Length of the sample that a call would give, told from the headers of its files.

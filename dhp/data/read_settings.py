@@ -10,7 +10,7 @@ class ReadSettings:
     """See `dhp.config.schema.DataConfig`.
 
     max_tokens: of a sample; None: no bound. video_max_pixels: area of a frame; None: as of an image. chat_template:
-    Jinja text; None: the model's own.
+    Jinja text; None: the model's own. whole_frames: videos of more frames are read in parts; None: none are.
     """
 
     allow_http: bool = False
@@ -21,3 +21,4 @@ class ReadSettings:
     system_prompt: str | None = None
     chat_template: str | None = None
     learn_empty_thoughts: bool = False
+    whole_frames: int | None = None

@@ -9,6 +9,7 @@ import numpy as np
 
 from dhp.base.features import Features
 from dhp.base.geometry import IGNORED, Form, Grid
+from dhp.data.long_video import LongVideo
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +24,8 @@ class Sample:
     input_ids: np.ndarray  # int64 [L]
     labels: np.ndarray  # int64 [L], IGNORED outside answers; not shifted: labels[i] is input_ids[i]
     mm_token_type_ids: np.ndarray  # int64 [L], 0 at text, 1 at tokens of images, 2 of videos, 3 of sound
-    pixels: tuple[np.ndarray, ...]  # one float32 [patches, channels × frames × patch × patch] a picture
+    # One float32 [patches, channels × frames × patch × patch] a picture; a long video's are still in its file.
+    pixels: tuple[np.ndarray | LongVideo, ...]
     grids: tuple[Grid | Form, ...]  # one a picture: t × h × w = patches, or the form of one that is no grid
     seconds: tuple[float | None, ...] = ()  # one a picture: of one step in t of a video, None: an image; (): all images
     clips: tuple[np.ndarray, ...] = ()  # one float32 [frames, bins] a clip of sound

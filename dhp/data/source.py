@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -109,12 +109,15 @@ class BatchSource:
         preprocess: Callable[[Record], Sample],
         sampler: Sampler,
         on_bad_sample: str = "error",
+        complete: Callable[[Sample], Sample] = lambda sample: sample,
     ) -> None:
-        """on_bad_sample: "error" raises the first DataError of a step, "skip" leaves the sample out."""
+        """complete: a sample with the patches that `preprocess` left in the files of long videos.
+
+        on_bad_sample: "error" raises the first DataError of a step, "skip" leaves the sample out."""
         if on_bad_sample not in ("error", "skip"):
             raise ConfigError(f"data.on_bad_sample = {on_bad_sample!r}; it must be 'error' or 'skip'")
         self._dataset = dataset
-        self._preprocess = preprocess
+        self._preprocess, self._complete = preprocess, complete
         self.sampler = sampler
         self._skip = on_bad_sample == "skip"
 
@@ -127,14 +130,16 @@ class BatchSource:
         """One sample of the first epoch, by its 0-based index in all datasets. DataError if it cannot be used, whatever
         on_bad_sample says."""
         record = self._dataset.record(index)
-        return record, self._preprocess(record)
+        return record, self._complete(self._preprocess(record))
 
     def step(self, step: int) -> StepSamples:
-        """Decode the global batch of one step (0-based). DataError as on_bad_sample says."""
-        return self.read(self.sampler.batch(step))
+        """Decode the global batch of one step (0-based), long videos included. DataError as on_bad_sample says."""
+        read = self.read(self.sampler.batch(step))
+        complete = lambda slot: tuple(map(self._complete, slot))
+        return replace(read, samples=tuple(tuple(map(complete, row)) for row in read.samples))
 
     def read(self, batch: StepBatch) -> StepSamples:
-        """Decode the samples of a step. DataError as on_bad_sample says."""
+        """Decode the samples of a step, but for long videos. DataError as on_bad_sample says."""
         # Slots were dealt out before bad samples are left out: a skip must not move any other sample.
         outcomes = [[self._prepare_slot(slot, batch.epoch) for slot in row] for row in batch.samples]
         slots = chain.from_iterable(outcomes)

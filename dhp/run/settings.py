@@ -67,6 +67,7 @@ def feed_settings(
             system_prompt=config.data.system_prompt,
             chat_template=read_template(config.data.chat_template),
             learn_empty_thoughts=config.data.learn_empty_thoughts,
+            whole_frames=config.data.video_whole_frames,
         ),
         balancing=BalanceSettings(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
         passes=dict(passes),

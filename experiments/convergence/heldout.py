@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from dhp.base.geometry import IGNORED
-from dhp.batching.loader import Feed, make_feed
+from dhp.batching.feed import Feed
+from dhp.batching.loader import make_feed
 from dhp.cli import export
 from dhp.config.schema import Config
 from dhp.run.preflight import prepare

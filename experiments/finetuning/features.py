@@ -16,7 +16,7 @@ from PIL import Image
 from dhp.base.degrees import Degrees
 from dhp.base.features import Features, KeepSettings
 from dhp.base.messages import StepData
-from dhp.batching.loader import Feed
+from dhp.batching.feed import Feed
 from dhp.data.kept_pictures import KeptPictures, seen_to_json
 from dhp.data.sample import Sample
 from dhp.features.folder import FeatureFolder

@@ -15,7 +15,7 @@ import ray
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StageReport, StageUsage, StepData
 from dhp.base.stages import Chain
-from dhp.batching.loader import Feed
+from dhp.batching.feed import Feed
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.degrees import DEEPSPEED, FSDP

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StageReport, StepData
-from dhp.batching.loader import Feed
+from dhp.batching.feed import Feed
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
 from dhp.trainers.settings import OptimizerSettings

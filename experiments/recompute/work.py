@@ -14,7 +14,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from dhp.base.degrees import Degrees
 from dhp.base.geometry import IGNORED
 from dhp.base.messages import StepData
-from dhp.batching.loader import Feed
+from dhp.batching.feed import Feed
 from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples

@@ -49,7 +49,7 @@ from tests.helpers.oracle import MixedOracle, Oracle, Step
 from tests.helpers.ranks import LocalGroup
 
 if TYPE_CHECKING:
-    from dhp.batching.loader import Feed
+    from dhp.batching.feed import Feed
 
 FIRST_OUT = 0.5
 UPDATE = OptimizerSettings(
@@ -276,7 +276,7 @@ def settings(stage: StageSpec, chain: Chain, model: str, case: Case) -> StageSet
 
 def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed:
     """A feed that deals the given samples of each step over the case's micro-batches and replicas."""
-    from dhp.batching.loader import Feed  # which decodes videos, and needs a package for it
+    from dhp.batching.feed import Feed  # which decodes videos, and needs a package for it
 
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     family = family_of(model, case)

@@ -30,14 +30,16 @@ OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.
 def test_how_samples_are_read_reaches_the_dataset_actor() -> None:
     settings = feed_settings(resolve(compose_config("tiny", overrides=OVERRIDES)))
     assert settings.datasets == ("shapes", "shapes%50")
-    assert settings.reading == ReadSettings(allow_http=True, max_tokens=900, video_fps=1.0)
+    assert settings.reading == ReadSettings(allow_http=True, max_tokens=900, video_fps=1.0, whole_frames=256)
 
 
 def test_how_prompts_are_written_reaches_the_dataset_actor(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages }}")  # read here: nodes need no file
     own = [f"data.chat_template={tmp_path / 'own.jinja'}", "data.system_prompt=''", "data.learn_empty_thoughts=true"]
     reading = feed_settings(resolve(compose_config("tiny", overrides=own))).reading
-    assert reading == ReadSettings(system_prompt="", chat_template="{{ messages }}", learn_empty_thoughts=True)
+    assert reading == ReadSettings(
+        system_prompt="", chat_template="{{ messages }}", learn_empty_thoughts=True, whole_frames=256
+    )
 
 
 NOTHING_AS_BY_DEFAULT = [
@@ -63,7 +65,7 @@ NOTHING_AS_BY_DEFAULT = [
     ),
     *("data.min_pixels=4000", "data.max_pixels=90000", "data.packing=false", "data.shuffle=false"),
     *("data.cache_dir=somewhere", "data.max_tokens=900", "data.video_fps=1.5", "data.video_max_frames=12"),
-    *("data.video_max_pixels=7000", "data.allow_http=true", "data.on_bad_sample=skip"),
+    *("data.video_max_pixels=7000", "data.video_whole_frames=31", "data.allow_http=true", "data.on_bad_sample=skip"),
 ]
 
 
@@ -148,7 +150,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "on_bad_sample": "skip",
         "packing": False,
         "cache_dir": "somewhere",
-        "reading": ReadSettings(True, 900, 1.5, 12, 7000),
+        "reading": ReadSettings(True, 900, 1.5, 12, 7000, whole_frames=31),
         "balancing": BalanceSettings(),
         "passes": {"vision": NO_BACKWARD},
         "features": None,  # which a run alone looks for

@@ -86,17 +86,34 @@ class Extent:
     pace: Pace
 
 
-def map_frames(file: File, taking: Taking, use: Callable[[list[Image.Image]], Result]) -> tuple[list[Result], Pace]:
-    """Decode a video: what `use` makes of each group of frames, in order, and when the groups are.
+@dataclass(frozen=True)
+class VideoLength:
+    """Frames of a video, and how many of them a second has."""
 
-    Frames are handed over as they are decoded, a group at a time, so that a long video need not fit into memory.
+    total: int
+    rate: float
+
+
+def read_length(file: File) -> VideoLength:
+    """By the header; where it does not say, the frames are counted. Raises DataError for no video stream, no frames."""
+    with opened_video(file) as (_, stream):
+        return VideoLength(*_length(stream, file))
+
+
+def map_frames(
+    file: File, taking: Taking, use: Callable[[list[Image.Image]], Result], length: VideoLength | None = None
+) -> tuple[list[Result], Pace]:
+    """Decode a video: what `use` makes of each group of frames, in order, and when the groups are. length: where it is
+    known already.
+
+    Frames are handed over as they are decoded, a group at a time, so that their images need not fit into memory.
     DataError names the file and the reason: broken, no video stream, no frames, too large, cut off.
     """
-    with _opened(file) as (container, stream):
-        total, rate = _length(stream, file)
+    with opened_video(file) as (container, stream):
+        total, rate = _length(stream, file) if length is None else (length.total, length.rate)
         indices = taking.indices(total, rate)
         results, group = [], []
-        for image in _frames(container, stream, indices, file, total):
+        for image in read_in_order(container, stream, indices, file, total):
             group.append(image)
             if len(group) == taking.group:
                 results.append(use(group))
@@ -112,14 +129,14 @@ def read_extent(file: File, taking: Taking) -> Extent:
     Frames are decoded only to be counted, where the header does not say how many there are (as in Matroska files).
     Raises DataError as `map_frames` does, for what the header shows: no video stream, no frames, too large.
     """
-    with _opened(file) as (container, stream):
+    with opened_video(file) as (container, stream):
         total, rate = _length(stream, file)
         groups = -(-len(taking.indices(total, rate)) // taking.group)
         return Extent(groups * taking.group, *_frame_size(container, stream, file), taking.pace(total, rate))
 
 
 @contextmanager
-def _opened(file: File) -> Iterator[tuple[Any, Any]]:
+def opened_video(file: File) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream."""
     name = name_of(file)
     with open_media(file, "video") as content:
@@ -157,22 +174,20 @@ def _frame_size(container: Any, stream: Any, file: File) -> tuple[int, int]:
 
 def _count(file: File) -> int:
     """Frames of a video whose header does not say."""
-    with _opened(file) as (container, stream):
+    with opened_video(file) as (container, stream):
         return sum(1 for _ in container.decode(stream))
 
 
-def _frames(container: Any, stream: Any, indices: np.ndarray, file: File, total: int) -> Iterator[Image.Image]:
-    """The frames of the given indices, upright. Raises DataError when the video ends before the last of them, or when
-    they are not of one size."""
+def read_in_order(container: Any, stream: Any, indices: np.ndarray, file: File, total: int) -> Iterator[Image.Image]:
+    """The frames of the given indices, ascending, upright; all before them are decoded. Raises DataError when the video
+    ends before the last of them, or when they are not of one size."""
     wanted = iter(indices.tolist())
     following = next(wanted, None)
     number, first = 0, None
     with decoding(f"video {name_of(file)}"):  # what the caller does with a frame is not inside
         for number, frame in enumerate(container.decode(stream), start=1):
             if number - 1 == following:
-                _check_size(frame.width, frame.height, name_of(file))
-                image = frame.to_image()
-                image = image.rotate(frame.rotation, expand=True) if frame.rotation else image
+                image = to_upright_image(frame, name_of(file))
                 first = first or image.size
                 _check_same(image.size, first, number, name_of(file))
                 yield image
@@ -180,6 +195,13 @@ def _frames(container: Any, stream: Any, indices: np.ndarray, file: File, total:
                 if following is None:
                     return
     raise DataError(f"video {name_of(file)} is cut off: it ends after {number} of {total} frames. Copy it again")
+
+
+def to_upright_image(frame: Any, name: str) -> Image.Image:
+    """A decoded frame as it is shown. Raises DataError for one that is too large."""
+    _check_size(frame.width, frame.height, name)
+    image: Image.Image = frame.to_image()
+    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 
 def _check_size(width: int, height: int, name: str) -> None:

@@ -11,7 +11,7 @@ must take part in the collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -79,6 +79,16 @@ def assign_longest_first(costs: Sequence[float], bins: int) -> list[list[int]]:
     return [sorted(indices) for indices in assigned]
 
 
+def in_runs(assigned: Sequence[Sequence[int]], kinds: Sequence[Hashable]) -> list[list[int]]:
+    """The same assignment, but that of the items of one kind, which are as good as each other, each bin has neighbours:
+    of a video, frames that follow each other, which are decoded together."""
+    left: dict[Hashable, list[int]] = {}
+    for item, kind in enumerate(kinds):
+        left.setdefault(kind, []).append(item)
+    runs = {kind: iter(items) for kind, items in left.items()}
+    return [sorted(next(runs[kinds[item]]) for item in items) for items in assigned]
+
+
 def cut_in_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[tuple[int, int]]:
     """Consecutive ranges of `lengths`, one for each share, with sums as near to the shares as the items allow.
 
@@ -116,7 +126,8 @@ def _shard_replica(images: Sequence[ImageWork], indices: Sequence[int], ranks: i
         extra = fill_to_level(loads, sum(costs[:divided]))
         if divided == divisible or max(map(sum, zip(loads, extra, strict=True))) <= even * TOLERANCE:
             break
-    shards = [[segments[divided + i][0] for i in of_rank] for of_rank in whole]
+    held = in_runs(whole, [(piece.image, patches) for piece, patches in segments[divided:]])
+    shards = [[segments[divided + i][0] for i in of_rank] for of_rank in held]
     for shard, pieces in zip(shards, _divide(images, [s for s, _ in segments[:divided]], extra), strict=True):
         shard += pieces
     return [tuple(_join_pieces(sorted(s, key=lambda p: (images[p.image].replica, p.image, p.first)))) for s in shards]
@@ -124,9 +135,9 @@ def _shard_replica(images: Sequence[ImageWork], indices: Sequence[int], ranks: i
 
 def _segments(images: Sequence[ImageWork], index: int) -> list[tuple[Piece, int]]:
     """The windows of each segment of an image, and its patches."""
-    bounds = [0, *accumulate(images[index].window_lengths)]
-    ends = [0, *accumulate(images[index].segment_lengths)]
-    return [(Piece(index, bounds.index(a), bounds.index(b)), b - a) for a, b in pairwise(ends)]
+    windows = {end: number for number, end in enumerate(accumulate(images[index].window_lengths, initial=0))}
+    ends = accumulate(images[index].segment_lengths, initial=0)
+    return [(Piece(index, windows[a], windows[b]), b - a) for a, b in pairwise(ends)]
 
 
 def _divide(images: Sequence[ImageWork], segments: Sequence[Piece], room: Sequence[float]) -> list[list[Piece]]:

@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 
 from dhp.base.errors import DataError
-from dhp.data.media import video
+from dhp.data.media import video, video_parts
 from dhp.data.media.sources import Blob, Video
-from dhp.data.media.video import Extent, Taking, _frame_size, _frames, map_frames, read_extent
+from dhp.data.media.video import Extent, Taking, _frame_size, map_frames, read_extent, read_in_order, read_length
+from dhp.data.media.video_parts import read_groups
 from dhp.data.records import Record, Turn
 
 
@@ -102,7 +103,7 @@ def test_frames_are_turned_upright():
     picture = Image.new("RGB", (4, 2))
     frame = SimpleNamespace(width=4, height=2, to_image=lambda: picture, rotation=90)
     container = SimpleNamespace(decode=lambda _: [frame])
-    (upright,) = _frames(container, None, np.array([0]), Blob("v", b"x"), 1)
+    (upright,) = read_in_order(container, None, np.array([0]), Blob("v", b"x"), 1)
     assert upright.size == (2, 4)
 
 
@@ -112,15 +113,15 @@ def test_a_video_whose_frames_change_their_size_is_named():
         SimpleNamespace(width=w, height=2, rotation=0, to_image=lambda w=w: Image.new("RGB", (w, 2))) for w in (4, 4, 6)
     ]
     container = SimpleNamespace(decode=lambda _: frames)
-    assert len(list(_frames(container, None, np.array([0, 1]), Blob("v", b"x"), 3))) == 2
+    assert len(list(read_in_order(container, None, np.array([0, 1]), Blob("v", b"x"), 3))) == 2
     with pytest.raises(DataError, match="video v changes the size of its frames from 4 × 2 to 6 × 2 at frame 3"):
-        list(_frames(container, None, np.array([0, 2]), Blob("v", b"x"), 3))
+        list(read_in_order(container, None, np.array([0, 2]), Blob("v", b"x"), 3))
 
 
 def test_a_video_that_ends_early_is_named(tmp_path):
     container = SimpleNamespace(decode=lambda _: [])
     with pytest.raises(DataError, match="cut off: it ends after 0 of 8 frames"):
-        list(_frames(container, None, np.array([0, 4]), Blob("v", b"x"), 8))
+        list(read_in_order(container, None, np.array([0, 4]), Blob("v", b"x"), 8))
 
 
 def clip(path, text="What?") -> Record:
@@ -196,3 +197,44 @@ def test_transformers_own_video_processor_gives_the_same(tmp_path, write_video, 
     assert ours.seconds == (pytest.approx(2 / theirs["video_metadata"][0].sampled_fps),)
     assert theirs["video_grid_thw"].tolist() == [list(ours.grids[0])]
     assert np.allclose(theirs["pixel_values_videos"], ours.pixels[0], atol=1e-5)
+
+
+CODECS = [("mp4", "libx264"), ("mkv", "libx264"), ("avi", "mpeg4"), ("webm", "libvpx-vp9")]  # with frames out of order
+
+
+@pytest.mark.parametrize(("ending", "codec"), CODECS)
+def test_some_groups_are_those_of_the_whole_video(tmp_path, ending, codec):
+    path = tmp_path / f"v.{ending}"
+    rng = np.random.default_rng(0)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=25, options={"g": "10", "cpu-used": "8", "deadline": "realtime"})
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for _ in range(60):
+            picture = np.kron(rng.integers(0, 255, (3, 4, 3), dtype=np.uint8), np.ones((16, 16, 1), dtype=np.uint8))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    as_arrays = lambda group: np.stack([np.asarray(image) for image in group])
+    length = read_length(path)
+    for taking in (Taking(25.0, 768, 2), Taking(6.0, 768, 2), Taking(11.0, 25, 4, both_ends=True)):
+        whole, _ = map_frames(path, taking, as_arrays, length)
+        last = len(whole) - 1
+        for wanted in (range(last + 1), range(last // 2, last), (0, last), (last // 3,), range(1, last, 3)):
+            found = list(map(as_arrays, read_groups(path, taking, length, list(wanted))))
+            assert len(found) == len(wanted)
+            assert all(np.array_equal(group, whole[number]) for group, number in zip(found, wanted, strict=True))
+
+
+def test_frames_without_times_are_counted_from_the_beginning(tmp_path, write_video, monkeypatch):
+    path, taking = write_video(tmp_path / "v.mp4", frames=40), Taking(4.0, 768, 2)
+    wanted = [np.asarray(group[0]) for group in read_groups(path, taking, read_length(path), [7, 15])]
+    monkeypatch.setattr(video_parts, "_find_index", lambda *_: None)
+    found = [np.asarray(group[0]) for group in read_groups(path, taking, read_length(path), [7, 15])]
+    assert np.array_equal(found, wanted) and not np.array_equal(*found)
+
+
+def test_a_long_video_that_is_cut_off_is_told(tmp_path, write_video):
+    path, taking = write_video(tmp_path / "v.avi", frames=40), Taking(4.0, 768, 2)
+    length = read_length(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DataError, match=r"v.avi (is cut off|cannot be decoded)"):
+        list(read_groups(path, taking, length, [19]))

@@ -14,6 +14,7 @@ from dhp.parallel.attention.image_sharding import (
     assign_longest_first,
     cut_in_shares,
     fill_to_level,
+    in_runs,
     segment_cost,
     shard_images,
 )
@@ -127,3 +128,14 @@ def test_every_window_goes_somewhere_once_and_loads_are_even(crossover: float) -
             loads = [sum(sum(images[p.image].window_lengths[p.first : p.last]) for p in s) for s in shards[0]]
             # Within the tolerance, or within what a cut between two windows may miss at both ends.
             assert max(loads) <= max(TOLERANCE * sum(loads) / ranks, sum(loads) / ranks + 64)
+
+
+def test_frames_that_follow_each_other_stay_together() -> None:
+    video = image(0, *[64] * 12)
+    shards = shard_images([ImageWork(0, video.window_lengths, (64,) * 12)], 1, 3)
+    assert shards[0] == [(Piece(0, 0, 4),), (Piece(0, 4, 8),), (Piece(0, 8, 12),)]
+
+
+def test_runs_keep_the_kinds_of_each_bin() -> None:
+    assert in_runs([[0, 3], [1, 4], [2, 5]], "aaabbb") == [[0, 3], [1, 4], [2, 5]]
+    assert in_runs([[0, 3], [1, 4], [2, 5]], "aaaaaa") == [[0, 1], [2, 3], [4, 5]]

@@ -1,0 +1,23 @@
+"""A video too long for one process: what is known of it, while its patches stay in its file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from dhp.base.geometry import Grid
+from dhp.data.media.sources import File
+from dhp.data.media.video import VideoLength
+
+
+@dataclass(frozen=True)
+class LongVideo:
+    """In the place of pixels. `dhp.data.pictures.Pictures.read_patches` reads some of its patches."""
+
+    file: File
+    length: VideoLength
+    grid: Grid
+
+    def __len__(self) -> int:
+        """Patches."""
+        return prod(self.grid)

@@ -1,0 +1,91 @@
+"""Some groups of a long video's frames, decoded from the nearest key frames on: so several processes can each decode a
+part of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dhp.data.media.decoding import decoding
+from dhp.data.media.sources import File, name_of
+from dhp.data.media.video import Taking, VideoLength, opened_video, read_in_order, to_upright_image
+
+
+@dataclass(frozen=True)
+class _Index:
+    """When each frame is shown, in order, in the stream's own unit; and which of them decoding can begin at."""
+
+    times: list[int]
+    keys: list[int]
+
+    def key_before(self, frame: int) -> int:
+        return self.keys[bisect_right(self.keys, frame) - 1]
+
+
+def read_groups(file: File, taking: Taking, length: VideoLength, groups: Sequence[int]) -> Iterator[list[Image.Image]]:
+    """The frames of some groups (ascending numbers), upright, one group after another: the same as
+    `dhp.data.media.video.map_frames` decodes.
+
+    Raises DataError for a file that cannot be decoded so far.
+    """
+    indices = taking.indices(length.total, length.rate)
+    members = [indices[group * taking.group : (group + 1) * taking.group] for group in groups]
+    with opened_video(file) as (container, stream):
+        frames = _read(container, stream, np.concatenate([*members, indices[:0]]), file, length)
+        for own in members:
+            images = [next(frames) for _ in own]
+            yield images + images[-1:] * (taking.group - len(images))
+
+
+def _read(container: Any, stream: Any, indices: np.ndarray, file: File, length: VideoLength) -> Iterator[Image.Image]:
+    """Frames by their numbers, ascending. From key frames where the file tells all frames' times; else, and where what
+    is decoded has other times, from the file's beginning."""
+    left = indices.tolist()
+    with decoding(f"video {name_of(file)}"):
+        index = _find_index(container, stream, length.total)
+    if index is not None:
+        for image in _read_from_keys(container, stream, index, left, file):
+            yield image
+            left = left[1:]
+        if not left:
+            return
+    with opened_video(file) as (again, of_video):
+        yield from read_in_order(again, of_video, np.array(left, dtype=np.int64), file, length.total)
+
+
+def _read_from_keys(
+    container: Any, stream: Any, index: _Index, wanted: Sequence[int], file: File
+) -> Iterator[Image.Image]:
+    """As many of the frames, from the first on, as are found at their times."""
+    decoded: Iterator[Any] = iter(())
+    at = -1  # the frame that was decoded last
+    for number in wanted:
+        with decoding(f"video {name_of(file)}"):
+            key = index.key_before(number)
+            if at < key:
+                container.seek(index.times[key], stream=stream, backward=True, any_frame=False)
+                decoded = container.decode(stream)
+            frame = next((frame for frame in decoded if frame.pts is None or frame.pts >= index.times[number]), None)
+            if frame is None or frame.pts != index.times[number]:
+                return
+            image = to_upright_image(frame, name_of(file))
+        at = number
+        yield image
+
+
+def _find_index(container: Any, stream: Any, total: int) -> _Index | None:
+    """From the file's packets, which are read and not decoded. None where they do not tell the time of each frame."""
+    packets = [(packet.pts, packet.is_keyframe) for packet in container.demux(stream) if packet.size]
+    if len(packets) != total or any(time is None for time, _ in packets):
+        return None
+    packets.sort()
+    times = [time for time, _ in packets]
+    keys = [number for number, (_, is_key) in enumerate(packets) if is_key]
+    if len(set(times)) < total or not keys or keys[0] > 0:
+        return None
+    return _Index(times, keys)

@@ -1,0 +1,121 @@
+"""A long video's patches, read shard by shard: the same as of a video that is decoded whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dhp.base.errors import DataError
+from dhp.base.messages import StepData, UnreadPatches, VisionInput
+from dhp.batching.encoders import Split
+from dhp.batching.feed import Feed
+from dhp.batching.loader import FeedSettings, make_feed
+from dhp.config.schema import DatasetEntry
+from dhp.data.order.sampler import BatchLayout
+from dhp.data.read_settings import ReadSettings
+
+FRAMES = 40
+
+
+def _write(path: Path, frames: int) -> None:
+    """Frames that differ, with a key frame every twelve."""
+    rng = np.random.default_rng(0)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 112, 84, "yuv420p"
+        for _ in range(frames):
+            picture = np.kron(rng.integers(0, 255, (6, 8, 3), dtype=np.uint8), np.ones((14, 14, 1), dtype=np.uint8))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+
+
+@pytest.fixture
+def feed(tmp_path: Path, tiny_assets: Path) -> Callable[..., Feed]:
+    """feed(split, whole_frames): steps of a picture, a long video and a short one."""
+    for name, frames in (("long", FRAMES), ("short", 4)):
+        _write(tmp_path / f"{name}.mp4", frames)
+    Image.linear_gradient("L").convert("RGB").resize((112, 84)).save(tmp_path / "p.png")
+    content = "<image>First <video>and then <video>What?"
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "A circle."}]
+    media = {"images": ["p.png"], "videos": ["long.mp4", "short.mp4"]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, **media}))
+
+    def make(split: Split, whole_frames: int | None) -> Feed:
+        settings = FeedSettings(
+            model_name=str(tiny_assets / "model"),
+            datasets=("v",),
+            registry={"v": DatasetEntry(str(tmp_path / "a.jsonl"), str(tmp_path))},
+            layout=BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1),
+            encoders={"vision": split},
+            min_pixels=None,
+            max_pixels=None,
+            seed=0,
+            shuffle=False,
+            on_bad_sample="error",
+            packing=True,
+            cache_dir=str(tmp_path),
+            reading=ReadSettings(video_fps=4.0, whole_frames=whole_frames),
+        )
+        return make_feed(settings)
+
+    return make
+
+
+def _work(data: StepData) -> tuple[VisionInput, ...]:
+    return data.work["vision"][0]
+
+
+@pytest.mark.parametrize("split", [Split(), Split(ranks=3), Split(replicas=2, ranks=2, dtype="bfloat16")], ids=str)
+def test_filled_work_is_that_of_a_video_decoded_whole(feed: Callable[..., Feed], split: Split) -> None:
+    parted, whole = feed(split, 8), feed(split, None)
+    wanted, unread = whole.step(0), parted.read(parted.batch(0))
+    assert any(work.unread for work in _work(unread))
+    assert unread.info.dist_ratio == wanted.info.dist_ratio
+    for work, full in zip(map(parted.fill, _work(unread)), _work(wanted), strict=True):
+        assert torch.equal(work.pixels, full.pixels) and work.pixels.dtype == full.pixels.dtype
+        assert replace(work, pixels=full.pixels).segment_lengths == full.segment_lengths
+        assert (work.shards, work.rows, work.unread) == (full.shards, full.rows, ())
+
+
+def test_who_asks_for_a_step_or_a_sample_gets_all_of_it(feed: Callable[..., Feed]) -> None:
+    parted, whole = feed(Split(), 8), feed(Split(), None)
+    assert torch.equal(_work(parted.step(0))[0].pixels, _work(whole.step(0))[0].pixels)
+    for own, full in zip(parted.sample(0)[1].pixels, whole.sample(0)[1].pixels, strict=True):
+        assert np.array_equal(own, full)
+    named = whole.model_inputs(0)
+    assert all(torch.equal(tensor, named[name]) for name, tensor in parted.model_inputs(0).items())
+
+
+def test_a_rank_decodes_frames_that_follow_each_other(feed: Callable[..., Feed]) -> None:
+    parted = feed(Split(ranks=4), 8)
+    held = []
+    for work in _work(parted.read(parted.batch(0))):
+        (video,) = [piece for piece in work.unread if isinstance(piece, UnreadPatches)]
+        steps = (video.rows // (6 * 8)).unique()
+        assert len(steps) == steps[-1] - steps[0] + 1
+        held += steps.tolist()
+    assert sorted(held) == list(range(FRAMES // 2))
+
+
+def test_work_that_is_there_stays_as_it_is(feed: Callable[..., Feed]) -> None:
+    whole = feed(Split(), FRAMES)  # no more frames than that
+    (work,) = _work(whole.read(whole.batch(0)))
+    assert whole.fill(work) is work
+
+
+def test_a_frame_of_another_size_is_told(feed: Callable[..., Feed]) -> None:
+    parted = feed(Split(), 8)
+    (work,) = _work(parted.read(parted.batch(0)))
+    video = next(piece.video for piece in work.unread if isinstance(piece, UnreadPatches))
+    t, h, w = video.grid
+    told = UnreadPatches(replace(video, grid=(t, h + 2, w)), torch.arange(8))
+    with pytest.raises(DataError, match=r"long.mp4 has frames of 6 × 8 patches, and its first is of 8 × 8"):
+        parted.fill(replace(work, unread=(told,)))
