@@ -37,21 +37,22 @@ class _Reader:
         if trace:
             keep_spans()
 
-    def open(self, factory: Callable[..., Any], arguments: tuple[Any, ...], needs: Mapping[str, str]) -> None:
-        """Make the feed. Not in the constructor: Ray turns an exception there into an actor's death."""
+    def open(
+        self, factory: Callable[..., Any], arguments: tuple[Any, ...], needs: Mapping[str, str], readers: Sequence[Any]
+    ) -> None:
+        """Make the feed. readers: all of them, who fill what `read` leaves unread.
+
+        Not in the constructor: Ray turns an exception there into an actor's death."""
         with named_errors(self._who, "opening the datasets"):
             require_paths(self._who, needs)
             self._feed = factory(*arguments)
+        self._fillers = cycle(readers)
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """A value of the feed, or the answer of one of its methods."""
         with named_errors(self._who, name):
             found = getattr(self._feed, name)
             return found(*arguments) if callable(found) else found
-
-    def meet(self, readers: Sequence[Any]) -> None:
-        """All that read, this one among them: who fills what `read` leaves unread."""
-        self._fillers = cycle(readers)
 
     def read(self, batch: Any) -> tuple[Any, ...]:
         """Info and routes, then every shard's work, part by part and micro-batch by micro-batch: one object each.
@@ -158,12 +159,8 @@ class DatasetActor:
         self._actors = [make.remote(who, log_dir, log, threads, trace) for who, log in zip(names, logs, strict=True)]
         self._names = {actor._actor_id: name for actor, name in zip(self._actors, names, strict=True)}
         self._readers = self._actors[1:] or self._actors
-        for reader in self._readers:
-            reader.meet.remote(self._readers)
-        self._watched = [
-            self._watch(actor, "opening the datasets", actor.open.remote(factory, arguments, dict(needs or {})))
-            for actor in self._actors
-        ]
+        told = (factory, arguments, dict(needs or {}), self._readers)
+        self._watched = [self._watch(actor, "opening the datasets", actor.open.remote(*told)) for actor in self._actors]
 
     @property
     def size(self) -> int:

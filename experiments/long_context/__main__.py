@@ -2,6 +2,7 @@
 
 longest: the longest row within a budget of activations, on one rank against plain transformers, and on several.
 steps: seconds of a step on four ranks that share a row, in each way, beside transformers with DeepSpeed's Ulysses.
+video: what each process holds of a ten-minute video, decoded whole and by one, two and four vision ranks.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 
 from transformers.utils import logging
 
-from experiments.long_context import longest, steps
+from experiments.long_context import longest, steps, video
 from experiments.long_context.work import make_model
 
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
 QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "longest": lambda model, given: longest.measure(model, given.budget_mib),
     "steps": steps.measure,
+    "video": video.measure,
 }
 
 
@@ -32,6 +34,7 @@ def main() -> None:
     parser.add_argument("--budget-mib", type=int, default=8, help="for the activations of a rank")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17])
     parser.add_argument("--rounds", type=int, default=3, help="of steps; one where a row has 131,072 tokens or more")
+    parser.add_argument("--minutes", type=int, default=video.MINUTES, help="of the video")
     given = parser.parse_args()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:

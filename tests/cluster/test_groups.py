@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,9 @@ class Trainer:
 
     def several(self, own: int, shared: int) -> tuple[int, ...]:
         return tuple(own * 10 + k for k in range(shared))
+
+    def name_of(self, work: Work) -> dict[str, Any]:
+        return {"name": work.name, "by": work.by}
 
     def spread(self, count: int) -> tuple[int, ...]:
         return tuple(range(count))
@@ -150,6 +154,26 @@ def test_calls_are_named_alike_in_every_step(group: ActorGroup, monkeypatch: pyt
         data.stop()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_left_unread_is_filled_by_all_that_read(workers: int, group: ActorGroup) -> None:
+    import ray
+
+    actor = DatasetActor(LongFeed, **SHAPE, workers=workers)
+    try:
+        wait_all(actor.take_watched(), WAIT_S)
+        wait_all(actor.request(0), WAIT_S)
+        work = actor.take(0).work["vision"]
+        assert [ray.get(shards[1]) for shards in work] == [Work(f"v 0 {m} 1") for m in range(3)]
+        found = [group.execute_all("name_of", ref, timeout_s=WAIT_S)[0] for ref, _ in work]  # as if it came directly
+        names, processes = tuple(one["name"] for one in found), [one["by"] for one in found]
+        assert names == tuple(f"v 0 {m} 0" for m in range(3))
+        assert len(set(processes)) == max(workers, 1)
+        with pytest.raises(DataError, match="^video v.mp4 is cut off$"):
+            wait_all(actor.request(5), WAIT_S)
+    finally:
+        actor.stop()
+
+
 def test_every_call_is_watched_once(group: ActorGroup) -> None:
     group.execute_all_async("nothing", returns=0)
     group.execute_all_async("about")
@@ -214,6 +238,30 @@ class Feed:
 
     def learn(self, part: int, measured: str) -> None:
         self.learned[part] = measured
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a feed may leave unread. by: the process that filled it."""
+
+    name: str
+    unread: tuple[str, ...] = ()
+    by: int = 0
+
+
+class LongFeed(Feed):
+    """Vision's first shards hold a part of a long video; that of step 5 is broken."""
+
+    def read(self, batch: Any) -> Any:
+        read = super().read(batch)
+        broken = "broken" if batch.step == 5 else "frames"
+        vision = tuple((Work(first, (broken,)), Work(other)) for first, other in read.work["vision"])
+        return SimpleNamespace(**{**vars(read), "work": {**read.work, "vision": vision}})
+
+    def fill(self, work: Work) -> Work:
+        if work.unread == ("broken",):
+            raise DataError("video v.mp4 is cut off")
+        return Work(work.name, by=os.getpid())
 
 
 def no_feed() -> None:
