@@ -13,6 +13,17 @@ class DataError(DhpError):
     """A dataset, sample or image that cannot be used; the text names dataset, position and reason."""
 
 
+class UnreadableVideo(DataError):
+    """A long video that proved broken when its frames were read. file: which, as `dhp.data.media.sources` has it."""
+
+    def __init__(self, text: str, file: object):
+        super().__init__(text, file)
+        self.file = file
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class ModelError(DhpError):
     """A model directory that cannot be loaded, split or exported."""
 

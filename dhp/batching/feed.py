@@ -21,6 +21,7 @@ from dhp.batching.scatter import ONE, ONE_GROUP, Dealer
 from dhp.batching.unread import ReadPatches, fill, nothing_unread
 from dhp.data.lengths.cache import Lengths
 from dhp.data.lengths.table import MeasuredDataset, RowChunk
+from dhp.data.media.sources import File
 from dhp.data.order.sampler import Sampler, StepBatch
 from dhp.data.records import Record
 from dhp.data.sample import Sample
@@ -109,14 +110,14 @@ class Feed:
         batch = self._source.sampler.batch(step)
         return replace(batch, measure_s=time.perf_counter() - start)
 
-    def read(self, batch: StepBatch) -> StepData:
+    def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepData:
         """Read, decode and deal out one step; patches of long videos are left to `fill`. Raises DataError as
-        data.on_bad_sample says."""
-        data = self._deal(partial(self._source.read, batch))
+        data.on_bad_sample says, for `broken` ones too: long videos that `fill` found to be so, and what is wrong."""
+        data = self._deal(partial(self._source.read, batch, broken))
         return replace(data, info=replace(data.info, measure_s=batch.measure_s))
 
     def fill(self, work: VisionInput) -> VisionInput:
-        """A shard's work with the patches that `read` left in their files. Raises DataError."""
+        """A shard's work with the patches that `read` left in their files. Raises UnreadableVideo."""
         return fill(work, self._read_patches)
 
     def step(self, step: int) -> StepData:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle
 from typing import Any
@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dhp.base.errors import UnreadableVideo
 from dhp.base.routes import Route
 from dhp.base.spans import DATA, Span, keep_spans, span, take_spans
 from dhp.cluster.clock import ClockReading, offset_ns, read_clock
@@ -58,21 +59,19 @@ class _Reader:
         """Info and routes, then every shard's work, part by part and micro-batch by micro-batch: one object each.
 
         Work with unread patches goes to the readers in turn, shard by shard; in its place there is what refers to it.
-        Answers once all is there.
+        Answers once all is there. A step in which a video proves broken is read again without it, or not at all: that
+        is the feed's to say.
         """
-        with named_errors(self._who, _reading(batch.step)), span(_reading(batch.step), DATA):
-            data = self._feed.read(batch)
-        micro_batches = chain.from_iterable(data.work.values())
-        pieces, done = [], []
-        for piece in chain.from_iterable(micro_batches):
-            if getattr(piece, "unread", ()):
-                filled = next(self._fillers).fill.options(name="data.fill", num_returns=2)
-                status, ref = filled.remote(piece, batch.step)
-                piece = Elsewhere(ref)
-                done.append(status)
-            pieces.append(piece)
-        self._wait(done)
-        return data.info, data.routes, *pieces
+        broken: dict[Any, str] = {}
+        while True:
+            with named_errors(self._who, _reading(batch.step)), span(_reading(batch.step), DATA):
+                data = self._feed.read(batch, broken)
+            micro_batches = chain.from_iterable(data.work.values())
+            pieces, filled = self._hand_on(chain.from_iterable(micro_batches), batch.step)
+            found = _find_broken(filled)
+            if not found:
+                return data.info, data.routes, *pieces
+            broken |= found
 
     @ray.method(concurrency_group=FILLING)
     def fill(self, work: Any, step: int) -> tuple[None, Any]:
@@ -80,12 +79,17 @@ class _Reader:
         with named_errors(self._who, _reading(step)), span(_reading(step), DATA):
             return None, self._feed.fill(work)
 
-    def _wait(self, done: Sequence[Any]) -> None:
-        """Until these calls have worked. Raises what they raised."""
-        try:
-            ray.get(list(done))
-        except RayTaskError as error:
-            raise error.cause from None
+    def _hand_on(self, work: Iterable[Any], step: int) -> tuple[list[Any], list[Any]]:
+        """The work, some of it elsewhere; and for each of these the ref that tells whether it is there."""
+        pieces, filled = [], []
+        for piece in work:
+            if getattr(piece, "unread", ()):
+                fill = next(self._fillers).fill.options(name="data.fill", num_returns=2)
+                status, ref = fill.remote(piece, step)
+                piece = Elsewhere(ref)
+                filled.append(status)
+            pieces.append(piece)
+        return pieces, filled
 
     def take_spans(self) -> list[Span]:
         """What was read when since the last time, if the run is traced."""
@@ -94,6 +98,19 @@ class _Reader:
     def read_clock(self) -> ClockReading:
         """The clock of these spans."""
         return read_clock()
+
+
+def _find_broken(filled: Sequence[Any]) -> dict[Any, str]:
+    """Once all of these calls have ended: videos that could not be read, and why. Raises what else was raised."""
+    found = {}
+    for ref in filled:
+        try:
+            ray.get(ref)
+        except RayTaskError as error:
+            if not isinstance(error.cause, UnreadableVideo):
+                raise error.cause from None
+            found[error.cause.file] = str(error.cause)
+    return found
 
 
 @dataclass(frozen=True)

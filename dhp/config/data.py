@@ -133,8 +133,8 @@ class DataConfig:
 
     video_whole_frames: Optional[int] = 256
     """Most frames of a video that one process decodes whole. Of a longer one each vision actor's share is decoded
-    apart, from the key frames before it, by any of num_workers, so no process holds it all; but a frame that proves
-    broken then ends the run, whatever on_bad_sample says. Null: every video is decoded whole."""
+    apart, from the key frames before it, by any of num_workers, so no process holds it all. Null: every
+    video is decoded whole."""
 
     allow_http: bool = False
     """Fetch images and videos whose path is an http or https address, each time they are needed. False: refused."""

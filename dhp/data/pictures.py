@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from dhp.base.errors import ConfigError, DataError
+from dhp.base.errors import ConfigError, DataError, UnreadableVideo
 from dhp.base.features import Features
 from dhp.base.geometry import Form, Grid
 from dhp.data.kept_pictures import KeptPictures, SeenPictures, seen_to_json
@@ -106,21 +106,13 @@ class Pictures:
     def read_patches(self, video: LongVideo, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Some patches of a video, step in time by step: where in `rows` they are, and they, float32 [some, dim].
 
-        rows: which patches, int64. Only steps that have some are decoded. Raises DataError as `decode` does.
+        rows: which patches, int64. Only steps that have some are decoded. Raises UnreadableVideo where `decode` would
+        raise DataError.
         """
-        videos, (_, h, w) = self._seeing(video.file), video.grid
-        steps, inside = np.divmod(rows, h * w)
-        order = np.argsort(steps, kind="stable")
-        wanted, starts = np.unique(steps[order], return_index=True)
-        frames = read_groups(video.file, videos.taking, video.length, wanted.tolist())
-        for places, group in zip(np.split(order, starts[1:]), frames, strict=True):
-            patches, grid = videos.patches(self._process(group, video.file, self._video_scaling))
-            if grid[1:] != (h, w):
-                raise DataError(
-                    f"video {name_of(video.file)} has frames of {grid[1]} × {grid[2]} patches, and its first is of "
-                    f"{h} × {w}. Write it in one size"
-                )
-            yield places, patches[inside[places]]
+        try:
+            yield from self._some_patches(video, rows)
+        except DataError as error:
+            raise UnreadableVideo(str(error), video.file) from error
 
     def complete(self, sample: Sample) -> Sample:
         """The sample with all its pixels. Raises DataError."""
@@ -148,6 +140,21 @@ class Pictures:
         told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
         processor = self._image_processor.to_json_string()
         return [processor, self._arguments, self._scaling, self._video_scaling, told]
+
+    def _some_patches(self, video: LongVideo, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        videos, (_, h, w) = self._seeing(video.file), video.grid
+        steps, inside = np.divmod(rows, h * w)
+        order = np.argsort(steps, kind="stable")
+        wanted, starts = np.unique(steps[order], return_index=True)
+        frames = read_groups(video.file, videos.taking, video.length, wanted.tolist())
+        for places, group in zip(np.split(order, starts[1:]), frames, strict=True):
+            patches, grid = videos.patches(self._process(group, video.file, self._video_scaling))
+            if grid[1:] != (h, w):
+                raise DataError(
+                    f"video {name_of(video.file)} has frames of {grid[1]} × {grid[2]} patches, and its first is of "
+                    f"{h} × {w}. Write it in one size"
+                )
+            yield places, patches[inside[places]]
 
     def _all_patches(self, video: LongVideo) -> np.ndarray:
         return np.concatenate([patches for _, patches in self.read_patches(video, np.arange(len(video)))])

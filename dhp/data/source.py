@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from dhp.config.mixing import split_share
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import DatasetEntry
 from dhp.data.annotations import Annotations, read_annotations
+from dhp.data.long_video import LongVideo
+from dhp.data.media.sources import File
 from dhp.data.order.mixture import Portion
 from dhp.data.order.sampler import Sampler, StepBatch
 from dhp.data.records import Record
@@ -138,10 +141,13 @@ class BatchSource:
         complete = lambda slot: tuple(map(self._complete, slot))
         return replace(read, samples=tuple(tuple(map(complete, row)) for row in read.samples))
 
-    def read(self, batch: StepBatch) -> StepSamples:
-        """Decode the samples of a step, but for long videos. DataError as on_bad_sample says."""
+    def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepSamples:
+        """Decode the samples of a step, but for long videos. DataError as on_bad_sample says.
+
+        broken: long videos that proved so, and what is wrong with them.
+        """
         # Slots were dealt out before bad samples are left out: a skip must not move any other sample.
-        outcomes = [[self._prepare_slot(slot, batch.epoch) for slot in row] for row in batch.samples]
+        outcomes = [[self._prepare_slot(slot, batch.epoch, broken) for slot in row] for row in batch.samples]
         slots = chain.from_iterable(outcomes)
         failed = [str(outcome) for slot in slots for outcome in slot if isinstance(outcome, DataError)]
         return StepSamples(
@@ -152,12 +158,17 @@ class BatchSource:
             done=batch.done,
         )
 
-    def _prepare_slot(self, indices: Sequence[int], epoch: int) -> list[Sample | DataError]:
-        return [self._prepare(index, epoch) for index in indices]
+    def _prepare_slot(self, indices: Sequence[int], epoch: int, broken: Mapping[File, str]) -> list[Sample | DataError]:
+        return [self._prepare(index, epoch, broken) for index in indices]
 
-    def _prepare(self, index: int, epoch: int) -> Sample | DataError:
+    def _prepare(self, index: int, epoch: int, broken: Mapping[File, str]) -> Sample | DataError:
         try:
-            return self._preprocess(self._dataset.record(index, epoch))
+            record = self._dataset.record(index, epoch)
+            sample = self._preprocess(record)
+            for one in sample.pixels if broken else ():
+                if isinstance(one, LongVideo) and one.file in broken:
+                    raise DataError(f"{record.where}: {broken[one.file]}")
+            return sample
         except DataError as error:
             if self._skip:
                 return error

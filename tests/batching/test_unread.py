@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dhp.base.errors import DataError
+from dhp.base.errors import DataError, UnreadableVideo
 from dhp.base.messages import StepData, UnreadPatches, VisionInput
 from dhp.batching.encoders import Split
 from dhp.batching.feed import Feed
@@ -48,7 +49,7 @@ def feed(tmp_path: Path, tiny_assets: Path) -> Callable[..., Feed]:
     media = {"images": ["p.png"], "videos": ["long.mp4", "short.mp4"]}
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, **media}))
 
-    def make(split: Split, whole_frames: int | None) -> Feed:
+    def make(split: Split, whole_frames: int | None, on_bad_sample: str = "error") -> Feed:
         settings = FeedSettings(
             model_name=str(tiny_assets / "model"),
             datasets=("v",),
@@ -59,7 +60,7 @@ def feed(tmp_path: Path, tiny_assets: Path) -> Callable[..., Feed]:
             max_pixels=None,
             seed=0,
             shuffle=False,
-            on_bad_sample="error",
+            on_bad_sample=on_bad_sample,
             packing=True,
             cache_dir=str(tmp_path),
             reading=ReadSettings(video_fps=4.0, whole_frames=whole_frames),
@@ -109,6 +110,25 @@ def test_work_that_is_there_stays_as_it_is(feed: Callable[..., Feed]) -> None:
     whole = feed(Split(), FRAMES)  # no more frames than that
     (work,) = _work(whole.read(whole.batch(0)))
     assert whole.fill(work) is work
+
+
+@pytest.mark.parametrize("on_bad_sample", ["error", "skip"])
+def test_a_video_that_proves_broken_is_told_or_left_out(feed: Callable[..., Feed], on_bad_sample: str) -> None:
+    parted = feed(Split(), 8, on_bad_sample)
+    batch = parted.batch(0)
+    (work,) = _work(parted.read(batch))
+    video = next(piece.video for piece in work.unread if isinstance(piece, UnreadPatches))
+    video.file.write_bytes(video.file.read_bytes()[: video.file.stat().st_size // 2])
+    with pytest.raises(UnreadableVideo, match="long.mp4") as found:
+        parted.fill(work)
+    broken = {found.value.file: str(found.value)}
+    told = "dataset 'v', line 1 of .*long.mp4"
+    if on_bad_sample == "error":
+        with pytest.raises(DataError, match=told):
+            parted.read(batch, broken)
+    else:
+        (skipped,) = parted.read(batch, broken).info.skipped
+        assert re.match(told, skipped)
 
 
 def test_a_frame_of_another_size_is_told(feed: Callable[..., Feed]) -> None:

@@ -6,13 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
 
-from dhp.base.errors import DataError, ModelError, PartFailed
+from dhp.base.errors import DataError, ModelError, PartFailed, UnreadableVideo
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.dispatch import Call, per_rank
@@ -168,7 +169,8 @@ def test_what_is_left_unread_is_filled_by_all_that_read(workers: int, group: Act
         names, processes = tuple(one["name"] for one in found), [one["by"] for one in found]
         assert names == tuple(f"v 0 {m} 0" for m in range(3))
         assert len(set(processes)) == max(workers, 1)
-        with pytest.raises(DataError, match="^video v.mp4 is cut off$"):
+        wait_all(actor.request(6), WAIT_S)
+        with pytest.raises(DataError, match="^video w.mp4 is gone$"):
             wait_all(actor.request(5), WAIT_S)
     finally:
         actor.stop()
@@ -222,7 +224,7 @@ class Feed:
             raise DataError("dataset 'made', element 2: too long")
         return SimpleNamespace(step=step)
 
-    def read(self, batch: Any) -> Any:
+    def read(self, batch: Any, broken: dict[str, str]) -> Any:
         step = batch.step
         if step == 9:
             raise DataError("dataset 'made', element 1: broken")
@@ -250,17 +252,21 @@ class Work:
 
 
 class LongFeed(Feed):
-    """Vision's first shards hold a part of a long video; that of step 5 is broken."""
+    """Vision's first shards hold a part of a long video; that of step 5 is broken, and so is one of step 6, which is
+    left out then."""
 
-    def read(self, batch: Any) -> Any:
-        read = super().read(batch)
-        broken = "broken" if batch.step == 5 else "frames"
-        vision = tuple((Work(first, (broken,)), Work(other)) for first, other in read.work["vision"])
+    def read(self, batch: Any, broken: dict[str, str]) -> Any:
+        read = super().read(batch, broken)
+        video = {5: "lost", 6: "left out" if broken else "broken"}.get(batch.step, "frames")
+        vision = tuple((Work(first, (video,)), Work(other)) for first, other in read.work["vision"])
+        assert broken in ({}, {Path("v.mp4"): "video v.mp4 is cut off"})
         return SimpleNamespace(**{**vars(read), "work": {**read.work, "vision": vision}})
 
     def fill(self, work: Work) -> Work:
         if work.unread == ("broken",):
-            raise DataError("video v.mp4 is cut off")
+            raise UnreadableVideo("video v.mp4 is cut off", Path("v.mp4"))
+        if work.unread == ("lost",):
+            raise DataError("video w.mp4 is gone")
         return Work(work.name, by=os.getpid())
 
 
