@@ -21,7 +21,7 @@ from dhp.cli.inspect_locality import locality_table
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
-from dhp.data.balance.methods import METHODS, PADDED
+from dhp.data.balance.methods import PADDED, choose_method
 from dhp.data.balance.metrics import BalanceMetrics, measure_balance
 from dhp.data.balance.packs import Limits, Loads
 from dhp.data.lengths.cache import Lengths
@@ -87,7 +87,9 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     (out / "balance.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     _tell_lengths(loads, limits)
     _tell_balance(rows, config)
-    packs = METHODS[config.data.balance](loads, _limits(config, settings, loads), _rows(config), config.seed)
+    packs = choose_method(config.data.balance, config.data.long_tokens)(
+        loads, _limits(config, settings, loads), _rows(config), config.seed
+    )
     for line in locality_table(packs, loads, _locality(config)):
         print(line)
     print(f"\nwritten to {out}: lengths.png, balance.jsonl, defects.txt")
@@ -221,9 +223,10 @@ def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterat
     few = Loads(loads.vision[:100], loads.text[:100])
     for name in BALANCE:
         limits = replace(balancing, method=name).limits(loads, config.training.micro_batch_size)
-        METHODS[name](few, limits, rows, config.seed)  # compiled now, so that seconds are those of planning
+        method = choose_method(name, None if name == "random" else config.data.long_tokens)
+        method(few, limits, rows, config.seed)  # compiled now, so that seconds are those of planning
         start = time.perf_counter()
-        packs = METHODS[name](loads, limits, rows, config.seed)
+        packs = method(loads, limits, rows, config.seed)
         seconds = time.perf_counter() - start
         padded = name in PADDED and not config.data.packing
         balance: BalanceMetrics = measure_balance(packs, loads, replicas, padded, dispatched=True)

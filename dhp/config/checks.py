@@ -139,6 +139,11 @@ def check_balance(config: Config) -> None:
             f"data.balance={method} with data.shuffle=false: which samples share a step is the method's to say. Set "
             "data.shuffle=true, or data.balance=random"
         )
+    if data.long_tokens is not None and method == "random":
+        raise ConfigError(
+            f"data.long_tokens={data.long_tokens} with data.balance=random, which knows no lengths. Set "
+            "data.balance=balanced, or leave it out"
+        )
     _check_limits(data.limits, method, packs)
     if data.balance_window is not None:
         _check_window(config, data.balance_window)

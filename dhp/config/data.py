@@ -98,6 +98,11 @@ class DataConfig:
     """Samples of a random order that are balanced together, each window measured while the one before it is trained on:
     for datasets too large to be measured before the first step; needs training.max_steps. Null: an epoch."""
 
+    long_tokens: Optional[int] = None
+    """Tokens from which on a sample counts as long: a step then has long samples or shorter ones, each kind balanced by
+    itself, so that text actors that share rows work together on long ones and apart on short ones. Needs data.balance
+    other than random. Null: rows mix them."""
+
     cache_dir: Optional[str] = None
     """Directory of measured lengths, for all runs. Null: dhp in $XDG_CACHE_HOME or ~/.cache."""
 

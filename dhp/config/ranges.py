@@ -125,7 +125,15 @@ def check_data(data: DataConfig) -> None:
         require_positive("data.cache_features_gib", data.cache_features_gib)
         rule = "it bounds data.cache_features, which is not set; set both or neither"
         require(data.cache_features is not None, "data.cache_features_gib", data.cache_features_gib, rule)
-    for field in ("min_pixels", "max_pixels", "video_max_pixels", "video_whole_frames", "max_tokens", "balance_window"):
+    for field in (
+        "min_pixels",
+        "max_pixels",
+        "video_max_pixels",
+        "video_whole_frames",
+        "max_tokens",
+        "balance_window",
+        "long_tokens",
+    ):
         if getattr(data, field) is not None:
             require_positive(f"data.{field}", getattr(data, field))
     if data.min_pixels is not None and data.max_pixels is not None:

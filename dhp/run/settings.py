@@ -69,7 +69,12 @@ def feed_settings(
             learn_empty_thoughts=config.data.learn_empty_thoughts,
             whole_frames=config.data.video_whole_frames,
         ),
-        balancing=BalanceSettings(config.data.balance, window=config.data.balance_window, **asdict(config.data.limits)),
+        balancing=BalanceSettings(
+            config.data.balance,
+            window=config.data.balance_window,
+            long=config.data.long_tokens,
+            **asdict(config.data.limits),
+        ),
         passes=dict(passes),
         features=features,
         text=degrees(decoder(config)),

@@ -3,6 +3,7 @@
 longest: the longest row within a budget of activations, on one rank against plain transformers, and on several.
 steps: seconds of a step on four ranks that share a row, in each way, beside transformers with DeepSpeed's Ulysses.
 video: what each process holds of a ten-minute video, decoded whole and by one, two and four vision ranks.
+sampler: how much of long and short samples is divided without need, by how rows are made and how they are divided.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from experiments.long_context import longest, steps, video
+from experiments.long_context import longest, sampler, steps, video
 from experiments.long_context.work import make_model
 
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
@@ -24,6 +25,7 @@ QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]
     "longest": lambda model, given: longest.measure(model, given.budget_mib),
     "steps": steps.measure,
     "video": video.measure,
+    "sampler": sampler.measure,
 }
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
+from dhp.data.balance.apart import keep_apart
 from dhp.data.balance.balanced_stages import balanced_stages
 from dhp.data.balance.fixed_count import device_group, length_group, random_batches
 from dhp.data.balance.isf import isf
-from dhp.data.balance.packs import Limits, Loads, Packs
+from dhp.data.balance.packs import Method
 from dhp.data.balance.per_modality import per_modality
-
-Method = Callable[[Loads, Limits, int, int], Packs]
 
 METHODS: dict[str, Method] = {
     "random": random_batches,
@@ -21,3 +20,8 @@ METHODS: dict[str, Method] = {
     "balanced_stages": balanced_stages,
 }
 PADDED = ("random", "length_group", "device_group")  # as the trainers that use them do
+
+
+def choose_method(name: str, long: int | None) -> Method:
+    """The method of that name. long: tokens from which on samples are kept apart from shorter ones; None: none are."""
+    return METHODS[name] if long is None else partial(keep_apart, METHODS[name], long)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,3 +107,6 @@ def join(parts: Sequence[Packs]) -> Packs:
     shifts = np.cumsum([0, *(len(part.samples) for part in parts)])
     ends = [part.ends + shift for part, shift in zip(parts, shifts)]
     return Packs(np.concatenate([part.samples for part in parts]), np.concatenate(ends))
+
+
+Method = Callable[[Loads, Limits, int, int], Packs]  # how packs are made: loads, limits, rows of a step, seed

@@ -23,6 +23,8 @@ class BalanceSettings:
     full_vision, full_text: ISF keeps a row that holds so many; None: a little less than it may hold.
 
     window: samples that are balanced together; None: an epoch.
+
+    long: tokens from which on samples are kept apart from shorter ones; None: none are.
     """
 
     method: str = RANDOM
@@ -31,6 +33,7 @@ class BalanceSettings:
     full_vision: int | None = None
     full_text: int | None = None
     window: int | None = None
+    long: int | None = None
 
     def limits(self, loads: Loads, samples: int) -> Limits:
         """For rows of `samples` samples in the mean, of data like `loads`."""

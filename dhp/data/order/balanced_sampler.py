@@ -74,6 +74,7 @@ class BalancedSampler(Sampler):
             "samples": len(self._dataset),
             "rows": self.layout.rows,
             "window": self._balancing.window,
+            **({} if self._balancing.long is None else {"long": self._balancing.long}),
             "limits": asdict(self.limits),
             LENGTHS: lengths,
             ROWS: rows,

@@ -8,7 +8,7 @@ from zlib import crc32
 import numpy as np
 
 from dhp.base.errors import DataError
-from dhp.data.balance.methods import METHODS
+from dhp.data.balance.methods import choose_method
 from dhp.data.balance.packs import Limits, Loads, Packs
 from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import BatchLayout
@@ -70,7 +70,8 @@ class WindowPlanner:
         if self.limits is None:
             self.limits = self._balancing.limits(loads, self._layout.micro_batch_size)
         seed = int(np.random.SeedSequence([self._seed, epoch, window]).generate_state(1)[0])
-        return METHODS[self._balancing.method](loads, self.limits, self._layout.rows, seed)
+        method = choose_method(self._balancing.method, self._balancing.long)
+        return method(loads, self.limits, self._layout.rows, seed)
 
     def _record(self, epoch: int, window: int, loads: Loads, packs: Packs) -> None:
         """A run that goes on must have had the same lengths and rows: else it would lose samples and repeat others."""

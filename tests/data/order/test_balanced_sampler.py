@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dhp.base.errors import DataError
+from dhp.data.balance import methods
 from dhp.data.balance.isf import isf
 from dhp.data.balance.packs import Limits, Loads
-from dhp.data.order import window_planner
 from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.balanced_sampler import BalancedSampler
 from dhp.data.order.sampler import BatchLayout, RandomSampler, Sampler, StepBatch, epoch_order
@@ -155,7 +155,7 @@ def test_windows_of_bad_samples_at_the_end_of_an_epoch(bad: int) -> None:
 
 def test_a_state_of_other_rows_of_the_same_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = sampler(made(), "isf").state_dict()
-    monkeypatch.setitem(window_planner.METHODS, "isf", lambda *given: isf(*given, passes=3))
+    monkeypatch.setitem(methods.METHODS, "isf", lambda *given: isf(*given, passes=3))
     with pytest.raises(DataError, match=r"checksum of the rows was \d+ and is \d+ \(another release of dhp"):
         sampler(made(), "isf").load_state_dict(state)
 
