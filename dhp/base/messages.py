@@ -172,6 +172,15 @@ class TextInput:
 
 
 @dataclass(frozen=True)
+class EvaluatedShare:
+    """What one rank tells of a batch that was evaluated. loss: its share of the objective. right: its targets that have
+    the highest logit."""
+
+    loss: float
+    right: int
+
+
+@dataclass(frozen=True)
 class StageReport:
     """What one rank of a stage tells after its optimizer step.
 

@@ -49,7 +49,9 @@ def main(arguments: Sequence[str]) -> int:
         found = evaluate(replace(config, run_dir=logs), checkpoint, say)
     shutil.rmtree(logs)  # left where something went wrong: the actors' logs are in it
     for metrics in found:
-        shown = f"{metrics.dataset or 'all together':16} loss {metrics.loss:.4f}" if metrics.loss is not None else "-"
+        shown = f"{metrics.dataset or 'all together':16} "
+        if metrics.loss is not None:
+            shown += f"loss {metrics.loss:.4f}  accuracy {metrics.accuracy:.1%}"
         counted = f"{metrics.target_tokens:,} target tokens  {metrics.samples:,} samples  {metrics.seconds:.1f} s"
         print(json.dumps(asdict(metrics)) if given.json else f"{shown}  {counted}")
     return 0

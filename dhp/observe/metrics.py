@@ -100,6 +100,9 @@ class EvalMetrics:
     """Its name in data.data_registry; empty for the line about all of several together. Unit: text."""
     loss: float | None = None
     """Sum of token losses / target tokens of the whole dataset. Unit: nats a token. Null: no token of it has a loss."""
+    accuracy: float | None = None
+    """Of the tokens that have a loss, those to which the model gives the highest probability of all tokens, each after
+    what truly stands before it. Unit: a share of 1. Null: no token has a loss."""
     target_tokens: int = 0
     """Tokens that have a loss. Unit: tokens."""
     tokens: int = 0
@@ -114,7 +117,7 @@ class EvalMetrics:
     def numbers(self, alone: bool) -> dict[str, float]:
         """Its numbers by the names that TensorBoard and loggers have: `eval/shapes/loss`, and `eval/loss` of all
         datasets. alone: there is no other dataset."""
-        values = {"loss": self.loss, "seconds": self.seconds}
+        values = {"loss": self.loss, "accuracy": self.accuracy, "seconds": self.seconds}
         own = flat(values, f"{EVAL}/{self.dataset}/") if self.dataset else {}
         return own | (flat(values, f"{EVAL}/") if alone or not self.dataset else {})
 

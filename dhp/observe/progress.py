@@ -96,10 +96,11 @@ class TimeLeft:
 
 
 def eval_line(metrics: EvalMetrics) -> str:
-    """`evaluated after step 20: shapes  loss 3.2101  12,345 target tokens  3.2 s`."""
+    """`evaluated after step 20: shapes  loss 3.2101  accuracy 12.3%  12,345 target tokens  3.2 s`."""
     figures = (
         f"evaluated after step {metrics.step}: {metrics.dataset or 'all together'}",
         f"loss {shown(metrics.loss, '.4f')}",
+        f"accuracy {shown(metrics.accuracy, '.1%')}",
         f"{metrics.target_tokens:,} target tokens",
         f"{metrics.seconds:.1f} s",
     )

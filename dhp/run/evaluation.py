@@ -42,6 +42,7 @@ class EvalData:
 class _Done:
     info: StepInfo
     loss: float
+    right: int
 
 
 class Evaluation:
@@ -84,7 +85,8 @@ class Evaluation:
     def _finish(self, refs: EvaluationRefs, watched: Sequence[Watched]) -> _Done:
         wait_all(watched, self._timeout_s)
         info = self._session.info(refs.info)
-        return _Done(info, sum(self._session.values(refs.shares)))
+        shares = self._session.values(refs.shares)
+        return _Done(info, sum(one.loss for one in shares), sum(one.right for one in shares))
 
 
 def due(config: Config, step: int, last: int) -> bool:
@@ -112,6 +114,7 @@ def together(found: Sequence[EvalMetrics]) -> EvalMetrics:
         step=found[0].step,
         dataset=TOGETHER,
         loss=sum((one.loss or 0.0) * one.target_tokens for one in found) / targets if targets else None,
+        accuracy=sum((one.accuracy or 0.0) * one.target_tokens for one in found) / targets if targets else None,
         target_tokens=targets,
         tokens=sum(one.tokens for one in found),
         samples=sum(one.samples for one in found),
@@ -126,6 +129,7 @@ def _metrics(step: int, name: str, done: Sequence[_Done], seconds: float) -> Eva
         step=step,
         dataset=name,
         loss=sum(one.loss * one.info.target_tokens for one in done) / targets if targets else None,
+        accuracy=sum(one.right for one in done) / targets if targets else None,
         target_tokens=targets,
         tokens=sum(one.info.tokens for one in done),
         samples=sum(one.info.samples for one in done),

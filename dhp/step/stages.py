@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dhp.base.messages import Bundle, Choices, StageReport, StepInfo
+from dhp.base.messages import Bundle, Choices, EvaluatedShare, StageReport, StepInfo
 from dhp.base.routes import Route, straight
 from dhp.base.stages import Chain, Edge, Node, StageSpec
 from dhp.cluster.dispatch import Call, PerRank, Several, per_rank, several
@@ -43,10 +43,10 @@ class StageTrainer(Protocol):
     def evaluate_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
         """As `forward_step`, for the loss alone: no backward follows."""
 
-    def evaluated(self, info: StepInfo) -> float:
-        """This rank's share of the loss of what it evaluated; 0 where the stage has no head."""
+    def evaluated(self, info: StepInfo) -> EvaluatedShare:
+        """This rank's share of what it evaluated; 0 where the stage has no head."""
 
-    def end_evaluation(self, info: StepInfo, *others: float) -> None:
+    def end_evaluation(self, info: StepInfo, *others: EvaluatedShare) -> None:
         """The other stages' ranks have answered: what this one handed over has been used."""
 
     def set_recompute(self, choices: Choices) -> None:

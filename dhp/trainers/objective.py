@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from dhp.base.geometry import IGNORED
 from dhp.base.logits import LogitRule
-from dhp.parallel.tensor.loss import PLAIN, token_loss_sum
+from dhp.parallel.tensor.loss import PLAIN, judge_tokens, token_loss_sum
+
+
+class Judged(NamedTuple):
+    """Of some rows: their share of the step's objective, and targets with the highest logit. Both scalars."""
+
+    share: Tensor
+    right: Tensor
 
 
 class Targets(NamedTuple):
@@ -59,6 +66,17 @@ def share_of_objective(
         return token_loss_sum(head, states[:1], targets.tokens.new_zeros(1), rule=rule) * 0.0
     chosen = states.index_select(0, targets.positions)
     return token_loss_sum(head, chosen, targets.tokens, rule=rule) / max(target_tokens, 1)
+
+
+def judge_rows(head: nn.Linear, hidden: Tensor, targets: Targets, target_tokens: int, rule: LogitRule) -> Judged:
+    """The same without a way back, and how many of the targets have the highest logit."""
+    states = hidden.flatten(0, 1)
+    positions, tokens = targets
+    if not len(tokens):  # the head's ranks take part all the same
+        judge_tokens(head, states[:1], tokens.new_zeros(1), rule=rule)
+        return Judged(states.new_zeros(()), tokens.new_zeros(()))
+    loss, right = judge_tokens(head, states.index_select(0, positions), tokens, rule=rule)
+    return Judged(loss / max(target_tokens, 1), right.sum())
 
 
 def share_of_balance(losses: Tensor, targets: Tensor, coefficient: float, target_tokens: int) -> Tensor:

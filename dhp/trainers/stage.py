@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,7 +22,6 @@ from dhp.base.stages import Edge, Node
 from dhp.checkpoint.folder import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
-from dhp.models.adapters import without_dropout
 from dhp.models.family import LayerParts
 from dhp.models.registry import load_family
 from dhp.models.whole import persistent_buffers
@@ -38,6 +37,7 @@ from dhp.parallel.optimizer.precision import exact_dtype
 from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
 from dhp.parallel.tensor.local_shards import as_dtensors
+from dhp.trainers.evaluating import EvaluatingRank
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
 from dhp.trainers.recipe import freeze, make_optimizer, put_adapters, quantize_frozen, tie_weight, trained_groups
 from dhp.trainers.settings import StageSettings
@@ -45,7 +45,7 @@ from dhp.trainers.settings import StageSettings
 TIED = "gradient"  # the one tensor of a bundle between stages that share a weight
 
 
-class StageRank(ABC):
+class StageRank(EvaluatingRank):
     """What ranks of all stages have in common. A kind of stage adds its weights, its forward and its backward."""
 
     def __init__(self, settings: StageSettings):
@@ -102,35 +102,8 @@ class StageRank(ABC):
         leaves parameters whose gradient is None."""
 
     @abstractmethod
-    def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
-        """A chunk's forward: see `dhp.step.stages.StageTrainer`."""
-
-    @abstractmethod
     def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
         """A chunk's backward: see `dhp.step.stages.StageTrainer`."""
-
-    @abstractmethod
-    def forget(self, micro_batch: int, chunk: int) -> None:
-        """Drop what a forward kept for its backward."""
-
-    def evaluate_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
-        """As `forward_step`, for the loss alone. Nothing is left out at random, and nothing kept."""
-        with torch.no_grad(), without_dropout(self.model):
-            sent = self.forward_step(micro_batch, chunk, work, *received)
-        self.forget(micro_batch, chunk)
-        return sent
-
-    def evaluated(self, info: StepInfo) -> float:
-        """This rank's share of the objective of what it evaluated since the last time."""
-        loss = self.take_loss()
-        self.optimizer.rest()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # or others would write where kernels still read
-        return 0.0 if loss is None else loss
-
-    def end_evaluation(self, info: StepInfo, *others: float) -> None:
-        """Evaluating belongs to no step."""
-        take_sent()
 
     def tied_gradient(self, info: StepInfo) -> Bundle:
         """The summed gradient of the weight that another stage holds too, as this rank has it."""
@@ -174,10 +147,6 @@ class StageRank(ABC):
             self.optimizer.drop()
         loss, peak = self.take_loss(), self._peak_memory()
         return StageReport(self.rank, loss, norm, rates, peak, take_sent(), usage, self.take_notes())
-
-    def take_loss(self) -> float | None:
-        """This rank's share of the step's objective; None where the stage has no head."""
-        return None
 
     def take_notes(self) -> tuple[str, ...]:
         """What whoever watches the run should know and was not told yet."""

@@ -44,6 +44,7 @@ from dhp.trainers.objective import (
     Targets,
     find_samples,
     find_targets,
+    judge_rows,
     share_of_balance,
     share_of_objective,
 )
@@ -85,6 +86,7 @@ class TextTrainer(StageRank):
         self._position = MeshPosition.of(self.mesh)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
+        self._right: list[Tensor] = []
         return model
 
     def layer_parts(self) -> LayerParts:
@@ -109,7 +111,12 @@ class TextTrainer(StageRank):
             if not part.last:
                 return states
             head, rule = self.model.get_output_embeddings(), self.family.decoder.logits
-            share = share_of_objective(head, states, targets, work.target_tokens, rule)
+            if not torch.is_grad_enabled():
+                judged = judge_rows(head, states, targets, work.target_tokens, rule)
+                self._right.append(judged.right)
+                share = judged.share
+            else:
+                share = share_of_objective(head, states, targets, work.target_tokens, rule)
             return share + self._share_of_balance(logits, work) if logits and work.samples else share
 
         with self.metered_forward(inputs.input_ids.numel(), micro_batch):
@@ -144,6 +151,11 @@ class TextTrainer(StageRank):
         loss = float(torch.stack(self._losses).sum())
         self._losses.clear()
         return loss
+
+    def take_right(self) -> int:
+        right = int(torch.stack(self._right).sum()) if self._right else 0
+        self._right.clear()
+        return right
 
     def _share_of_balance(self, logits: Sequence[Tensor], work: TextInput) -> Tensor:
         experts, (spans, counts) = self.family.decoder.experts, find_samples(work.tensors["targets"], work.samples)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
-from dhp.base.messages import StepData
+from dhp.base.messages import EvaluatedShare, StepData
 from dhp.base.parameters import GroupRule, TrainingRules
 from dhp.base.stages import Chain, StageSpec
 from dhp.batching.collate import Collator
@@ -365,9 +365,10 @@ class Running:
         """A whole step."""
         return self.update(self.accumulate(data))
 
-    def evaluate(self, data: StepData) -> float:
-        """The loss of a step's data, forward alone."""
-        return sum(evaluate_batch(self.stages, self.chain, Batch(data.info, data.work, data.routes)).shares)
+    def evaluate(self, data: StepData) -> EvaluatedShare:
+        """The loss of a step's data, and how many of its targets are the likeliest token, forward alone."""
+        shares = evaluate_batch(self.stages, self.chain, Batch(data.info, data.work, data.routes)).shares
+        return EvaluatedShare(sum(one.loss for one in shares), sum(one.right for one in shares))
 
     def weights(self) -> list[list[dict[str, Tensor]]]:
         """Of every stage and rank."""

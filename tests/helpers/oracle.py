@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, get_sched
 
 from dhp.base.adapters import AdapterSettings
 from dhp.base.geometry import Form
+from dhp.base.messages import EvaluatedShare
 from dhp.base.parameters import ALL, Group, TrainingRules
 from dhp.data.sample import Sample
 from dhp.doctor.samples import sound_inputs
@@ -125,13 +126,15 @@ class Oracle:
         self._advance()
         return Step(loss, norm, gradients)
 
-    def evaluate(self, samples: Sequence[Sample]) -> float:
-        """Mean loss of the samples' target tokens, nothing left out at random."""
+    def evaluate(self, samples: Sequence[Sample]) -> EvaluatedShare:
+        """Mean loss of the samples' target tokens, nothing left out at random; and for how many of them the model's
+        likeliest token is the right one."""
         self.model.eval()
         with torch.no_grad():
-            total = sum(float(self._loss_sum(sample)) for sample in samples)
+            judged = [self._judge(sample) for sample in samples]
         self.model.train()
-        return total / max(1, sum(sample.target_tokens for sample in samples))
+        targets = max(1, sum(sample.target_tokens for sample in samples))
+        return EvaluatedShare(sum(loss for loss, _ in judged) / targets, sum(right for _, right in judged))
 
     def _advance(self) -> None:
         for schedule in self.schedules:
@@ -144,6 +147,15 @@ class Oracle:
         """After each optimizer step: the model holds what was updated."""
 
     def _loss_sum(self, sample: Sample) -> Tensor:
+        return torch.nn.functional.cross_entropy(*self.predict(sample), ignore_index=-100, reduction="sum")
+
+    def _judge(self, sample: Sample) -> tuple[float, int]:
+        logits, targets = self.predict(sample)
+        loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        return float(loss), int((logits.argmax(-1) == targets).sum())
+
+    def predict(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """Logits and what they should predict, shifted: [tokens - 1, vocabulary] and [tokens - 1]."""
         inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
         kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
         kinds = token_types(self._family.config, kinds, torch.from_numpy(sample.labels)[None])
@@ -157,8 +169,7 @@ class Oracle:
         inputs = self._family.processor.plain_inputs(inputs) | kinds_for(type(self.model).forward, kinds)
         inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
-        targets = torch.from_numpy(sample.labels)[1:].to(self.device)
-        return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        return logits, torch.from_numpy(sample.labels)[1:].to(self.device)
 
 
 def _whole_pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -52,11 +52,21 @@ def test_each_sample_once_in_the_files_order() -> None:
 
 
 def test_together_each_token_counts_alike() -> None:
-    one = EvalMetrics(step=3, dataset="a", loss=2.0, target_tokens=10, tokens=20, samples=3, seconds=1.0)
-    other = EvalMetrics(step=3, dataset="b", loss=4.0, target_tokens=30, tokens=40, samples=1, seconds=2.0)
+    one = EvalMetrics(step=3, dataset="a", loss=2.0, accuracy=0.6, target_tokens=10, tokens=20, samples=3, seconds=1.0)
+    other = EvalMetrics(
+        step=3, dataset="b", loss=4.0, accuracy=0.2, target_tokens=30, tokens=40, samples=1, seconds=2.0
+    )
     none = EvalMetrics(step=3, dataset="c", loss=None, target_tokens=0, tokens=5, samples=1, skipped_samples=2)
     assert together([one, other, none]) == EvalMetrics(
-        step=3, dataset="", loss=3.5, target_tokens=40, tokens=65, samples=5, skipped_samples=2, seconds=3.0
+        step=3,
+        dataset="",
+        loss=3.5,
+        accuracy=0.3,
+        target_tokens=40,
+        tokens=65,
+        samples=5,
+        skipped_samples=2,
+        seconds=3.0,
     )
     assert together([none]).loss is None
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from dhp.base.logits import LogitRule
 from dhp.parallel.tensor.local_shards import cut_of, use_local_slices
-from dhp.parallel.tensor.loss import token_loss_sum
+from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 from tests.helpers.ranks import run_on_ranks
 
 HIDDEN = 6
@@ -84,6 +84,25 @@ def test_a_head_that_every_rank_holds_whole_is_counted_once() -> None:
     for result in run_on_ranks(ours, 2, 13, 11, torch.float64, 5, 2, Replicate()):
         for found, expected in zip(result, wanted, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def _judged(vocabulary: int, ranks: int, chunk: int, rule: LogitRule) -> tuple[Tensor, Tensor, Tensor]:
+    states, weight, targets = inputs(40, vocabulary, torch.float64)
+    head = nn.Linear(HIDDEN, vocabulary, bias=False)
+    head.weight = nn.Parameter(weight)
+    if ranks > 1:
+        head.weight = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (ranks,)), [Shard(0)]))
+        use_local_slices(head)
+    return *judge_tokens(head, states, targets, chunk, rule), token_loss_sum(head, states, targets, chunk, rule)
+
+
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(0.5, 2.0)], ids=str)
+def test_who_judges_finds_the_same_loss_and_the_likeliest_tokens(rule: LogitRule) -> None:
+    states, weight, targets = inputs(40, 11, torch.float64)
+    likeliest = (states @ weight.T).argmax(-1) == targets  # neither a factor nor a soft cap changes which it is
+    assert 0 < likeliest.sum() < 40
+    for loss, right, trained in [_judged(11, 1, 7, rule), *run_on_ranks(_judged, 4, 11, 4, 100, rule)]:
+        assert torch.equal(loss, trained) and torch.equal(right, likeliest)
 
 
 def _refused() -> str:

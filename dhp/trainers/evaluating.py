@@ -1,0 +1,57 @@
+"""What every rank does to evaluate: its forward, and nothing kept for a way back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dhp.base.byte_counter import take_sent
+from dhp.base.messages import Bundle, EvaluatedShare, StepInfo
+from dhp.models.adapters import without_dropout
+from dhp.parallel.optimizer.protocol import StageOptimizer
+
+
+class EvaluatingRank(ABC):
+    """See `dhp.step.stages.StageTrainer`."""
+
+    model: PreTrainedModel
+    device: torch.device
+    optimizer: StageOptimizer
+
+    @abstractmethod
+    def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
+        """A chunk's forward: see `dhp.step.stages.StageTrainer`."""
+
+    @abstractmethod
+    def forget(self, micro_batch: int, chunk: int) -> None:
+        """Drop what a forward kept for its backward."""
+
+    def evaluate_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
+        """As `forward_step`, for the loss alone. Nothing is left out at random, and nothing kept."""
+        with torch.no_grad(), without_dropout(self.model):
+            sent = self.forward_step(micro_batch, chunk, work, *received)
+        self.forget(micro_batch, chunk)
+        return sent
+
+    def evaluated(self, info: StepInfo) -> EvaluatedShare:
+        """This rank's share of what it evaluated since the last time."""
+        loss = self.take_loss()
+        self.optimizer.rest()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # or others would write where kernels still read
+        return EvaluatedShare(loss or 0.0, self.take_right())
+
+    def end_evaluation(self, info: StepInfo, *others: EvaluatedShare) -> None:
+        """Evaluating belongs to no step."""
+        take_sent()
+
+    def take_loss(self) -> float | None:
+        """This rank's share of the step's objective; None where the stage has no head."""
+        return None
+
+    def take_right(self) -> int:
+        """How many targets of what this rank evaluated have the highest logit."""
+        return 0
