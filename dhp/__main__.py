@@ -13,7 +13,8 @@ from dhp.config.nearest import did_you_mean, nearest
 COMMANDS = {
     "doctor": "model PATH [--json]: whether a model can be trained, and in which layouts, by its config.json alone\n"
     f"{'':11}machine [--json]: versions, GPUs, and which optional packages are here and usable",
-    "evaluate": "loss RUN_OR_MODEL [key=value …]: the loss on held-out datasets, without training",
+    "evaluate": "loss RUN_OR_MODEL [key=value …]: the loss on held-out datasets, without training\n"
+    f"{'':11}needle RUN_OR_MODEL [--frames N,N]: where in videos a model finds what they hide, as a heat map",
     "export": "RUN_OR_CHECKPOINT OUT_DIR: write a checkpoint as an ordinary Hugging Face directory",
     "inspect": "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them\n"
     f"{'':11}sample --config-name=NAME index=K: its prompt, what of it is learned, lengths, pictures\n"

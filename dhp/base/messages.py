@@ -173,11 +173,12 @@ class TextInput:
 
 @dataclass(frozen=True)
 class EvaluatedShare:
-    """What one rank tells of a batch that was evaluated. loss: its share of the objective. right: its targets that have
-    the highest logit."""
+    """What one rank tells of a batch that was evaluated. loss: its share of the objective. targets: how many it has,
+    and right: those with the highest logit."""
 
     loss: float
     right: int
+    targets: int
 
 
 @dataclass(frozen=True)

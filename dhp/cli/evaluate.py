@@ -1,27 +1,36 @@
-"""`python -m dhp evaluate loss RUN_OR_MODEL …`: the loss of a checkpoint or a model on held-out data."""
+"""`python -m dhp evaluate loss|needle RUN_OR_MODEL …`: what a checkpoint or a model is worth."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
-from dhp.base.errors import ConfigError
 from dhp.base.interrupts import heed, interruptible
 from dhp.base.startup import StartUp
-from dhp.checkpoint.folder import find_checkpoint
-from dhp.config.load import compose_config
-from dhp.config.parts import parts
-from dhp.config.schema import Config
-from dhp.config.search_path import named_file
+from dhp.cli import needle
+from dhp.cli.evaluated import add_options, find_configuration
+from dhp.config.nearest import did_you_mean, nearest
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run one of the evaluations; its exit status."""
+    if not arguments or arguments[0] not in EVALUATIONS:
+        what = arguments[0] if arguments else ""
+        asked = what in ("-h", "--help")
+        told = "" if asked or not what else f"{what} is no evaluation{did_you_mean([nearest(what, EVALUATIONS)])}\n"
+        usage = f"{told}usage: python -m dhp evaluate {'|'.join(EVALUATIONS)} PATH … (each has --help)"
+        print(usage, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    return EVALUATIONS[arguments[0]](arguments[1:])
+
+
+def loss(arguments: Sequence[str]) -> int:
     """evaluate loss: measure the loss of data.eval_datasets, without training.
 
     PATH is a run's directory (its newest checkpoint, or `checkpoints/best`), a checkpoint, or the directory of a
@@ -29,18 +38,15 @@ def main(arguments: Sequence[str]) -> int:
     --config-name. key=value changes either, as data.eval_datasets=[NAME].
     """
     parser = argparse.ArgumentParser(
-        prog="python -m dhp evaluate", description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m dhp evaluate loss",
+        description=loss.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=["loss"])
-    parser.add_argument("path", metavar="PATH", type=Path, help="a run, a checkpoint, or a model's directory")
-    parser.add_argument("--config-name", "-cn")
-    parser.add_argument("--config-path", "-cp")
     parser.add_argument("--json", action="store_true", help="a JSON object a dataset, on stdout alone")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="FILE.yaml, overrides")
+    add_options(parser)
     given = parser.parse_intermixed_args(arguments)
     heed()
-    checkpoint = None if (given.path / "config.json").is_file() else find_checkpoint(given.path)
-    config = _configuration(given, checkpoint)
+    config, checkpoint = find_configuration(given)
     logs = tempfile.mkdtemp(prefix="dhp-evaluate-")
     say = _silent if given.json else StartUp(time.perf_counter())
     from dhp.run.evaluation import evaluate  # it brings torch and Ray along
@@ -57,31 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _configuration(given: argparse.Namespace, checkpoint: Path | None) -> Config:
-    """The configuration to evaluate by, with the data that are evaluated in the place of those that trained."""
-    (name, path), overrides = named_file(given.settings, given.config_name, given.config_path)
-    if name is None and checkpoint is not None:
-        name, path = "config", str(_config_of(checkpoint).parent)
-    if name is None:
-        raise ConfigError(f"{given.path} is a model: name a FILE.yaml or --config-name=NAME for data and layout")
-    config = compose_config(name, path, overrides)
-    if not config.data.eval_datasets:
-        raise ConfigError("data.eval_datasets is empty: add data.eval_datasets=[NAME], of data.data_registry")
-    if checkpoint is None:
-        own = {part: replace(section, model_name=str(given.path)) for part, section in parts(config).items()}
-        config = replace(config, **own)
-    data = replace(config.data, datasets=list(config.data.eval_datasets), balance="random", balance_window=None)
-    training = replace(config.training, eval_steps=None, best_metric=None, trace=False, loggers=[], resume="never")
-    return replace(config, data=data, training=training, tiny_assets=None, overwrite=False)
-
-
-def _config_of(checkpoint: Path) -> Path:
-    """The run's configuration, beside its directory of checkpoints."""
-    for folder in (checkpoint.absolute().parent.parent, checkpoint.resolve().parent.parent):
-        if (folder / "config.yaml").is_file():
-            return folder / "config.yaml"
-    raise ConfigError(f"{checkpoint} has no config.yaml of its run two folders up: name a FILE.yaml")
-
-
 def _silent(text: str) -> None:
     pass
+
+
+EVALUATIONS: dict[str, Callable[[Sequence[str]], int]] = {"loss": loss, "needle": needle.main}

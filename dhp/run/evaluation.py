@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dhp.base.errors import ConfigError
 from dhp.base.interrupts import ending
-from dhp.base.messages import StepInfo
+from dhp.base.messages import EvaluatedShare, StepInfo
 from dhp.checkpoint.folder import read_about
 from dhp.checkpoint.resume import Start
 from dhp.cluster.dataset_actor import DatasetActor
@@ -41,8 +42,15 @@ class EvalData:
 @dataclass(frozen=True)
 class _Done:
     info: StepInfo
-    loss: float
-    right: int
+    shares: tuple[EvaluatedShare, ...]  # of the last stage's shards, those that share a row together
+
+    @property
+    def loss(self) -> float:
+        return sum(one.loss for one in self.shares)
+
+    @property
+    def right(self) -> int:
+        return sum(one.right for one in self.shares)
 
 
 class Evaluation:
@@ -69,8 +77,23 @@ class Evaluation:
         actor.end_at(batches)
         return EvalData(split_share(name)[0], actor, batches)
 
+    def each(self) -> list[bool]:
+        """Of every sample of the one dataset, in the file's order, whether all its targets are the likeliest tokens.
+        For batches of one sample a replica."""
+        ranks = self._chain.stages[-1].degrees.sequence
+        found = []
+        for done in self._batches(self._datasets[0]):
+            of_replicas = [done.shares[first : first + ranks] for first in range(0, len(done.shares), ranks)]
+            counts = [(sum(one.right for one in of), sum(one.targets for one in of)) for of in of_replicas]
+            found += [right == targets for right, targets in counts if targets]
+        return found
+
     def _evaluate(self, step: int, data: EvalData) -> EvalMetrics:
         begun = time.perf_counter()
+        done = self._batches(data)
+        return _metrics(step, data.name, done, time.perf_counter() - begun)
+
+    def _batches(self, data: EvalData) -> list[_Done]:
         flying: deque[tuple[EvaluationRefs, list[Watched]]] = deque()
         done = []
         for batch in range(data.batches):
@@ -79,14 +102,12 @@ class Evaluation:
             flying.append((refs, self._session.take_watched()))
             if len(flying) > 1:  # one is submitted while another one runs
                 done.append(self._finish(*flying.popleft()))
-        done += [self._finish(*one) for one in flying]
-        return _metrics(step, data.name, done, time.perf_counter() - begun)
+        return done + [self._finish(*one) for one in flying]
 
     def _finish(self, refs: EvaluationRefs, watched: Sequence[Watched]) -> _Done:
         wait_all(watched, self._timeout_s)
         info = self._session.info(refs.info)
-        shares = self._session.values(refs.shares)
-        return _Done(info, sum(one.loss for one in shares), sum(one.right for one in shares))
+        return _Done(info, tuple(self._session.values(refs.shares)))
 
 
 def due(config: Config, step: int, last: int) -> bool:
@@ -143,6 +164,13 @@ def evaluate(config: Config, checkpoint: Path | None, say: Callable[[str], None]
 
     Nothing is written but logs, in run_dir. Raises DhpError; leaves no process.
     """
+    with opened(config, checkpoint, say) as (evaluation, step):
+        return evaluation.run(step)
+
+
+@contextmanager
+def opened(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[tuple[Evaluation, int]]:
+    """What `evaluate` starts, and how many steps the weights were trained."""
     config = prepare(config, new_run=False, say=say)
     name = model_name(config)
     chain = make_chain(config, load_family(name), name)
@@ -152,4 +180,4 @@ def evaluate(config: Config, checkpoint: Path | None, say: Callable[[str], None]
         session.start_stages(_NEVER)
         evaluation = Evaluation(session)
         say(f"evaluating {', '.join(config.data.eval_datasets)}")
-        return evaluation.run(start.step)
+        yield evaluation, start.step

@@ -42,7 +42,7 @@ class EvaluatingRank(ABC):
         self.optimizer.rest()
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # or others would write where kernels still read
-        return EvaluatedShare(loss or 0.0, self.take_right())
+        return EvaluatedShare(loss or 0.0, *self.take_right())
 
     def end_evaluation(self, info: StepInfo, *others: EvaluatedShare) -> None:
         """Evaluating belongs to no step."""
@@ -52,6 +52,6 @@ class EvaluatingRank(ABC):
         """This rank's share of the step's objective; None where the stage has no head."""
         return None
 
-    def take_right(self) -> int:
-        """How many targets of what this rank evaluated have the highest logit."""
-        return 0
+    def take_right(self) -> tuple[int, int]:
+        """Of what this rank evaluated, targets with the highest logit, and all of them."""
+        return 0, 0

@@ -22,7 +22,8 @@ from dhp.parallel.tensor.loss import PLAIN, judge_tokens, token_loss_sum
 
 
 class Judged(NamedTuple):
-    """Of some rows: their share of the step's objective, and targets with the highest logit. Both scalars."""
+    """Of some rows: their share of the objective, a scalar, and for each target whether it has the highest logit,
+    bool [targets]."""
 
     share: Tensor
     right: Tensor
@@ -69,14 +70,14 @@ def share_of_objective(
 
 
 def judge_rows(head: nn.Linear, hidden: Tensor, targets: Targets, target_tokens: int, rule: LogitRule) -> Judged:
-    """The same without a way back, and how many of the targets have the highest logit."""
+    """The same without a way back, and which targets have the highest logit."""
     states = hidden.flatten(0, 1)
     positions, tokens = targets
     if not len(tokens):  # the head's ranks take part all the same
         judge_tokens(head, states[:1], tokens.new_zeros(1), rule=rule)
-        return Judged(states.new_zeros(()), tokens.new_zeros(()))
+        return Judged(states.new_zeros(()), tokens.new_zeros(0, dtype=torch.bool))
     loss, right = judge_tokens(head, states.index_select(0, positions), tokens, rule=rule)
-    return Judged(loss / max(target_tokens, 1), right.sum())
+    return Judged(loss / max(target_tokens, 1), right)
 
 
 def share_of_balance(losses: Tensor, targets: Tensor, coefficient: float, target_tokens: int) -> Tensor:

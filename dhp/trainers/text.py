@@ -152,10 +152,10 @@ class TextTrainer(StageRank):
         self._losses.clear()
         return loss
 
-    def take_right(self) -> int:
-        right = int(torch.stack(self._right).sum()) if self._right else 0
+    def take_right(self) -> tuple[int, int]:
+        right = torch.cat(self._right) if self._right else torch.empty(0)
         self._right.clear()
-        return right
+        return int(right.sum()), len(right)
 
     def _share_of_balance(self, logits: Sequence[Tensor], work: TextInput) -> Tensor:
         experts, (spans, counts) = self.family.decoder.experts, find_samples(work.tensors["targets"], work.samples)

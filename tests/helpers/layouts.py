@@ -368,7 +368,7 @@ class Running:
     def evaluate(self, data: StepData) -> EvaluatedShare:
         """The loss of a step's data, and how many of its targets are the likeliest token, forward alone."""
         shares = evaluate_batch(self.stages, self.chain, Batch(data.info, data.work, data.routes)).shares
-        return EvaluatedShare(sum(one.loss for one in shares), sum(one.right for one in shares))
+        return EvaluatedShare(*(sum(getattr(one, name) for one in shares) for name in ("loss", "right", "targets")))
 
     def weights(self) -> list[list[dict[str, Tensor]]]:
         """Of every stage and rank."""

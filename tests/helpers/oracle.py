@@ -133,8 +133,8 @@ class Oracle:
         with torch.no_grad():
             judged = [self._judge(sample) for sample in samples]
         self.model.train()
-        targets = max(1, sum(sample.target_tokens for sample in samples))
-        return EvaluatedShare(sum(loss for loss, _ in judged) / targets, sum(right for _, right in judged))
+        targets = sum(sample.target_tokens for sample in samples)
+        return EvaluatedShare(sum(loss for loss, _ in judged) / max(1, targets), sum(r for _, r in judged), targets)
 
     def _advance(self) -> None:
         for schedule in self.schedules:

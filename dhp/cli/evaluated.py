@@ -1,0 +1,60 @@
+"""What `python -m dhp evaluate` is given: weights, and the configuration to evaluate them by."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dhp.base.errors import ConfigError
+from dhp.checkpoint.folder import find_checkpoint
+from dhp.config.load import compose_config
+from dhp.config.parts import parts
+from dhp.config.schema import Config
+from dhp.config.search_path import named_file
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """PATH, and where its configuration comes from."""
+    parser.add_argument("path", metavar="PATH", type=Path, help="a run, a checkpoint, or a model's directory")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="FILE.yaml, overrides")
+
+
+def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) -> tuple[Config, Path | None]:
+    """The configuration to evaluate by, with the data that are evaluated in the place of those that trained; and the
+    checkpoint, None for a model's directory.
+
+    datasets: names in the place of data.eval_datasets. Raises ConfigError, CheckpointError.
+    """
+    checkpoint = None if (given.path / "config.json").is_file() else find_checkpoint(given.path)
+    (name, path), overrides = named_file(given.settings, given.config_name, given.config_path)
+    if name is None and checkpoint is not None:
+        name, path = "config", str(_config_of(checkpoint).parent)
+    if name is None:
+        raise ConfigError(f"{given.path} is a model: name a FILE.yaml or --config-name=NAME for data and layout")
+    config = compose_config(name, path, overrides)
+    if not (datasets or config.data.eval_datasets):
+        raise ConfigError("data.eval_datasets is empty: add data.eval_datasets=[NAME], of data.data_registry")
+    if checkpoint is None:
+        own = {part: replace(section, model_name=str(given.path)) for part, section in parts(config).items()}
+        config = replace(config, **own)
+    data = replace(
+        config.data,
+        datasets=list(datasets or config.data.eval_datasets),
+        balance="random",
+        balance_window=None,
+        long_tokens=None,
+    )
+    training = replace(config.training, eval_steps=None, best_metric=None, trace=False, loggers=[], resume="never")
+    return replace(config, data=data, training=training, tiny_assets=None, overwrite=False), checkpoint
+
+
+def _config_of(checkpoint: Path) -> Path:
+    """The run's configuration, beside its directory of checkpoints."""
+    for folder in (checkpoint.absolute().parent.parent, checkpoint.resolve().parent.parent):
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise ConfigError(f"{checkpoint} has no config.yaml of its run two folders up: name a FILE.yaml")
