@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dhp.base.interrupts import INTERRUPTED, heed
@@ -17,10 +18,23 @@ BEGUN = time.perf_counter()
 def main(config: Config) -> None:
     """Check everything that can be checked, then train, or say what training would take."""
     from dhp.base.startup import StartUp, say_nothing
-    from dhp.run.preflight import prepare
 
     say = StartUp(BEGUN)
-    prepared = prepare(config, say=say_nothing if config.training.dry_run else say)
+    try:
+        if config.stages:
+            from dhp.run.course import run_course
+
+            run_course(config, lambda stage: _train(stage, say), say)
+        else:
+            from dhp.run.preflight import prepare
+
+            _train(prepare(config, say=say_nothing if config.training.dry_run else say), say)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
+
+
+def _train(prepared: Config, say: Callable[[str], None]) -> None:
     if prepared.training.dry_run:
         from dhp.run.dry_run import dry_run
 
@@ -29,11 +43,7 @@ def main(config: Config) -> None:
     say("loading PyTorch and Ray")
     from dhp.run.loop import run  # after the checks: it brings torch and Ray along
 
-    try:
-        run(prepared, say)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        sys.exit(INTERRUPTED)
+    run(prepared, say)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from dhp.base.adapters import AdapterSettings
 from dhp.base.errors import ConfigError
-from dhp.checkpoint.folder import MODEL, find_checkpoint, read_about
-from dhp.checkpoint.shards import read_shards
-from dhp.models.whole import save_whole
+from dhp.checkpoint.folder import find_checkpoint
+from dhp.run.exporting import adapters_in, export_whole, read_parts
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,36 +22,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--base", help="the model that adapters were trained beside, if it lies elsewhere now")
     given = parser.parse_args(arguments)
     checkpoint = find_checkpoint(given.checkpoint)
-    about = read_about(checkpoint, ("step", "parts", "settings"))
-    adapters = _adapters(about["settings"])
-    weights = {name: tensor for part in about["parts"] for name, tensor in read_shards(checkpoint / part).items()}
-    if not adapters:
-        if given.adapter or given.base is not None:
-            raise ConfigError(
-                f"{checkpoint} has no adapters: its run trained whole weights. Leave out --adapter and --base"
-            )
-        save_whole(checkpoint / MODEL, weights, given.out_dir)
-        print(f"{given.out_dir}: {len(weights)} weights of step {about['step']}, from {checkpoint}")
+    about, weights = read_parts(checkpoint)
+    adapters = adapters_in(about)
+    if not adapters and (given.adapter or given.base is not None):
+        raise ConfigError(
+            f"{checkpoint} has no adapters: its run trained whole weights. Leave out --adapter and --base"
+        )
+    if not given.adapter:
+        print(export_whole(checkpoint, given.out_dir, given.base))
         return 0
-    return _export_adapters(given, checkpoint, about, weights, adapters)
-
-
-def _export_adapters(
-    given: argparse.Namespace, checkpoint: Path, about: Mapping[str, Any], weights: dict, adapters: Mapping
-) -> int:
-    from dhp.models.adapted import merge, save_adapter
+    from dhp.models.adapted import save_adapter
 
     base = given.base or about["model_name"]
-    if given.adapter:
-        count = save_adapter(base, weights, adapters, given.out_dir)
-        print(f"{given.out_dir}: an adapter of {count} tensors of step {about['step']}, beside {base}")
-        return 0
-    whole = merge(base, weights, adapters)
-    save_whole(checkpoint / MODEL, whole, given.out_dir)
-    print(f"{given.out_dir}: {len(whole)} weights with the adapters of step {about['step']} in them, from {checkpoint}")
+    count = save_adapter(base, weights, adapters, given.out_dir)
+    print(f"{given.out_dir}: an adapter of {count} tensors of step {about['step']}, beside {base}")
     return 0
-
-
-def _adapters(settings: Mapping[str, Any]) -> dict[str, AdapterSettings]:
-    found = settings.get("lora") or {}
-    return {part: AdapterSettings(**(own | {"targets": tuple(own["targets"])})) for part, own in found.items()}

@@ -3,7 +3,7 @@
 import ast
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,9 @@ class Key:
     is_section: bool
 
 
+_SETTINGS = f"stages.{ANY_NAME}.settings."  # of a training stage: any key of a run
+
+
 @cache
 def schema_keys() -> dict[str, Key]:
     """Every key of the schema by its dotted path, in the order written; sections come before their keys."""
@@ -33,8 +36,11 @@ def schema_keys() -> dict[str, Key]:
 
 def find_key(path: str) -> Key | None:
     """The key at `path`, where a name of the user's choice matches `<name>`; None when there is none. One value of a
-    mapping, as `columns.images`, is a key too."""
+    mapping, as `columns.images`, is a key too, and so is a key of a run inside `stages.<name>.settings`."""
     generic = _generic(path)
+    if generic.startswith(_SETTINGS):
+        inner = find_key(generic.removeprefix(_SETTINGS))
+        return None if inner is None else replace(inner, path=_SETTINGS + inner.path)
     mapping = schema_keys().get(generic.rpartition(".")[0])
     if mapping is not None and get_origin(mapping.type) is dict and not mapping.is_section:
         return Key(generic, get_args(mapping.type)[1], None, mapping.doc, is_section=False)

@@ -13,6 +13,7 @@ from dhp.config.data import DatasetEntry as DatasetEntry
 from dhp.config.data import LimitsConfig as LimitsConfig
 from dhp.config.part import LoraConfig as LoraConfig
 from dhp.config.part import PartConfig as PartConfig
+from dhp.config.stage_entry import StageEntry as StageEntry
 from dhp.config.training import GroupConfig as GroupConfig
 from dhp.config.training import TrainingConfig as TrainingConfig
 
@@ -85,6 +86,10 @@ class Config:
 
     tiny_assets: Optional[str] = None
     """Directory in which the tiny model and dataset are made when absent. Null: nothing is made."""
+
+    stages: dict[str, StageEntry] = field(default_factory=dict)
+    """Training stages by a name of your choice, run one after another, each from the weights of the one before it, in a
+    directory of its own below run_dir. The same command goes on where it stopped. Empty: the run is one."""
 
     vision: PartConfig = field(default_factory=PartConfig)
     audio: PartConfig = field(default_factory=lambda: PartConfig(num_actors=0))

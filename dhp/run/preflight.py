@@ -39,13 +39,13 @@ def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] = s
     if new_run and not config.training.dry_run:
         require_loggers(config)
     if config.tiny_assets is not None:
-        from dhp.run.tiny_assets import NEEDLES, make_tiny_assets
+        from dhp.run.tiny_assets import FURTHER, make_tiny_assets
 
         folder = Path(config.tiny_assets)
-        entries = [config.data.data_registry[name] for name in read_datasets(config.data)]
-        needles = any(entry.data_path and Path(entry.data_path) == folder / NEEDLES for entry in entries)
+        read = [Path(config.data.data_registry[name].annotation_path).parent for name in read_datasets(config.data)]
+        further = [name for name in FURTHER if folder / name in read]
         try:
-            make_tiny_assets(folder, say, needles)
+            make_tiny_assets(folder, say, further)
         except OSError as error:
             raise ConfigError(
                 f"tiny_assets={config.tiny_assets} cannot be written ({error}); choose another"

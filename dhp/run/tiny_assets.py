@@ -1,21 +1,18 @@
-"""The tiny model and dataset of the embedded default: made once, found again afterwards."""
+"""The tiny model and datasets of the embedded default: made once, found again afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from dhp.base.startup import say_line
 
 SAMPLES = 256
-NEEDLES = "needles"
-_NEEDLE_SAMPLES, _NEEDLE_FRAMES = 512, (16, 32, 48, 64)
 
 
-def make_tiny_assets(folder: Path, say: Callable[[str], None] = say_line, needles: bool = False) -> None:
+def make_tiny_assets(folder: Path, say: Callable[[str], None] = say_line, further: Collection[str] = ()) -> None:
     """Make `folder`/data (pictures and LLaVA annotations) and `folder`/model (a Hugging Face directory) if absent, and
-    `folder`/needles (videos, in each of which one frame is asked for) if wanted. say: is told when there is something
-    to make.
+    of FURTHER the datasets that are asked for. say: is told when there is something to make.
 
     The tokenizer learns the pictures' own text and nothing else, so that the same code gives the same model.
     """
@@ -25,11 +22,10 @@ def make_tiny_assets(folder: Path, say: Callable[[str], None] = say_line, needle
     from dhp.data.tiny_dataset import make_dataset, texts
 
     make_dataset(data, samples=SAMPLES)
-    if needles and not (folder / NEEDLES).is_dir():
-        say(f"making {_NEEDLE_SAMPLES} videos in {folder / NEEDLES}")
-        from dhp.data.needle import make_needles  # which brings PyAV along
-
-        make_needles(folder / NEEDLES, _NEEDLE_SAMPLES, _NEEDLE_FRAMES)
+    for name in further:
+        if not (folder / name).is_dir():
+            say(f"making the dataset in {folder / name}")
+            FURTHER[name](folder / name)
     if not (model / "config.json").is_file():
         from transformers.utils import logging
 
@@ -37,3 +33,19 @@ def make_tiny_assets(folder: Path, say: Callable[[str], None] = say_line, needle
 
         logging.disable_progress_bar()  # one small file
         make_tiny_model(model, texts(data))
+
+
+def _make_needles(folder: Path) -> None:
+    from dhp.data.needle import make_needles  # which brings PyAV along
+
+    make_needles(folder, samples=512, frames=(16, 32, 48, 64))
+
+
+def _make_notes(folder: Path) -> None:
+    from dhp.data.tiny_notes import make_notes
+
+    make_notes(folder, samples=256, notes=32)
+
+
+# Datasets beside the pictures, by the folder that each lies in: videos in which one frame is asked for; long texts.
+FURTHER: dict[str, Callable[[Path], None]] = {"needles": _make_needles, "notes": _make_notes}

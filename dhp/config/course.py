@@ -1,0 +1,91 @@
+"""Training stages one after another: the configuration of each, from the run's and its own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dhp.base.errors import ConfigError
+from dhp.config.load import to_config
+from dhp.config.nearest import did_you_mean, nearest
+from dhp.config.schema import Config, StageEntry
+from dhp.config.translate import raise_all, translated_errors, unknown_keys
+
+GROUP = "stage"  # the folder of configs/ that has recipes of stages
+_ONCE = ("stages", "run_dir")  # what a stage cannot set: the run says it
+
+
+@dataclass(frozen=True)
+class TrainingStage:
+    """A stage as it is run. number: from 1; config: not resolved yet."""
+
+    number: int
+    name: str
+    config: Config
+    rope_theta: float | None
+    max_positions: int | None
+
+    @property
+    def folder(self) -> Path:
+        """Its run directory."""
+        return Path(self.config.run_dir)
+
+
+def training_stages(config: Config, directory: Path) -> list[TrainingStage]:
+    """Every stage of a run, in order. directory: with the recipes.
+
+    Raises ConfigError for a recipe that does not exist and for settings that are none.
+    """
+    stages = []
+    for number, (name, entry) in enumerate(config.stages.items(), start=1):
+        _check(name, entry)
+        own = _merged(config, name, _recipe(name, entry, directory), entry.settings)
+        folder = f"{number}_{name}"
+        training = own.training
+        if training.checkpoint_dir is not None:
+            training = replace(training, checkpoint_dir=str(Path(training.checkpoint_dir) / folder))
+        if not training.dry_run:
+            training = replace(training, resume="auto")
+        own = replace(own, stages={}, overwrite=False, training=training, run_dir=str(Path(config.run_dir) / folder))
+        stages.append(TrainingStage(number, name, own, entry.rope_theta, entry.max_positions))
+    return stages
+
+
+def _check(name: str, entry: StageEntry) -> None:
+    if not name.replace("_", "").replace("-", "").isalnum():
+        raise ConfigError(f"stages.{name}: the name becomes a directory's; take letters, digits, - and _")
+    for key, value in (("rope_theta", entry.rope_theta), ("max_positions", entry.max_positions)):
+        if value is not None and value <= 0:
+            raise ConfigError(f"stages.{name}.{key}={value} must be positive")
+
+
+def _recipe(name: str, entry: StageEntry, directory: Path) -> Mapping[str, Any]:
+    found = sorted(path.stem for path in directory.glob("*.yaml"))
+    wanted = name if entry.recipe is None else entry.recipe
+    if wanted in found:
+        with translated_errors():
+            loaded = OmegaConf.load(directory / f"{wanted}.yaml")
+        assert isinstance(loaded, DictConfig)
+        return {str(key): value for key, value in loaded.items()}
+    if entry.recipe is not None:
+        raise ConfigError(
+            f"stages.{name}.recipe={wanted} does not exist in {directory}{did_you_mean([nearest(wanted, found)])}; "
+            f"there are {', '.join(found)}"
+        )
+    return {}
+
+
+def _merged(config: Config, name: str, *settings: Mapping[str, Any]) -> Config:
+    for own in settings:
+        for key in _ONCE:
+            if key in own:
+                raise ConfigError(f"stages.{name}.settings.{key}: the run sets it for all of its stages. Leave it out")
+        raise_all(unknown_keys(own, where=f"stages.{name}.settings: "))
+    with translated_errors():
+        merged = OmegaConf.merge(OmegaConf.structured(config), *(OmegaConf.create(dict(own)) for own in settings))
+        assert isinstance(merged, DictConfig)
+        return to_config(merged)

@@ -1,0 +1,43 @@
+"""A checkpoint as the directory of an ordinary model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dhp.base.adapters import AdapterSettings
+from dhp.checkpoint.folder import MODEL, read_about
+from dhp.checkpoint.shards import read_shards
+from dhp.models.whole import save_whole
+
+
+def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> str:
+    """Put the parts together, with adapters added to their matrices, and write them where plain transformers can load
+    them; what was written, in words.
+
+    base: the model that adapters were trained beside, if it lies elsewhere now. Raises CheckpointError, ModelError.
+    """
+    about, weights = read_parts(checkpoint)
+    adapters = adapters_in(about)
+    told = f"of step {about['step']}, from {checkpoint}"
+    if adapters:
+        from dhp.models.adapted import merge  # which brings peft along
+
+        weights = merge(base or about["model_name"], weights, adapters)
+        told = f"with the adapters of step {about['step']} in them, from {checkpoint}"
+    save_whole(checkpoint / MODEL, weights, out_dir)
+    return f"{out_dir}: {len(weights)} weights {told}"
+
+
+def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint says of itself, and its weights by name."""
+    about = read_about(checkpoint, ("step", "parts", "settings"))
+    weights = {name: tensor for part in about["parts"] for name, tensor in read_shards(checkpoint / part).items()}
+    return about, weights
+
+
+def adapters_in(about: Mapping[str, Any]) -> dict[str, AdapterSettings]:
+    """Adapters of the run that wrote a checkpoint, by part."""
+    found = about["settings"].get("lora") or {}
+    return {part: AdapterSettings(**(own | {"targets": tuple(own["targets"])})) for part, own in found.items()}

@@ -1,0 +1,60 @@
+"""Training stages: what each is configured as."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhp.base.errors import ConfigError
+from dhp.config.course import GROUP, training_stages
+from dhp.config.load import compose_config
+from dhp.config.resolve import resolve
+from dhp.config.schema import Config, StageEntry
+from dhp.config.shipped import shipped_directory
+
+RECIPES = shipped_directory() / GROUP
+
+
+def run_of(**stages: StageEntry) -> Config:
+    config = compose_config("tiny", overrides=["run_dir=runs/five"])
+    config.stages = dict(stages)
+    return config
+
+
+def test_a_stage_has_its_recipe_then_its_settings() -> None:
+    settings: dict[str, Any] = {"training": {"max_steps": 3}, "text": {"num_actors": 1}}
+    first, second = training_stages(
+        run_of(alignment=StageEntry(settings=settings), far=StageEntry("context_extension", rope_theta=1e6)), RECIPES
+    )
+    assert (first.number, first.name, first.folder) == (1, "alignment", Path("runs/five/1_alignment"))
+    assert (first.config.training.trainable, first.config.training.max_steps) == (["projector"], 3)
+    assert first.config.text.num_actors == 1 and second.config.text.num_actors == 2
+    assert second.config.training.learning_rate == 2e-5 and second.config.text.lora.targets[0] == "q_proj"
+    assert (second.rope_theta, second.max_positions, second.folder.name) == (1e6, None, "2_far")
+    assert first.config.training.resume == "auto" and not first.config.stages
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_each_recipe_alone_is_a_run(name: str) -> None:
+    config = resolve(compose_config("tiny", overrides=[f"+{GROUP}={name}"]))
+    (stage,) = training_stages(run_of(**{name: StageEntry()}), RECIPES)
+    assert config.training.trainable == stage.config.training.trainable
+    assert config.text.lora.rank == (8 if name == "context_extension" else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "told"),
+    [
+        ("a", StageEntry("alignmnt"), "stages.a.recipe=alignmnt does not exist in .*; did you mean alignment?"),
+        ("a", StageEntry(settings={"trainin": {}}), "stages.a.settings: trainin is not a key; did you mean training?"),
+        ("a", StageEntry(settings={"training": {"max_step": 1}}), "training.max_step is not a key; did you mean"),
+        ("a", StageEntry(settings={"run_dir": "x"}), "stages.a.settings.run_dir: the run sets it for all"),
+        ("a/b", StageEntry(), "stages.a/b: the name becomes a directory's"),
+        ("a", StageEntry(rope_theta=-1.0), "stages.a.rope_theta=-1.0 must be positive"),
+    ],
+)
+def test_what_is_no_stage_is_refused(name: str, entry: StageEntry, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        training_stages(run_of(**{name: entry}), RECIPES)
