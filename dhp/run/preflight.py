@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dhp.base.errors import ConfigError
+from dhp.base.geometry import PositionRange
 from dhp.base.startup import say_nothing
 from dhp.config.checks import check_layers, check_tied
 from dhp.config.kernels import FLASH_ATTENTION_2
@@ -122,6 +123,7 @@ def missing_data(config: Config) -> list[str]:
 
 def _check_model(config: Config) -> None:
     """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages."""
+    from dhp.models.positions import find_positions
     from dhp.models.registry import load_family
 
     source = model_name(config)
@@ -143,8 +145,21 @@ def _check_model(config: Config) -> None:
         check_mlp_chunks(name, part, family.parts[name].layers.mlp)
     for name, part in parts(config).items():
         check_plan(name, part, source, family)
+    check_row_length(config.data.max_tokens, find_positions(family.config))
     _check_rules(config, family, source)
     _check_stages(config, family, source)
+
+
+def check_row_length(max_tokens: int | None, positions: PositionRange | None) -> None:
+    """Raises ConfigError where samples are allowed that the model has no positions for. Where tokens of a picture share
+    positions, their number alone does not tell; a sample's own length is checked when it is read."""
+    if max_tokens is None or positions is None or not positions.of_pictures or max_tokens <= positions.count:
+        return
+    raise ConfigError(
+        f"data.max_tokens={max_tokens} is more than the {positions.count} positions that the model knows "
+        f"(max_position_embeddings). Set data.max_tokens={positions.count}, or extend the model: max_positions and "
+        "rope_theta of a training stage (stages), or its config.json"
+    )
 
 
 def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None:

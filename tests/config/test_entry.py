@@ -123,7 +123,10 @@ def test_the_process_exits_1_with_the_message_alone():
 
 def test_configuration_mistakes_are_told_without_a_traceback(capsys, tmp_path):
     missing = refused(capsys)
-    assert "name a FILE.yaml, or --config-name=NAME, of which there are: five_stages_tiny, needle_tiny, qwen2_5_vl_32b, " in missing
+    assert (
+        "name a FILE.yaml, or --config-name=NAME, of which there are: five_stages_tiny, needle_tiny, qwen2_5_vl_32b, "
+        in missing
+    )
     assert missing.endswith(", tiny\n")
     assert "did you mean tiny?" in refused(capsys, "--config-name=tinny")
     assert "expected a whole number" in refused(capsys, "--config-name=tiny", "seed=x")

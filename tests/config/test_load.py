@@ -187,7 +187,10 @@ def test_an_unknown_config_lists_what_exists_and_the_nearest(tmp_path):
     text = str(caught.value)
     assert "--config-name=tinny does not exist; did you mean tiny?" in text
     assert str(tmp_path) in text
-    assert "found: five_stages_tiny, mine, needle_tiny, qwen2_5_vl_32b, qwen2_5_vl_3b, qwen2_5_vl_72b, qwen2_5_vl_7b, tiny" in text
+    assert (
+        "found: five_stages_tiny, mine, needle_tiny, qwen2_5_vl_32b, qwen2_5_vl_3b, qwen2_5_vl_72b, qwen2_5_vl_7b, tiny"
+        in text
+    )
 
 
 def test_an_unknown_directory_is_refused(tmp_path):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from dhp.base.errors import ConfigError, DataError, DhpError, ModelError
+from dhp.base.geometry import PositionRange
 from dhp.config.load import compose_config, to_yaml
-from dhp.run.preflight import prepare
+from dhp.run.preflight import check_row_length, prepare
 
 
 def check(assets: Path, *overrides: str) -> None:
@@ -44,6 +45,17 @@ def test_a_mistake_is_told_with_its_values(
     for part in told:
         assert part in str(caught.value)
     assert not (tmp_path / "new").exists()
+
+
+def test_rows_beyond_the_positions_of_the_model_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="data.max_tokens=9000 is more than the 4096 positions .* Set data.max_tokens=40"
+    ):
+        check_row_length(9000, PositionRange(4096, of_pictures=True))
+    check_row_length(4096, PositionRange(4096, of_pictures=True))
+    check_row_length(9000, PositionRange(4096, of_pictures=False))  # tokens of a picture share some
+    check_row_length(9000, None)
+    check_row_length(None, PositionRange(4096, of_pictures=True))
 
 
 def test_a_directory_that_holds_a_run_is_refused(tiny_assets: Path, tmp_path: Path) -> None:
