@@ -172,7 +172,7 @@ class Decoder(Part):
         states = embed(model, inputs) if chunk.first else inputs.hidden
         layers = [self._layer(decoder, chunk, index, inputs) for index in self.whole.layers]
         with having(decoder, layers=layers, **({} if chunk.last else {"norm": unchanged})):
-            output = decoder(inputs_embeds=states, position_ids=inputs.position_ids, use_cache=False, **extra)
+            output = decoder(**{"inputs_embeds": states, "position_ids": inputs.position_ids, "use_cache": False} | extra)
         return output.last_hidden_state
 
     def _layer(self, decoder: nn.Module, chunk: Chunk, index: int, inputs: DecoderInputs) -> Callable[..., Tensor]:

@@ -128,7 +128,7 @@ class StageRank(ABC):
             torch.cuda.current_stream().synchronize()  # or others would write where kernels still read
         return 0.0 if loss is None else loss
 
-    def end_evaluation(self, info: StepInfo, *others: float) -> None:
+    def end_evaluation(self, info: StepInfo, *others: Any) -> None:
         """Evaluating belongs to no step."""
         take_sent()
 

@@ -34,14 +34,33 @@ def token_loss_sum(
     slice of the vocabulary (`dhp.parallel.tensor.local_shards`, or a DTensor). Raises ValueError for any other split,
     and for a head with a bias, which no known family has.
     """
+    weight, first, group, _ = _own_weight(head)
+    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule)
+
+
+def whole_logits(head: nn.Linear, states: Tensor, rule: LogitRule = PLAIN) -> Tensor:
+    """The logits of all tensor ranks' vocabulary, [rows, vocabulary], on each of them; without gradients. As
+    `token_loss_sum` otherwise, and as it raises."""
+    weight, first, group, size = _own_weight(head)
+    exact = torch.float64 if states.dtype == torch.float64 else torch.float32
+    own = _logits(states, weight, exact, rule)
+    if group is None:
+        return own
+    every = own.new_zeros((len(own), size))  # what another rank adds to it is 0: nothing is rounded
+    every[:, first : first + own.shape[1]] = own
+    return sum_in_place(every, group)
+
+
+def _own_weight(head: nn.Linear) -> tuple[Tensor, int, dist.ProcessGroup | None, int]:
+    """This rank's rows of the head, the token id of the first, the ranks that hold the others, and how many there are
+    in all."""
     if head.bias is not None:
         raise ValueError("a head with a bias is not supported; add its gradient here and to the tests first")
     weight, cut = head.weight, cut_of(head, "weight")
     if isinstance(weight, DTensor):  # a model that transformers' own styles cut
         cut = Cut(weight.device_mesh, weight.placements, weight.shape)
         weight = weight.to_local(grad_placements=weight.placements)
-    first, group = _own_rows(cut)
-    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule)
+    return weight, *_own_rows(cut), len(weight) if cut is None else cut.shape[0]
 
 
 def _own_rows(cut: Cut | None) -> tuple[int, dist.ProcessGroup | None]:
@@ -102,11 +121,7 @@ def _chunk(
 
     target: relative to this rank's first token, so out of range on the ranks that do not hold it.
     """
-    logits = (rows @ weight.T).to(exact)
-    if rule.factor != 1.0:
-        logits *= rule.factor
-    if rule.softcap is not None:
-        logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    logits = _logits(rows, weight, exact, rule)
     highest = logits.max(dim=-1).values
     if group is not None:
         largest_in_place(highest, group)
@@ -124,3 +139,13 @@ def _chunk(
     if rule.factor != 1.0:
         slopes *= rule.factor
     return (sums[0].log() - sums[1]).sum(), slopes
+
+
+def _logits(rows: Tensor, weight: Tensor, exact: torch.dtype, rule: LogitRule) -> Tensor:
+    """[rows, own vocabulary]."""
+    logits = (rows @ weight.T).to(exact)
+    if rule.factor != 1.0:
+        logits *= rule.factor
+    if rule.softcap is not None:
+        logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    return logits
