@@ -15,6 +15,7 @@ COMMANDS = {
     f"{'':11}machine [--json]: versions, GPUs, and which optional packages are here and usable",
     "evaluate": "loss RUN_OR_MODEL [key=value …]: the loss on held-out datasets, without training",
     "export": "RUN_OR_CHECKPOINT OUT_DIR: write a checkpoint as an ordinary Hugging Face directory",
+    "generate": "--config-name=NAME checkpoint=RUN_OR_MODEL prompt=TEXT images=[…] videos=[…] out=FILE.json: an answer",
     "inspect": "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them\n"
     f"{'':11}sample --config-name=NAME index=K: its prompt, what of it is learned, lengths, pictures\n"
     f"{'':11}data --config-name=NAME: counts, lengths, defects, and the balancing methods side by side",

@@ -17,6 +17,7 @@ from dhp.base.startup import StartUp
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.config.load import compose_config
 from dhp.config.parts import parts
+from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
 from dhp.config.search_path import named_file
 
@@ -59,7 +60,7 @@ def _configuration(given: argparse.Namespace, checkpoint: Path | None) -> Config
     """The configuration to evaluate by, with the data that are evaluated in the place of those that trained."""
     (name, path), overrides = named_file(given.settings, given.config_name, given.config_path)
     if name is None and checkpoint is not None:
-        name, path = "config", str(_config_of(checkpoint).parent)
+        name, path = "config", str(config_of(checkpoint).parent)
     if name is None:
         raise ConfigError(f"{given.path} is a model: name a FILE.yaml or --config-name=NAME for data and layout")
     config = compose_config(name, path, overrides)
@@ -71,14 +72,6 @@ def _configuration(given: argparse.Namespace, checkpoint: Path | None) -> Config
     data = replace(config.data, datasets=list(config.data.eval_datasets), balance="random", balance_window=None)
     training = replace(config.training, eval_steps=None, best_metric=None, trace=False, loggers=[], resume="never")
     return replace(config, data=data, training=training, tiny_assets=None, overwrite=False)
-
-
-def _config_of(checkpoint: Path) -> Path:
-    """The run's configuration, beside its directory of checkpoints."""
-    for folder in (checkpoint.absolute().parent.parent, checkpoint.resolve().parent.parent):
-        if (folder / "config.yaml").is_file():
-            return folder / "config.yaml"
-    raise ConfigError(f"{checkpoint} has no config.yaml of its run two folders up: name a FILE.yaml")
 
 
 def _silent(text: str) -> None:

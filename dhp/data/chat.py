@@ -67,6 +67,15 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], learn_em
     return rendered if learn_empty_thoughts else _without_empty_thoughts(rendered, messages)
 
 
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Rendered:
+    """Write a conversation that is to be answered, up to where the answer begins, as `render` has it before one.
+    DataError when the template refuses it."""
+    try:
+        return Rendered(_write(tokenizer, messages, prompt=True) + _opening(tokenizer, messages), ())
+    except TemplateError as error:
+        raise DataError(f"the chat template of {tokenizer.name_or_path!r} refuses it: {error}") from error
+
+
 def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rendered:
     """The conversation with others[i] instead of the i-th `token`, of which there are as many. The same words are
     answers as before."""

@@ -15,7 +15,7 @@ import transformers
 
 from dhp.base.errors import DataError, ModelError
 from dhp.base.geometry import IGNORED, SOUND, Grid, PositionRange
-from dhp.data.chat import Rendered, render, replace_each, to_messages
+from dhp.data.chat import Rendered, render, render_prompt, replace_each, to_messages
 from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.limits import Length, check_length
 from dhp.data.media.video import Pace
@@ -106,7 +106,8 @@ class Preprocessor:
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def __call__(self, record: Record) -> Sample:
-        """Decode and tokenise one record. DataError, with the record's place, when it cannot be used."""
+        """Decode and tokenise one record; one that asks becomes a prompt, without labels. DataError, with the record's
+        place, when it cannot be used."""
         with located(record.where):
             clips = [] if self._sounds is None else self._sounds.decode(sounds_of(record))
             tokens, pictures = self._read(record, self._pictures.decode, clips)
@@ -179,7 +180,10 @@ class Preprocessor:
         """told: of the videos whose times the prompt tells. shown: pictures that the prompt shows in their own way."""
         with _TEXT:
             messages = to_messages(record.turns, self._prompts.system)
-            rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts)
+            if record.asks:
+                rendered = render_prompt(self._tokenizer, messages)
+            else:
+                rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts)
             rendered = self._with_times(rendered, told) if told else rendered
             rendered = self._with_pictures(rendered, shown) if shown else rendered
             rendered = self._with_sounds(rendered, clips) if self._sounds is not None else rendered
@@ -258,7 +262,7 @@ class Preprocessor:
             placeholders = wanted if token is None else int((tokens.ids == token).sum())
             if placeholders != wanted:
                 raise _miscounted(kind, placeholders, wanted, self._tokenizer.decode([token]))
-        if not tokens.target[1:].any():
+        if not record.asks and not tokens.target[1:].any():
             raise DataError("no target token: the chat template writes no answer for this conversation")
 
     def _assemble(
