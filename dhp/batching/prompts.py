@@ -50,12 +50,18 @@ class PromptFeed:
         tokenizer: Any,
         sampling: Sampling,
         positions: PositionRange | None,
-        references: Sequence[str | None] = (),
     ):
-        """positions: that the model knows. references: of each record."""
-        self._records, self._preprocess, self._dealer = records, preprocess, dealer
+        """positions: that the model knows."""
+        self._records, self._preprocess, self._dealer = list(records), preprocess, dealer
         self._tokenizer, self._sampling, self._positions = tokenizer, sampling, positions
-        self._replicas, self._references = settings.text.data, list(references) or [None] * len(records)
+        self._replicas = settings.text.data
+        self._references: list[str | None] = [None] * len(records)
+
+    def add(self, record: Record, reference: str | None = None) -> None:
+        """One prompt more. Raises DataError, with its place, if it cannot be answered."""
+        self._check(record, self._preprocess(record))
+        self._records.append(record)
+        self._references.append(reference)
 
     @property
     def steps(self) -> int:
@@ -92,9 +98,12 @@ class PromptFeed:
     def _sample(self, index: int) -> Sample:
         record = self._records[index]
         sample = self._preprocess(record)
+        self._check(record, sample)
+        return sample
+
+    def _check(self, record: Record, sample: Sample) -> None:
         with located(record.where):
             check_room(sample, self._sampling.max_new_tokens, self._positions)
-        return sample
 
 
 def check_room(sample: Sample, new: int, positions: PositionRange | None) -> None:
@@ -113,12 +122,7 @@ def check_room(sample: Sample, new: int, positions: PositionRange | None) -> Non
         )
 
 
-def make_prompt_feed(
-    settings: FeedSettings,
-    records: Sequence[Record],
-    sampling: Sampling,
-    references: Sequence[str | None] = (),
-) -> PromptFeed:
+def make_prompt_feed(settings: FeedSettings, records: Sequence[Record], sampling: Sampling) -> PromptFeed:
     """The feed of these prompts. sampling: its stop tokens are the model's, whatever it says. Raises ModelError for a
     model without the needed parts."""
     family, tokenizer = open_model(settings)
@@ -129,16 +133,22 @@ def make_prompt_feed(
     collator = Collator(family, pad_token(tokenizer), True)
     dealer = Dealer(family, collator, split.replicas, split.ranks, dtype, *told)
     own = replace(sampling, stop=find_stop_tokens(settings.model_name, family.config, tokenizer))
-    return PromptFeed(
-        settings, records, preprocess, dealer, tokenizer, own, find_positions(family.config), references
-    )
+    return PromptFeed(settings, records, preprocess, dealer, tokenizer, own, find_positions(family.config))
 
 
 def make_held_out_feed(settings: FeedSettings, count: int, sampling: Sampling) -> PromptFeed:
     """The prompts of the first answers of the first `count` samples of the settings' datasets, with those answers."""
     dataset = open_datasets(settings)
-    asked = [dataset.record(index).up_to_answer() for index in range(min(count, len(dataset)))]
-    return make_prompt_feed(settings, [record for record, _ in asked], sampling, [said for _, said in asked])
+    feed = make_prompt_feed(settings, (), sampling)
+    for index in range(len(dataset)):
+        if len(feed.prompts) == count:
+            break
+        try:
+            feed.add(*dataset.record(index).up_to_answer())
+        except DataError:
+            if settings.on_bad_sample != "skip":
+                raise
+    return feed
 
 
 def _said(record: Record) -> str:

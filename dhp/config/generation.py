@@ -139,7 +139,7 @@ def answering(config: Config) -> Config:
     training = replace(
         config.training,
         **{"batch_size": 1, "micro_batch_size": 1, "schedule": "sequential", "loggers": [], "trace": False},
-        **{"eval_steps": None, "best_metric": None, "resume": "never", "dry_run": False},
+        **{"eval_steps": None, "eval_answers": 0, "best_metric": None, "resume": "never", "dry_run": False},
     )
     memory = replace(config.memory, accounting=False, budget_gib=None)
     whole = replace(config, **own, data=data, training=training, memory=memory)

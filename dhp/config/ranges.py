@@ -64,6 +64,9 @@ def check_training(training: TrainingConfig) -> None:
     for field in ("save_total_limit", "eval_steps"):
         if getattr(training, field) is not None:
             require_positive(f"training.{field}", getattr(training, field))
+    answers = training.eval_answers
+    require(answers >= 0, "training.eval_answers", answers, "eval_answers >= 0")
+    require_positive("training.eval_answer_tokens", training.eval_answer_tokens)
     require(training.resume != "", "training.resume", '""', "never, auto, or the path of a checkpoint or run")
     for field in ("learning_rate", "eps", "weight_decay"):
         _require_not_negative(f"training.{field}", getattr(training, field))
