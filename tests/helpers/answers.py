@@ -15,7 +15,6 @@ from transformers import AutoModelForImageTextToText
 from dhp.base.generation import Answer, Sampling
 from dhp.base.geometry import IGNORED
 from dhp.base.messages import StepData
-from dhp.batching.collate import Collator, pixels_by_argument
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
@@ -23,6 +22,7 @@ from dhp.step.generate import answer_batch
 from dhp.step.stages import Batch
 from dhp.trainers.generation import Generator
 from tests.helpers.layouts import Case, Fault, InspectedText, Running, make_dealer
+from tests.helpers.oracle import model_inputs
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 
@@ -113,13 +113,9 @@ def plain_model(model: str, dtype: str) -> Any:
 
 def plain_inputs(model: str, sample: Sample, dtype: str) -> dict[str, Tensor]:
     """A prompt as the plain model takes it; it counts positions itself."""
-    family = load_family(model)
-    named = Collator(family, 0, False).padded((sample,)) | pixels_by_argument((sample,))
-    given = family.processor.plain_inputs(named)
-    for name in ("labels", "position_ids"):
-        given.pop(name, None)
-    kind = getattr(torch, dtype)
-    return {name: values.to(kind) if values.is_floating_point() else values for name, values in given.items()}
+    plain = plain_model(model, dtype)
+    found = model_inputs(sample, load_family(model), plain)
+    return {"attention_mask": torch.ones_like(found["input_ids"]), **found}
 
 
 @torch.no_grad()
@@ -129,7 +125,7 @@ def plain_answer(model: str, sample: Sample, sampling: Sampling, dtype: str = "f
     prompt = given["input_ids"].shape[1]
     stop = {"eos_token_id": list(sampling.stop)} if sampling.stop else {"eos_token_id": -1}
     told = {"max_new_tokens": sampling.max_new_tokens, "do_sample": False, "pad_token_id": 0, **stop}
-    found = plain_model(model, dtype).generate(**given, attention_mask=torch.ones_like(given["input_ids"]), **told)
+    found = plain_model(model, dtype).generate(**given, **told)
     return tuple(found[0, prompt:].tolist())
 
 
