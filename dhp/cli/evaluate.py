@@ -70,7 +70,9 @@ def _configuration(given: argparse.Namespace, checkpoint: Path | None) -> Config
         own = {part: replace(section, model_name=str(given.path)) for part, section in parts(config).items()}
         config = replace(config, **own)
     data = replace(config.data, datasets=list(config.data.eval_datasets), balance="random", balance_window=None)
-    training = replace(config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[], resume="never")
+    training = replace(
+        config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[], resume="never"
+    )
     return replace(config, data=data, training=training, tiny_assets=None, overwrite=False)
 
 

@@ -133,16 +133,14 @@ def answering(config: Config) -> Config:
 
     Raises ConfigError, with what to set, for a decoder that lies on its actors as no answer can be made.
     """
-    own = {name: _answering_part(name, part) for name, part in parts(config).items()}
+    own: dict[str, Any] = {name: _answering_part(name, part) for name, part in parts(config).items()}
     data = replace(config.data, datasets=[], eval_datasets=[], balance="random", balance_window=None, data_registry={})
     data = replace(data, cache_features=None, cache_features_gib=None, on_bad_sample="error")
-    training = replace(
-        config.training,
-        **{"batch_size": 1, "micro_batch_size": 1, "schedule": "sequential", "loggers": [], "trace": False},
-        **{"eval_steps": None, "eval_answers": 0, "best_metric": None, "resume": "never", "dry_run": False},
-    )
+    training = replace(config.training, batch_size=1, micro_batch_size=1, schedule="sequential", dry_run=False)
+    training = replace(training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])
+    training = replace(training, resume="never")
     memory = replace(config.memory, accounting=False, budget_gib=None)
-    whole = replace(config, **own, data=data, training=training, memory=memory)
+    whole = replace(config, data=data, training=training, memory=memory, **own)
     return replace(whole, tiny_assets=None, overwrite=False)
 
 
@@ -154,8 +152,8 @@ def _answering_part(name: str, part: PartConfig) -> PartConfig:
         part = replace(part, data=1, num_actors=part.num_actors // replicas)
     kind = _IN_TRAINING.get(part.parallelism, part.parallelism)
     kind = "none" if part.num_actors == 1 else kind
-    plain = {"zero_stage": 0, "zero_engine": "auto", "compile": False, "recompute": "none"}
-    return replace(part, parallelism=kind, activation_checkpointing=False, **plain)
+    part = replace(part, parallelism=kind, zero_stage=0, zero_engine="auto", compile=False)
+    return replace(part, recompute="none", activation_checkpointing=False)
 
 
 def check_layout(part: PartConfig, remedy: str) -> None:

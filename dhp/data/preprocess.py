@@ -15,7 +15,7 @@ import transformers
 
 from dhp.base.errors import DataError, ModelError
 from dhp.base.geometry import IGNORED, SOUND, Grid, PositionRange
-from dhp.data.chat import Rendered, render, render_prompt, replace_each, to_messages
+from dhp.data.chat import Rendered, render, replace_each, to_messages
 from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.limits import Length, check_length
 from dhp.data.media.video import Pace
@@ -180,10 +180,7 @@ class Preprocessor:
         """told: of the videos whose times the prompt tells. shown: pictures that the prompt shows in their own way."""
         with _TEXT:
             messages = to_messages(record.turns, self._prompts.system)
-            if record.asks:
-                rendered = render_prompt(self._tokenizer, messages)
-            else:
-                rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts)
+            rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts)
             rendered = self._with_times(rendered, told) if told else rendered
             rendered = self._with_pictures(rendered, shown) if shown else rendered
             rendered = self._with_sounds(rendered, clips) if self._sounds is not None else rendered

@@ -94,7 +94,9 @@ class Decoder(Part):
         keys and values of each token."""
         reason = None
         if self.mixers:
-            reason = f"layers that carry state along the row ({', '.join(sorted(self.mixers))}), which no cache here keeps"
+            reason = (
+                f"layers that carry state along the row ({', '.join(sorted(self.mixers))}), which no cache here keeps"
+            )
         elif self.sees_prefix:
             reason = "prompts all of whose tokens see each other, and their last one is taken behind the others here"
         elif self._scaled:
@@ -188,7 +190,8 @@ class Decoder(Part):
         states = embed(model, inputs) if chunk.first else inputs.hidden
         layers = [self._layer(decoder, chunk, index, inputs) for index in self.whole.layers]
         with having(decoder, layers=layers, **({} if chunk.last else {"norm": unchanged})):
-            output = decoder(**{"inputs_embeds": states, "position_ids": inputs.position_ids, "use_cache": False} | extra)
+            named = {"position_ids": inputs.position_ids, "use_cache": False, **extra}
+            output = decoder(inputs_embeds=states, **named)
         return output.last_hidden_state
 
     def _layer(self, decoder: nn.Module, chunk: Chunk, index: int, inputs: DecoderInputs) -> Callable[..., Tensor]:

@@ -32,7 +32,8 @@ def prepare(
 
     Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
     and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are
-    looked at. reads: datasets are read. say: is told of what takes time, when it begins. Raises ConfigError, ModelError or DataError.
+    looked at. reads: datasets are read. say: is told of what takes time, when it begins. Raises ConfigError, ModelError
+    or DataError.
     """
     say("checking the configuration")
     config = resolve(config, reads)

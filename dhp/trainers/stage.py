@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from dhp.base.byte_counter import take_sent
 from dhp.base.errors import PartFailed
+from dhp.base.generation import Answer, PromptInput
 from dhp.base.messages import Bundle, Choices, DeviceInfo, StageReport, StepInfo
 from dhp.base.stages import Edge, Node
 from dhp.checkpoint.folder import OPTIMIZER, RANDOM
@@ -119,6 +120,10 @@ class StageRank(ABC):
             sent = self.forward_step(micro_batch, chunk, work, *received)
         self.forget(micro_batch, chunk)
         return sent
+
+    def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
+        """Answer a prompt: see `dhp.step.stages.StageTrainer`."""
+        raise NotImplementedError(f"{self.spec.name} has no decoder to answer with")
 
     def evaluated(self, info: StepInfo) -> float:
         """This rank's share of the objective of what it evaluated since the last time."""

@@ -150,5 +150,3 @@ def first_divergence(told: Told, wanted: Sequence[int]) -> str:
             best = told.logits[number].topk(2).values
             return f"token {number}: {own} where {other} was wanted; gap of the two likeliest {best[0] - best[1]:.1e}"
     return f"{len(told.tokens)} tokens, {len(wanted)} wanted"
-
-

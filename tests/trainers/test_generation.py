@@ -113,7 +113,7 @@ def test_drawn_tokens_are_the_same_in_every_layout(attending_model: str) -> None
 
 def test_each_rank_keeps_its_share_of_keys_and_values(attending_model: str) -> None:
     sample = prompts()[0]
-    for text, ranks in ((ONE, 1), (Degrees(ring=2, tensor=2), 4), (Degrees(ulysses=2), 2)):
+    for text in (ONE, Degrees(ring=2, tensor=2), Degrees(ulysses=2)):
         (told,) = answer(attending_model, Case(ONE, text, 1, "float32"), [sample], NEW)
         kept = [one.cache_bytes for one in told.answers]
         tokens, layers, heads, width = len(sample.input_ids) + 11, 4, 8, 8
@@ -185,7 +185,9 @@ def test_a_picture_that_the_model_says_is_a_token_like_any_other(attending_model
     """No encoder is asked again, and what it made of the prompt's pictures is not looked at."""
     sample = prompts()[0]
     forced = replace(sample, input_ids=np.append(sample.input_ids, IMAGE_TOKEN))
-    forced = replace(forced, labels=np.append(sample.labels, IGNORED), mm_token_type_ids=np.append(sample.mm_token_type_ids, 0))
+    forced = replace(
+        forced, labels=np.append(sample.labels, IGNORED), mm_token_type_ids=np.append(sample.mm_token_type_ids, 0)
+    )
     (told,) = answer(attending_model, Case(ONE, Degrees(ring=2), 1), [forced], Sampling(3))
     assert len(told.tokens) == 3
 

@@ -100,9 +100,9 @@ class ContractDecoder(Decoder):
             )
         if shares_sequence(asked) and self._contract.handover.shared:
             raise ConfigError(
-                f"text.ulysses={asked.ulysses} and text.ring={asked.ring} with a {self.config.model_type} model: tokens "
-                "around an image take features that come with the image's rows, and an actor may have the one without "
-                "the other. Set both to 1; text.tensor and text.data divide the work."
+                f"text.ulysses={asked.ulysses} and text.ring={asked.ring} with a {self.config.model_type} model: "
+                "tokens around an image take features that come with the image's rows, and an actor may have the one "
+                "without the other. Set both to 1; text.tensor and text.data divide the work."
             )
         if resolved(asked.tensor) > 1 and self._contract.tensor_plan is None:
             raise ConfigError(

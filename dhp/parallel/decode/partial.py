@@ -63,7 +63,9 @@ def attend_own(
         return empty, query.new_full((query.shape[1],), float("-inf"), dtype=exact)
     block = Block(False, scale, softcap=rule.softcap)
     width, wanted = value.shape[-1], max(query.shape[-1], value.shape[-1])
-    query, key, value = (s if s.shape[-1] == wanted else F.pad(s, (0, wanted - s.shape[-1])) for s in (query, key, value))
+    query, key, value = (
+        s if s.shape[-1] == wanted else F.pad(s, (0, wanted - s.shape[-1])) for s in (query, key, value)
+    )
     kernel = Dense() if rule.softcap is not None else choose_kernel(query, backend)
     output, lse = kernel.forward(query, key, value, block)
     return output[0, :, :width].to(exact), lse[:, 0].to(exact)
