@@ -16,6 +16,7 @@ COMMANDS = {
     "evaluate": "loss RUN_OR_MODEL [key=value …]: the loss on held-out datasets, without training\n"
     f"{'':11}needle RUN_OR_MODEL [--frames N,N]: where in videos a model finds what they hide, as a heat map",
     "export": "RUN_OR_CHECKPOINT OUT_DIR: write a checkpoint as an ordinary Hugging Face directory",
+    "generate": "--config-name=NAME checkpoint=RUN_OR_MODEL prompt=TEXT images=[…] videos=[…] out=FILE.json: an answer",
     "inspect": "batch --config-name=NAME step=K out=FILE.safetensors: the tensors of a step as the model gets them\n"
     f"{'':11}sample --config-name=NAME index=K: its prompt, what of it is learned, lengths, pictures\n"
     f"{'':11}data --config-name=NAME: counts, lengths, defects, and the balancing methods side by side",

@@ -55,11 +55,12 @@ LIBRARIES: dict[str, set[str]] = {
     "bitsandbytes": {"models.quantized"},
     **{logger: {"observe.loggers.adapters"} for logger in ("wandb", "mlflow", "swanlab")},
     "transformers": {
-        "models", "data", "trainers", "doctor", "run.tiny_assets", "parallel.tensor.styles", "parallel.experts",
+        "models", "data", "trainers", "doctor", "run.tiny_assets", "parallel.decode.cache", "parallel.experts",
+        "parallel.tensor.styles",
     },
     "torch": {
-        "base.features", "base.messages", "models", "parallel", "data", "features", "checkpoint", "cluster", "trainers",
-        "batching", "cli", "doctor", "planner.profile",
+        "base.features", "base.generation", "base.messages", "models", "parallel", "data", "features", "checkpoint",
+        "cluster", "trainers", "batching", "cli", "doctor", "planner.profile",
     },
 }  # fmt: skip
 

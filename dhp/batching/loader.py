@@ -26,7 +26,7 @@ from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler
 from dhp.data.preprocess import Preprocessor, Prompts, Videos
 from dhp.data.read_settings import ReadSettings
 from dhp.data.sounds import NO_ACTORS, NO_TOWER, Sounds
-from dhp.data.source import BatchSource, open_dataset
+from dhp.data.source import BatchSource, Dataset, open_dataset
 from dhp.features.folder import FeatureFolder
 from dhp.models.family import Family
 from dhp.models.positions import find_positions
@@ -74,11 +74,35 @@ def make_feed(settings: FeedSettings) -> Feed:
 
     Raises DataError for an annotation file that cannot be read, ModelError for a model without the needed parts.
     """
+    family, tokenizer = open_model(settings)
+    preprocess = make_preprocessor(settings, family, tokenizer)
+    dataset = open_datasets(settings)
+    measured = None
+    if settings.balancing.method != RANDOM:
+        cache, whole = LengthCache(Path(settings.cache_dir)), settings.balancing.window is None
+        measured = MeasuredDataset(dataset, preprocess, cache, whole)
+    sampler = _sampler(settings, measured or dataset)
+    source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
+    split = settings.encoders[VISION]
+    shape = (split.replicas, split.ranks, settings.packing)
+    dtype: torch.dtype = getattr(torch, split.dtype)
+    decoder = (settings.text, settings.sequence_groups, preprocess.pictures.read_patches)
+    told = (measured, dtype, split.locality, other_splits(settings), settings.passes, *decoder)
+    return Feed(source, family, pad_token(tokenizer), *shape, *told)
+
+
+def open_model(settings: FeedSettings) -> tuple[Family, Any]:
+    """The family, ready to read samples, and the tokenizer. Raises ModelError for a model without the needed parts."""
     family = load_family(settings.model_name).having(settings.encoders)
     family.processor.load()
     tokenizer = load_tokenizer(settings.model_name, settings.reading.chat_template)
     _check_vocabulary(settings.model_name, tokenizer, family)
-    preprocess = Preprocessor(
+    return family, tokenizer
+
+
+def make_preprocessor(settings: FeedSettings, family: Family, tokenizer: Any) -> Preprocessor:
+    """What turns records into samples, as the settings say."""
+    return Preprocessor(
         tokenizer,
         load_image_processor(settings.model_name),
         family.processor.image_token_id,
@@ -97,21 +121,23 @@ def make_feed(settings: FeedSettings) -> Feed:
         find_positions(family.config),
         settings.reading.whole_frames,
     )
+
+
+def open_datasets(settings: FeedSettings) -> Dataset:
+    """The datasets of the settings. Raises DataError for an annotation file that cannot be read."""
     allow_http = settings.reading.allow_http
-    dataset = open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
-    measured = None
-    if settings.balancing.method != RANDOM:
-        cache, whole = LengthCache(Path(settings.cache_dir)), settings.balancing.window is None
-        measured = MeasuredDataset(dataset, preprocess, cache, whole)
-    sampler = _sampler(settings, measured or dataset)
-    source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
+    return open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The token that fills rows up."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    split = settings.encoders[VISION]
-    others = {name: other for name, other in settings.encoders.items() if name != VISION}
-    shape = (split.replicas, split.ranks, settings.packing)
-    dtype: torch.dtype = getattr(torch, split.dtype)
-    decoder = (settings.text, settings.sequence_groups, preprocess.pictures.read_patches)
-    return Feed(source, family, pad or 0, *shape, measured, dtype, split.locality, others, settings.passes, *decoder)
+    return pad or 0
+
+
+def other_splits(settings: FeedSettings) -> dict[str, Split]:
+    """How the inputs of encoders beside vision are dealt out."""
+    return {name: other for name, other in settings.encoders.items() if name != VISION}
 
 
 def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from dhp.base.degrees import Degrees
+from dhp.base.errors import DataError
+from dhp.base.generation import PromptInput, Sampling
 from dhp.base.geometry import SOUND
 from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
 from dhp.base.passes import EVERYTHING, Passes
 from dhp.batching.blocks import find_blocks
-from dhp.batching.collate import Collator, Row
+from dhp.batching.collate import BY_PICTURE, Collator, Row
 from dhp.batching.encoders import AUDIO, VISION, Dealt, Encoder, Split
 from dhp.batching.sequence import SharedRow, count_divided, share_row
 from dhp.data.balance.metrics import dist_ratio
@@ -68,7 +70,24 @@ class Dealer:
 
     def deal(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
-        made = [[self._make(row) for row in rows] for rows in samples.samples]
+        return self._data(samples, [[self._make(row) for row in rows] for rows in samples.samples])
+
+    def deal_prompts(self, samples: StepSamples, sampling: Sampling) -> StepData:
+        """Samples without labels, one a replica at most, as `dhp.base.generation.PromptInput`s in the place of text
+        inputs. Raises DataError for a prompt that ends with a picture."""
+        whole = [[self._collator.make(row)[0] for row in rows] for rows in samples.samples]
+        cut = [[self._make_prompt(row, tensors) for row, tensors in zip(*both)] for both in zip(samples.samples, whole)]
+        data, sharing = self._data(samples, cut), self._degrees.sequence
+        text = tuple(
+            tuple(
+                _prompt(one, rows[shard // sharing], tensors[shard // sharing], sampling)
+                for shard, one in enumerate(of_text)
+            )
+            for of_text, rows, tensors in zip(data.work[TEXT], samples.samples, whole, strict=True)
+        )
+        return replace(data, work={**data.work, TEXT: text})
+
+    def _data(self, samples: StepSamples, made: Sequence[Sequence[_Made]]) -> StepData:
         dealt = {name: [self._deal(name, *pair) for pair in zip(samples.samples, made)] for name in self._encoders}
         work = {name: tuple(map(self._encoders[name].inputs, of_part)) for name, of_part in dealt.items()}
         routes = {name: tuple(one.route() for one in of_part) for name, of_part in dealt.items()}
@@ -101,6 +120,14 @@ class Dealer:
             shared, divided = share_row(plan), count_divided(plan)
         blocks = find_blocks(self._family.decoder, tensors, lengths)
         return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared, divided)
+
+    def _make_prompt(self, row: Row, whole: Mapping[str, Tensor]) -> _Made:
+        """All tokens but the last. A single rank has them as ranks that share them do, so that there may be none."""
+        tensors = {name: values if name in BY_PICTURE else values[..., :-1] for name, values in whole.items()}
+        lengths, mesh = (tensors["input_ids"].shape[-1],), (self._degrees.ring, self._degrees.ulysses)
+        shared = share_row(grouped_plan(lengths, *mesh, divide_all(lengths, *mesh)))
+        blocks = find_blocks(self._family.decoder, tensors, lengths)
+        return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared)
 
     def _plan(self, lengths: Sequence[int]) -> ShardPlan:
         """Who holds what of a row that ranks share."""
@@ -151,6 +178,18 @@ class _Made:
     samples: tuple[int, ...]
     shared: SharedRow | None
     divided: int = 0
+
+
+def _prompt(row: TextInput, samples: Row, whole: Mapping[str, Tensor], sampling: Sampling) -> PromptInput:
+    """What a shard gets of a replica's prompt, of which there is one or none. whole: with its last token."""
+    ids, positions = whole["input_ids"][0], whole["position_ids"]
+    if not samples:
+        return PromptInput(row, 0, None, positions[..., -1:], 0, sampling)
+    (sample,) = samples
+    if int(whole["mm_token_type_ids"][0, -1]):
+        raise DataError("the prompt ends with a picture or a sound: the chat template writes no prompt for an answer")
+    own = replace(sampling, seed=sampling.seed + sample.position - 1)
+    return PromptInput(row, len(ids) - 1, int(ids[-1]), positions[..., -1:], positions.max().item() + 1, own)
 
 
 def _count(

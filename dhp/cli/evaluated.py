@@ -11,6 +11,7 @@ from dhp.base.errors import ConfigError
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.config.load import compose_config
 from dhp.config.parts import parts
+from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
 from dhp.config.search_path import named_file
 
@@ -32,7 +33,7 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
     checkpoint = None if (given.path / "config.json").is_file() else find_checkpoint(given.path)
     (name, path), overrides = named_file(given.settings, given.config_name, given.config_path)
     if name is None and checkpoint is not None:
-        name, path = "config", str(_config_of(checkpoint).parent)
+        name, path = "config", str(config_of(checkpoint).parent)
     if name is None:
         raise ConfigError(f"{given.path} is a model: name a FILE.yaml or --config-name=NAME for data and layout")
     config = compose_config(name, path, overrides)
@@ -48,13 +49,7 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
         balance_window=None,
         long_tokens=None,
     )
-    training = replace(config.training, eval_steps=None, best_metric=None, trace=False, loggers=[], resume="never")
+    training = replace(
+        config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[], resume="never"
+    )
     return replace(config, data=data, training=training, tiny_assets=None, overwrite=False), checkpoint
-
-
-def _config_of(checkpoint: Path) -> Path:
-    """The run's configuration, beside its directory of checkpoints."""
-    for folder in (checkpoint.absolute().parent.parent, checkpoint.resolve().parent.parent):
-        if (folder / "config.yaml").is_file():
-            return folder / "config.yaml"
-    raise ConfigError(f"{checkpoint} has no config.yaml of its run two folders up: name a FILE.yaml")

@@ -38,7 +38,7 @@ _OTHER_OPTIMIZER = "AdamW over all that is trained is the only optimizer; ZeRO s
 _OTHER_ADAPTER = "of adapters there is LoRA (with DoRA and rank stabilization) alone"
 _QUANTIZED = "of quantized weights there is lora.quantization=nf4 alone, in four bits with scales in eight"
 _SUPERVISED = "training is supervised, on answers alone; there are no preferences, rewards or rollouts"
-_NO_GENERATION = "nothing is generated during training; export a checkpoint and generate with that"
+_NO_GENERATION = "answers during training are greedy and not scored; export a checkpoint for more"
 _NO_HUB = "nothing is uploaded; `python -m dhp export` writes a directory to upload"
 _HUB_LOGIN = "`huggingface-cli login` or HF_TOKEN say who you are"
 _BY_TEMPLATE = "the chat template says where answers are, and no other token is learned"
@@ -187,7 +187,9 @@ FOREIGN: dict[str, tuple[Foreign, ...]] = {
         Foreign("eval_strategy evaluation_strategy do_eval", "LST", "training.eval_steps", "null: nothing is evaluated"),
         Foreign("per_device_eval_batch_size eval_batch_size eval_accumulation_steps", "LSTM", "training.micro_batch_size", "evaluation takes the same"),
         Foreign("metric_for_best_model greater_is_better load_best_model_at_end", "LST", "training.best_metric"),
-        Foreign("predict_with_generate do_predict eval_num_beams max_new_tokens compute_accuracy generation_config", "LST", "", _NO_GENERATION),
+        Foreign("predict_with_generate do_predict", "LST", "training.eval_answers", "how many; told beside their references, not scored"),
+        Foreign("max_new_tokens", "LST", "training.eval_answer_tokens"),
+        Foreign("eval_num_beams compute_accuracy generation_config", "LST", "", _NO_GENERATION),
         Foreign("prediction_loss_only include_for_metrics batch_eval_metrics eval_do_concat_batches eval_use_gather_object bf16_full_eval fp16_full_eval val_dataset_shuffle eval_on_each_dataset", "LST", "", "evaluation is the mean loss of the targets of each dataset of data.eval_datasets"),
     ),
     "Saving and resuming": (

@@ -64,6 +64,9 @@ def check_training(training: TrainingConfig) -> None:
     for field in ("save_total_limit", "eval_steps"):
         if getattr(training, field) is not None:
             require_positive(f"training.{field}", getattr(training, field))
+    answers = training.eval_answers
+    require(answers >= 0, "training.eval_answers", answers, "eval_answers >= 0")
+    require_positive("training.eval_answer_tokens", training.eval_answer_tokens)
     require(training.resume != "", "training.resume", '""', "never, auto, or the path of a checkpoint or run")
     for field in ("learning_rate", "eps", "weight_decay"):
         _require_not_negative(f"training.{field}", getattr(training, field))
@@ -108,8 +111,9 @@ def _check_warmup(section: str, steps: int | None, max_steps: int | None) -> Non
         require(steps <= max_steps, f"{section}.warmup_steps", steps, rule)
 
 
-def check_data(data: DataConfig) -> None:
-    """Raises ConfigError for values out of range and for datasets that the registry does not have."""
+def check_data(data: DataConfig, reads: bool = True) -> None:
+    """Raises ConfigError for values out of range and, where datasets are read, for those that the registry does not
+    have."""
     require_choice("data.on_bad_sample", data.on_bad_sample, ("error", "skip"))
     require_choice("data.balance", data.balance, BALANCE)
     _require_not_negative("data.locality_slack", data.locality_slack)
@@ -139,7 +143,8 @@ def check_data(data: DataConfig) -> None:
     if data.min_pixels is not None and data.max_pixels is not None:
         rule = f"min_pixels({data.min_pixels}) > max_pixels({data.max_pixels}); lower one or raise the other"
         require(data.min_pixels <= data.max_pixels, "data.min_pixels", data.min_pixels, rule)
-    _check_datasets(data)
+    if reads:
+        _check_datasets(data)
 
 
 def check_memory(memory: MemoryConfig) -> None:

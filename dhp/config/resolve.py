@@ -23,15 +23,15 @@ from dhp.config.resolved import resolved
 from dhp.config.schema import Config
 
 
-def resolve(config: Config) -> Config:
+def resolve(config: Config, reads: bool = True) -> Config:
     """A new configuration with every degree a number and every default that depends on another value set.
 
     Each rule that needs no file and no model is checked here, so that nothing starts from a configuration
-    that cannot run. Raises ConfigError.
+    that cannot run. reads: it reads datasets. Raises ConfigError.
     """
     check_seed(config.seed)
     check_training(config.training)
-    check_data(config.data)
+    check_data(config.data, reads)
     check_memory(config.memory)
     check_cluster(config.cluster)
     _check_absent(config)

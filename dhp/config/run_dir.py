@@ -211,3 +211,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def config_of(checkpoint: Path) -> Path:
+    """The configuration of a checkpoint's run, beside its directory of checkpoints. Raises ConfigError."""
+    for folder in (checkpoint.absolute().parent.parent, checkpoint.resolve().parent.parent):
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise ConfigError(f"{checkpoint} has no config.yaml of its run two folders up: name a FILE.yaml")

@@ -106,6 +106,14 @@ class TrainingConfig:
     """Optimizer steps between two evaluations on data.eval_datasets; there is one at the end in any case. Null: only
     that one."""
 
+    eval_answers: int = 0
+    """Samples of each dataset of data.eval_datasets, its first ones, whose first answers are generated with each
+    evaluation, the likeliest token each time, and told beside those of the dataset: in the log, metrics.jsonl and
+    TensorBoard. With text.pipeline=1, expert=1, compile=false, and zero_stage up to 2 by DeepSpeed. 0: none."""
+
+    eval_answer_tokens: int = 64
+    """The longest of these answers, tokens."""
+
     best_metric: Optional[str] = None
     """What says which checkpoint is best, the lower the better: eval_loss (of all of data.eval_datasets together) or
     eval_loss/NAME (of one of them). Each checkpoint is evaluated then, and `checkpoints/best` leads to the best one.

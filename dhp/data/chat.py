@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from dhp.base.errors import DataError
 from dhp.data.media.sources import Sound, Video
-from dhp.data.records import Part, Turn
+from dhp.data.records import ANSWERS, Part, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,10 +54,12 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], learn_em
     A template with {% generation %} blocks marks the answers itself. For any other, answer i is what the
     template adds between "messages before i, then the prompt for an answer" and "messages up to i". Neither has the
     prompt for an answer in it, nor, unless learn_empty_thoughts, an empty block of thoughts that the template put
-    before an answer without any.
+    before an answer without any. A conversation that ends before an answer is written with the prompt for it.
     DataError when the template refuses the conversation or rewrites earlier turns later on.
     """
     try:
+        if messages[-1]["role"] != ANSWERS:
+            return Rendered(_write(tokenizer, messages, prompt=True) + _opening(tokenizer, messages), ())
         if _GENERATION.search(tokenizer.chat_template):
             rendered = _render_marked(tokenizer, messages)
         else:

@@ -106,7 +106,8 @@ class Preprocessor:
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def __call__(self, record: Record) -> Sample:
-        """Decode and tokenise one record. DataError, with the record's place, when it cannot be used."""
+        """Decode and tokenise one record; one that asks becomes a prompt, without labels. DataError, with the record's
+        place, when it cannot be used."""
         with located(record.where):
             clips = [] if self._sounds is None else self._sounds.decode(sounds_of(record))
             tokens, pictures = self._read(record, self._pictures.decode, clips)
@@ -258,7 +259,7 @@ class Preprocessor:
             placeholders = wanted if token is None else int((tokens.ids == token).sum())
             if placeholders != wanted:
                 raise _miscounted(kind, placeholders, wanted, self._tokenizer.decode([token]))
-        if not tokens.target[1:].any():
+        if not record.asks and not tokens.target[1:].any():
             raise DataError("no target token: the chat template writes no answer for this conversation")
 
     def _assemble(

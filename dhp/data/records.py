@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dhp.base.errors import DataError
 from dhp.data.media.sources import File, Sound, Video
 
 Part = str | File | Video | Sound
+ANSWERS = "assistant"  # the role that answers
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,17 @@ class Record:
     position: int
     where: str
     turns: tuple[Turn, ...]
+
+    @property
+    def asks(self) -> bool:
+        """Whether it ends before an answer: a prompt. Annotations never do."""
+        return self.turns[-1].role != ANSWERS
+
+    def up_to_answer(self) -> tuple[Record, str]:
+        """The prompt of the first answer, and the text of that answer."""
+        first = next(number for number, turn in enumerate(self.turns) if turn.role == ANSWERS)
+        said = "".join(part for part in self.turns[first].parts if isinstance(part, str))
+        return replace(self, turns=self.turns[:first]), said
 
     @property
     def media(self) -> tuple[File | Video, ...]:

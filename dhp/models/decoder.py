@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from dhp.base.errors import ConfigError
+from dhp.base.errors import ConfigError, ModelError
 from dhp.base.logits import LogitRule
 from dhp.config.checks import check_autotp, check_expert_width, check_experts, check_tensor
 from dhp.config.part import PartConfig
@@ -88,6 +88,24 @@ class Decoder(Part):
             check_positions(self._rope_types, self._scaled)
             balance = self.experts.balance if self.experts else 0.0
             check_layers_of_rows(bool(self.mixers), self.block_rule is not None, balance, asked)
+
+    def check_answers(self) -> None:
+        """Raises ModelError, by name, for a decoder that cannot answer prompts here: what it keeps of a row must be
+        keys and values of each token."""
+        reason = None
+        if self.mixers:
+            reason = (
+                f"layers that carry state along the row ({', '.join(sorted(self.mixers))}), which no cache here keeps"
+            )
+        elif self.sees_prefix:
+            reason = "prompts all of whose tokens see each other, and their last one is taken behind the others here"
+        elif self._scaled:
+            reason = "queries that are scaled by their place in the row (attn_temperature_tuning)"
+        if reason is not None:
+            raise ModelError(
+                f"a decoder with {reason}: it can be trained, but not answer prompts. Export the checkpoint "
+                "(`python -m dhp export`) and generate with transformers"
+            )
 
     def _check_balance(self, asked: PartConfig) -> None:
         if self.experts and self.experts.balance and asked.compile:
@@ -172,7 +190,8 @@ class Decoder(Part):
         states = embed(model, inputs) if chunk.first else inputs.hidden
         layers = [self._layer(decoder, chunk, index, inputs) for index in self.whole.layers]
         with having(decoder, layers=layers, **({} if chunk.last else {"norm": unchanged})):
-            output = decoder(inputs_embeds=states, position_ids=inputs.position_ids, use_cache=False, **extra)
+            named = {"position_ids": inputs.position_ids, "use_cache": False, **extra}
+            output = decoder(inputs_embeds=states, **named)
         return output.last_hidden_state
 
     def _layer(self, decoder: nn.Module, chunk: Chunk, index: int, inputs: DecoderInputs) -> Callable[..., Tensor]:

@@ -115,6 +115,19 @@ def load_image_processor(model_name: str) -> Any:
         raise ModelError(f"{model_name}: no usable image processor: {error}") from error
 
 
+def find_stop_tokens(model_name: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: those of the model's generation_config.json, which may name several, or else of its
+    config.json, and the tokenizer's, which ends a turn of its chat template."""
+    from transformers import GenerationConfig
+
+    try:
+        own = GenerationConfig.from_pretrained(model_name).eos_token_id
+    except (OSError, ValueError):
+        own = config.get_text_config().eos_token_id
+    named = [own] if isinstance(own, int) else [*(own or ())]
+    return tuple(dict.fromkeys(token for token in (*named, tokenizer.eos_token_id) if token is not None))
+
+
 def auxiliary_files(model_name: str) -> list[Path]:
     """Everything of a model directory or hub id but its weights: configuration, tokenizer, processors, templates."""
     folder = Path(model_name).expanduser()

@@ -11,11 +11,15 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary as TensorBoardSummary
+from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dhp.observe.numbers import from_json, json_safe
 
-TRAIN, EVAL = "train", "eval"  # kinds of lines: about an optimizer step, about an evaluation
+# Kinds of lines: about an optimizer step, about an evaluation, about an answer that was generated then.
+TRAIN, EVAL, ANSWER = "train", "eval", "answer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +126,28 @@ class EvalMetrics:
         return own | (flat(values, f"{EVAL}/") if alone or not self.dataset else {})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerMetrics:
+    """An answer that the model gave, beside its dataset's. Each field's string says its unit and when it is null."""
+
+    kind: str = ANSWER
+    """What the line tells of: `answer`, one that was generated with an evaluation. Unit: a word."""
+    step: int
+    """Optimizer steps before it. Unit: steps."""
+    dataset: str
+    """Name in data.data_registry of the dataset that asks. Unit: text."""
+    number: int
+    """Of the answer among those of its dataset, from 1. Unit: answers."""
+    prompt: str
+    """Text of the last turn before the answer. Unit: text."""
+    reference: str
+    """What the dataset answers. Unit: text."""
+    answer: str
+    """What the model does, greedily. Unit: text."""
+    tokens: int
+    """Of the model's answer, the one that ended it included. Unit: tokens."""
+
+
 class MetricsWriter:
     """Appends each step to `<run_dir>/metrics.jsonl` and to TensorBoard event files in `<run_dir>/tb`.
 
@@ -152,6 +178,14 @@ class MetricsWriter:
         numbers = metrics.numbers(alone)
         self._events.add_event(_event(metrics.step, numbers))
         return numbers
+
+    def write_answer(self, metrics: AnswerMetrics) -> None:
+        """Record an answer, for TensorBoard as text."""
+        self._lines.write(json.dumps(asdict(metrics)) + "\n")
+        self._lines.flush()
+        told = {"prompt": metrics.prompt, "reference": metrics.reference, "answer": metrics.answer}
+        text = "\n\n".join(f"{name}:\n\n{_quoted(said)}" for name, said in told.items())
+        self._events.add_event(_text_event(metrics.step, f"{ANSWER}/{metrics.dataset}/{metrics.number}", text))
 
     def close(self) -> None:
         """Write what TensorBoard's queue still holds, and close both files. May be called again."""
@@ -209,6 +243,20 @@ def _is_step_until(line: str, last: int) -> bool:
 def _event(step: int, numbers: Mapping[str, float]) -> Event:
     values = [TensorBoardSummary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
     return Event(wall_time=time.time(), step=step, summary=TensorBoardSummary(value=values))
+
+
+def _text_event(step: int, tag: str, text: str) -> Event:
+    """For TensorBoard's page of texts, which reads Markdown."""
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
+    value = TensorBoardSummary.Value(tag=tag, metadata=metadata, tensor=tensor)
+    return Event(wall_time=time.time(), step=step, summary=TensorBoardSummary(value=[value]))
+
+
+def _quoted(text: str) -> str:
+    """As it is, whatever Markdown would make of it."""
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 
 def _scalars(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -1,5 +1,6 @@
 """What a person sees while a run trains: a bar on a terminal, plain lines anywhere else."""
 
+import json
 import os
 import sys
 from collections import deque
@@ -8,12 +9,13 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from dhp.observe.metrics import EvalMetrics, StepMetrics
+from dhp.observe.metrics import AnswerMetrics, EvalMetrics, StepMetrics
 from dhp.observe.numbers import shown
 
 ETA_STEPS = 50  # of which the mean tells how long the others will take
 TRIMMED = 0.1  # of them, the slowest and as many fastest, count for nothing
 GIB = 2**30
+LONGEST = 300  # characters of a text in a line
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # tqdm's own rest knows no outliers
 
 
@@ -105,6 +107,18 @@ def eval_line(metrics: EvalMetrics) -> str:
         f"{metrics.seconds:.1f} s",
     )
     return "  ".join(figures)
+
+
+def answer_line(metrics: AnswerMetrics) -> str:
+    """`answer 1 of shapes after step 20: "Which shape?" → "A circle." (dataset: "A square.")`."""
+    prompt, said, wanted = (_one_line(text) for text in (metrics.prompt, metrics.answer, metrics.reference))
+    head = f"answer {metrics.number} of {metrics.dataset} after step {metrics.step}"
+    return f"{head}: {prompt} → {said} (dataset: {wanted})"
+
+
+def _one_line(text: str) -> str:
+    """In quotes, without what would steer a terminal."""
+    return json.dumps(text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…", ensure_ascii=False)
 
 
 def step_line(metrics: StepMetrics, total_steps: int, left_s: float | None = None) -> str:

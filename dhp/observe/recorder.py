@@ -12,8 +12,8 @@ from typing import Any
 from dhp.base.errors import ConfigError, RecordError
 from dhp.base.startup import say_line
 from dhp.observe.loggers.loggers import Loggers
-from dhp.observe.metrics import EvalMetrics, MetricsWriter, StepMetrics, flat, keep_steps
-from dhp.observe.progress import Progress, eval_line
+from dhp.observe.metrics import AnswerMetrics, EvalMetrics, MetricsWriter, StepMetrics, flat, keep_steps
+from dhp.observe.progress import Progress, answer_line, eval_line
 from dhp.observe.report import closing_table
 from dhp.observe.summary import Summary, write_summary
 from dhp.observe.trace import TraceWriter
@@ -96,6 +96,13 @@ class Recorder:
             self.log(metrics.step, numbers)
             self.say(eval_line(metrics))
         self._evaluated = {one.dataset or "all": one.loss for one in found}
+
+    def record_answers(self, found: Sequence[AnswerMetrics]) -> None:
+        """Answers were generated with an evaluation."""
+        for metrics in found:
+            with self.writing():
+                self._metrics.write_answer(metrics)
+            self.say(answer_line(metrics))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Hand numbers of a step to the loggers, by their names: `loss`, `eval/loss`. Nothing is written to

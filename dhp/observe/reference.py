@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import get_type_hints
 
 from dhp.config.keys import field_docs
-from dhp.observe.metrics import EvalMetrics, StepMetrics
+from dhp.observe.metrics import AnswerMetrics, EvalMetrics, StepMetrics
 from dhp.observe.summary import Summary
 from dhp.observe.trace import TraceEvent
 
@@ -13,6 +13,7 @@ HEADING = "## Fields of metrics.jsonl"
 TABLES = {
     HEADING: StepMetrics,
     "## Fields of an evaluation's line": EvalMetrics,
+    "## Fields of an answer's line": AnswerMetrics,
     "## Fields of summary.json": Summary,
     "## Fields of trace.json": TraceEvent,
 }

@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from dhp.models.shape import DecoderSizes
 
 
-def make_chain(config: Config, family: Family, source: str) -> Chain:
-    """The stages of a resolved configuration for the model of `source`, as `dhp.models.config_source` gives it.
+def make_chain(config: Config, family: Family, source: str, trains: bool = True) -> Chain:
+    """The stages of a resolved configuration for the model of `source`, as `dhp.models.config_source` gives it. trains:
+    false where nothing is trained, whatever the configuration says.
 
     Raises ConfigError for cuts that the model's layers do not admit.
     """
     family = family.having(parts(config))
     adapters = adapters_of(config)
     rules = training_rules(config.training, family, adapters)
-    trains = trained_stage(rules, family, source, adapters)
+    trained = trained_stage(rules, family, source, adapters) if trains else lambda part, absent: False
     stages: list[StageSpec] = []
     ties: list[Tie] = []
     for name, section in parts(config).items():
@@ -38,7 +39,7 @@ def make_chain(config: Config, family: Family, source: str) -> Chain:
         chunks = _chunks(section, len(part.layers.kinds), sizes)
         first = 0 if config.cluster.collocate or not stages else stages[-1].devices.stop
         own = [
-            replace(stage, trains=trains(name, part.absent(chunks_of(stage.chunks, part.whole))))
+            replace(stage, trains=trained(name, part.absent(chunks_of(stage.chunks, part.whole))))
             for stage in _stages(name, section, chunks, first)
         ]
         stages += own

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dhp.base.errors import ConfigError
@@ -18,10 +18,11 @@ from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.mixing import split_share
 from dhp.config.parts import model_name
-from dhp.config.schema import Config, DataConfig
+from dhp.config.schema import Config
 from dhp.models.registry import load_family
-from dhp.observe.metrics import EvalMetrics
+from dhp.observe.metrics import AnswerMetrics, EvalMetrics
 from dhp.run.chain import make_chain
+from dhp.run.held_out import HeldOut, of_evaluation
 from dhp.run.preflight import prepare
 from dhp.run.session import Session
 from dhp.step.evaluate import EvaluationRefs, evaluate_batch
@@ -32,11 +33,12 @@ TOGETHER = ""  # the dataset's name in the line about all of them
 
 @dataclass(frozen=True)
 class EvalData:
-    """A dataset that is read batch by batch, each sample once."""
+    """A dataset that is read batch by batch, each sample once. held_out: its prompts that are answered; None: none."""
 
     name: str
     actor: DatasetActor
     batches: int
+    held_out: HeldOut | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,10 @@ class Evaluation:
         found = [self._evaluate(step, data) for data in self._datasets]
         return found if len(found) == 1 else [*found, together(found)]
 
+    def answers(self, step: int) -> list[AnswerMetrics]:
+        """What the model answers after `step` optimizer steps, where that is asked for."""
+        return [one for data in self._datasets if data.held_out is not None for one in data.held_out.answers(step)]
+
     def _open(self, name: str) -> EvalData:
         actor = self._session.open_reader(of_evaluation(self._session.config, name))
         batches = actor.ask("steps", 1, timeout_s=self._timeout_s)
@@ -75,7 +81,10 @@ class Evaluation:
                 f"data.eval_datasets: {name} has no sample. Name another dataset, or a larger share of it (`name%50`)"
             )
         actor.end_at(batches)
-        return EvalData(split_share(name)[0], actor, batches)
+        registered = split_share(name)[0]
+        answers = self._session.config.training.eval_answers
+        held_out = HeldOut(self._session, name, registered) if answers else None
+        return EvalData(registered, actor, batches, held_out)
 
     def each(self) -> list[bool]:
         """Of every sample of the one dataset, in the file's order, whether all its targets are the likeliest tokens.
@@ -117,15 +126,6 @@ def due(config: Config, step: int, last: int) -> bool:
         return False
     every = [training.eval_steps, training.save_steps if training.best_metric else None]
     return step == last or any(n is not None and step % n == 0 for n in every)
-
-
-def of_evaluation(config: Config, name: str) -> Config:
-    """The configuration of what reads one dataset for evaluation: each sample once, in the file's order."""
-    registered = split_share(name)[0]
-    registry = config.data.data_registry | {registered: replace(config.data.data_registry[registered], weight=1.0)}
-    data: DataConfig = replace(config.data, datasets=[name], data_registry=registry, shuffle=False, balance="random")
-    data = replace(data, balance_window=None)
-    return replace(config, data=data)
 
 
 def together(found: Sequence[EvalMetrics]) -> EvalMetrics:

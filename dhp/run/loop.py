@@ -240,6 +240,7 @@ class TrainLoop:
         assert self._evaluation is not None
         found = self._evaluation.run(step)
         self.recorder.record_evaluation(found)
+        self.recorder.record_answers(self._evaluation.answers(step))
         self._checkpoints.evaluated(found)
         self._last_end = time.perf_counter()  # evaluating is no part of the next step's time
 

@@ -26,15 +26,18 @@ if TYPE_CHECKING:
     from dhp.models.family import Family
 
 
-def prepare(config: Config, new_run: bool = True, say: Callable[[str], None] = say_nothing) -> Config:
+def prepare(
+    config: Config, new_run: bool = True, say: Callable[[str], None] = say_nothing, reads: bool = True
+) -> Config:
     """The resolved configuration, after every check that needs no actor; with `new_run`, of run_dir too.
 
     Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
     and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are
-    looked at. say: is told of what takes time, when it begins. Raises ConfigError, ModelError or DataError.
+    looked at. reads: datasets are read. say: is told of what takes time, when it begins. Raises ConfigError, ModelError
+    or DataError.
     """
     say("checking the configuration")
-    config = resolve(config)
+    config = resolve(config, reads)
     if new_run:
         check_run_dir(config)
     if new_run and not config.training.dry_run:

@@ -7,7 +7,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from dhp.base.messages import StepInfo
 from dhp.base.stages import Chain
 from dhp.base.startup import say_nothing
 from dhp.batching.loader import make_feed
+from dhp.batching.prompts import PromptFeed
 from dhp.checkpoint.resume import Start
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.cluster import Cluster, Layout
@@ -123,8 +124,8 @@ class Session:
         self.data.end_at(steps)
         return DataPlan(steps, kept, workers, ahead)
 
-    def start_stages(self, steps: int) -> None:
-        """Load every stage on its actors, for a run of that many steps."""
+    def start_stages(self, steps: int, states: bool = True) -> None:
+        """Load every stage on its actors, for a run of that many steps. states: a checkpoint's optimizer states too."""
         make: Callable[[StageSettings], StageTrainer] = make_rank  # every kind of rank has the verbs of the step
         family = load_family(model_name(self.config)).having(parts(self.config))
         rules = training_rules(self.config.training, family, adapters_of(self.config))
@@ -132,7 +133,7 @@ class Session:
         for spec in self.chain.stages:
             told = (self.start.checkpoint, rules, kept.get(spec.part))
             settings = stage_settings(self.config, self.chain, spec, self.device, steps, *told)
-            self.groups[spec.name].start(make, settings)
+            self.groups[spec.name].start(make, replace(settings, resume_states=states))
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.chain, self.groups)
 
@@ -146,6 +147,14 @@ class Session:
             workers=config.data.num_workers,
             prefetch=max(1, config.data.num_workers),
         )
+        wait_all(actor.take_watched(), config.cluster.start_timeout_s)
+        return actor
+
+    def open_prompts(self, make: Callable[..., PromptFeed], config: Config, *told: Any) -> DatasetActor:
+        """Start an actor that reads prompts, as `make` of the settings of `config` and what else it is told gives them;
+        once it has them."""
+        near = find_localities(self.chain, self._cluster.devices, config.data.locality_slack)
+        actor = self._cluster.dataset_actor(make, feed_settings(config, near), *told, micro_batches=1)
         wait_all(actor.take_watched(), config.cluster.start_timeout_s)
         return actor
 

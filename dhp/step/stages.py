@@ -7,9 +7,10 @@ the shard; the first of them sends for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from dhp.base.generation import Answer, PromptInput
 from dhp.base.messages import Bundle, Choices, EvaluatedShare, StageReport, StepInfo
 from dhp.base.routes import Route, straight
 from dhp.base.stages import Chain, Edge, Node, StageSpec
@@ -46,7 +47,10 @@ class StageTrainer(Protocol):
     def evaluated(self, info: StepInfo) -> EvaluatedShare:
         """This rank's share of what it evaluated; 0 where the stage has no head."""
 
-    def end_evaluation(self, info: StepInfo, *others: EvaluatedShare) -> None:
+    def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
+        """Answer a prompt: of stages that hold a whole decoder."""
+
+    def end_evaluation(self, info: StepInfo, *others: Any) -> None:
         """The other stages' ranks have answered: what this one handed over has been used."""
 
     def set_recompute(self, choices: Choices) -> None:
@@ -168,6 +172,11 @@ class Stage:
     def evaluated(self, info: Ref) -> list[Ref]:
         """Each rank's share of the loss since the last time."""
         return [ref for (ref,) in self.group.execute_all_async(StageTrainer.evaluated, info)]
+
+    def generate(self, action: Forward, in_flight: InFlight) -> list[Ref]:
+        """Submit a micro-batch of prompts, one a replica: the answer that each rank tells."""
+        call, _ = self._forward_call(StageTrainer.generate, action.node, action.micro_batch, in_flight)
+        return [ref for (ref,) in self.group.execute_in_turn_async(replace(call, returns=1))]
 
     def end_evaluation(self, info: Ref, *others: Ref) -> None:
         """Nobody needs what this stage handed over any more, once `others` are there."""

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dhp.base.byte_counter import take_sent
+from dhp.base.generation import Answer, PromptInput
 from dhp.base.messages import Bundle, EvaluatedShare, StepInfo
 from dhp.models.adapters import without_dropout
 from dhp.parallel.optimizer.protocol import StageOptimizer
@@ -36,6 +37,10 @@ class EvaluatingRank(ABC):
         self.forget(micro_batch, chunk)
         return sent
 
+    def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
+        """Answer a prompt: see `dhp.step.stages.StageTrainer`."""
+        raise NotImplementedError(f"{type(self).__name__} has no decoder to answer with")
+
     def evaluated(self, info: StepInfo) -> EvaluatedShare:
         """This rank's share of what it evaluated since the last time."""
         loss = self.take_loss()
@@ -44,7 +49,7 @@ class EvaluatingRank(ABC):
             torch.cuda.current_stream().synchronize()  # or others would write where kernels still read
         return EvaluatedShare(loss or 0.0, *self.take_right())
 
-    def end_evaluation(self, info: StepInfo, *others: EvaluatedShare) -> None:
+    def end_evaluation(self, info: StepInfo, *others: Any) -> None:
         """Evaluating belongs to no step."""
         take_sent()
 

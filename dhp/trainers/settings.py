@@ -53,7 +53,8 @@ class StageSettings:
 
     rules: what is trained, and how. adapters: beside the part's matrices; None: none.
 
-    resume_from: the part's directory in a checkpoint; None: begin with the model's weights.
+    resume_from: the part's directory in a checkpoint; None: begin with the model's weights. resume_states: with the
+    optimizer's and the random numbers' states, in the layout that they were saved in.
 
     features: where what the stage makes of pictures is kept; None: nowhere.
     """
@@ -80,3 +81,4 @@ class StageSettings:
     resume_from: str | None = None
     features: KeepSettings | None = None
     mlp_chunks: int = 1
+    resume_states: bool = True

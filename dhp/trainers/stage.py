@@ -226,7 +226,7 @@ class StageRank(EvaluatingRank):
             load_shards(self._saved(), Path(self.settings.resume_from))
 
     def _resume_optimizer(self) -> None:
-        if self.settings.resume_from is not None:
+        if self.settings.resume_from is not None and self.settings.resume_states:
             folder = Path(self.settings.resume_from)
             self.optimizer.load_state(ShardReader(folder / OPTIMIZER))
             load_random_state(folder / RANDOM, self._part_rank())

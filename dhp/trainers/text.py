@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
+from dhp.base.generation import Answer, PromptInput
 from dhp.base.geometry import SOUND
 from dhp.base.messages import Bundle, StepInfo, TextInput
 from dhp.base.stages import HIDDEN_STATES
+from dhp.models.adapters import without_dropout
 from dhp.models.audio import AUDIO_EMBEDDINGS
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.slice import chunks_of
@@ -39,6 +41,7 @@ from dhp.parallel.tensor.autotp import split_by_autotp
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import shared_heads_style
+from dhp.trainers.generation import Generator
 from dhp.trainers.moving import gradient_of, joined, move_with_plans, to_device
 from dhp.trainers.objective import (
     Targets,
@@ -66,6 +69,8 @@ class _Flight:
 class TextTrainer(StageRank):
     """See `dhp.step.stages.StageTrainer`."""
 
+    generator: type[Generator] = Generator
+
     def load_slice(self) -> PreTrainedModel:
         self._chunks = chunks_of(self.spec.chunks, self.family.decoder.whole)
         model = self._split_by_deepspeed() if self.settings.autotp else self._split()
@@ -87,6 +92,7 @@ class TextTrainer(StageRank):
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
+        self._answering: Generator | None = None
         return model
 
     def layer_parts(self) -> LayerParts:
@@ -143,6 +149,19 @@ class TextTrainer(StageRank):
 
     def forget(self, micro_batch: int, chunk: int) -> None:
         self._flights.pop((micro_batch, chunk))
+
+    @torch.no_grad()
+    def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
+        """Answer a prompt. received: what the vision shards send of its pictures."""
+        if self._answering is None:
+            told = (self.mesh, SEGMENTS, self.settings.attention_backend)
+            self._answering = self.generator(self.model, self.family.decoder, *told)
+        leaves, _ = self._leaves(chunk, received)
+        inputs, _, extra = self._inputs(chunk, work.row, None, leaves)
+        with without_dropout(self.model):
+            answer = self.optimizer.forward(lambda: self._answering.answer(work, inputs, extra["segments"]))
+        self.optimizer.rest()
+        return answer
 
     def take_loss(self) -> float | None:
         """This replica's share of the objective, at the stage that has the head."""

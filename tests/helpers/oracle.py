@@ -156,20 +156,25 @@ class Oracle:
 
     def predict(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """Logits and what they should predict, shifted: [tokens - 1, vocabulary] and [tokens - 1]."""
-        inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
-        kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
-        kinds = token_types(self._family.config, kinds, torch.from_numpy(sample.labels)[None])
-        if sample.pixels and isinstance(sample.grids[0], Form):
-            inputs |= {"attention_mask": torch.ones_like(kinds), **_whole_pictures(sample, self.model.dtype)}
-        elif sample.pixels:
-            inputs |= _pictures(sample, self.model.dtype)
-            inputs["mm_token_type_ids"] = kinds
-        if sample.clips:
-            inputs |= {"attention_mask": torch.ones_like(kinds), **sound_inputs(sample, self.model.dtype)}
-        inputs = self._family.processor.plain_inputs(inputs) | kinds_for(type(self.model).forward, kinds)
+        inputs = model_inputs(sample, self._family, self.model)
         inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         logits = self.model(**inputs, use_cache=False).logits[0, :-1]
         return logits, torch.from_numpy(sample.labels)[1:].to(self.device)
+
+
+def model_inputs(sample: Sample, family: Family, model: PreTrainedModel) -> dict[str, Tensor]:
+    """A sample as the arguments of the plain model."""
+    inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
+    kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
+    kinds = token_types(family.config, kinds, torch.from_numpy(sample.labels)[None])
+    if sample.pixels and isinstance(sample.grids[0], Form):
+        inputs |= {"attention_mask": torch.ones_like(kinds), **_whole_pictures(sample, model.dtype)}
+    elif sample.pixels:
+        inputs |= _pictures(sample, model.dtype)
+        inputs["mm_token_type_ids"] = kinds
+    if sample.clips:
+        inputs |= {"attention_mask": torch.ones_like(kinds), **sound_inputs(sample, model.dtype)}
+    return family.processor.plain_inputs(inputs) | kinds_for(type(model).forward, kinds)
 
 
 def _whole_pictures(sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:

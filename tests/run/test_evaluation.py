@@ -16,7 +16,8 @@ from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.observe.metrics import EvalMetrics, read_metrics
-from dhp.run.evaluation import due, of_evaluation, together
+from dhp.run.evaluation import due, together
+from dhp.run.held_out import of_evaluation
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.preflight import prepare
 from dhp.run.settings import feed_settings

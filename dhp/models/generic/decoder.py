@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dhp.base.errors import ConfigError
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
+from dhp.config.sequence import shares_sequence
 from dhp.models.decoder import Decoder, embed, having, unchanged
 from dhp.models.family import DecoderInputs
 from dhp.models.flops import TextWork
@@ -96,6 +97,12 @@ class ContractDecoder(Decoder):
             raise ConfigError(
                 f"text.mlp_chunks={asked.mlp_chunks} with a {self.config.model_type} model: its MLPs are told of all "
                 "tokens of a row which are an image's. Set text.mlp_chunks=1"
+            )
+        if shares_sequence(asked) and self._contract.handover.shared:
+            raise ConfigError(
+                f"text.ulysses={asked.ulysses} and text.ring={asked.ring} with a {self.config.model_type} model: "
+                "tokens around an image take features that come with the image's rows, and an actor may have the one "
+                "without the other. Set both to 1; text.tensor and text.data divide the work."
             )
         if resolved(asked.tensor) > 1 and self._contract.tensor_plan is None:
             raise ConfigError(

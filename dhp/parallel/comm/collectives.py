@@ -50,6 +50,25 @@ def _exchange_by_messages(going: Sequence[Tensor], coming: Sequence[Tensor], gro
         work.wait()
 
 
+def gather_alike(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks, which have one shape, in rank order: [ranks, …]; no autograd."""
+    staged = _must_stage(tensor, group)
+    source = tensor.contiguous().cpu() if staged else tensor.contiguous()
+    every = source.new_empty((dist.get_world_size(group) * source.shape[0], *source.shape[1:]))
+    dist.all_gather_into_tensor(every, source, group=group)
+    every = every.to(tensor.device) if staged else every
+    return every.unflatten(0, (-1, source.shape[0]))
+
+
+def send_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The first rank's tensor, on all of them; written into it on the others."""
+    if dist.get_world_size(group) == 1:
+        return tensor
+    staged = tensor.cpu() if _must_stage(tensor, group) else tensor
+    dist.broadcast(staged, group=group, group_src=0)
+    return tensor if staged is tensor else tensor.copy_(staged)
+
+
 class AllToAll(torch.autograd.Function):
     """`exchange_rows` with gradients: the backward is the inverse exchange."""
 

@@ -38,6 +38,11 @@ def sequence_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _wait_as_long(mesh["ring", "ulysses"]._flatten("sequence").get_group())
 
 
+def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that work on the same samples as this one, tensor innermost."""
+    return _wait_as_long(mesh["ring", "ulysses", "tensor"]._flatten("replica").get_group())
+
+
 def experts_mesh(mesh: DeviceMesh, expert: int) -> DeviceMesh:
     """The ranks of a stage that is split by data alone: copies × expert. Neighbours share out the experts; those of one
     place among them hold the same ones."""

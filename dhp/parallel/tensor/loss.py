@@ -34,7 +34,7 @@ def token_loss_sum(
     slice of the vocabulary (`dhp.parallel.tensor.local_shards`, or a DTensor). Raises ValueError for any other split,
     and for a head with a bias, which no known family has.
     """
-    weight, first, group = _own_head(head)
+    weight, first, group, _ = _own_head(head)
     return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule)
 
 
@@ -44,11 +44,11 @@ def judge_tokens(
 ) -> tuple[Tensor, Tensor]:
     """What `token_loss_sum` says, and bool [rows]: whether no token has a higher logit than the target. Without what a
     way back needs."""
-    weight, first, group = _own_head(head)
+    weight, first, group, _ = _own_head(head)
     exact = torch.float64 if states.dtype == torch.float64 else torch.float32
     total, right = states.new_zeros((), dtype=exact), []
     for rows, target in zip(states.split(chunk_rows), targets.split(chunk_rows), strict=True):
-        logits, highest, mine, column = _logits(rows, weight, target - first, group, exact, rule)
+        logits, highest, mine, column = _found(rows, weight, target - first, group, exact, rule)
         wanted = torch.where(mine, logits.gather(1, column)[:, 0] - highest, 0.0)
         sums = torch.stack([(logits - highest[:, None]).exp_().sum(-1), wanted])
         if group is not None:
@@ -58,15 +58,29 @@ def judge_tokens(
     return total, torch.cat(right)
 
 
-def _own_head(head: nn.Linear) -> tuple[Tensor, int, dist.ProcessGroup | None]:
-    """This rank's rows of the head, the token id of the first of them, and the ranks that hold the others."""
+def whole_logits(head: nn.Linear, states: Tensor, rule: LogitRule = PLAIN) -> Tensor:
+    """The logits of all tensor ranks' vocabulary, [rows, vocabulary], on each of them; without gradients. As
+    `token_loss_sum` otherwise, and as it raises."""
+    weight, first, group, size = _own_head(head)
+    exact = torch.float64 if states.dtype == torch.float64 else torch.float32
+    own = _logits(states, weight, exact, rule)
+    if group is None:
+        return own
+    every = own.new_zeros((len(own), size))  # what another rank adds to it is 0: nothing is rounded
+    every[:, first : first + own.shape[1]] = own
+    return sum_in_place(every, group)
+
+
+def _own_head(head: nn.Linear) -> tuple[Tensor, int, dist.ProcessGroup | None, int]:
+    """This rank's rows of the head, the token id of the first, the ranks that hold the others, and how many there are
+    in all."""
     if head.bias is not None:
         raise ValueError("a head with a bias is not supported; add its gradient here and to the tests first")
     weight, cut = head.weight, cut_of(head, "weight")
     if isinstance(weight, DTensor):  # a model that transformers' own styles cut
         cut = Cut(weight.device_mesh, weight.placements, weight.shape)
         weight = weight.to_local(grad_placements=weight.placements)
-    return weight, *_own_rows(cut)
+    return weight, *_own_rows(cut), len(weight) if cut is None else cut.shape[0]
 
 
 def _own_rows(cut: Cut | None) -> tuple[int, dist.ProcessGroup | None]:
@@ -127,7 +141,7 @@ def _chunk(
 
     target: relative to this rank's first token, so out of range on the ranks that do not hold it.
     """
-    logits, highest, mine, column = _logits(rows, weight, target, group, exact, rule)
+    logits, highest, mine, column = _found(rows, weight, target, group, exact, rule)
     exponentials = (logits - highest[:, None]).exp()
     wanted = torch.where(mine, logits.gather(1, column)[:, 0] - highest, 0.0)
     sums = torch.stack([exponentials.sum(-1), wanted])  # [2, rows]
@@ -142,18 +156,24 @@ def _chunk(
     return (sums[0].log() - sums[1]).sum(), slopes
 
 
-def _logits(
+def _found(
     rows: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, exact: torch.dtype, rule: LogitRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's logits [rows, own vocabulary]; of each row the highest on any rank, whether the target is in this
     rank's part, and its column there, [rows, 1]. target: as in `_chunk`."""
-    logits = (rows @ weight.T).to(exact)
-    if rule.factor != 1.0:
-        logits *= rule.factor
-    if rule.softcap is not None:
-        logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    logits = _logits(rows, weight, exact, rule)
     highest = logits.max(dim=-1).values
     if group is not None:
         largest_in_place(highest, group)
     mine = (target >= 0) & (target < len(weight))
     return logits, highest, mine, target.clamp(0, len(weight) - 1)[:, None]
+
+
+def _logits(rows: Tensor, weight: Tensor, exact: torch.dtype, rule: LogitRule) -> Tensor:
+    """[rows, own vocabulary]."""
+    logits = (rows @ weight.T).to(exact)
+    if rule.factor != 1.0:
+        logits *= rule.factor
+    if rule.softcap is not None:
+        logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    return logits

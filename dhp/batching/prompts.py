@@ -1,0 +1,156 @@
+"""Prompts as the ranks receive them: records that ask, preprocessed and dealt out as those of training are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dhp.base.errors import DataError
+from dhp.base.generation import Sampling
+from dhp.base.geometry import PositionRange
+from dhp.base.messages import StepData, VisionInput
+from dhp.batching.collate import Collator
+from dhp.batching.encoders import VISION
+from dhp.batching.loader import FeedSettings, make_preprocessor, open_datasets, open_model, other_splits, pad_token
+from dhp.batching.scatter import Dealer
+from dhp.batching.unread import fill
+from dhp.data.order.sampler import StepBatch
+from dhp.data.preprocess import Preprocessor
+from dhp.data.records import Record, located
+from dhp.data.sample import Sample
+from dhp.data.source import StepSamples
+from dhp.models.positions import find_positions
+from dhp.models.registry import find_stop_tokens
+
+DECODED = {"skip_special_tokens": True}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that is answered. name: of where it comes from. text: what it asks. reference: what a dataset answers;
+    None: nothing does."""
+
+    name: str
+    text: str
+    reference: str | None = None
+
+
+class PromptFeed:
+    """Prompts, one for each replica of the decoder in each step, in the place of a `dhp.batching.feed.Feed`."""
+
+    def __init__(
+        self,
+        settings: FeedSettings,
+        records: Sequence[Record],
+        preprocess: Preprocessor,
+        dealer: Dealer,
+        tokenizer: Any,
+        sampling: Sampling,
+        positions: PositionRange | None,
+    ):
+        """positions: that the model knows."""
+        self._records, self._preprocess, self._dealer = list(records), preprocess, dealer
+        self._tokenizer, self._sampling, self._positions = tokenizer, sampling, positions
+        self._replicas = settings.text.data
+        self._references: list[str | None] = [None] * len(records)
+
+    def add(self, record: Record, reference: str | None = None) -> None:
+        """One prompt more. Raises DataError, with its place, if it cannot be answered."""
+        self._check(record, self._preprocess(record))
+        self._records.append(record)
+        self._references.append(reference)
+
+    @property
+    def steps(self) -> int:
+        """In how many all prompts are answered."""
+        return -(-len(self._records) // self._replicas)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """What is asked, in order."""
+        return [
+            Prompt(record.dataset, _said(record), reference)
+            for record, reference in zip(self._records, self._references, strict=True)
+        ]
+
+    def batch(self, step: int) -> StepBatch:
+        """Which prompts a step (0-based) has."""
+        first = step * self._replicas
+        slots = (range(first + at, min(first + at + 1, len(self._records))) for at in range(self._replicas))
+        return StepBatch(step, 0, (step + 1) / self.steps, (tuple(map(tuple, slots)),))
+
+    def read(self, batch: StepBatch) -> StepData:
+        """Read, decode and deal out. Raises DataError, with the prompt's place, for one that cannot be answered."""
+        rows = tuple(tuple(tuple(map(self._sample, slot)) for slot in row) for row in batch.samples)
+        return self._dealer.deal_prompts(StepSamples(batch.step, 0, rows, (), batch.done), self._sampling)
+
+    def fill(self, work: VisionInput) -> VisionInput:
+        """As `dhp.batching.feed.Feed.fill`."""
+        return fill(work, self._preprocess.pictures.read_patches)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What tokens say."""
+        return str(self._tokenizer.decode(list(token_ids), **DECODED))
+
+    def _sample(self, index: int) -> Sample:
+        record = self._records[index]
+        sample = self._preprocess(record)
+        self._check(record, sample)
+        return sample
+
+    def _check(self, record: Record, sample: Sample) -> None:
+        with located(record.where):
+            check_room(sample, self._sampling.max_new_tokens, self._positions)
+
+
+def check_room(sample: Sample, new: int, positions: PositionRange | None) -> None:
+    """Raises DataError where a prompt and its answer are longer than what the model knows."""
+    if positions is None:
+        return
+    tokens = len(sample.input_ids)
+    vision = 0 if positions.of_pictures else int((sample.mm_token_type_ids > 0).sum())
+    taken = tokens - vision
+    if taken + new > positions.count:
+        apart = f" beside {vision} of images and videos" if vision else ""
+        raise DataError(
+            f"{taken} tokens{apart} and {new} new ones are more than the {positions.count} positions that the model "
+            f"knows. Set max_new_tokens={max(positions.count - taken, 0)} or less, shorten the prompt, or extend the "
+            "model in its config.json: a larger max_position_embeddings, with a larger rope_theta or yarn"
+        )
+
+
+def make_prompt_feed(settings: FeedSettings, records: Sequence[Record], sampling: Sampling) -> PromptFeed:
+    """The feed of these prompts. sampling: its stop tokens are the model's, whatever it says. Raises ModelError for a
+    model without the needed parts."""
+    family, tokenizer = open_model(settings)
+    preprocess = make_preprocessor(settings, family, tokenizer)
+    split = settings.encoders[VISION]
+    dtype: torch.dtype = getattr(torch, split.dtype)
+    told = (split.locality, other_splits(settings), settings.passes, settings.text, settings.sequence_groups)
+    collator = Collator(family, pad_token(tokenizer), True)
+    dealer = Dealer(family, collator, split.replicas, split.ranks, dtype, *told)
+    own = replace(sampling, stop=find_stop_tokens(settings.model_name, family.config, tokenizer))
+    return PromptFeed(settings, records, preprocess, dealer, tokenizer, own, find_positions(family.config))
+
+
+def make_held_out_feed(settings: FeedSettings, count: int, sampling: Sampling) -> PromptFeed:
+    """The prompts of the first answers of the first `count` samples of the settings' datasets, with those answers."""
+    dataset = open_datasets(settings)
+    feed = make_prompt_feed(settings, (), sampling)
+    for index in range(len(dataset)):
+        if len(feed.prompts) == count:
+            break
+        try:
+            feed.add(*dataset.record(index).up_to_answer())
+        except DataError:
+            if settings.on_bad_sample != "skip":
+                raise
+    return feed
+
+
+def _said(record: Record) -> str:
+    """The text of the last turn."""
+    return "".join(part for part in record.turns[-1].parts if isinstance(part, str)).strip()

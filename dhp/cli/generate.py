@@ -1,0 +1,92 @@
+"""`python -m dhp generate --config-name=NAME checkpoint=… prompt=… …`: the answer of a model in any layout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dhp.base.errors import ConfigError
+from dhp.base.interrupts import heed, interruptible
+from dhp.base.startup import StartUp
+from dhp.checkpoint.folder import find_checkpoint
+from dhp.config.generation import GenerateRequest, answering, laid_out_anew, read_request
+from dhp.config.load import compose_config
+from dhp.config.parts import parts
+from dhp.config.run_dir import config_of
+from dhp.config.schema import Config
+from dhp.config.search_path import named_file
+
+
+def main(arguments: Sequence[str]) -> int:
+    """generate: answer one prompt, which may show images and videos.
+
+    checkpoint= is a run's directory (its newest checkpoint, or `checkpoints/best`), a checkpoint, or the directory of a
+    Hugging Face model. A run's own config.yaml says the layout; for a model, name a FILE.yaml or --config-name.
+    key=value changes either. The prompt is one turn of a user, images and videos first, as the model's chat template
+    writes it.
+    """
+    own = ", ".join(f"{one.name}=" for one in fields(GenerateRequest))
+    parser = argparse.ArgumentParser(
+        prog="python -m dhp generate", description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--benchmark", action="store_true", help="answer several times; tell seconds and bytes as JSON")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help=f"{own} FILE.yaml, overrides")
+    given = parser.parse_intermixed_args(arguments)
+    heed()
+    request, settings = read_request(given.settings)
+    out = _new_file(request.out)
+    config, checkpoint = _configuration(request, given, settings)
+    logs = tempfile.mkdtemp(prefix="dhp-generate-")
+    from dhp.run.generation import ROUNDS, generate  # it brings torch and Ray along
+
+    with interruptible():
+        told = StartUp(time.perf_counter())
+        found = generate(replace(config, run_dir=logs), checkpoint, request, told, ROUNDS if given.benchmark else 0)
+    shutil.rmtree(logs)  # left where something went wrong: the actors' logs are in it
+    answer: Mapping[str, Any] = {"token_ids": list(found.token_ids), "text": found.text}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(answer, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(json.dumps(asdict(found.figures)) if given.benchmark else found.text)
+    return 0
+
+
+def _configuration(
+    request: GenerateRequest, given: argparse.Namespace, settings: Sequence[str]
+) -> tuple[Config, Path | None]:
+    """The configuration that answers, and the checkpoint; None: the model's own weights. Raises DhpError."""
+    path = Path(request.checkpoint).expanduser()
+    is_model = not request.checkpoint or (path / "config.json").is_file()
+    checkpoint = None if is_model else find_checkpoint(path)
+    (name, folder), overrides = named_file(settings, given.config_name, given.config_path)
+    if name is None and checkpoint is not None:
+        name, folder = "config", str(config_of(checkpoint).parent)
+        overrides = laid_out_anew(overrides)
+    if name is None:
+        raise ConfigError(
+            f"{request.checkpoint or 'checkpoint= is not given'}{' is a model' if request.checkpoint else ''}: name a "
+            "FILE.yaml or --config-name=NAME for the layout"
+        )
+    config = compose_config(name, folder, overrides)
+    if request.checkpoint and checkpoint is None:
+        config = replace(config, **{part: replace(own, model_name=str(path)) for part, own in parts(config).items()})
+    return answering(config), checkpoint
+
+
+def _new_file(out: str) -> Path | None:
+    """Where the answer goes. Raises ConfigError for a directory."""
+    if not out:
+        return None
+    path = Path(out).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"out={out} is a directory; name a file in it, as {path / 'answer.json'}")
+    return path

@@ -1,0 +1,59 @@
+"""Prompts of data that nothing is trained on, answered by the ranks that train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dhp.base.generation import Answer, Sampling
+from dhp.batching.prompts import Prompt, make_held_out_feed
+from dhp.cluster.watch import wait_all
+from dhp.config.mixing import split_share
+from dhp.config.schema import Config, DataConfig
+from dhp.observe.metrics import AnswerMetrics
+from dhp.run.session import Session
+from dhp.step.generate import answer_batch
+
+
+class HeldOut:
+    """The first samples of a dataset, up to their first answers."""
+
+    def __init__(self, session: Session, asked: str, name: str):
+        """asked: the dataset as data.eval_datasets has it; name: in the registry. Raises what reading raises."""
+        training, self._timeout_s = session.config.training, session.config.cluster.step_timeout_s
+        self._session, self._name = session, name
+        told = (of_evaluation(session.config, asked), training.eval_answers, Sampling(training.eval_answer_tokens))
+        self._actor = session.open_prompts(make_held_out_feed, *told)
+        self._steps: int = self._actor.ask("steps", timeout_s=self._timeout_s)
+        self._prompts: list[Prompt] = self._actor.ask("prompts", timeout_s=self._timeout_s)
+
+    def answers(self, step: int) -> Iterator[AnswerMetrics]:
+        """Each prompt's, after `step` optimizer steps."""
+        told = (answer for number in range(self._steps) for answer in self._answer(number))
+        for number, (prompt, answer) in enumerate(zip(self._prompts, told, strict=False), start=1):
+            yield AnswerMetrics(
+                step=step,
+                dataset=self._name,
+                number=number,
+                prompt=prompt.text,
+                reference=prompt.reference or "",
+                answer=self._actor.ask("text", answer.token_ids, timeout_s=self._timeout_s),
+                tokens=len(answer.token_ids),
+            )
+
+    def _answer(self, number: int) -> list[Answer]:
+        """One for each replica of the decoder; the last of them may have had nothing to answer."""
+        wait_all(self._actor.request(number), self._timeout_s)
+        session = self._session
+        refs = answer_batch(session.stages, session.chain, session.batch(self._actor.take(number)))
+        wait_all(session.take_watched(), self._timeout_s)
+        return session.values([of_replica[0] for of_replica in refs.replicas])
+
+
+def of_evaluation(config: Config, name: str) -> Config:
+    """The configuration of what reads one dataset for evaluation: each sample once, in the file's order."""
+    registered = split_share(name)[0]
+    registry = config.data.data_registry | {registered: replace(config.data.data_registry[registered], weight=1.0)}
+    data: DataConfig = replace(config.data, datasets=[name], data_registry=registry, shuffle=False, balance="random")
+    data = replace(data, balance_window=None)
+    return replace(config, data=data)

@@ -1,0 +1,37 @@
+"""Prompts answered, one a replica of the last stage: encoders forward, prefill and decoding behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dhp.base.stages import Chain
+from dhp.step.schedule import Forward
+from dhp.step.stages import Batch, InFlight, Ref, Stages
+
+
+@dataclass(frozen=True)
+class AnswerRefs:
+    """What submitted prompts will answer: their counts, and what each rank of the last stage tells, replica by
+    replica."""
+
+    info: Ref
+    replicas: tuple[tuple[Ref, ...], ...]
+
+
+def answer_batch(stages: Stages, chain: Chain, batch: Batch) -> AnswerRefs:
+    """Submit one micro-batch of prompts. Nothing is waited for.
+
+    Each stage ends it when all others have used what it handed over: it may write there again then.
+    """
+    in_flight = InFlight(batch)
+    *before, last = chain.nodes()
+    for node in before:
+        if not stages[node.stage].is_idle(Forward(node, 0), batch):
+            stages[node.stage].evaluate(Forward(node, 0), in_flight)
+    answers = stages[last.stage].generate(Forward(last, 0), in_flight)
+    shares = {node.stage: stages[node.stage].evaluated(batch.info) for node in before} | {last.stage: answers}
+    for name, stage in stages.items():
+        stage.end_evaluation(batch.info, *(ref for other, refs in shares.items() if other != name for ref in refs))
+    of_replica = stages[last.stage].spec.degrees.world // stages[last.stage].spec.degrees.data
+    cuts = range(0, len(answers), of_replica)
+    return AnswerRefs(batch.info, tuple(tuple(answers[first : first + of_replica]) for first in cuts))
