@@ -36,6 +36,8 @@ def test_tokens_come_as_often_as_their_shares_say() -> None:
 
 
 def test_a_seed_says_the_draws() -> None:
-    draw = lambda seed: [int(chooser.choose(LOGITS)) for chooser in [Chooser(Sampling(9, temperature=2.0, seed=seed))] * 9]
+    draw = lambda seed: [
+        int(chooser.choose(LOGITS)) for chooser in [Chooser(Sampling(9, temperature=2.0, seed=seed))] * 9
+    ]
     assert draw(1) == draw(1) != draw(2)
     assert int(Chooser(Sampling(1)).choose(LOGITS)) == int(LOGITS.argmax())
