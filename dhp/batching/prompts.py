@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dhp.batching.encoders import VISION
 from dhp.batching.loader import FeedSettings, make_preprocessor, open_datasets, open_model, other_splits, pad_token
 from dhp.batching.scatter import Dealer
 from dhp.batching.unread import fill
+from dhp.data.media.sources import File
 from dhp.data.order.sampler import StepBatch
 from dhp.data.preprocess import Preprocessor
 from dhp.data.records import Record, located
@@ -82,8 +84,11 @@ class PromptFeed:
         slots = (range(first + at, min(first + at + 1, len(self._records))) for at in range(self._replicas))
         return StepBatch(step, 0, (step + 1) / self.steps, (tuple(map(tuple, slots)),))
 
-    def read(self, batch: StepBatch) -> StepData:
-        """Read, decode and deal out. Raises DataError, with the prompt's place, for one that cannot be answered."""
+    def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepData:
+        """Read, decode and deal out. Raises DataError, with the prompt's place, for one that cannot be answered; and for
+        the first of `broken`, as `dhp.batching.feed.Feed.read` has them."""
+        for text in broken.values():
+            raise DataError(text)
         rows = tuple(tuple(tuple(map(self._sample, slot)) for slot in row) for row in batch.samples)
         return self._dealer.deal_prompts(StepSamples(batch.step, 0, rows, (), batch.done), self._sampling)
 

@@ -2,6 +2,7 @@
 
 longest: the longest row within a budget of activations, on one rank against plain transformers, and on several.
 steps: seconds of a step on four ranks that share a row, in each way, beside transformers with DeepSpeed's Ulysses.
+inference: seconds to the first token and tokens a second of an answer to a long prompt, beside transformers.
 video: what each process holds of a ten-minute video, decoded whole and by one, two and four vision ranks.
 sampler: how much of long and short samples is divided without need, by how rows are made and how they are divided.
 """
@@ -17,13 +18,14 @@ from typing import Any
 
 from transformers.utils import logging
 
-from experiments.long_context import longest, sampler, steps, video
+from experiments.long_context import inference, longest, sampler, steps, video
 from experiments.long_context.work import make_model
 
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
 QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "longest": lambda model, given: longest.measure(model, given.budget_mib),
     "steps": steps.measure,
+    "inference": inference.measure,
     "video": video.measure,
     "sampler": sampler.measure,
 }

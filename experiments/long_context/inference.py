@@ -1,0 +1,182 @@
+"""An answer to a long prompt on ranks that share it, beside transformers in one process and cut by layers.
+
+All ways of a number of ranks are measured in turn in the same processes of one thread each: dhp's ranks share the row;
+transformers' `generate` runs on the first one while the others wait; and its layers are dealt out over the ranks as
+`device_map="auto"` deals them out over devices, one rank working at a time and sending its states to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, DynamicCache
+
+from dhp.base.degrees import Degrees
+from dhp.base.generation import Answer, Sampling
+from dhp.batching.collate import Collator
+from dhp.batching.scatter import Dealer
+from dhp.data.source import StepSamples
+from dhp.models.decoder import having, unchanged
+from dhp.models.registry import load_family
+from dhp.trainers.text import TextTrainer
+from experiments.long_context.ranks import UPDATE, on_ranks
+from experiments.long_context.work import make_row
+from experiments.pair import ONE, TEXT, pair_of, settings_of
+
+NEW = 33  # tokens: one behind the prompt, and 32 that are timed
+PLAIN, CUT = "transformers, one process", "transformers, layers over the ranks"
+WAYS = {
+    1: {"one rank": Degrees()},
+    2: {"ulysses 2": Degrees(ulysses=2), "ring 2": Degrees(ring=2), "tensor 2": Degrees(tensor=2)},
+    4: {"ulysses 4": Degrees(ulysses=4), "ring 2 × ulysses 2": Degrees(ring=2, ulysses=2), "ring 4": Degrees(ring=4)},
+}
+Told = tuple[list[int], float, float, int]  # tokens; seconds to the first and between two others; bytes of the cache
+
+
+def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A line for each length, number of ranks and way: medians over rounds, and the medians of the ratios to what plain
+    transformers took in the same round."""
+    for tokens in given.tokens:
+        rounds = given.rounds if tokens < 1 << 15 else 1
+        for ranks in WAYS:
+            told = on_ranks(ranks, _measure, model, tokens, ranks, rounds)
+            wanted = told[PLAIN][0][0]
+            for way, of_way in told.items():
+                pairs = list(zip(told[PLAIN], of_way, strict=True))
+                yield {
+                    "ranks": ranks,
+                    "way": way,
+                    "tokens": tokens,
+                    "rounds": rounds,
+                    "first_token_s": round(median(first for _, first, _, _ in of_way), 4),
+                    "tokens_per_s": round(1 / median(each for _, _, each, _ in of_way), 2),
+                    "first_token_speed_to_plain": round(median(plain[1] / own[1] for plain, own in pairs), 3),
+                    "decode_speed_to_plain": round(median(plain[2] / own[2] for plain, own in pairs), 3),
+                    "cache_bytes": of_way[0][3],
+                    "same_tokens": sum(a == b for a, b in zip(wanted, of_way[0][0], strict=True)),
+                }
+
+
+def _measure(model: str, tokens: int, ranks: int, rounds: int) -> dict[str, list[Told]]:
+    """On each rank: what each way told in each round; the first round does not count."""
+    ways: dict[str, Callable[[], Told]] = {PLAIN: Plain(model, tokens)}
+    if ranks > 1:
+        ways[CUT] = CutByLayers(model, tokens)
+    ways |= {f"dhp, {name}": Ours(model, tokens, degrees) for name, degrees in WAYS[ranks].items()}
+    told: dict[str, list[Told]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for way in list(ways)[:: 1 if number % 2 else -1]:
+            dist.barrier()
+            found = ways[way]()
+            dist.barrier()
+            if number:
+                told[way].append(found)
+    return told
+
+
+class Ours:
+    """dhp's decoder on ranks that share the prompt."""
+
+    def __init__(self, model: str, tokens: int, degrees: Degrees):
+        family = load_family(model)
+        self._trainer = TextTrainer(settings_of(pair_of(family, ONE, degrees), TEXT, model, UPDATE))
+        dealer = Dealer(family, Collator(family, 0, True), 1, 1, text=degrees)
+        row = StepSamples(0, 0, (((make_row(tokens),),),), ())
+        shard = dist.get_rank() // degrees.tensor
+        self._prompt = dealer.deal_prompts(row, Sampling(NEW)).work[TEXT][0][shard]
+
+    def __call__(self) -> Told:
+        answer: Answer = self._trainer.generate(0, 0, self._prompt)
+        each = (answer.seconds - answer.prefill_s) / (NEW - 1)
+        return list(answer.token_ids), answer.prefill_s, each, answer.cache_bytes
+
+
+class Plain:
+    """transformers' generate, on the first rank."""
+
+    def __init__(self, model: str, tokens: int):
+        if dist.get_rank() == 0:
+            self._model = _load(model)
+            self._given = torch.from_numpy(make_row(tokens).input_ids)[None]
+
+    def __call__(self) -> Told:
+        if dist.get_rank():
+            return [], 1.0, 1.0, 0
+        clock, cache = Clock(), DynamicCache()
+        told = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "streamer": clock}
+        mask = torch.ones_like(self._given)
+        found = self._model.generate(input_ids=self._given, attention_mask=mask, past_key_values=cache, **told)
+        first, last = clock.times[1] - clock.times[0], clock.times[-1] - clock.times[1]
+        return found[0, self._given.shape[1] :].tolist(), first, last / (NEW - 1), _bytes(cache)
+
+
+class Clock:
+    """When generate has the prompt, and each token behind it."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _: Tensor) -> None:
+        """As transformers calls it."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """As transformers calls it."""
+
+
+class CutByLayers:
+    """The same model's layers over the ranks: each computes when the one before it is done."""
+
+    def __init__(self, model: str, tokens: int):
+        self._model = _load(model)
+        self._decoder = self._model.model.language_model
+        self._ids = torch.from_numpy(make_row(tokens).input_ids)[None]
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        count = len(self._decoder.layers)
+        self._own = range(count * self._rank // self._ranks, count * (self._rank + 1) // self._ranks)
+
+    @torch.no_grad()
+    def __call__(self) -> Told:
+        cache, ids, tokens, times = DynamicCache(), self._ids, list[int](), [time.perf_counter()]
+        for _ in range(NEW):
+            begin = 0 if not tokens else self._ids.shape[1] + len(tokens) - 1
+            ids = self._step(ids, begin, cache)
+            tokens.append(int(ids))
+            times.append(time.perf_counter())
+        return tokens, times[1] - times[0], (times[-1] - times[1]) / (NEW - 1), _bytes(cache)
+
+    def _step(self, ids: Tensor, begin: int, cache: DynamicCache) -> Tensor:
+        """The next token, on all ranks."""
+        last = self._rank == self._ranks - 1
+        if self._rank == 0:
+            states = self._model.get_input_embeddings()(ids)
+        else:
+            states = torch.empty(1, ids.shape[1], self._decoder.config.hidden_size)
+            dist.recv(states, self._rank - 1)
+        layers = [self._decoder.layers[n] if n in self._own else unchanged for n in range(len(self._decoder.layers))]
+        positions = torch.arange(begin, begin + ids.shape[1]).expand(3, 1, -1)
+        with having(self._decoder, layers=layers, **({} if last else {"norm": unchanged})):
+            named = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+            states = self._decoder(inputs_embeds=states, **named).last_hidden_state
+        if not last:
+            dist.send(states.contiguous(), self._rank + 1)
+        token = self._model.lm_head(states[:, -1]).argmax(-1, keepdim=True) if last else torch.empty(1, 1).long()
+        dist.broadcast(token, self._ranks - 1)
+        return token
+
+
+def _load(model: str) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def _bytes(cache: DynamicCache) -> int:
+    """Of keys and values, where there are some."""
+    held = [layer for layer in cache.layers if layer.is_initialized]
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in held)

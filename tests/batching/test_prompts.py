@@ -1,0 +1,74 @@
+"""Prompts are what the model's own chat template writes, cut before their last token, and dealt out as in training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer
+
+from dhp.base.errors import DataError
+from dhp.base.generation import Sampling
+from dhp.base.geometry import PositionRange
+from dhp.batching.prompts import check_room, make_held_out_feed, make_prompt_feed
+from dhp.config.load import compose_config
+from dhp.config.resolve import resolve
+from dhp.data.records import Record, Turn
+from dhp.models.registry import load_family, load_image_processor
+from dhp.run.settings import feed_settings
+from tests.helpers.answers import make_text
+
+
+def settings_of(assets: Path, *overrides: str):
+    config = resolve(compose_config("tiny", overrides=["text.parallelism=sequence", *overrides]))
+    for part in (config.vision, config.text):
+        part.model_name = str(assets / "model")
+    entry = config.data.data_registry["shapes"]
+    entry.annotation_path, entry.data_path = str(assets / "data" / "annotations.json"), str(assets / "data")
+    return feed_settings(config)
+
+
+def ask(image: Path) -> Record:
+    return Record("prompt", 1, "the prompt", (Turn("user", (image, "Which shape is this?")),))
+
+
+def test_the_prompt_is_the_templates_own(tiny_assets: Path) -> None:
+    image = next((tiny_assets / "data" / "images").glob("*.png"))
+    feed = make_prompt_feed(settings_of(tiny_assets), [ask(image)], Sampling(7))
+    (shards,) = feed.read(feed.batch(0)).work["text"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_assets / "model")
+    said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which shape is this?"}]}]
+    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    grid = load_image_processor(str(tiny_assets / "model"))(Image.open(image).convert("RGB"))["image_grid_thw"][0]
+    placeholder = load_family(str(tiny_assets / "model")).processor.image_token_id
+    runs = [[one] * (int(np.prod(grid)) // 4 if one == placeholder else 1) for one in wanted]
+    whole = [one for run in runs for one in run]
+    row = torch.empty(len(whole) - 1, dtype=torch.long)
+    for rank, shard in enumerate(shards):
+        spans = shard.row.shards[rank]
+        places = [place for _, first, count in spans for place in range(first, first + count)]
+        row[places] = shard.row.tensors["input_ids"][0]
+    assert [*row.tolist(), shards[0].last] == whole
+    assert all(shard.tokens == len(whole) - 1 and shard.sampling.stop for shard in shards)
+    # An image of t × h × w patches takes max(h, w) / 2 positions, whatever its tokens.
+    saved = len(runs[wanted.index(placeholder)]) - int(max(grid[1:])) // 2
+    assert shards[0].next_position == len(whole) - saved and saved > 0
+
+
+def test_held_out_prompts_are_those_of_the_first_answers(tiny_assets: Path) -> None:
+    feed = make_held_out_feed(settings_of(tiny_assets), 3, Sampling(7))
+    prompts = feed.prompts
+    assert len(prompts) == feed.steps == 3 and all(one.text and one.reference for one in prompts)
+    assert all(one.name == "shapes" and "<image>" not in one.text for one in prompts)
+
+
+def test_a_prompt_without_room_for_its_answer_is_refused() -> None:
+    text = make_text(20, 1)
+    check_room(text, 12, PositionRange(32, True))
+    with pytest.raises(DataError, match=r"20 tokens and 13 new ones are more than the 32 .* Set max_new_tokens=12"):
+        check_room(text, 13, PositionRange(32, True))
+    check_room(text, 1 << 20, None)

@@ -1,0 +1,121 @@
+"""`python -m dhp generate`, from a run's checkpoint in other layouts than its own and from a model's directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from dhp.__main__ import main
+from dhp.models.registry import load_family, load_image_processor
+from tests.helpers.runs import ONE_ACTOR_EACH, Outcome, tiny, train
+
+PROMPT = "Which shape is this?"
+NEW = 6
+
+
+def plainly(model: Path, image: Path) -> list[int]:
+    """What plain transformers answers."""
+    tokenizer, processor = AutoTokenizer.from_pretrained(model), load_image_processor(str(model))
+    said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPT}]}]
+    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    shown = processor(Image.open(image).convert("RGB"), return_tensors="pt")
+    placeholder = load_family(str(model)).processor.image_token_id
+    tokens = int(shown["image_grid_thw"].prod()) // 4
+    ids = [
+        one
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]
+        for one in [token] * (tokens if token == placeholder else 1)
+    ]
+    given = torch.tensor(ids)[None]
+    plain = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    kinds = (given == placeholder).long()
+    told = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    mask = torch.ones_like(given)
+    found = plain.generate(input_ids=given, attention_mask=mask, mm_token_type_ids=kinds, **shown, **told)
+    return found[0, len(ids) :].tolist()
+
+
+def generated(out: Path, *arguments: str) -> list[int]:
+    ended = train("generate", f"prompt={PROMPT}", f"max_new_tokens={NEW}", f"out={out}", *arguments, module="dhp")
+    assert ended.status == 0 and ended.left == (), ended.stderr
+    told = json.loads(out.read_text())
+    assert told["text"] in ended.stdout
+    return told["token_ids"]
+
+
+def test_a_runs_checkpoint_answers_in_another_layout(
+    first_run: tuple[Path, Outcome], tiny_assets: Path, tmp_path: Path
+) -> None:
+    image = tiny_assets / "data" / "images" / "00000_0.png"
+    run_dir, _ = first_run
+    assert main(["export", str(run_dir), str(tmp_path / "exported")]) == 0
+    wanted = plainly(tmp_path / "exported", image)
+    given = [f"checkpoint={run_dir}", f"images=[{image}]"]
+    assert generated(tmp_path / "new" / "a.json", *given, "text.parallelism=sequence", "text.ring=2") == wanted
+    exported = [f"checkpoint={tmp_path / 'exported'}", f"images={image}", "--config-name=tiny", *ONE_ACTOR_EACH]
+    assert generated(tmp_path / "b.json", *exported) == wanted
+
+
+def test_a_run_answers_with_its_evaluations_and_its_adapters_answer_afterwards(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    run_dir, image = tmp_path / "run", tiny_assets / "data" / "images" / "00000_0.png"
+    asked = ["data.eval_datasets=['shapes%10']", "training.eval_answers=2", "training.eval_answer_tokens=4"]
+    own = ["text.lora.rank=4", "training.frozen=[vision]", "training.max_steps=2", "training.learning_rate=0.01"]
+    ended = train(*tiny(tiny_assets, run_dir, *ONE_ACTOR_EACH, *asked, *own))
+    assert ended.status == 0, ended.stderr
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    told = [line for line in lines if line["kind"] == "answer"]
+    assert [(line["step"], line["dataset"], line["number"]) for line in told] == [(2, "shapes", 1), (2, "shapes", 2)]
+    assert all(line["prompt"] and line["reference"] and 1 <= line["tokens"] <= 4 for line in told)
+    assert f"answer 1 of shapes after step 2: {json.dumps(told[0]['prompt'])}" in ended.stderr
+    assert b"answer/shapes/1" in b"".join(file.read_bytes() for file in (run_dir / "tb").iterdir())
+    assert main(["export", str(run_dir), str(tmp_path / "exported")]) == 0
+    given = [f"checkpoint={run_dir}", f"images=[{image}]"]
+    assert generated(tmp_path / "a.json", *given) == plainly(tmp_path / "exported", image)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["prompt=x", "checkpoint={model}"], "is a model: name a FILE.yaml or --config-name=NAME"),
+        (["prompt=x"], "checkpoint= is not given: name a FILE.yaml or --config-name=NAME"),
+        (["prompt=x", "checkpoint=nowhere"], "nowhere is no directory"),
+        (["prompt=x", "checkpoint={run}", "text.parallelism=pipeline"], "text.pipeline=2"),
+        (["prompt=x", "checkpoint={run}", "text.num_actors=3"], "tensor=3 cannot split"),
+        (
+            [
+                "prompt=x",
+                "checkpoint={run}",
+                "--config-name=tiny",
+                "text.model_name={model}",
+                "vision.model_name={model}",
+            ],
+            "is of another model",
+        ),
+        (["prompt=x", "checkpoint={run}", "text.lora.rank=3"], "had other adapters"),
+        (["prompt=x", "checkpoint={run}", "max_new_tokens=99999"], "99999 new ones are more than the"),
+        (["images=[nowhere.png]", "checkpoint={run}"], "nowhere.png does not exist"),
+        (["images=[{run}/config.yaml]", "checkpoint={run}"], "config.yaml cannot be decoded"),
+        (["videos=[{run}/config.yaml]", "checkpoint={run}"], "config.yaml"),
+        (["prompt=a <|image_pad|>", "checkpoint={run}"], "1 image placeholder tokens for 0 images"),
+        (["prompt=x", "checkpoint={run}", "out={run}"], "is a directory; name a file in it"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_anything_starts(
+    arguments: list[str],
+    told: str,
+    first_run: tuple[Path, Outcome],
+    made_model: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_dir, _ = first_run
+    given = [one.format(model=made_model, run=run_dir) for one in arguments]
+    assert main(["generate", *given]) == 1
+    ended = capsys.readouterr()
+    assert told in ended.err and "starting Ray" not in ended.out + ended.err
