@@ -85,8 +85,8 @@ class PromptFeed:
         return StepBatch(step, 0, (step + 1) / self.steps, (tuple(map(tuple, slots)),))
 
     def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepData:
-        """Read, decode and deal out. Raises DataError, with the prompt's place, for one that cannot be answered; and for
-        the first of `broken`, as `dhp.batching.feed.Feed.read` has them."""
+        """Read, decode and deal out. Raises DataError, with the prompt's place, for one that cannot be answered; and
+        for the first of `broken`, as `dhp.batching.feed.Feed.read` has them."""
         for text in broken.values():
             raise DataError(text)
         rows = tuple(tuple(tuple(map(self._sample, slot)) for slot in row) for row in batch.samples)
