@@ -73,7 +73,7 @@ def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample]) 
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
     source: Any = SimpleNamespace(step=step)
-    return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing=True).step(0)
+    return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing=True, text=text).step(0)
 
 
 def run_layout(

@@ -5,6 +5,7 @@ steps: seconds of a step on four ranks that share a row, in each way, beside tra
 inference: seconds to the first token and tokens a second of an answer to a long prompt, beside transformers.
 video: what each process holds of a ten-minute video, decoded whole and by one, two and four vision ranks.
 sampler: how much of long and short samples is divided without need, by how rows are made and how they are divided.
+two_stages: what it is worth to deal pictures out evenly first, beside giving each to the rank that has its tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from experiments.long_context import inference, longest, sampler, steps, video
+from experiments.long_context import inference, longest, sampler, steps, two_stages, video
 from experiments.long_context.work import make_model
 
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
@@ -28,6 +29,7 @@ QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]
     "inference": inference.measure,
     "video": video.measure,
     "sampler": sampler.measure,
+    "two_stages": two_stages.measure,
 }
 
 

@@ -1,0 +1,104 @@
+"""Two-stage sharding, pictures evenly over vision ranks and then tokens evenly over text ranks, beside one-stage: each
+rank encodes the pictures whose tokens it has (LongVILA, Chen et al. 2024, section 3.3).
+
+Rows have unequal numbers of frames along them. Two ranks, an actor each of both parts, one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import ray
+
+from dhp.base.degrees import Degrees
+from dhp.base.geometry import IGNORED
+from dhp.base.messages import StepData
+from dhp.cluster.cluster import Cluster
+from dhp.cluster.watch import wait_all
+from dhp.data.sample import Sample
+from dhp.models.registry import load_family
+from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces
+from dhp.step.stages import make_stages
+from dhp.trainers.text import TextTrainer
+from dhp.trainers.vision import VisionTrainer
+from experiments.layouts.ours import TIMEOUT_S, UPDATE, _layout, _train, deal
+from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
+from experiments.recompute.work import END, IMAGE, PATCH_VALUES, START, make_model
+
+RANKS = 2
+WIDTHS = {"tower": 128, "decoder": 256, "layers": 4}
+SIDE = 8  # patches along a frame's side: 64 patches, 16 tokens
+SCENES, FRAMES, WORDS = 6, 12, 300  # of a row: so many times up to so many frames and words
+ROWS = 5
+
+
+def measure(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A line for each row, and the median over rows of one-stage seconds to two-stage ones."""
+    vision, text = Degrees(ulysses=RANKS), Degrees(ulysses=RANKS)
+    ratios = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), **WIDTHS)
+        chain = pair_of(load_family(model), vision, text)
+        with Cluster(_layout(chain, folder, "local")) as cluster:
+            cluster.groups[VISION].start(VisionTrainer, settings_of(chain, VISION, model, UPDATE))
+            cluster.groups[TEXT].start(TextTrainer, settings_of(chain, TEXT, model, UPDATE))
+            wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
+            stages = make_stages(chain, cluster.groups)
+            for seed in range(ROWS):
+                sample = _row(seed)
+                seconds: dict[str, list[float]] = {"two stages": [], "one stage": []}
+                loads = {}
+                for number in range(given.rounds):
+                    for way in list(seconds)[:: 1 if number % 2 else -1]:
+                        data = _dealt(model, vision, text, sample, way)
+                        loads[way] = [len(work.pixels) for work in data.work[VISION][0]]
+                        taken, _ = _train(chain, stages, as_batch(data, ray.put), 1)
+                        seconds[way] += taken
+                pairs = zip(seconds["one stage"], seconds["two stages"], strict=True)
+                ratios.append(median(one / two for one, two in pairs))
+                yield {
+                    "row": seed,
+                    "patches_one_stage": loads["one stage"],
+                    "patches_two_stages": loads["two stages"],
+                    "seconds": {way: round(median(of), 3) for way, of in seconds.items()},
+                    "one_to_two": round(ratios[-1], 3),
+                }
+    yield {"way": "all rows", "one_to_two": round(median(ratios), 3)}
+
+
+def _row(seed: int) -> Sample:
+    """Scenes of a random number of frames, each told of in a random number of words, half of which are learned."""
+    rng = np.random.default_rng(seed)
+    pixels: list[np.ndarray] = []
+    ids: list[np.ndarray] = []
+    for _ in range(SCENES):
+        frames = int(rng.integers(0, FRAMES + 1))
+        for _ in range(frames):
+            pixels.append(rng.standard_normal((SIDE * SIDE, PATCH_VALUES)).astype(np.float32))
+            ids += [np.array([START]), np.full(SIDE * SIDE // 4, IMAGE), np.array([END])]
+        ids.append(rng.integers(3, 2000, int(rng.integers(8, WORDS))))
+    row = np.concatenate(ids)
+    labels = np.where(row < 2000, row, IGNORED)
+    kinds = (row == IMAGE).astype(np.int64)
+    return Sample("made", seed, row, labels, kinds, tuple(pixels), ((1, SIDE, SIDE),) * len(pixels))
+
+
+def _dealt(model: str, vision: Degrees, text: Degrees, sample: Sample, way: str) -> StepData:
+    if way == "two stages":
+        return deal(model, vision, text, [sample])
+    starts = np.flatnonzero(sample.input_ids == START)
+    owners = starts * RANKS // len(sample.input_ids)
+
+    def by_token(images: Sequence[ImageWork], *_: Any, **__: Any) -> list[list[Pieces]]:
+        whole = [Piece(number, 0, len(image.window_lengths)) for number, image in enumerate(images)]
+        return [[tuple(piece for piece in whole if owners[piece.image] == rank) for rank in range(RANKS)]]
+
+    with mock.patch("dhp.batching.encoders.shard_images", by_token):
+        return deal(model, vision, text, [sample])
