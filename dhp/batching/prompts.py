@@ -30,8 +30,8 @@ DECODED = {"skip_special_tokens": True}
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that is answered. name: of where it comes from. question: what it asks. reference: what a dataset answers;
-    None: nothing does."""
+    """A prompt that is answered. name: of where it comes from. question: what it asks. reference: what a dataset
+    answers; None: nothing does."""
 
     name: str
     question: str
