@@ -32,11 +32,11 @@ DECODED = {"skip_special_tokens": True}
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that is answered. name: of where it comes from. text: what it asks. reference: what a dataset answers;
-    None: nothing does."""
+    """A prompt that is answered. name: of where it comes from. question: what it asks. reference: what a dataset
+    answers; None: nothing does."""
 
     name: str
-    text: str
+    question: str
     reference: str | None = None
 
 
@@ -96,7 +96,7 @@ class PromptFeed:
         """As `dhp.batching.feed.Feed.fill`."""
         return fill(work, self._preprocess.pictures.read_patches)
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def said(self, token_ids: Sequence[int]) -> str:
         """What tokens say."""
         return str(self._tokenizer.decode(list(token_ids), **DECODED))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from dhp.base.errors import ConfigError
 from dhp.base.interrupts import heed, interruptible
 from dhp.base.startup import StartUp
 from dhp.checkpoint.folder import find_checkpoint
+from dhp.cli.sample_text import harmless
 from dhp.config.generation import GenerateRequest, answering, laid_out_anew, read_request
 from dhp.config.load import compose_config
 from dhp.config.parts import parts
@@ -48,15 +51,19 @@ def main(arguments: Sequence[str]) -> int:
     logs = tempfile.mkdtemp(prefix="dhp-generate-")
     from dhp.run.generation import ROUNDS, generate  # it brings torch and Ray along
 
-    with interruptible():
-        told = StartUp(time.perf_counter())
-        found = generate(replace(config, run_dir=logs), checkpoint, request, told, ROUNDS if given.benchmark else 0)
-    shutil.rmtree(logs)  # left where something went wrong: the actors' logs are in it
+    try:
+        with interruptible():
+            told = StartUp(time.perf_counter())
+            found = generate(replace(config, run_dir=logs), checkpoint, request, told, ROUNDS if given.benchmark else 0)
+        shutil.rmtree(logs)
+    finally:  # left where something went wrong, if the actors' logs are in it
+        with suppress(OSError):
+            os.rmdir(logs)
     answer: Mapping[str, Any] = {"token_ids": list(found.token_ids), "text": found.text}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(answer, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(json.dumps(asdict(found.figures)) if given.benchmark else found.text)
+    print(json.dumps(asdict(found.figures)) if given.benchmark else harmless(found.text))
     return 0
 
 

@@ -46,6 +46,10 @@ class Family:
         """All parts by name, in the order in which data comes by."""
         return {VISION: self.tower, **self.others, "text": self.decoder}
 
+    def check_answers(self) -> None:
+        """Raises ModelError, by name, for a model that cannot answer prompts here."""
+        self.decoder.check_answers()
+
     def having(self, parts: Iterable[str]) -> Family:
         """The family in a run with these parts alone: the modules of further encoders that it leaves out are idle."""
         kept = {name: part for name, part in self.others.items() if name in set(parts)}

@@ -71,7 +71,7 @@ def generate(
     config = prepare(config, new_run=False, say=say, reads=False)
     name = model_name(config)
     family = load_family(name).having(parts(config))
-    family.decoder.check_answers()
+    family.check_answers()
     if checkpoint is not None:
         check_weights(config, checkpoint)
     sampling = Sampling(
@@ -94,7 +94,7 @@ def generate(
         say("answering")
         told = [_answer(session, prompts) for _ in range(1 + rounds)]
     token_ids = told[0][1][0].token_ids
-    return Generated(token_ids, feed.text(token_ids), _figures(told[1:] or told))
+    return Generated(token_ids, feed.said(token_ids), _figures(told[1:] or told))
 
 
 def read_record(request: GenerateRequest, allow_http: bool = False) -> Record:

@@ -35,9 +35,9 @@ class HeldOut:
                 step=step,
                 dataset=self._name,
                 number=number,
-                prompt=prompt.text,
+                prompt=prompt.question,
                 reference=prompt.reference or "",
-                answer=self._actor.ask("text", answer.token_ids, timeout_s=self._timeout_s),
+                answer=self._actor.ask("said", answer.token_ids, timeout_s=self._timeout_s),
                 tokens=len(answer.token_ids),
             )
 

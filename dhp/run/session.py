@@ -7,7 +7,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +131,9 @@ class Session:
         rules = training_rules(self.config.training, family, adapters_of(self.config))
         kept = keep_settings(self.config, self.chain)
         for spec in self.chain.stages:
-            told = (self.start.checkpoint, rules, kept.get(spec.part))
+            told = (self.start.checkpoint, rules, kept.get(spec.part), states)
             settings = stage_settings(self.config, self.chain, spec, self.device, steps, *told)
-            self.groups[spec.name].start(make, replace(settings, resume_states=states))
+            self.groups[spec.name].start(make, settings)
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.chain, self.groups)
 

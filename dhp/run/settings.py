@@ -170,11 +170,12 @@ def stage_settings(
     checkpoint: Path | None = None,
     rules: TrainingRules = ALL,
     features: KeepSettings | None = None,
+    states: bool = True,
 ) -> StageSettings:
     """What each rank of a stage needs in a run of `steps` optimizer steps.
 
-    checkpoint: the one that the run continues. rules: what is trained, and how. features: where those of its part are
-    kept.
+    checkpoint: the one that the run continues; states: with its optimizer's. rules: what is trained, and how. features:
+    where those of its part are kept.
     """
     part: PartConfig = getattr(config, stage.part)
     goes_back = any(chain.goes_back(node) for node in stage.nodes)
@@ -201,6 +202,7 @@ def stage_settings(
         adapters=adapters_of(config).get(stage.part),
         resume_from=None if checkpoint is None else str(checkpoint / stage.part),
         features=features,
+        resume_states=states,
     )
 
 

@@ -22,6 +22,7 @@ from dhp.parallel.decode.cache import Held, HeldCache
 from dhp.parallel.decode.partial import NewToken, new_token_attention
 from dhp.parallel.decode.sampling import Chooser
 from dhp.parallel.tensor.loss import whole_logits
+from dhp.trainers.moving import move_together
 
 NEW_TOKEN = "dhp_new_token"  # a name that transformers has no mask function for
 _MEMORY_UNIT = 1024  # of the host's memory, as the system tells it
@@ -74,8 +75,7 @@ class Generator:
         """New tokens until one ends the answer or there are as many as were asked for."""
         chooser = Chooser(prompt.sampling)
         plan = NewToken(cache.held, self._sequence if self._ranks > 1 else None, self._backend)
-        token = torch.tensor([[prompt.last]]).to(device)
-        positions = prompt.position.to(device)
+        token, positions = move_together((torch.tensor([[prompt.last]]), prompt.position), device)
         self._decoder.use_attention(self._model, NEW_TOKEN)
         try:
             for number in range(prompt.sampling.max_new_tokens):

@@ -31,6 +31,7 @@ from experiments.long_context.work import make_row
 from experiments.pair import ONE, TEXT, pair_of, settings_of
 
 NEW = 33  # tokens: one behind the prompt, and 32 that are timed
+LONG = 1 << 14  # tokens, of which there is one round
 PLAIN, CUT = "transformers, one process", "transformers, layers over the ranks"
 WAYS = {
     1: {"one rank": Degrees()},
@@ -44,7 +45,7 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for each length, number of ranks and way: medians over rounds, and the medians of the ratios to what plain
     transformers took in the same round."""
     for tokens in given.tokens:
-        rounds = given.rounds if tokens < 1 << 15 else 1
+        rounds = given.rounds if tokens < LONG else 1
         for ranks in WAYS:
             told = on_ranks(ranks, _measure, model, tokens, ranks, rounds)
             wanted = told[PLAIN][0][0]
@@ -65,18 +66,18 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _measure(model: str, tokens: int, ranks: int, rounds: int) -> dict[str, list[Told]]:
-    """On each rank: what each way told in each round; the first round does not count."""
+    """On each rank: what each way told in each round; the first round does not count, unless it is long."""
     ways: dict[str, Callable[[], Told]] = {PLAIN: Plain(model, tokens)}
     if ranks > 1:
         ways[CUT] = CutByLayers(model, tokens)
     ways |= {f"dhp, {name}": Ours(model, tokens, degrees) for name, degrees in WAYS[ranks].items()}
     told: dict[str, list[Told]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
+    for number in range(rounds + (tokens < LONG)):
         for way in list(ways)[:: 1 if number % 2 else -1]:
             dist.barrier()
             found = ways[way]()
             dist.barrier()
-            if number:
+            if number or tokens >= LONG:
                 told[way].append(found)
     return told
 

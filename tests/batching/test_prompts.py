@@ -62,8 +62,8 @@ def test_the_prompt_is_the_templates_own(tiny_assets: Path) -> None:
 def test_held_out_prompts_are_those_of_the_first_answers(tiny_assets: Path) -> None:
     feed = make_held_out_feed(settings_of(tiny_assets), 3, Sampling(7))
     prompts = feed.prompts
-    assert len(prompts) == feed.steps == 3 and all(one.text and one.reference for one in prompts)
-    assert all(one.name == "shapes" and "<image>" not in one.text for one in prompts)
+    assert len(prompts) == feed.steps == 3 and all(one.question and one.reference for one in prompts)
+    assert all(one.name == "shapes" and "<image>" not in one.question for one in prompts)
 
 
 def test_a_prompt_without_room_for_its_answer_is_refused() -> None:

@@ -19,8 +19,10 @@ from dhp.config.run_dir import check_run_dir
 from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
+from dhp.models.registry import load_family
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
+from dhp.run.chain import make_chain as of_config
 from dhp.run.settings import feed_settings, kept_settings, passes_of, resume_line, stage_settings
 from tests.helpers.chains import make_chain
 
@@ -76,7 +78,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     rules = TrainingRules(frozen=(Selector("vision", ("model.visual",), ("model.visual.merger",)),))
     found = {s.name: stage_settings(config, chain, s, "cuda", 40, Path("step_7"), rules) for s in chain.stages}
     shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
-    shared |= {"rules": rules, "features": None}
+    shared |= {"rules": rules, "features": None, "resume_states": True}
     shared |= {"compiled": False}  # as it must be with what else is asked for
     shared |= {"exclusive_sums": True}  # stages that share GPUs
     shared |= {"chain": chain, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
@@ -104,6 +106,16 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
         told = {field.name: getattr(settings, field.name) for field in fields(settings)}
         del told["update"]
         assert told == shared | own[name] | {"spec": chain.stage(name)}
+
+
+def test_who_answers_reads_no_states_and_trains_nothing(tiny_assets: Path) -> None:
+    config = resolve(
+        compose_config("tiny", overrides=[f"{part}.model_name={tiny_assets / 'model'}" for part in ("vision", "text")])
+    )
+    chain = of_config(config, load_family(config.text.model_name), config.text.model_name, trains=False)
+    assert not any(stage.trains for stage in chain.stages) and not any(edge.gradients for edge in chain.edges)
+    settings = stage_settings(config, chain, chain.stages[0], "cpu", 1, Path("step_7"), states=False)
+    assert (settings.resume_from, settings.resume_states) == ("step_7/vision", False)
 
 
 def test_a_stage_recomputes_what_its_own_layers_are_told() -> None:
