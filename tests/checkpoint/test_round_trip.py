@@ -103,6 +103,28 @@ def test_two_steps_and_two_more_are_four_however_torch_cuts(case: Case, made_mod
     test_two_steps_and_two_more_are_four(case, made_model, tmp_path)
 
 
+SHARED = [
+    Case(Degrees(ulysses=2), Degrees(ulysses=ulysses, ring=ring, tensor=tensor), 2, dtype, stages=stages,
+         sequence_groups="auto" if ring == 1 else "one")
+    for (ulysses, ring, dtype), tensor, stages in product(
+        (
+            *((1, 1, "float32"), (2, 1, "float32"), (1, 2, "bfloat16"), (2, 2, "float32"), (4, 1, "bfloat16")),
+            *((1, 4, "float32"), (3, 1, "float32")),
+        ),
+        (1, 2),
+        (1, 2),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_two_steps_and_two_more_are_four_where_ranks_share_rows(
+    case: Case, attending_model: str, tmp_path: Path
+) -> None:
+    test_two_steps_and_two_more_are_four(case, attending_model, tmp_path)
+
+
 VISION = {"none": Degrees(), "data": Degrees(data=2), "sequence": Degrees(ulysses=2)}
 PIPELINES = [
     pytest.param(
