@@ -44,7 +44,13 @@ from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL, SHARED_MEMORY, I
 # What belongs to a step: other verbs, as saving, are no part of its time.
 _STEP = {"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"}
 # What a trace calls a trainer's verbs.
-_KINDS = {"forward_step": FORWARD, "backward_step": BACKWARD, "evaluate_step": FORWARD, "save": CHECKPOINT}
+_KINDS = {
+    "forward_step": FORWARD,
+    "backward_step": BACKWARD,
+    "evaluate_step": FORWARD,
+    "generate": FORWARD,
+    "save": CHECKPOINT,
+}
 _END_STEP = {"optimizer_step", "end_evaluation"}
 FLOAT_BYTES = 8  # the norm of a stage
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dhp.base.degrees import Degrees
+from experiments.long_context import inference
 from experiments.long_context.longest import Way, _longest
 from experiments.long_context.ranks import on_ranks
 from experiments.long_context.steps import PEER, _require_same
@@ -28,6 +29,15 @@ def test_plain_keeps_most_and_ranks_share(model: str) -> None:
     alone = on_ranks(1, _longest, model, Way("offload", recompute="offload", mlp_chunks=4), BUDGET)
     shared = on_ranks(2, _longest, model, Way("ring", Degrees(ring=2), "offload", 4), BUDGET)
     assert 0 < plain < alone < shared
+
+
+def test_an_answer_is_the_same_in_each_way(model: str) -> None:
+    told = on_ranks(2, inference._measure, model, 96, 2, 1)
+    tokens = {way: found for way, ((found, *_),) in told.items()}
+    assert set(tokens) == {inference.PLAIN, inference.CUT, "dhp, ulysses 2", "dhp, ring 2", "dhp, tensor 2"}
+    assert all(found == tokens[inference.PLAIN] and len(found) == inference.NEW for found in tokens.values())
+    plain, *others = (found[0][3] for found in told.values())
+    assert all(abs(2 * other - plain) <= plain // 64 for other in others)
 
 
 def test_a_way_that_computed_something_else_is_told() -> None:

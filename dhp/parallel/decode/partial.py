@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.parallel.attention.kernels import AUTO, Block, Dense, choose_kernel
+from dhp.parallel.attention.kernels import AUTO, Block, Dense, choose_kernel, takes_varlen
 from dhp.parallel.attention.visibility import LayerRule, layer_rule
 from dhp.parallel.decode.cache import Held
 from dhp.parallel.decode.merge import merge_over_ranks
@@ -66,6 +66,7 @@ def attend_own(
     query, key, value = (
         s if s.shape[-1] == wanted else F.pad(s, (0, wanted - s.shape[-1])) for s in (query, key, value)
     )
-    kernel = Dense() if rule.softcap is not None else choose_kernel(query, backend)
+    slow = rule.softcap is not None or (query.is_cuda and not takes_varlen(query))  # no fast kernel there is so wide
+    kernel = Dense() if slow else choose_kernel(query, backend)
     output, lse = kernel.forward(query, key, value, block)
     return output[0, :, :width].to(exact), lse[:, 0].to(exact)
