@@ -20,7 +20,7 @@ from dhp.config.schema import DatasetEntry
 from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.cache import LengthCache
 from dhp.data.lengths.table import MeasuredDataset
-from dhp.data.media.video import Taking
+from dhp.data.media.taking import Taking
 from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler
 from dhp.data.preprocess import Preprocessor, Prompts, Videos

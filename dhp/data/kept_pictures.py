@@ -12,7 +12,7 @@ from typing import Any
 from dhp.base.features import Features
 from dhp.base.geometry import Form, Grid
 from dhp.data.media.sources import Blob, File, Video, name_of, open_media
-from dhp.data.media.video import Pace
+from dhp.data.media.taking import Pace
 
 Load = Callable[[str], Features | None]
 Seen = tuple[Grid | Form, Pace | None]  # of a picture, what a sample needs beside its features; no pace: an image

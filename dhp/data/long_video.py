@@ -7,7 +7,7 @@ from math import prod
 
 from dhp.base.geometry import Grid
 from dhp.data.media.sources import File
-from dhp.data.media.video import VideoLength
+from dhp.data.media.taking import VideoLength
 
 
 @dataclass(frozen=True)

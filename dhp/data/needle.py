@@ -19,7 +19,8 @@ from dhp.base.errors import DataError
 from dhp.base.new_folder import new_folder
 from dhp.data.drawing import PALETTE
 from dhp.data.media.images import open_image
-from dhp.data.media.video import Taking, map_frames
+from dhp.data.media.taking import Taking
+from dhp.data.media.video import map_frames
 
 FPS = 2  # frames of a written video a second
 SIDE = 56  # pixels of a made haystack's frames

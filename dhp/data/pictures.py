@@ -18,7 +18,8 @@ from dhp.data.lengths.grids import Grids, Size
 from dhp.data.long_video import LongVideo
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Video, name_of
-from dhp.data.media.video import Pace, Taking, map_frames, read_extent, read_length
+from dhp.data.media.taking import Pace, Taking
+from dhp.data.media.video import map_frames, read_extent, read_length
 from dhp.data.media.video_parts import read_groups
 from dhp.data.sample import Sample
 

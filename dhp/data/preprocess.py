@@ -18,7 +18,7 @@ from dhp.base.geometry import IGNORED, SOUND, Grid, PositionRange
 from dhp.data.chat import Rendered, render, replace_each, to_messages
 from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.limits import Length, check_length
-from dhp.data.media.video import Pace
+from dhp.data.media.taking import Pace
 from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
 from dhp.data.sample import Sample

@@ -115,7 +115,7 @@ class Way:
     def evaluate(self, data: StepData) -> Step:
         """The loss of a step's data, forward alone."""
         begin = time.process_time()
-        loss = float(sum(evaluate_batch(self._stages, self._chain, as_batch(data)).shares))
+        loss = sum(share.loss for share in evaluate_batch(self._stages, self._chain, as_batch(data)).shares)
         return Step(time.process_time() - begin, {}, loss)
 
     def step(self, data: StepData) -> Step:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from transformers import PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
 
-from dhp.data.media.video import Taking
+from dhp.data.media.taking import Taking
 from dhp.data.preprocess import Preprocessor, Videos
 from dhp.models.qwen2_5_vl import qwen2_5_vl
 from dhp.models.tiny import make_tokenizer, tiny_config

@@ -17,7 +17,8 @@ from dhp.data.formats.columns import renamed
 from dhp.data.media.images import open_image
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import Blob
-from dhp.data.media.video import Taking, map_frames
+from dhp.data.media.taking import Taking
+from dhp.data.media.video import map_frames
 from dhp.data.parse import FORMATS, detect, parse_record
 
 

@@ -17,7 +17,7 @@ from dhp.base.geometry import Form
 from dhp.data import pictures
 from dhp.data.kept_pictures import KeptPictures, key_of, seen_from_json, seen_to_json
 from dhp.data.media.sources import Blob, Video
-from dhp.data.media.video import Pace
+from dhp.data.media.taking import Pace
 from dhp.data.preprocess import Preprocessor
 from dhp.data.records import Record, Turn
 from dhp.data.sample import Sample

@@ -11,7 +11,8 @@ from PIL import Image
 
 from dhp.base.errors import DataError
 from dhp.data.drawing import PALETTE
-from dhp.data.media.video import Taking, map_frames
+from dhp.data.media.taking import Taking
+from dhp.data.media.video import map_frames
 from dhp.data.needle import ANNOTATIONS, QUESTION, Hidden, Needle, coloured_needles, make_needles, write_needles
 
 

@@ -19,7 +19,7 @@ from dhp.base.errors import DataError
 from dhp.base.geometry import IGNORED
 from dhp.data.chat import Rendered, replace_each
 from dhp.data.media.sources import Video
-from dhp.data.media.video import Pace, Taking
+from dhp.data.media.taking import Pace, Taking
 from dhp.data.pictures import Videos
 from dhp.data.preprocess import Preprocessor
 from dhp.data.records import Record, Turn

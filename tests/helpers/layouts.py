@@ -410,8 +410,9 @@ def compare(
     losses = [_deviation(found, e.loss) for found, e in zip(trained.losses, expected, strict=True)]
     norms = [_deviation(n, e.norm) for found, e in zip(trained.norms, expected, strict=True) for n in found]
     gradients = [_worst_gradient(found, e) for found, e in zip(trained.gradients, expected, strict=True)]
-    undecided = _without_gradient(expected) if case.dtype == "float32" else set()
-    update = _worst_update(trained.weights, start, end, undecided)
+    single = case.dtype == "float32"
+    undecided = _without_gradient(expected) if single else set()
+    update = _worst_update(trained.weights, start, end, undecided, _below_rounding(expected) if single else {})
     return Errors(max(losses), max(norms), *max(gradients), *update)
 
 
@@ -543,16 +544,34 @@ def _without_gradient(steps: Sequence[Step]) -> set[str]:
     return {name for name in named if all(small(step, name) for step in taken)}
 
 
+def _below_rounding(steps: Sequence[Step]) -> dict[str, Tensor]:
+    """By weight that has some: its elements whose gradients are smaller than what float32 resolves of the steps'
+    norms, and not zero. One of them can be off by half: Adam divides it by its own size."""
+    resolved = torch.finfo(torch.float32).eps
+    largest: dict[str, Tensor] = {}
+    for step in steps:
+        for name, gradient in step.gradients.items():
+            if step.norm and gradient is not None:
+                share = gradient.abs() / step.norm
+                largest[name] = torch.maximum(largest[name], share) if name in largest else share
+    found = {name: (share > 0) & (share < resolved) for name, share in largest.items()}
+    return {name: elements for name, elements in found.items() if elements.any()}
+
+
 def _worst_update(
-    trained: list[list[dict[str, Tensor]]], start: dict, end: dict, undecided: set[str]
+    trained: list[list[dict[str, Tensor]]], start: dict, end: dict, undecided: set[str], elements: dict[str, Tensor]
 ) -> tuple[float, str]:
+    """`undecided` weights, and the named elements of others, are passed over."""
     worst = (0.0, "")
     for of_rank in (rank for part in trained for rank in part):
         for name, weight in of_rank.items():
             if name in undecided:
                 continue
             wanted = end[name] - start[name]
-            error = _deviation(float((weight.to(wanted) - end[name]).norm()) / (float(wanted.norm()) or 1.0), 0.0)
+            off = weight.to(wanted) - end[name]
+            if name in elements:
+                off = off.masked_fill(elements[name], 0.0)
+            error = _deviation(float(off.norm()) / (float(wanted.norm()) or 1.0), 0.0)
             worst = max(worst, (error, name))
     moved = {name for name, weight in end.items() if not torch.equal(weight, start[name])}
     missing = moved - {name for part in trained for of_rank in part for name in of_rank}

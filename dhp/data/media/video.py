@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import av
@@ -15,83 +14,12 @@ from dhp.base.errors import DataError
 from dhp.data.media.decoding import decoding
 from dhp.data.media.images import MAX_PIXELS
 from dhp.data.media.sources import File, name_of, open_media
+from dhp.data.media.taking import Extent, Pace, Taking, VideoLength
 
-MIN_FRAMES = 4  # as the processors of the Qwen models have it
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,gif,ogg,asf"
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Taking:
-    """Which frames of a video are taken.
-
-    fps: frames of each second. max_frames: the most of a video.
-
-    group: so many frames are one step in time. The number of frames is a multiple of it; a video of fewer frames is
-    filled up with its last one.
-
-    both_ends: as Qwen3-VL's processor does, take frames from the very first to the very last, any number of
-    them; the last group is then filled up.
-    """
-
-    fps: float
-    max_frames: int
-    group: int
-    both_ends: bool = False
-
-    def indices(self, total: int, rate: float) -> np.ndarray:
-        """int64 [frames], ascending: which of `total` frames, `rate` a second, are taken."""
-        if self.both_ends:
-            count = min(max(int(total / rate * self.fps), MIN_FRAMES), self.max_frames, total)
-            return np.linspace(0, total - 1, count).round().astype(np.int64)
-        most = min(self.max_frames, total) // self.group * self.group
-        wanted = min(max(total / rate * self.fps, MIN_FRAMES), most, total)
-        count = int(wanted // self.group) * self.group or total
-        return np.arange(count, dtype=np.int64) * total // count
-
-    def pace(self, total: int, rate: float) -> Pace:
-        """When the groups are, of a video with `total` frames, `rate` a second."""
-        seconds = (self.indices(total, rate) / rate).tolist()
-        groups = [seconds[first : first + self.group] for first in range(0, len(seconds), self.group)]
-        middles, firsts = tuple((g[0] + g[-1]) / 2 for g in groups), tuple(g[0] for g in groups)
-        return Pace(self.group * total / (len(seconds) * rate), middles, firsts)
-
-
-@dataclass(frozen=True)
-class Pace:
-    """When the groups of frames are.
-
-    seconds: from one group to the next, on average. times: of each group, seconds from the beginning of the video to
-    the middle between its first and its last frame. firsts: to its first frame.
-    """
-
-    seconds: float
-    times: tuple[float, ...]
-    firsts: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Extent:
-    """What is taken of a video.
-
-    frames: how many, filled up to whole groups. width, height: pixels of a frame as it is stored; a frame that is shown
-    after a quarter turn has them exchanged.
-    """
-
-    frames: int
-    width: int
-    height: int
-    pace: Pace
-
-
-@dataclass(frozen=True)
-class VideoLength:
-    """Frames of a video, and how many of them a second has."""
-
-    total: int
-    rate: float
 
 
 def read_length(file: File) -> VideoLength:

@@ -13,7 +13,8 @@ from PIL import Image
 
 from dhp.data.media.decoding import decoding
 from dhp.data.media.sources import File, name_of
-from dhp.data.media.video import Taking, VideoLength, opened_video, read_in_order, to_upright_image
+from dhp.data.media.taking import Taking, VideoLength
+from dhp.data.media.video import opened_video, read_in_order, to_upright_image
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from transformers import (
 from dhp.base.errors import ConfigError, DataError
 from dhp.data.annotations import Annotations, read_annotations
 from dhp.data.lengths.cache import LengthCache, Lengths, key_of, measure_lengths
-from dhp.data.media.video import Taking
+from dhp.data.media.taking import Taking
 from dhp.data.preprocess import Preprocessor, Videos
 from dhp.data.tiny_dataset import ANNOTATIONS, make_dataset
 from dhp.models.llava import llava as llava_family

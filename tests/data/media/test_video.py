@@ -12,7 +12,8 @@ from PIL import Image
 from dhp.base.errors import DataError
 from dhp.data.media import video, video_parts
 from dhp.data.media.sources import Blob, Video
-from dhp.data.media.video import Extent, Taking, _frame_size, map_frames, read_extent, read_in_order, read_length
+from dhp.data.media.taking import Extent, Taking
+from dhp.data.media.video import _frame_size, map_frames, read_extent, read_in_order, read_length
 from dhp.data.media.video_parts import read_groups
 from dhp.data.records import Record, Turn
 
