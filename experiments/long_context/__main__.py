@@ -20,7 +20,7 @@ from typing import Any
 from transformers.utils import logging
 
 from experiments.long_context import inference, longest, sampler, steps, two_stages, video
-from experiments.long_context.work import make_model
+from experiments.long_context.work import LAYERS, make_model
 
 # What is asked: from a model and the arguments to its lines. A further question is a module and a line here.
 QUESTIONS: dict[str, Callable[[str, argparse.Namespace], Iterator[dict[str, Any]]]] = {
@@ -40,11 +40,12 @@ def main() -> None:
     parser.add_argument("--budget-mib", type=int, default=8, help="for the activations of a rank")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17])
     parser.add_argument("--rounds", type=int, default=3, help="of steps; one where a row has 131,072 tokens or more")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the decoder; fewer make the longest rows bearable")
     parser.add_argument("--minutes", type=int, default=video.MINUTES, help="of the video")
     given = parser.parse_args()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder))
+        model = make_model(Path(folder), given.layers)
         for question in given.only:
             for row in QUESTIONS[question](model, given):
                 print(json.dumps({"question": question} | row), flush=True)

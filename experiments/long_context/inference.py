@@ -54,6 +54,7 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield {
                     "ranks": ranks,
                     "way": way,
+                    "layers": given.layers,
                     "tokens": tokens,
                     "rounds": rounds,
                     "first_token_s": round(median(first for _, first, _, _ in of_way), 4),

@@ -27,6 +27,7 @@ WAYS = {
     "ring 2 × ulysses 2": Degrees(ring=2, ulysses=2),
     "ring 2 × tensor 2": Degrees(ring=2, tensor=2),
 }
+LONG = 1 << 16  # tokens from which on the first round counts: what it does once is nothing beside minutes
 SAME = 2e-5  # relative, of losses in float32
 
 
@@ -39,6 +40,7 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             ratios = [peer / own for peer, own in zip(seconds[PEER], of_way, strict=True)]
             yield {
                 "way": way,
+                "layers": given.layers,
                 "tokens": tokens,
                 "rounds": rounds,
                 "seconds": round(median(of_way), 3),
@@ -47,17 +49,18 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _measure(model: str, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """On each rank: seconds of each way in each round, all ranks' together; the first round does not count."""
+    """On each rank: seconds of each way in each round, all ranks' together; the first round does not count, unless it is
+    long."""
     takes = dict(_takes(model, tokens))
     seconds: dict[str, list[float]] = {way: [] for way in takes}
-    for number in range(rounds + 1):
+    for number in range(rounds + (tokens < LONG)):
         losses = {}
         for way in list(takes)[:: 1 if number % 2 else -1]:
             dist.barrier()
             begun = time.perf_counter()
             losses[way] = takes[way]()
             dist.barrier()
-            if number:
+            if number or tokens >= LONG:
                 seconds[way].append(time.perf_counter() - begun)
         if number == 0:
             _require_same(losses)

@@ -15,7 +15,7 @@ VOCABULARY = 2688  # 42 × HIDDEN, as 152,064 to 3,584
 INSIDE = 338  # of an MLP, 5.3 × HIDDEN, as 18,944 to 3,584
 
 
-def make_model(folder: Path) -> str:
+def make_model(folder: Path, layers: int = LAYERS) -> str:
     """A Qwen2.5-VL with random weights; its tower is as small as one can be."""
     torch.manual_seed(0)
     config = Qwen2_5_VLConfig(
@@ -23,7 +23,7 @@ def make_model(folder: Path) -> str:
             "vocab_size": VOCABULARY,
             "hidden_size": HIDDEN,
             "intermediate_size": INSIDE,
-            "num_hidden_layers": LAYERS,
+            "num_hidden_layers": layers,
             "num_attention_heads": HEADS,
             "num_key_value_heads": KEY_HEADS,
             "max_position_embeddings": 1 << 20,
