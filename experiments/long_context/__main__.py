@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--budget-mib", type=int, default=8, help="for the activations of a rank")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17])
     parser.add_argument("--rounds", type=int, default=3, help="of steps; one where a row has 131,072 tokens or more")
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the decoder; fewer make the longest rows bearable")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the decoder; fewer for the longest rows")
     parser.add_argument("--minutes", type=int, default=video.MINUTES, help="of the video")
     given = parser.parse_args()
     logging.disable_progress_bar()

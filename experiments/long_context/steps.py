@@ -49,8 +49,8 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _measure(model: str, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """On each rank: seconds of each way in each round, all ranks' together; the first round does not count, unless it is
-    long."""
+    """On each rank: seconds of each way in each round, all ranks' together; the first round does not count, unless
+    it is long."""
     takes = dict(_takes(model, tokens))
     seconds: dict[str, list[float]] = {way: [] for way in takes}
     for number in range(rounds + (tokens < LONG)):
