@@ -29,11 +29,6 @@ class TrainingStage:
     rope_theta: float | None
     max_positions: int | None
 
-    @property
-    def folder(self) -> Path:
-        """Its run directory."""
-        return Path(self.config.run_dir)
-
 
 def training_stages(config: Config, directory: Path) -> list[TrainingStage]:
     """Every stage of a run, in order. directory: with the recipes.

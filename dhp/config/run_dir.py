@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def check_run_dir(config: Config) -> None:
         )
     if not continues and not _never_began(run_dir):
         _refuse_other_runs(run_dir, config.overwrite)
-    _refuse_to_remove_what_is_read(config)
+    refuse_to_remove(list(_removed(config)), config)
 
 
 def make_run_dir(config: Config) -> Path:
@@ -111,8 +111,8 @@ def _refuse_other_runs(run_dir: Path, overwrite: bool) -> None:
         )
 
 
-def _refuse_to_remove_what_is_read(config: Config) -> None:
-    removed = list(_removed(config))
+def refuse_to_remove(removed: Sequence[Path], config: Config) -> None:
+    """Raise ConfigError where something that the run reads lies in one of the files or folders that are to go."""
     for key, given in _read_paths(config):
         holding = next((path for path in removed if _lies_in(given, path)), None)
         if holding is not None:

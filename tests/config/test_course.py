@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +27,11 @@ def test_a_stage_has_its_recipe_then_its_settings() -> None:
     first, second = training_stages(
         run_of(alignment=StageEntry(settings=settings), far=StageEntry("context_extension", rope_theta=1e6)), RECIPES
     )
-    assert (first.number, first.name, first.folder) == (1, "alignment", Path("runs/five/1_alignment"))
+    assert (first.number, first.name, first.config.run_dir) == (1, "alignment", "runs/five/1_alignment")
     assert (first.config.training.trainable, first.config.training.max_steps) == (["projector"], 3)
     assert first.config.text.num_actors == 1 and second.config.text.num_actors == 2
     assert second.config.training.learning_rate == 2e-5 and second.config.text.lora.targets[0] == "q_proj"
-    assert (second.rope_theta, second.max_positions, second.folder.name) == (1e6, None, "2_far")
+    assert (second.rope_theta, second.max_positions, second.config.run_dir) == (1e6, None, "runs/five/2_far")
     assert first.config.training.resume == "auto" and not first.config.stages
 
 

@@ -83,11 +83,25 @@ def opened_video(file: File) -> Iterator[tuple[Any, Any]]:
 def _length(stream: Any, file: File) -> tuple[int, float]:
     """Frames of a video, and how many of them a second has. Raises DataError where there is none."""
     with decoding(f"video {name_of(file)}"):
-        total = stream.frames or _count(file)
         rate = float(stream.average_rate or stream.guessed_rate or 0)
+        total = _count_shown(file) if _shows_a_part(stream, rate) else stream.frames or _count(file)
     if total <= 0 or rate <= 0:
         raise DataError(f"video {name_of(file)} has {'no frame rate' if total > 0 else 'no frames'}")
     return total, rate
+
+
+def _shows_a_part(stream: Any, rate: float) -> bool:
+    """Whether the header has more frames than the stream's duration has room for: an edit list hides some, as where a
+    part of a video was cut out without encoding it again."""
+    if not stream.frames or stream.duration is None:
+        return False
+    return bool(stream.frames - float(stream.duration * stream.time_base) * rate > 0.5)
+
+
+def _count_shown(file: File) -> int:
+    """Frames of a video that are shown, by its packets; nothing is decoded."""
+    with opened_video(file) as (container, stream):
+        return sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
 
 
 def _frame_size(container: Any, stream: Any, file: File) -> tuple[int, int]:

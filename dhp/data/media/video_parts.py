@@ -19,13 +19,15 @@ from dhp.data.media.video import opened_video, read_in_order, to_upright_image
 
 @dataclass(frozen=True)
 class _Index:
-    """When each frame is shown, in order, in the stream's own unit; and which of them decoding can begin at."""
+    """When each frame is shown, in order, and when there are frames that decoding can begin at, in the stream's own
+    unit. Of a part that was cut out of a video, the first of these may be one that is not shown."""
 
     times: list[int]
     keys: list[int]
 
     def key_before(self, frame: int) -> int:
-        return self.keys[bisect_right(self.keys, frame) - 1]
+        """When decoding has to begin for a frame."""
+        return self.keys[bisect_right(self.keys, self.times[frame]) - 1]
 
 
 def read_groups(file: File, taking: Taking, length: VideoLength, groups: Sequence[int]) -> Iterator[list[Image.Image]]:
@@ -64,29 +66,26 @@ def _read_from_keys(
 ) -> Iterator[Image.Image]:
     """As many of the frames, from the first on, as are found at their times."""
     decoded: Iterator[Any] = iter(())
-    at = -1  # the frame that was decoded last
+    at = index.keys[0] - 1  # when the frame is shown that was decoded last
     for number in wanted:
         with decoding(f"video {name_of(file)}"):
             key = index.key_before(number)
             if at < key:
-                container.seek(index.times[key], stream=stream, backward=True, any_frame=False)
+                container.seek(key, stream=stream, backward=True, any_frame=False)
                 decoded = container.decode(stream)
             frame = next((frame for frame in decoded if frame.pts is None or frame.pts >= index.times[number]), None)
             if frame is None or frame.pts != index.times[number]:
                 return
             image = to_upright_image(frame, name_of(file))
-        at = number
+        at = frame.pts
         yield image
 
 
 def _find_index(container: Any, stream: Any, total: int) -> _Index | None:
     """From the file's packets, which are read and not decoded. None where they do not tell the time of each frame."""
-    packets = [(packet.pts, packet.is_keyframe) for packet in container.demux(stream) if packet.size]
-    if len(packets) != total or any(time is None for time, _ in packets):
-        return None
-    packets.sort()
-    times = [time for time, _ in packets]
-    keys = [number for number, (_, is_key) in enumerate(packets) if is_key]
-    if len(set(times)) < total or not keys or keys[0] > 0:
+    packets = [packet for packet in container.demux(stream) if packet.size]
+    times = sorted(packet.pts for packet in packets if packet.pts is not None and not packet.is_discard)
+    keys = sorted(packet.pts for packet in packets if packet.is_keyframe and packet.pts is not None)
+    if len(times) != total or len(set(times)) < total or not keys or keys[0] > times[0]:
         return None
     return _Index(times, keys)

@@ -203,9 +203,8 @@ def test_transformers_own_video_processor_gives_the_same(tmp_path, write_video, 
 CODECS = [("mp4", "libx264"), ("mkv", "libx264"), ("avi", "mpeg4"), ("webm", "libvpx-vp9")]  # with frames out of order
 
 
-@pytest.mark.parametrize(("ending", "codec"), CODECS)
-def test_some_groups_are_those_of_the_whole_video(tmp_path, ending, codec):
-    path = tmp_path / f"v.{ending}"
+def write_noise(path, codec):
+    """60 frames, 25 a second, decodable from every tenth on."""
     rng = np.random.default_rng(0)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25, options={"g": "10", "cpu-used": "8", "deadline": "realtime"})
@@ -214,6 +213,42 @@ def test_some_groups_are_those_of_the_whole_video(tmp_path, ending, codec):
             picture = np.kron(rng.integers(0, 255, (3, 4, 3), dtype=np.uint8), np.ones((16, 16, 1), dtype=np.uint8))
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
+    return path
+
+
+def without_beginning(path, copy, frames):
+    """The same packets, of which the first ones are not shown: what cutting without encoding again leaves in MP4."""
+    with av.open(str(path)) as given, av.open(str(copy), "w") as written:
+        source = given.streams.video[0]
+        stream = written.add_stream_from_template(source)
+        shift = int(frames / source.average_rate / source.time_base)
+        for packet in given.demux(source):
+            if packet.size:
+                packet.pts, packet.dts, packet.stream = packet.pts - shift, packet.dts - shift, stream
+                written.mux(packet)
+    return copy
+
+
+@pytest.mark.parametrize("hidden", [5, 13])
+def test_frames_that_are_not_shown_do_not_count(tmp_path, hidden):
+    path = write_noise(tmp_path / "v.mp4", "libx264")
+    cut = without_beginning(path, tmp_path / "cut.mp4", hidden)
+    first = lambda group: np.asarray(group[0])
+    every, taking = map_frames(path, Taking(1e9, 768, 1), first)[0], Taking(1e9, 768, 1)
+    assert read_length(cut).total == read_extent(cut, taking).frames == 60 - hidden
+    shown = map_frames(cut, taking, first)[0]
+    assert len(shown) == 60 - hidden and all(map(np.array_equal, shown, every[hidden:]))
+    assert_groups_are_those_of_the_whole(cut)
+    with video.opened_video(cut) as (container, stream):
+        assert video_parts._find_index(container, stream, 60 - hidden) is not None
+
+
+@pytest.mark.parametrize(("ending", "codec"), CODECS)
+def test_some_groups_are_those_of_the_whole_video(tmp_path, ending, codec):
+    assert_groups_are_those_of_the_whole(write_noise(tmp_path / f"v.{ending}", codec))
+
+
+def assert_groups_are_those_of_the_whole(path):
     as_arrays = lambda group: np.stack([np.asarray(image) for image in group])
     length = read_length(path)
     for taking in (Taking(25.0, 768, 2), Taking(6.0, 768, 2), Taking(11.0, 25, 4, both_ends=True)):
