@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from dhp.batching.encoders import VISION
 from dhp.batching.loader import FeedSettings, make_preprocessor, open_datasets, open_model, other_splits, pad_token
 from dhp.batching.scatter import Dealer
 from dhp.batching.unread import fill
+from dhp.data.long_video import LongVideo
 from dhp.data.media.sources import File
 from dhp.data.order.sampler import StepBatch
 from dhp.data.preprocess import Preprocessor
@@ -60,8 +62,12 @@ class PromptFeed:
         self._references: list[str | None] = [None] * len(records)
 
     def add(self, record: Record, reference: str | None = None) -> None:
-        """One prompt more. Raises DataError, with its place, if it cannot be answered."""
-        self._check(record, self._preprocess(record))
+        """One prompt more. Raises DataError, with its place, if it cannot be answered: its videos are decoded to their
+        ends, because a run that trains is no place to find out."""
+        sample = self._preprocess(record)
+        self._check(record, sample)
+        with located(record.where):
+            self._preprocess.pictures.require_readable(sample)
         self._records.append(record)
         self._references.append(reference)
 
@@ -85,11 +91,10 @@ class PromptFeed:
         return StepBatch(step, 0, (step + 1) / self.steps, (tuple(map(tuple, slots)),))
 
     def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepData:
-        """Read, decode and deal out. Raises DataError, with the prompt's place, for one that cannot be answered; and
-        for the first of `broken`, as `dhp.batching.feed.Feed.read` has them."""
-        for text in broken.values():
-            raise DataError(text)
-        rows = tuple(tuple(tuple(map(self._sample, slot)) for slot in row) for row in batch.samples)
+        """Read, decode and deal out. Raises DataError, with the prompt's place, for one that cannot be answered, one
+        with a video of `broken` too, as `dhp.batching.feed.Feed.read` has them."""
+        sample = partial(self._sample, broken=broken)
+        rows = tuple(tuple(tuple(map(sample, slot)) for slot in row) for row in batch.samples)
         return self._dealer.deal_prompts(StepSamples(batch.step, 0, rows, (), batch.done), self._sampling)
 
     def fill(self, work: VisionInput) -> VisionInput:
@@ -100,9 +105,12 @@ class PromptFeed:
         """What tokens say."""
         return str(self._tokenizer.decode(list(token_ids), **DECODED))
 
-    def _sample(self, index: int) -> Sample:
+    def _sample(self, index: int, broken: Mapping[File, str]) -> Sample:
         record = self._records[index]
         sample = self._preprocess(record)
+        for one in sample.pixels:
+            if isinstance(one, LongVideo) and one.file in broken:
+                raise DataError(f"{record.where}: {broken[one.file]}")
         self._check(record, sample)
         return sample
 

@@ -60,10 +60,10 @@ def main(arguments: Sequence[str]) -> int:
         with suppress(OSError):
             os.rmdir(logs)
     answer: Mapping[str, Any] = {"token_ids": list(found.token_ids), "text": found.text}
-    if out is not None:
+    print(json.dumps(asdict(found.figures)) if given.benchmark else harmless(found.text), flush=True)
+    if out is not None:  # last: a disk that is full takes no answer away
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(answer, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(json.dumps(asdict(found.figures)) if given.benchmark else harmless(found.text))
     return 0
 
 
@@ -90,10 +90,13 @@ def _configuration(
 
 
 def _new_file(out: str) -> Path | None:
-    """Where the answer goes. Raises ConfigError for a directory."""
+    """Where the answer goes. Raises ConfigError for a directory, and for a place that cannot be written."""
     if not out:
         return None
     path = Path(out).expanduser()
     if path.is_dir():
         raise ConfigError(f"out={out} is a directory; name a file in it, as {path / 'answer.json'}")
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise ConfigError(f"out={out} cannot be written: {there} is no directory that takes files. Choose another")
     return path

@@ -120,6 +120,14 @@ class Pictures:
         whole = (self._all_patches(one) if isinstance(one, LongVideo) else one for one in sample.pixels)
         return replace(sample, pixels=tuple(whole))
 
+    def require_readable(self, sample: Sample) -> None:
+        """Decode what the sample left in files, a step in time after the other, and keep nothing. Raises DataError for
+        what cannot be decoded."""
+        for one in sample.pixels:
+            if isinstance(one, LongVideo):
+                for _ in self.read_patches(one, np.arange(len(one))):
+                    pass
+
     def outline(self, media: Sequence[File | Video]) -> list[Outline]:
         """What `decode` would give, from headers. Raises DataError as it does, for what shows without pixels."""
         return [self._video_outline(m.file) if isinstance(m, Video) else self._image_outline(m) for m in media]

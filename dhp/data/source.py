@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from dhp.data.long_video import LongVideo
 from dhp.data.media.sources import File
 from dhp.data.order.mixture import Portion
 from dhp.data.order.sampler import Sampler, StepBatch
-from dhp.data.records import Record
+from dhp.data.records import Record, located
 from dhp.data.sample import Sample
 
 
@@ -133,21 +133,36 @@ class BatchSource:
         """One sample of the first epoch, by its 0-based index in all datasets. DataError if it cannot be used, whatever
         on_bad_sample says."""
         record = self._dataset.record(index)
-        return record, self._complete(self._preprocess(record))
+        return record, self._complete_one(record)
 
     def step(self, step: int) -> StepSamples:
         """Decode the global batch of one step (0-based), long videos included. DataError as on_bad_sample says."""
-        read = self.read(self.sampler.batch(step))
-        complete = lambda slot: tuple(map(self._complete, slot))
-        return replace(read, samples=tuple(tuple(map(complete, row)) for row in read.samples))
+        return self._read(self.sampler.batch(step), self._complete_one)
 
     def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepSamples:
         """Decode the samples of a step, but for long videos. DataError as on_bad_sample says.
 
         broken: long videos that proved so, and what is wrong with them.
         """
+
+        def prepare(record: Record) -> Sample:
+            sample = self._preprocess(record)
+            for one in sample.pixels if broken else ():
+                if isinstance(one, LongVideo) and one.file in broken:
+                    raise DataError(f"{record.where}: {broken[one.file]}")
+            return sample
+
+        return self._read(batch, prepare)
+
+    def _complete_one(self, record: Record) -> Sample:
+        sample = self._preprocess(record)
+        with located(record.where):
+            return self._complete(sample)
+
+    def _read(self, batch: StepBatch, prepare: Callable[[Record], Sample]) -> StepSamples:
         # Slots were dealt out before bad samples are left out: a skip must not move any other sample.
-        outcomes = [[self._prepare_slot(slot, batch.epoch, broken) for slot in row] for row in batch.samples]
+        try_all = lambda slot: [self._try(index, batch.epoch, prepare) for index in slot]
+        outcomes = [list(map(try_all, row)) for row in batch.samples]
         slots = chain.from_iterable(outcomes)
         failed = [str(outcome) for slot in slots for outcome in slot if isinstance(outcome, DataError)]
         return StepSamples(
@@ -158,17 +173,9 @@ class BatchSource:
             done=batch.done,
         )
 
-    def _prepare_slot(self, indices: Sequence[int], epoch: int, broken: Mapping[File, str]) -> list[Sample | DataError]:
-        return [self._prepare(index, epoch, broken) for index in indices]
-
-    def _prepare(self, index: int, epoch: int, broken: Mapping[File, str]) -> Sample | DataError:
+    def _try(self, index: int, epoch: int, prepare: Callable[[Record], Sample]) -> Sample | DataError:
         try:
-            record = self._dataset.record(index, epoch)
-            sample = self._preprocess(record)
-            for one in sample.pixels if broken else ():
-                if isinstance(one, LongVideo) and one.file in broken:
-                    raise DataError(f"{record.where}: {broken[one.file]}")
-            return sample
+            return prepare(self._dataset.record(index, epoch))
         except DataError as error:
             if self._skip:
                 return error

@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -15,11 +17,14 @@ import torch
 from PIL import Image
 
 from dhp.base.errors import DataError, UnreadableVideo
+from dhp.base.generation import Sampling
 from dhp.base.messages import StepData, UnreadPatches, VisionInput
 from dhp.batching.encoders import Split
 from dhp.batching.feed import Feed
 from dhp.batching.loader import FeedSettings, make_feed
+from dhp.batching.prompts import make_held_out_feed
 from dhp.config.schema import DatasetEntry
+from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
 
@@ -27,9 +32,9 @@ FRAMES = 40
 
 
 def _write(path: Path, frames: int) -> None:
-    """Frames that differ, with a key frame every twelve."""
+    """Frames that differ, with a key frame every twelve; the header comes first."""
     rng = np.random.default_rng(0)
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("mpeg4", rate=4)
         stream.width, stream.height, stream.pix_fmt = 112, 84, "yuv420p"
         for _ in range(frames):
@@ -49,7 +54,9 @@ def feed(tmp_path: Path, tiny_assets: Path) -> Callable[..., Feed]:
     media = {"images": ["p.png"], "videos": ["long.mp4", "short.mp4"]}
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, **media}))
 
-    def make(split: Split, whole_frames: int | None, on_bad_sample: str = "error") -> Feed:
+    def make(
+        split: Split, whole_frames: int | None, on_bad_sample: str = "error", open_feed: Any = make_feed, **more: Any
+    ) -> Any:
         settings = FeedSettings(
             model_name=str(tiny_assets / "model"),
             datasets=("v",),
@@ -64,8 +71,9 @@ def feed(tmp_path: Path, tiny_assets: Path) -> Callable[..., Feed]:
             packing=True,
             cache_dir=str(tmp_path),
             reading=ReadSettings(video_fps=4.0, whole_frames=whole_frames),
+            **more,
         )
-        return make_feed(settings)
+        return open_feed(settings)
 
     return make
 
@@ -129,6 +137,48 @@ def test_a_video_that_proves_broken_is_told_or_left_out(feed: Callable[..., Feed
     else:
         (skipped,) = parted.read(batch, broken).info.skipped
         assert re.match(told, skipped)
+
+
+@pytest.fixture
+def cut_off(feed: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """As `feed`, of a long video whose first half alone is there; its header and its first frames are well."""
+    path = tmp_path / "long.mp4"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return feed
+
+
+TOLD = r"dataset 'v', line 1 of .*: video .*long.mp4 (is cut off|cannot be decoded)"
+
+
+def test_whoever_asks_for_a_whole_step_is_told_or_it_is_left_out(cut_off: Callable[..., Any]) -> None:
+    (skipped,) = cut_off(Split(), 8, "skip").step(0).info.skipped
+    assert re.match(TOLD, skipped)
+    for ask in (Feed.step, Feed.sample, Feed.model_inputs):
+        with pytest.raises(DataError, match=TOLD):
+            ask(cut_off(Split(), 8), 0)
+
+
+def test_decoding_every_sample_finds_it(cut_off: Callable[..., Any]) -> None:
+    measured = cut_off(Split(), 8, balancing=BalanceSettings("balanced")).measured
+    (chunk,) = measured.chunks()
+    assert not measured.measure(chunk).defects
+    ((place, told),) = measured.decode(chunk).items()
+    assert place == ("v", 0) and re.match(TOLD, told)
+
+
+def test_held_out_prompts_are_decoded_before_a_run_begins(cut_off: Callable[..., Any]) -> None:
+    held_out = partial(make_held_out_feed, count=1, sampling=Sampling(4))
+    assert cut_off(Split(), 8, "skip", held_out).prompts == []
+    with pytest.raises(DataError, match=TOLD):
+        cut_off(Split(), 8, "error", held_out)
+
+
+def test_a_prompt_whose_video_proves_broken_is_told(feed: Callable[..., Any]) -> None:
+    prompts = feed(Split(), 8, "error", partial(make_held_out_feed, count=1, sampling=Sampling(4)))
+    (work,) = _work(prompts.read(prompts.batch(0)))
+    video = next(piece.video for piece in work.unread if isinstance(piece, UnreadPatches))
+    with pytest.raises(DataError, match="dataset 'v', line 1 of .*: it broke"):
+        prompts.read(prompts.batch(0), {video.file: "it broke"})
 
 
 def test_a_frame_of_another_size_is_told(feed: Callable[..., Feed]) -> None:

@@ -105,6 +105,7 @@ def test_a_run_answers_with_its_evaluations_and_its_adapters_answer_afterwards(
         (["videos=[{run}/config.yaml]", "checkpoint={run}"], "config.yaml"),
         (["prompt=a <|image_pad|>", "checkpoint={run}"], "1 image placeholder tokens for 0 images"),
         (["prompt=x", "checkpoint={run}", "out={run}"], "is a directory; name a file in it"),
+        (["prompt=x", "checkpoint={run}", "out={run}/config.yaml/a"], "config.yaml is no directory that takes files"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_starts(

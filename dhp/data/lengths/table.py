@@ -13,6 +13,7 @@ from dhp.data.annotations import Annotations
 from dhp.data.balance.packs import Loads
 from dhp.data.lengths.cache import LengthCache, Lengths, key_of, measure_lengths
 from dhp.data.preprocess import Preprocessor
+from dhp.data.records import located
 from dhp.data.source import Dataset
 
 MEASURED_ROWS = 250  # samples that are measured in one go: a second, or minutes where videos must be counted or fetched
@@ -65,7 +66,10 @@ class LengthTable:
         found = {}
         for row in rows.tolist():
             try:
-                self._preprocess(self._annotations.record(row))
+                record = self._annotations.record(row)
+                sample = self._preprocess(record)
+                with located(record.where):
+                    self._preprocess.pictures.require_readable(sample)
             except DataError as error:
                 found[self._annotations.dataset, row] = str(error)
         return found
