@@ -53,7 +53,7 @@ def test_its_status_is_the_forks(tmp_path: Path, code: str, status: int) -> None
     assert ("ZeroDivisionError" in error) == (status == 1)
 
 
-WAITS = "import time; print('ready')\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit(5)"
+WAITS = "import time\ntry:\n    print('ready')\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit(5)"
 
 
 def test_an_interrupt_reaches_the_fork(tmp_path: Path) -> None:
