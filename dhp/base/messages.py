@@ -114,7 +114,9 @@ class VisionInput:
     rows: merged rows for each text shard that gets any, in order. Rows beyond their sum come from a dummy window and
     are dropped. order: the merged rows in the order in which they are handed over, int64; None: as they come.
 
-    forms: of its pictures, in order, where the tower takes pictures whole.
+    forms: of its pictures, in order, where the tower takes pictures whole. calls: which of them, by number, each call
+    of the tower takes; one without any takes a dummy picture. Ranks that gather weights for each call have equally many
+    calls, whatever pictures they have.
 
     to_keep: of all shards that share the sequence, pictures whose features are to be written to disk.
 
@@ -130,6 +132,7 @@ class VisionInput:
     rows: tuple[int, ...]
     order: Tensor | None = None
     forms: tuple[Form, ...] = ()
+    calls: tuple[tuple[int, ...], ...] = ()
     to_keep: tuple[PictureRows, ...] = ()
     unread: tuple[Tensor | UnreadPatches, ...] = ()
 

@@ -40,12 +40,16 @@ class Split:
 
     replicas × ranks: its data replicas, and the ranks of each that share a sequence. dtype: a torch dtype's name, in
     which inputs travel. locality: which replicas are near which replica of the decoder; None: all alike.
+
+    even_calls: every rank calls the tower as often as the one that calls it most, because each call communicates: it
+    gathers weights that are sharded over the ranks.
     """
 
     replicas: int = 1
     ranks: int = 1
     dtype: str = "float32"
     locality: Locality | None = None
+    even_calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,11 @@ class Encoder:
 
     def inputs(self, dealt: Dealt) -> tuple[VisionInput, ...]:
         """What each rank receives."""
-        return tuple(self._input(dealt, rank) for rank in range(len(dealt.shards)))
+        cuts = [self._cuts(dealt, pieces) for pieces in dealt.shards]
+        calls = [self.tower.calls([cut.form for cut in own if cut.form is not None]) for own in cuts]
+        most = max(map(len, calls)) if self._split.even_calls else 0
+        even = [own + ((),) * (most - len(own)) for own in calls]
+        return tuple(self._input(dealt, rank, cuts[rank], even[rank]) for rank in range(len(cuts)))
 
     def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[Kept]]:
         """Those to encode, and those whose features are there: work is dealt out evenly of the former alone."""
@@ -193,18 +201,19 @@ class Encoder:
         video = not isinstance(grid, Form) and grid[0] > 1
         return self.tower.image_layout(grid) if video else self._known_layout(grid)
 
-    def _input(self, dealt: Dealt, rank: int) -> VisionInput:
-        tower, pictures = self.tower, dealt.pictures
-        dummy = tower.dummy_patches
+    def _cuts(self, dealt: Dealt, pieces: Pieces) -> list[_Cut]:
+        """What a rank with these pieces computes; a dummy where it has none."""
+        if pieces:
+            return [_cut(dealt.pictures[piece.image], piece.first, piece.last) for piece in pieces]
+        tower, dummy = self.tower, self.tower.dummy_patches
+        positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
+        return [_Cut(tower.dummy_pixels(), positions, (dummy,), tower.dummy_form)]
+
+    def _input(self, dealt: Dealt, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]) -> VisionInput:
         first = rank - rank % self._split.ranks
         group = dealt.shards[first : first + self._split.ranks]
-        cuts = [_cut(pictures[piece.image], piece.first, piece.last) for piece in dealt.shards[rank]]
-        sent = dealt.sent[rank]
-        if not cuts:
-            positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
-            pixels = torch.full((dummy, tower.patch_dim), 0.5)  # a black picture is padding to some towers
-            cuts = [_Cut(pixels, positions, (dummy,), tower.dummy_form)]
-        segment_lengths, shards = lay_out([picture.layout for picture in pictures], group, dummy)
+        layouts, sent = [picture.layout for picture in dealt.pictures], dealt.sent[rank]
+        segment_lengths, shards = lay_out(layouts, group, self.tower.dummy_patches)
         pixels, unread = self._join([cut.pixels for cut in cuts])
         return VisionInput(
             pixels=pixels,
@@ -215,7 +224,8 @@ class Encoder:
             rows=tuple(len(sent.places[target]) for target in sorted(sent.places)),
             order=sent.order,
             forms=tuple(cut.form for cut in cuts if cut.form is not None),
-            to_keep=tuple(_to_keep(pictures, group)),
+            calls=calls,
+            to_keep=tuple(_to_keep(dealt.pictures, group)),
             unread=unread,
         )
 

@@ -9,7 +9,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dhp.base.degrees import Degrees
@@ -17,7 +16,7 @@ from dhp.base.messages import StepData, VisionInput
 from dhp.base.passes import Passes
 from dhp.batching.collate import Collator, pixels_by_argument, sounds_by_argument
 from dhp.batching.encoders import Split
-from dhp.batching.scatter import ONE, ONE_GROUP, Dealer
+from dhp.batching.scatter import ONE, ONE_GROUP, ONE_RANK, Dealer
 from dhp.batching.unread import ReadPatches, fill, nothing_unread
 from dhp.data.lengths.cache import Lengths
 from dhp.data.lengths.table import MeasuredDataset, RowChunk
@@ -27,7 +26,6 @@ from dhp.data.records import Record
 from dhp.data.sample import Sample
 from dhp.data.source import BatchSource, StepSamples
 from dhp.models.family import Family
-from dhp.parallel.attention.locality import Locality
 
 
 class Feed:
@@ -38,29 +36,19 @@ class Feed:
         source: BatchSource,
         family: Family,
         pad_token_id: int,
-        replicas: int,
-        ranks: int,
+        encoders: Mapping[str, Split] = ONE_RANK,
         packing: bool = False,
         measured: MeasuredDataset | None = None,
-        pixel_dtype: torch.dtype = torch.float32,
-        locality: Locality | None = None,
-        others: Mapping[str, Split] = MappingProxyType({}),
         passes: Mapping[str, Passes] = MappingProxyType({}),
         text: Degrees = ONE,
         sequence_groups: str = ONE_GROUP,
         read_patches: ReadPatches = nothing_unread,
     ):
-        """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
+        """encoders: how the inputs of each encoder of the run are divided, by part.
 
         packing: a text replica has one row without padding in each micro-batch, not a row a sample.
 
         measured: the dataset's lengths; None: rows are not balanced.
-
-        pixel_dtype: in which patches travel to the tower.
-
-        locality: which vision replicas are near which text replica.
-
-        others: how the inputs of each further encoder are dealt out, by part.
 
         passes: what a step computes of each part of which not all is trained.
 
@@ -73,8 +61,7 @@ class Feed:
         self._source, self._read_patches = source, read_patches
         self._family = family
         self._collator = Collator(family, pad_token_id, packing or text.sequence > 1)
-        about = (pixel_dtype, locality, others, passes, text, sequence_groups)
-        self._dealer = Dealer(family, self._collator, replicas, ranks, *about)
+        self._dealer = Dealer(family, self._collator, encoders, passes, text, sequence_groups)
         self.measured = measured
 
     @property

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dhp.base.degrees import Degrees
 from dhp.base.errors import ModelError
 from dhp.base.features import FeatureSettings
 from dhp.base.passes import Passes
-from dhp.batching.encoders import AUDIO, VISION, Split
+from dhp.batching.encoders import AUDIO, Split
 from dhp.batching.feed import Feed
 from dhp.batching.scatter import ONE, ONE_GROUP
 from dhp.config.schema import DatasetEntry
@@ -83,12 +81,9 @@ def make_feed(settings: FeedSettings) -> Feed:
         measured = MeasuredDataset(dataset, preprocess, cache, whole)
     sampler = _sampler(settings, measured or dataset)
     source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
-    split = settings.encoders[VISION]
-    shape = (split.replicas, split.ranks, settings.packing)
-    dtype: torch.dtype = getattr(torch, split.dtype)
-    decoder = (settings.text, settings.sequence_groups, preprocess.pictures.read_patches)
-    told = (measured, dtype, split.locality, other_splits(settings), settings.passes, *decoder)
-    return Feed(source, family, pad_token(tokenizer), *shape, *told)
+    division = (settings.passes, settings.text, settings.sequence_groups)
+    shape = (settings.encoders, settings.packing, measured, *division)
+    return Feed(source, family, pad_token(tokenizer), *shape, preprocess.pictures.read_patches)
 
 
 def open_model(settings: FeedSettings) -> tuple[Family, Any]:
@@ -133,11 +128,6 @@ def pad_token(tokenizer: Any) -> int:
     """The token that fills rows up."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return pad or 0
-
-
-def other_splits(settings: FeedSettings) -> dict[str, Split]:
-    """How the inputs of encoders beside vision are dealt out."""
-    return {name: other for name, other in settings.encoders.items() if name != VISION}
 
 
 def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:

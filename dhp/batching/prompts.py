@@ -8,15 +8,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from dhp.base.errors import DataError
 from dhp.base.generation import Sampling
 from dhp.base.geometry import PositionRange
 from dhp.base.messages import StepData, VisionInput
 from dhp.batching.collate import Collator
-from dhp.batching.encoders import VISION
-from dhp.batching.loader import FeedSettings, make_preprocessor, open_datasets, open_model, other_splits, pad_token
+from dhp.batching.loader import FeedSettings, make_preprocessor, open_datasets, open_model, pad_token
 from dhp.batching.scatter import Dealer
 from dhp.batching.unread import fill
 from dhp.data.long_video import LongVideo
@@ -140,11 +137,8 @@ def make_prompt_feed(settings: FeedSettings, records: Sequence[Record], sampling
     model without the needed parts."""
     family, tokenizer = open_model(settings)
     preprocess = make_preprocessor(settings, family, tokenizer)
-    split = settings.encoders[VISION]
-    dtype: torch.dtype = getattr(torch, split.dtype)
-    told = (split.locality, other_splits(settings), settings.passes, settings.text, settings.sequence_groups)
-    collator = Collator(family, pad_token(tokenizer), True)
-    dealer = Dealer(family, collator, split.replicas, split.ranks, dtype, *told)
+    division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups)
+    dealer = Dealer(family, Collator(family, pad_token(tokenizer), True), *division)
     own = replace(sampling, stop=find_stop_tokens(settings.model_name, family.config, tokenizer))
     return PromptFeed(settings, records, preprocess, dealer, tokenizer, own, find_positions(family.config))
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dhp.base.degrees import Degrees
@@ -23,12 +22,12 @@ from dhp.batching.sequence import SharedRow, count_divided, share_row
 from dhp.data.balance.metrics import dist_ratio
 from dhp.data.source import StepSamples
 from dhp.models.family import Family
-from dhp.parallel.attention.locality import Locality
 from dhp.parallel.attention.sequence_groups import choose_groups, divide_all, grouped_plan
 from dhp.parallel.attention.shard_plan import ShardPlan
 
 TEXT = "text"
 ONE = Degrees()
+ONE_RANK: Mapping[str, Split] = MappingProxyType({VISION: Split()})
 ONE_GROUP = "one"
 
 
@@ -39,22 +38,12 @@ class Dealer:
         self,
         family: Family,
         collator: Collator,
-        replicas: int,
-        ranks: int,
-        pixel_dtype: torch.dtype = torch.float32,
-        locality: Locality | None = None,
-        others: Mapping[str, Split] = MappingProxyType({}),
+        encoders: Mapping[str, Split] = ONE_RANK,
         passes: Mapping[str, Passes] = MappingProxyType({}),
         text: Degrees = ONE,
         sequence_groups: str = ONE_GROUP,
     ):
-        """replicas, ranks: vision data replicas, and the ranks of each that share a sequence.
-
-        pixel_dtype: in which patches travel.
-
-        locality: which vision replicas are near which text replica; None: all are equally near.
-
-        others: how the inputs of each further encoder of the run are dealt out, by part.
+        """encoders: how the inputs of each encoder of the run are divided, by part.
 
         passes: what a step computes of each part of which not all is trained.
 
@@ -62,9 +51,7 @@ class Dealer:
 
         sequence_groups: "one": all of them share each sample; "auto": short samples stay on fewer.
         """
-        vision = Split(replicas, ranks, str(pixel_dtype).removeprefix("torch."), locality)
-        splits = {VISION: vision, **others}
-        self._encoders = {name: Encoder(name, family.parts[name], split) for name, split in splits.items()}
+        self._encoders = {name: Encoder(name, family.parts[name], split) for name, split in encoders.items()}
         self._family, self._collator, self._passes, self._degrees = family, collator, passes, text
         self._auto_groups = sequence_groups != ONE_GROUP
 

@@ -104,16 +104,6 @@ def check_stages(layers: int, pipeline: int, virtual: int) -> None:
         )
 
 
-def check_tied(text: PartConfig) -> None:
-    """A weight of two stages is cut alike on both by torch's FSDP2, and by DeepSpeed is not. Raises ConfigError."""
-    if text.zero_stage and text.zero_engine == "deepspeed":
-        raise ConfigError(
-            f"text.zero_stage={text.zero_stage} with text.zero_engine=deepspeed and text.pipeline={text.pipeline}: the "
-            "model's embedding is its head too, so the first and the last stage share a weight, which DeepSpeed cuts "
-            "differently in each. Set text.zero_engine=fsdp with text.zero_stage=2 or 3, or text.zero_stage=0."
-        )
-
-
 def check_budget(config: Config) -> None:
     """A plan is made for a number of bytes. Raises ConfigError where a part is to have one and there is no number."""
     for name, part in parts(config).items():

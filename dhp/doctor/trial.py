@@ -18,7 +18,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.geometry import IGNORED
 from dhp.base.stages import Chain, Edge, Node, StageSpec
 from dhp.batching.collate import Collator
-from dhp.batching.encoders import Split
+from dhp.batching.encoders import VISION, Split
 from dhp.batching.scatter import Dealer
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
@@ -67,8 +67,8 @@ def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample])
 
 def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: bool) -> Outcome:
     """The trainers of all parts, one rank each, in this process."""
-    others = {name: Split(dtype="float64") for name in family.others}
-    dealer = Dealer(family, Collator(family, 0, packing), 1, 1, torch.float64, others=others)
+    encoders = dict.fromkeys((VISION, *family.others), Split(dtype="float64"))
+    dealer = Dealer(family, Collator(family, 0, packing), encoders)
     data = dealer.deal(StepSamples(0, 0, ((tuple(samples),),), ()))
     chain = _chain(family)
     with _one_rank():

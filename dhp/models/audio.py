@@ -23,7 +23,7 @@ from dhp.config.resolved import resolved
 from dhp.models.family import ImageLayout, LayerParts
 from dhp.models.flops import AudioWork
 from dhp.models.generic.forms import arrays_of
-from dhp.models.tower import Tower
+from dhp.models.tower import Tower, TowerInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,36 +96,40 @@ class AudioTower(Tower):
         nowhere = torch.zeros(grid.rows, 0, dtype=torch.long)
         return ImageLayout(torch.arange(grid.tokens), 1, (grid.rows,), (grid.rows,), nowhere, (grid.tokens,), grid)
 
-    def encode(
-        self,
-        model: PreTrainedModel,
-        pixels: Tensor,
-        positions: Tensor,
-        windows: Any,
-        frames: Any,
-        forms: Sequence[Form] = (),
-    ) -> dict[str, Tensor]:
+    def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
         """Rows of frames in, one clip behind another. Clips whose samples have chunks of one length go through the
         tower together."""
-        tower, clips = model.get_submodule(PATH), pixels.split([form.rows for form in forms])
+        clips = inputs.pixels.split([form.rows for form in inputs.forms])
+        found: list[Tensor] = list(clips)
+        for numbers in inputs.calls:
+            if not numbers:
+                found += self._encode_together(model, [self.dummy_pixels().to(inputs.pixels)], [self.dummy_form])
+                continue
+            encoded = self._encode_together(model, [clips[n] for n in numbers], [inputs.forms[n] for n in numbers])
+            for n, rows in zip(numbers, encoded, strict=True):
+                found[n] = rows
+        return {AUDIO_EMBEDDINGS: torch.cat(found)}
+
+    def calls(self, forms: Sequence[Form]) -> tuple[tuple[int, ...], ...]:
         groups: dict[int, list[int]] = defaultdict(list)
         for number, form in enumerate(forms):
-            groups[int(arrays_of(form)[_CHUNK][0])].append(number)
-        found: list[Tensor] = list(clips)
-        for longest, numbers in groups.items():
-            plan = self._plan([forms[n].rows for n in numbers], longest, pixels.device)
-            rows = torch.cat([clips[n] for n in numbers] + [pixels.new_zeros(1, pixels.shape[1])])  # the last fills up
-            output = tower(
-                padded_feature=rows[plan.frames].transpose(1, 2),
-                chunk_lengths=plan.chunks,
-                valid_indices=plan.valid,
-                cu_seqlens=plan.windows,
-                return_dict=True,
-            )
-            tokens = [forms[n].tokens for n in numbers]
-            for n, own in zip(numbers, output.last_hidden_state.split(tokens), strict=True):
-                found[n] = own
-        return {AUDIO_EMBEDDINGS: torch.cat(found)}
+            groups[_longest_chunk(form)].append(number)
+        return tuple(map(tuple, groups.values()))
+
+    def _encode_together(
+        self, model: PreTrainedModel, clips: Sequence[Tensor], forms: Sequence[Form]
+    ) -> tuple[Tensor, ...]:
+        """Each clip's rows, of clips that one call takes."""
+        plan = self._plan([form.rows for form in forms], _longest_chunk(forms[0]), clips[0].device)
+        rows = torch.cat([*clips, clips[0].new_zeros(1, clips[0].shape[1])])  # the last fills up
+        output = model.get_submodule(PATH)(
+            padded_feature=rows[plan.frames].transpose(1, 2),
+            chunk_lengths=plan.chunks,
+            valid_indices=plan.valid,
+            cu_seqlens=plan.windows,
+            return_dict=True,
+        )
+        return output.last_hidden_state.split([form.tokens for form in forms])
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Attention stays the library's: windows are short."""
@@ -162,6 +166,11 @@ class _Plan:
     chunks: Tensor
     valid: Tensor
     windows: Tensor
+
+
+def _longest_chunk(form: Form) -> int:
+    """Frames to which the chunks of a clip are filled up."""
+    return int(arrays_of(form)[_CHUNK][0])
 
 
 def _moved(indices: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ two-stage sharding (LongVILA, Chen et al. 2024, section 3.2), without any commun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from dhp.models.family import Family, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
 from dhp.models.patches import project_as_product
 from dhp.models.processor import Processor
-from dhp.models.tower import EMBEDDINGS, Tower
+from dhp.models.tower import EMBEDDINGS, Tower, TowerInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,16 +94,8 @@ class LlavaTower(Tower):
         each = (h * w,) * t
         return ImageLayout(torch.arange(patches), 1, each, each, torch.zeros(patches, 2, dtype=torch.long))
 
-    def encode(
-        self,
-        model: PreTrainedModel,
-        pixels: Tensor,
-        positions: Tensor,
-        windows: Any,
-        frames: Any,
-        forms: Sequence[Form] = (),
-    ) -> dict[str, Tensor]:
-        images = self._shape.images(pixels.to(model.dtype))
+    def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
+        images = self._shape.images(inputs.pixels.to(model.dtype))
         return {EMBEDDINGS: torch.cat(model.model.get_image_features(images, return_dict=True).pooler_output)}
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:

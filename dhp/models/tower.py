@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from dhp.base.errors import ConfigError
@@ -22,6 +24,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EMBEDDINGS = "embeddings"  # the tensor whose rows stand in the places of placeholder tokens
+
+
+@dataclass(frozen=True)
+class TowerInputs:
+    """What a tower computes in one micro-batch.
+
+    pixels: [patches, values] in tower order. positions: of each patch, [patches, `Tower.position_columns`].
+
+    windows, frames: reach the registered attention function as they are, in place of the cumulative lengths of window
+    layers and full-attention layers.
+
+    forms: of the pictures that `pixels` hold, where the tower takes pictures whole. calls: see `VisionInput`.
+    """
+
+    pixels: Tensor
+    positions: Tensor
+    windows: Any = None
+    frames: Any = None
+    forms: Sequence[Form] = ()
+    calls: Sequence[Sequence[int]] = ()
 
 
 class Tower(Part):
@@ -69,26 +91,23 @@ class Tower(Part):
         """Of the picture of a rank without work, where the tower takes pictures whole."""
         return None
 
+    def dummy_pixels(self) -> Tensor:
+        """Of the picture of a rank without work, [patches, values]: grey, as a black one is padding to some towers."""
+        return torch.full((self.dummy_patches, self.patch_dim), 0.5)
+
+    def calls(self, forms: Sequence[Form]) -> tuple[tuple[int, ...], ...]:
+        """Which pictures, by number, go through the tower together, where it takes pictures whole. Of a tower that
+        takes any run of patches all do: none are named."""
+        return ()
+
     @abstractmethod
     def image_layout(self, grid: Grid | Form) -> ImageLayout:
         """How the tower walks through an image or video."""
 
     @abstractmethod
-    def encode(
-        self,
-        model: PreTrainedModel,
-        pixels: Tensor,
-        positions: Tensor,
-        windows: Any,
-        frames: Any,
-        forms: Sequence[Form] = (),
-    ) -> dict[str, Tensor]:
-        """What becomes of patches in tower order: [patches / unit, hidden] by name, in the order of `tensors`.
-
-        `windows` and `frames` reach the registered attention function as they are, in place of the cumulative
-        lengths of window layers and full-attention layers. `forms`: of the pictures that `pixels` hold, where the
-        tower takes pictures whole.
-        """
+    def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
+        """What becomes of patches in tower order: [patches / unit, hidden] by name, in the order of `tensors`; the rows
+        of dummy pictures are the last ones."""
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make the tower call the registered attention function `name` once a layer, on all segments."""

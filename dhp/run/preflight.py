@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dhp.base.errors import ConfigError
 from dhp.base.geometry import PositionRange
 from dhp.base.startup import say_nothing
-from dhp.config.checks import check_layers, check_tied
+from dhp.config.checks import check_layers
 from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.mixing import read_datasets
 from dhp.config.parts import HEARING, model_name, parts
@@ -202,9 +202,6 @@ def _check_stages(config: Config, family: Family, source: str) -> None:
     check_frozen_states(config, chain)
     check_features(config, chain)
     make_schedule(config.training.schedule, chain, micro_batches(config))
-    for tie in chain.ties:
-        if tie.trained:
-            check_tied(parts(config)[chain.stage(tie.owner).part])
 
 
 def _check_rules(config: Config, family: Family, source: str) -> None:

@@ -98,7 +98,8 @@ def passes_of(config: Config) -> dict[str, Passes]:
 def _split(part: PartConfig, locality: Locality | None) -> Split:
     own = degrees(part)
     # An encoder in 16 bits rounds its inputs first thing: rounded before, they take half the room on the way.
-    return Split(own.data, own.sequence, "bfloat16" if part.dtype == "bfloat16" else "float32", locality)
+    dtype = "bfloat16" if part.dtype == "bfloat16" else "float32"
+    return Split(own.data, own.sequence, dtype, locality, even_calls=part.zero_stage == 3)
 
 
 def measures(config: Config) -> bool:

@@ -51,6 +51,7 @@ from dhp.trainers.objective import (
     share_of_balance,
     share_of_objective,
 )
+from dhp.trainers.recipe import DEEPSPEED
 from dhp.trainers.stage import StageRank
 
 CPU = torch.device("cpu")
@@ -83,10 +84,12 @@ class TextTrainer(StageRank):
         decoder = self.family.decoder
         balance = decoder.experts and decoder.experts.balance
         self._routers = Routers(model.get_submodule(decoder.path)) if balance else None
-        together = self.settings.zero_stage == 3 or self.spec.degrees.sequence > 1
+        cut_by_torch = self.settings.zero_stage and self.settings.zero_engine != DEEPSPEED
+        together = self.settings.zero_stage == 3 or cut_by_torch or self.spec.degrees.sequence > 1
         if together and any(edge.gradients for edge in self.edges_in(0)):
-            # Layers communicate in backward as well, to gather weights or to exchange a sequence's states: each rank
-            # has to go back as far as one with pictures does, though nothing of what it embeds is trained.
+            # Layers communicate in backward as well, to gather weights, to reduce gradients as torch's FSDP2 does
+            # behind each layer, or to exchange a sequence's states: each rank has to go back as far as one with
+            # pictures does, though nothing of what it embeds is trained.
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
         self._position = MeshPosition.of(self.mesh)
         self._flights: dict[tuple[int, int], _Flight] = {}

@@ -15,7 +15,7 @@ from dhp.base.messages import Bundle, StepInfo, VisionInput
 from dhp.base.parameters import is_inside
 from dhp.models.family import LayerParts
 from dhp.models.split import load_part
-from dhp.models.tower import Tower
+from dhp.models.tower import Tower, TowerInputs
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.shard_plan import told_plan
@@ -96,9 +96,8 @@ class VisionTrainer(StageRank):
         (positions, *order), (windows, frames) = move_with_plans((work.positions, *order), plans, self.device)
         sent = _Sent(work.rows, order[0] if order else None)
         with self.metered_forward(len(pixels), micro_batch):
-            output: dict[str, Tensor] = self.optimizer.forward(
-                lambda: self.tower.encode(self.model, pixels, positions, windows, frames, work.forms)
-            )
+            inputs = TowerInputs(pixels, positions, windows, frames, work.forms, work.calls)
+            output: dict[str, Tensor] = self.optimizer.forward(lambda: self.tower.encode(self.model, inputs))
         if self.spec.trains:
             self._outputs[micro_batch] = (output, sent)
         if not self.sends:

@@ -93,7 +93,7 @@ class Ours:
         self.trainers = {s: t(settings_of(chain, s, model, UPDATE, **changes)) for s, t in trainers.items()}
         self._stages = make_stages(chain, {stage: Here(trainer) for stage, trainer in self.trainers.items()})
         self._schedule = make_schedule("sequential", chain, MICRO_BATCHES)
-        self._dealer = Dealer(data.family, Collator(data.family, 0, changes.get("packing", True)), 1, 1)
+        self._dealer = Dealer(data.family, Collator(data.family, 0, changes.get("packing", True)))
 
     def deal(self, samples: MicroBatches) -> StepData:
         """What other processes do ahead of a step."""

@@ -38,7 +38,7 @@ class Ours:
 
     def __init__(self, model: str, trained: Trained, data: Data):
         self.way = Way(model, trained, MICRO_BATCHES)
-        self._dealer = Dealer(data.family, Collator(data.family, 0, packing=True), 1, 1)
+        self._dealer = Dealer(data.family, Collator(data.family, 0, packing=True))
 
     def deal(self, samples: MicroBatches) -> Any:
         """What other processes do ahead of a step."""

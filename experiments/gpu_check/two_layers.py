@@ -87,7 +87,7 @@ def deal(model: str, wanted: Sizes) -> StepData:
     """One micro-batch for one rank of each part."""
     family = load_family(model)
     samples = tuple(_sample(wanted, seed, family.processor.image_token_id) for seed in range(wanted.samples))
-    return Dealer(family, Collator(family, 0, packing=True), 1, 1).deal(StepSamples(0, 0, ((samples,),), ()))
+    return Dealer(family, Collator(family, 0, packing=True)).deal(StepSamples(0, 0, ((samples,),), ()))
 
 
 def _sample(wanted: Sizes, seed: int, image_token: int) -> Sample:

@@ -15,6 +15,7 @@ import ray
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StageReport, StageUsage, StepData
 from dhp.base.stages import Chain
+from dhp.batching.encoders import Split
 from dhp.batching.feed import Feed
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import Watched, wait_all
@@ -73,7 +74,8 @@ def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample]) 
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
     source: Any = SimpleNamespace(step=step)
-    return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing=True, text=text).step(0)
+    encoders = {VISION: Split(vision.data, vision.sequence)}
+    return Feed(source, load_family(model), 0, encoders, packing=True, text=text).step(0)
 
 
 def run_layout(

@@ -89,7 +89,7 @@ class Ours:
     def __init__(self, model: str, tokens: int, degrees: Degrees):
         family = load_family(model)
         self._trainer = TextTrainer(settings_of(pair_of(family, ONE, degrees), TEXT, model, UPDATE))
-        dealer = Dealer(family, Collator(family, 0, True), 1, 1, text=degrees)
+        dealer = Dealer(family, Collator(family, 0, True), text=degrees)
         row = StepSamples(0, 0, (((make_row(tokens),),),), ())
         shard = dist.get_rank() // degrees.tensor
         self._prompt = dealer.deal_prompts(row, Sampling(NEW)).work[TEXT][0][shard]

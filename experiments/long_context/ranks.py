@@ -44,7 +44,7 @@ class Decoder:
         """A step of one row."""
         samples = StepSamples(0, 0, (((make_row(tokens),),),), ())
         source: Any = SimpleNamespace(step=lambda _: samples)
-        return Feed(source, load_family(self._model), 0, 1, 1, packing=True, text=self.degrees).step(0)
+        return Feed(source, load_family(self._model), 0, packing=True, text=self.degrees).step(0)
 
     def step(self, data: StepData) -> StageReport:
         """Forward, backward and update, as `dhp.step.step` has them."""

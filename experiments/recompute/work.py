@@ -14,6 +14,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from dhp.base.degrees import Degrees
 from dhp.base.geometry import IGNORED
 from dhp.base.messages import StepData
+from dhp.batching.encoders import Split
 from dhp.batching.feed import Feed
 from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
@@ -108,4 +109,4 @@ def feed_of(
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
     source: Any = SimpleNamespace(step=step)
-    return Feed(source, load_family(model), 0, vision.data, vision.sequence, packing)
+    return Feed(source, load_family(model), 0, {"vision": Split(vision.data, vision.sequence)}, packing)

@@ -85,6 +85,6 @@ def test_sound_travels_in_the_parts_format(folder: str, samples: list[Sample]) -
     from dhp.batching.scatter import Dealer
 
     family, case = load_family(folder), Case(ONE, ONE, 1, audio=ONE)
-    dealer = Dealer(family, Collator(family, 0, True), 1, 1, others={"audio": Split(dtype="bfloat16")})
+    dealer = Dealer(family, Collator(family, 0, True), {"vision": Split(), "audio": Split(dtype="bfloat16")})
     work = dealer.deal(_slotted(0, case, samples)).work
     assert work["audio"][0][0].pixels.dtype == torch.bfloat16 and work["vision"][0][0].pixels.dtype == torch.float32

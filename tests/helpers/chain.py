@@ -17,6 +17,7 @@ from dhp.models.family import DecoderInputs
 from dhp.models.registry import load_family
 from dhp.models.slice import Chunk
 from dhp.models.split import load_part
+from dhp.models.tower import TowerInputs
 from dhp.parallel.attention.sharded import plan_segments, segment_attention
 from dhp.parallel.tensor.local_shards import owned_parameters
 from dhp.trainers.objective import Targets, find_targets, share_of_objective
@@ -108,7 +109,7 @@ class Chain:
             for kind in ("window_lengths", "frame_lengths")
         )
         positions = torch.cat([layout.positions for layout in layouts])
-        encoded = tower.encode(self.tower, torch.cat(pixels), positions, windows, frames)
+        encoded = tower.encode(self.tower, TowerInputs(torch.cat(pixels), positions, windows, frames))
         starts = torch.tensor([0, *(len(layout.order) for layout in layouts)]).cumsum(0)
         back = torch.cat([torch.argsort(layout.order) + start for layout, start in zip(layouts, starts)])
         return {name: rows[back] for name, rows in encoded.items()}

@@ -281,11 +281,16 @@ def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     family = family_of(model, case)
     told: dict[str, Any] = {"text": case.text, "sequence_groups": case.sequence_groups}
-    return Feed(source, family, 0, case.vision.data, case.vision.sequence, case.packing, others=_others(case), **told)
+    return Feed(source, family, 0, _encoders(case), case.packing, **told)
 
 
-def _others(case: Case) -> dict[str, Split]:
-    return {} if case.audio is None else {"audio": Split(case.audio.data, case.audio.sequence)}
+def _encoders(case: Case) -> dict[str, Split]:
+    parts = {"vision": (case.vision, case.zero_stage), "audio": (case.audio, case.audio_zero_stage)}
+    return {
+        name: Split(degrees.data, degrees.sequence, even_calls=zero_stage == 3)
+        for name, (degrees, zero_stage) in parts.items()
+        if degrees is not None
+    }
 
 
 def _slotted(step: int, case: Case, samples: Sequence[Sample]) -> StepSamples:
@@ -299,7 +304,7 @@ def make_dealer(model: str, case: Case) -> Dealer:
     family = family_of(model, case)
     collator = Collator(family, 0, case.packing or case.text.sequence > 1)
     told: dict[str, Any] = {"text": case.text, "sequence_groups": case.sequence_groups}
-    return Dealer(family, collator, case.vision.data, case.vision.sequence, others=_others(case), **told)
+    return Dealer(family, collator, _encoders(case), **told)
 
 
 @dataclass(frozen=True)

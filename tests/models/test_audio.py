@@ -19,6 +19,7 @@ from dhp.models.family import Family
 from dhp.models.generic.structure import find_structure, without_weights
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
+from dhp.models.tower import TowerInputs
 from tests.helpers.tiny_families import make_config, save_family
 
 
@@ -45,7 +46,8 @@ def sounds(frames: tuple[int, ...]) -> list[Tensor]:
 
 def encode(tower: AudioTower, model: PreTrainedModel, clips: list[Tensor], forms: list) -> Tensor:
     with torch.no_grad():
-        return tower.encode(model, torch.cat(clips), torch.empty(0), None, None, forms)[AUDIO_EMBEDDINGS]
+        inputs = TowerInputs(torch.cat(clips), torch.empty(0), forms=forms, calls=tower.calls(forms))
+        return tower.encode(model, inputs)[AUDIO_EMBEDDINGS]
 
 
 @pytest.mark.parametrize("frames", [(50,), (30, 70), (150, 50), (250, 100, 8), (99, 1, 430)])

@@ -114,7 +114,7 @@ def test_a_step_counts_what_its_samples_need_however_it_is_dealt_out(counted: Co
 def test_a_step_counts_what_its_parts_compute(made_model: str) -> None:
     family, half = load_family(made_model), Passes(layers=Products(inputs=0.0), attention=0.5)
     samples, slot = qwen_step(family), lambda sample: (sample,)
-    dealer = Dealer(family, Collator(family, 0, True), 1, 1, passes={"vision": NO_BACKWARD, "text": half})
+    dealer = Dealer(family, Collator(family, 0, True), passes={"vision": NO_BACKWARD, "text": half})
     flops = dealer.deal(StepSamples(0, 0, tuple((slot(sample),) for sample in samples), ())).info.flops
     lengths, targets = [len(s.input_ids) for s in samples], sum(s.target_tokens for s in samples)
     layouts = [family.tower.image_layout(grid) for sample in samples for grid in sample.grids]

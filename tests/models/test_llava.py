@@ -10,6 +10,7 @@ from transformers import AutoModelForImageTextToText, CLIPImageProcessorPil
 
 from dhp.models.generic.tower import WholeTower
 from dhp.models.registry import load_family
+from dhp.models.tower import TowerInputs
 
 
 def test_patches_are_the_image_cut_up_and_put_together_again(llava_model: str) -> None:
@@ -29,7 +30,7 @@ def test_encode_equals_the_models_own_features(llava_model: str) -> None:
     images = torch.randn(3, 3, 56, 56, dtype=torch.float64)
     rows, _ = family.processor.patches({"pixel_values": images.numpy()})
     expected = torch.cat(model.model.get_image_features(images, return_dict=True).pooler_output)
-    found = family.tower.encode(model, torch.from_numpy(rows).double(), torch.empty(0), None, None)["embeddings"]
+    found = family.tower.encode(model, TowerInputs(torch.from_numpy(rows).double(), torch.empty(0)))["embeddings"]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # rows are float32
     assert len(found) == 3 * family.processor.image_tokens((1, 4, 4))
 

@@ -8,6 +8,7 @@ from transformers import AttentionInterface, AutoModelForImageTextToText
 
 from dhp.models.family import Family
 from dhp.models.registry import load_family
+from dhp.models.tower import TowerInputs
 from dhp.parallel.attention.sharded import plan_segments, segment_attention
 
 GRIDS = [(1, 2, 2), (1, 6, 10), (1, 4, 4), (1, 10, 14), (2, 6, 4)]  # the last one is a video's: two frames
@@ -43,7 +44,7 @@ def test_encode_equals_the_models_own_features(family: Family, made_model: str, 
         for kind in ("window_lengths", "frame_lengths")
     ]
     positions = torch.cat([layout.positions for layout in layouts])
-    found = family.tower.encode(model, ordered, positions, *plans)
+    found = family.tower.encode(model, TowerInputs(ordered, positions, *plans))
     rows = found["embeddings"].split([len(layout.order) for layout in layouts])
     for mine, layout, theirs in zip(rows, layouts, expected, strict=True):
         torch.testing.assert_close(mine[torch.argsort(layout.order)], theirs, rtol=1e-10, atol=1e-12)
@@ -62,7 +63,7 @@ def test_the_tower_calls_attention_once_a_layer_with_our_objects(family: Family,
     family.tower.use_attention(model, "flash_dhp_spy")
     layout = family.tower.image_layout((1, 6, 10))
     windows, frames = (plan_segments(n, torch.device("cpu")) for n in (layout.window_lengths, layout.frame_lengths))
-    family.tower.encode(model, torch.randn(60, family.tower.patch_dim), layout.positions, windows, frames)
+    family.tower.encode(model, TowerInputs(torch.randn(60, family.tower.patch_dim), layout.positions, windows, frames))
     assert [plan is frames for plan in seen] == [False, True, False, True]  # fullatt_block_indexes [1, 3]
     assert [plan is windows for plan in seen] == [True, False, True, False]
 

@@ -17,6 +17,7 @@ from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.models.shape import check_tensor_plan, part_shape
 from dhp.models.split import load_part, model_class
+from dhp.models.tower import TowerInputs
 from dhp.parallel.attention.sharded import plan_segments, segment_attention
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
@@ -68,7 +69,7 @@ def _encode(family: Family, model: str, grids: list, pixels: list[Tensor]) -> li
         for kind in ("window_lengths", "frame_lengths")
     )
     positions = torch.cat([layout.positions for layout in layouts])
-    found = family.tower.encode(part, torch.cat(pixels), positions, windows, frames)
+    found = family.tower.encode(part, TowerInputs(torch.cat(pixels), positions, windows, frames))
     split = {name: rows.split([len(layout.order) for layout in layouts]) for name, rows in found.items()}
     return [{name: rows[number] for name, rows in split.items()} for number in range(len(grids))]
 

@@ -19,7 +19,7 @@ from dhp.models.generic.contract import Contract
 from dhp.models.generic.forms import unpack
 from dhp.models.generic.pictures import joined
 from dhp.models.patches import project_as_products
-from dhp.models.tower import EMBEDDINGS, Tower
+from dhp.models.tower import EMBEDDINGS, Tower, TowerInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +58,15 @@ class WholeTower(Tower):
             )
         self.check_backend("vision", asked)
 
+    def calls(self, forms: Sequence[Form]) -> tuple[tuple[int, ...], ...]:
+        """Pictures of one shape together, or each by itself."""
+        if not self._contract.batches:
+            return tuple((number,) for number in range(len(forms)))
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for number, form in enumerate(forms):
+            groups[form.pixels, tuple(shape for _, _, shape, _ in form.arrays)].append(number)
+        return tuple(map(tuple, groups.values()))
+
     def image_layout(self, grid: Grid | Form) -> ImageLayout:
         if not isinstance(grid, Form):
             raise TypeError(f"a picture of {self.config.model_type} is told by its form, not by a grid {grid}")
@@ -65,30 +74,31 @@ class WholeTower(Tower):
         nowhere = torch.zeros(rows, 0, dtype=torch.long)
         return ImageLayout(torch.arange(tokens), 1, (rows,), (rows,), nowhere, (tokens,), grid)
 
-    def encode(
-        self,
-        model: PreTrainedModel,
-        pixels: Tensor,
-        positions: Tensor,
-        windows: Any,
-        frames: Any,
-        forms: Sequence[Form] = (),
-    ) -> dict[str, Tensor]:
-        pictures = [
-            unpack(form, rows, model.dtype)
-            for form, rows in zip(forms, pixels.split([form.rows for form in forms]), strict=True)
-        ]
-        base = model.get_submodule(self._contract.structure.base)
+    def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
+        forms = inputs.forms
+        split_pixels = inputs.pixels.split([form.rows for form in forms])
+        pictures = [unpack(form, rows, model.dtype) for form, rows in zip(forms, split_pixels, strict=True)]
         found: list[Mapping[str, Tensor]] = [{}] * len(forms)
-        for numbers in _alike(forms) if self._contract.batches else [[n] for n in range(len(forms))]:
-            output = base.get_image_features(**joined([pictures[n] for n in numbers]), return_dict=True)
-            tokens = [forms[n].tokens for n in numbers]
-            rows = self._contract.handover.take(output, tokens)
-            _check_rows(self.config.model_type, len(rows[EMBEDDINGS]), tokens)
-            split = {name: tensor.split(tokens) for name, tensor in rows.items()}
-            for place, n in enumerate(numbers):
-                found[n] = {name: parts[place] for name, parts in split.items()}
+        for numbers in inputs.calls:
+            if not numbers:
+                dummy = self.dummy_pixels().to(inputs.pixels)
+                found += self._encode_together(model, [unpack(self.dummy_form, dummy, model.dtype)], [self.dummy_form])
+                continue
+            encoded = self._encode_together(model, [pictures[n] for n in numbers], [forms[n] for n in numbers])
+            for n, rows in zip(numbers, encoded, strict=True):
+                found[n] = rows
         return {name: torch.cat([one[name] for one in found]) for name in self.tensors}
+
+    def _encode_together(
+        self, model: PreTrainedModel, pictures: Sequence[dict[str, Tensor]], forms: Sequence[Form]
+    ) -> list[Mapping[str, Tensor]]:
+        """Each picture's rows by name, of pictures that one call takes."""
+        base, tokens = model.get_submodule(self._contract.structure.base), [form.tokens for form in forms]
+        output = base.get_image_features(**joined(pictures), return_dict=True)
+        rows = self._contract.handover.take(output, tokens)
+        _check_rows(self.config.model_type, len(rows[EMBEDDINGS]), tokens)
+        split = [tensor.split(tokens) for tensor in rows.values()]
+        return [dict(zip(rows, of_picture, strict=True)) for of_picture in zip(*split, strict=True)]
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         # Attention stays the library's: a tower that takes images whole needs no other.
@@ -99,14 +109,6 @@ class WholeTower(Tower):
         for name, parameter in model.named_parameters():
             if name in unused:
                 parameter.requires_grad_(False)
-
-
-def _alike(forms: Sequence[Form]) -> list[list[int]]:
-    """Numbers of pictures that one call may take: those of one shape."""
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for number, form in enumerate(forms):
-        groups[form.pixels, tuple(shape for _, _, shape, _ in form.arrays)].append(number)
-    return list(groups.values())
 
 
 def _holds(name: str, path: str | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from dhp.models.family import ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
 from dhp.models.grid.processor import merge_side, patch_values
 from dhp.models.patches import project_as_products
-from dhp.models.tower import EMBEDDINGS, Tower
+from dhp.models.tower import EMBEDDINGS, Tower, TowerInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,23 +65,16 @@ class GridTower(Tower):
             positions=torch.cat([coordinates, size], dim=1),
         )
 
-    def encode(
-        self,
-        model: PreTrainedModel,
-        pixels: Tensor,
-        positions: Tensor,
-        windows: Any,
-        frames: Any,
-        forms: Sequence[Form] = (),
-    ) -> dict[str, Tensor]:
+    def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
         tower = model.get_submodule(self.path)
         derived: dict[str, Any] = {
             "grid_thw": None,
-            "position_ids": positions[:, :2],
-            "cu_seqlens": frames,
-            "max_seqlen": len(pixels),
+            "position_ids": inputs.positions[:, :2],
+            "cu_seqlens": inputs.frames,
+            "max_seqlen": len(inputs.pixels),
         }
-        output = tower(self.shape(pixels).to(tower.dtype), **(derived | self.derive(tower, positions, windows, frames)))
+        derived |= self.derive(tower, inputs.positions, inputs.windows, inputs.frames)
+        output = tower(self.shape(inputs.pixels).to(tower.dtype), **derived)
         return self.leave(model, output)
 
     def shape(self, pixels: Tensor) -> Tensor:

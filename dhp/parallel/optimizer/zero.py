@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -47,9 +47,16 @@ class ZeroSharded:
         stage: int = 1,
         dtype: torch.dtype = torch.float32,
         saves_frozen: bool = True,
+        layers: Sequence[nn.Module] = (),
     ):
-        """saves_frozen: weights that nothing trains are saved too."""
+        """saves_frozen: weights that nothing trains are saved too.
+
+        layers: of the module, each of which stage 3 gathers as one. Modules inside a layer may then be called as often
+        as a rank's data ask for, as by segment of a packed row.
+        """
         self._module = module
+        self._tied: tuple[str, bool] | None = None
+        self._shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         cast = dtype != torch.float32
         exact = {name: parameter.detach() for name, parameter in module.named_parameters() if cast}
         names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -57,6 +64,8 @@ class ZeroSharded:
         frozen = [(n, p) for n, p in module.named_parameters() if saves_frozen and not p.requires_grad]
         self._frozen = {name: parameter.detach().to(dtype, copy=True) for name, parameter in frozen}
         optimizer = make_optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        for layer in layers if stage == 3 else ():
+            set_leaf(layer)
         self._engine = _initialize(Computation(module), optimizer, stage, dtype)
         self._partitions = partitions_of(self._engine.optimizer, names)
         if cast:
@@ -85,10 +94,35 @@ class ZeroSharded:
 
     def norm_sq(self) -> float:
         """Squared L2 norm of the whole part's gradient, the same on every rank."""
-        chunks = [chunk for gradient in self._partitions.gradients() for chunk in gradient.flatten().split(NORM_CHUNK)]
+        gradients = self._partitions.gradients()
+        if self._tied is not None:
+            found = self._partitions.gradients_by_name()
+            gradients = [gradient for own, _, gradient in found if not self._is_others(own.name)]
+        chunks = [torch.zeros(1, device=self._engine.device)]
+        chunks += [chunk for gradient in gradients for chunk in gradient.flatten().split(NORM_CHUNK)]
         # In float64, because a partition may be one tensor of billions of elements.
         norms = torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks])
         return float(sum_in_place((norms * norms).sum(), dist.group.WORLD))
+
+    def tie(self, name: str, owns: bool) -> None:
+        """The parameter `name` is another stage's too. The owner counts it in the norm and saves it."""
+        self._tied = (name, owns)
+
+    def tied_gradient(self) -> Tensor:
+        """The summed gradient of the tied weight, whole, before the other's is added: the stages' partitions cut it at
+        different places."""
+        whole = torch.zeros(self._shapes[self._tied[0]].numel(), device=self._engine.device)
+        for own, begin, gradient in self._partitions.gradients_by_name():
+            if own.name == self._tied[0]:
+                whole[own.start + begin :][: len(gradient)] = gradient
+        return sum_in_place(whole, dist.group.WORLD).view(self._shapes[self._tied[0]])
+
+    def add_tied(self, gradient: Tensor) -> None:
+        """Add the other stage's gradient of the tied weight, whole."""
+        flat = gradient.flatten()
+        for own, begin, held in self._partitions.gradients_by_name():
+            if own.name == self._tied[0]:
+                held += flat[own.start + begin :][: len(held)].to(held)
 
     def gradient_bytes(self) -> int:
         """As `Replicated.gradient_bytes`. The engine keeps most of its buffers between steps, and does not tell."""
@@ -114,13 +148,16 @@ class ZeroSharded:
         """Hand over the weights as the module has them; with stage 3 this rank's share, which nobody gathers."""
         if not isinstance(self._partitions, ScatteredPartitions):
             for name, parameter in self._module.named_parameters():
-                sink.add(name, parameter)
+                if not self._is_others(name):
+                    sink.add(name, parameter)
             return
         for name, parameter in self._frozen.items():
-            sink.add(name, parameter)
+            if not self._is_others(name):
+                sink.add(name, parameter)
         for weights, ranges in self._partitions.weights():
             for name, shape, start, here, count in ranges:
-                sink.add_flat(name, weights[here : here + count], start, shape)
+                if not self._is_others(name):
+                    sink.add_flat(name, weights[here : here + count], start, shape)
 
     def save_state(self, sink: StateSink) -> None:
         """Hand over this rank's partition of the optimizer's state, cut at the borders of parameters."""
@@ -130,7 +167,7 @@ class ZeroSharded:
             state = inner.state.get(weights, {})
             parts = {MASTER: weights} | {kind: state[kind] for kind in MOMENTS if state}
             for name, shape, start, here, count in ranges:
-                for kind, flat in parts.items():
+                for kind, flat in parts.items() if not self._is_others(name) else ():
                     sink.add_flat(f"{name}.{kind}", flat[here : here + count], start, shape)
 
     def load_state(self, source: StateSource) -> None:
@@ -145,6 +182,10 @@ class ZeroSharded:
                 inner.state[weights] = {STEP: step_for(inner, weights, step), **state}
         self._partitions.spread()
 
+    def _is_others(self, name: str) -> bool:
+        """Whether another stage owns the parameter."""
+        return self._tied is not None and self._tied == (name, False)
+
     def _clear(self) -> None:
         for tensor in self._partitions.leftovers():
             tensor.zero_()
@@ -154,6 +195,14 @@ class ZeroSharded:
         for weights, ranges in self._partitions.masters():
             for name, _, start, here, count in ranges:
                 weights.detach()[here : here + count].copy_(exact[name].flatten()[start : start + count])
+
+
+def set_leaf(layer: nn.Module) -> None:
+    """Let stage 3 gather all weights of a layer at once, around its own forward and backward."""
+    import_deepspeed()
+    from deepspeed.utils import set_z3_leaf_module
+
+    set_z3_leaf_module(layer, True)
 
 
 def import_deepspeed() -> Any:

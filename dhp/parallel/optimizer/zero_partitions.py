@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -45,9 +46,20 @@ class Partitions(ABC):
         for group, weights in enumerate(self._flat_masters()):
             yield weights, list(self._ranges(group, weights.numel()))
 
-    @abstractmethod
     def gradients(self) -> list[Tensor]:
         """The step's reduced gradients of this rank's elements, in any cut; padding is zero."""
+        return [gradient for group in self._group_gradients() for gradient in group]
+
+    def gradients_by_name(self) -> Iterator[tuple[Range, int, Tensor]]:
+        """The same by parameter: a range, how far into it the elements begin, and the elements, flat, to read or to
+        write to."""
+        for gradients, (_, ranges) in zip(self._group_gradients(), self.masters(), strict=True):
+            begins = list(accumulate((gradient.numel() for gradient in gradients), initial=0))
+            for own in ranges:
+                for gradient, begin in zip(gradients, begins):
+                    first, last = max(own.here, begin), min(own.here + own.count, begin + gradient.numel())
+                    if first < last:
+                        yield own, first - own.here, gradient.view(-1)[first - begin : last - begin]
 
     @abstractmethod
     def spread(self) -> None:
@@ -60,6 +72,10 @@ class Partitions(ABC):
     def leftovers(self) -> list[Tensor]:
         """What a step leaves behind, to be zeroed before the next one sees it."""
         return []
+
+    @abstractmethod
+    def _group_gradients(self) -> list[list[Tensor]]:
+        """Of each flat tensor of `masters`, the gradients that make it up one behind another."""
 
     @abstractmethod
     def _flat_masters(self) -> Sequence[Tensor]: ...
@@ -80,8 +96,9 @@ class Partitions(ABC):
 class FlatPartitions(Partitions):
     """Stages 1 and 2 of `DeepSpeedZeroOptimizer`: all parameters of a group in one flat tensor, cut in equal parts."""
 
-    def gradients(self) -> list[Tensor]:
-        return [gradient for group in self._optimizer.averaged_gradients.values() for gradient in group]
+    def _group_gradients(self) -> list[list[Tensor]]:
+        kept = self._optimizer.averaged_gradients
+        return [list(kept[group]) for group in range(len(self._flat_masters()))]
 
     def spread(self) -> None:
         self._optimizer.update_lp_params()
@@ -103,8 +120,8 @@ class FlatPartitions(Partitions):
 class Bf16Partitions(Partitions):
     """Stage 1 in 16 bits, `BF16_Optimizer`: cut as above, but each rank accumulates the gradients of all elements."""
 
-    def gradients(self) -> list[Tensor]:
-        return list(self._optimizer.fp32_groups_gradient_flat_partition)
+    def _group_gradients(self) -> list[list[Tensor]]:
+        return [[gradient] for gradient in self._optimizer.fp32_groups_gradient_flat_partition]
 
     def spread(self) -> None:
         self._optimizer.update_lp_params()
@@ -128,8 +145,9 @@ class ScatteredPartitions(Partitions):
         super().__init__(optimizer, names)
         self.divides = dist.get_world_size()
 
-    def gradients(self) -> list[Tensor]:
-        return [self._optimizer.grad_partitions_flat_buffer]
+    def _group_gradients(self) -> list[list[Tensor]]:
+        sizes = [weights.numel() for weights in self._flat_masters()]
+        return [[gradient] for gradient in self._optimizer.grad_partitions_flat_buffer.split(sizes)]
 
     def weights(self) -> Iterator[tuple[Tensor, list[Range]]]:
         """As `masters`, in the module's own format: what parameters are gathered from."""
