@@ -6,6 +6,7 @@ from __future__ import annotations
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 BROADCAST, REDUCE, GATHER, SCATTER = "broadcast", "reduce", "gather", "scatter"
 RING, HANDOFF = "ring", "handoff"
+BARRIER = "barrier"  # which sends nothing
 
 EXCHANGE_TAG = 1  # of messages that together are an all-to-all
 

@@ -161,6 +161,8 @@ class TextInput:
 
     blocks: tokens with the same number see each other both ways, -1: none; int64, of the rows, or of all samples that
     ranks share. None where the family has no blocks.
+
+    segment_calls: how often layers that take each sample by itself are called at least, the same on all ranks.
     """
 
     tensors: dict[str, Tensor]
@@ -172,6 +174,7 @@ class TextInput:
     kept: Mapping[str, Tensor] = field(default_factory=dict)
     shards: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     blocks: Tensor | None = None
+    segment_calls: int = 0
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Feed:
         passes: Mapping[str, Passes] = MappingProxyType({}),
         text: Degrees = ONE,
         sequence_groups: str = ONE_GROUP,
+        even_calls: bool = False,
         read_patches: ReadPatches = nothing_unread,
     ):
         """encoders: how the inputs of each encoder of the run are divided, by part.
@@ -54,14 +55,14 @@ class Feed:
 
         text: degrees of the decoder; where ranks share a row, there is one without padding, whatever `packing` says.
 
-        sequence_groups: see `dhp.batching.scatter.Dealer`.
+        sequence_groups, even_calls: see `dhp.batching.scatter.Dealer`.
 
         read_patches: of long videos, see `dhp.data.pictures.Pictures.read_patches`.
         """
         self._source, self._read_patches = source, read_patches
         self._family = family
         self._collator = Collator(family, pad_token_id, packing or text.sequence > 1)
-        self._dealer = Dealer(family, self._collator, encoders, passes, text, sequence_groups)
+        self._dealer = Dealer(family, self._collator, encoders, passes, text, sequence_groups, even_calls)
         self.measured = measured
 
     @property

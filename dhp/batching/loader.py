@@ -43,7 +43,7 @@ class FeedSettings:
 
     passes: what a step computes of each part of which not all is trained; none: all is.
 
-    text: degrees of the decoder. sequence_groups: see `dhp.batching.scatter.Dealer`.
+    text: degrees of the decoder. sequence_groups, even_calls: see `dhp.batching.scatter.Dealer`.
     """
 
     model_name: str
@@ -64,6 +64,7 @@ class FeedSettings:
     features: FeatureSettings | None = None
     text: Degrees = ONE
     sequence_groups: str = ONE_GROUP
+    even_calls: bool = False
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -81,7 +82,7 @@ def make_feed(settings: FeedSettings) -> Feed:
         measured = MeasuredDataset(dataset, preprocess, cache, whole)
     sampler = _sampler(settings, measured or dataset)
     source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
-    division = (settings.passes, settings.text, settings.sequence_groups)
+    division = (settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     shape = (settings.encoders, settings.packing, measured, *division)
     return Feed(source, family, pad_token(tokenizer), *shape, preprocess.pictures.read_patches)
 

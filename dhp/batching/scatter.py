@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 
 import numpy as np
@@ -42,6 +43,7 @@ class Dealer:
         passes: Mapping[str, Passes] = MappingProxyType({}),
         text: Degrees = ONE,
         sequence_groups: str = ONE_GROUP,
+        even_calls: bool = False,
     ):
         """encoders: how the inputs of each encoder of the run are divided, by part.
 
@@ -50,10 +52,14 @@ class Dealer:
         text: degrees of the decoder, whose ring × Ulysses ranks share a replica's row.
 
         sequence_groups: "one": all of them share each sample; "auto": short samples stay on fewer.
+
+        even_calls: the decoder's layers that take each sample by itself are called equally often on all ranks, because
+        each call gathers weights.
         """
         self._encoders = {name: Encoder(name, family.parts[name], split) for name, split in encoders.items()}
         self._family, self._collator, self._passes, self._degrees = family, collator, passes, text
         self._auto_groups = sequence_groups != ONE_GROUP
+        self._even_calls = even_calls and bool(family.decoder.mixers)
 
     def deal(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
@@ -82,7 +88,9 @@ class Dealer:
         text = []
         for number, rows in enumerate(made):
             of_micro_batch = {name: of_part[number] for name, of_part in dealt.items()}
-            text.append(tuple(one for d, row in enumerate(rows) for one in self._text(row, d, of_micro_batch, targets)))
+            shards = (one for d, row in enumerate(rows) for one in self._text(row, d, of_micro_batch, targets))
+            calls = max(_count_runs(row.lengths) for row in rows) if self._even_calls else 0
+            text.append(tuple(replace(one, segment_calls=calls) for one in shards))
         info = _count(samples, targets, work, text, self._flops(samples, dealt, targets))
         if self._degrees.sequence > 1:
             divided = sum(one.divided for rows in made for one in rows)
@@ -165,6 +173,11 @@ class _Made:
     samples: tuple[int, ...]
     shared: SharedRow | None
     divided: int = 0
+
+
+def _count_runs(lengths: Sequence[int] | None) -> int:
+    """Of a packed row, runs of samples of one length, which a layer may take together; of padded rows 1."""
+    return 1 if lengths is None else sum(1 for _ in groupby(lengths))
 
 
 def _prompt(row: TextInput, samples: Row, whole: Mapping[str, Tensor], sampling: Sampling) -> PromptInput:

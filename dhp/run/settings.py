@@ -79,6 +79,7 @@ def feed_settings(
         features=features,
         text=degrees(decoder(config)),
         sequence_groups=decoder(config).sequence_groups,
+        even_calls=decoder(config).zero_stage == 3,
     )
 
 

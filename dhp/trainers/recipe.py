@@ -67,7 +67,7 @@ def make_optimizer(
         group = replicas_mesh(mesh).get_group()
         return Replicated(model, make, group, dtype, exclusive=settings.exclusive_sums)
     if settings.zero_engine == DEEPSPEED:
-        return ZeroSharded(model, make, settings.zero_stage, dtype, settings.adapters is None, layers)
+        return ZeroSharded(model, make, settings.zero_stage, dtype, saves_frozen=settings.adapters is None)
     tensor_rank = mesh.get_local_rank("tensor")
     return FullySharded(model, layers, make, replicas_mesh(mesh), tensor_rank, settings.zero_stage, dtype)
 

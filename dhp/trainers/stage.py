@@ -29,6 +29,7 @@ from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, s
 from dhp.parallel.activation.meter import Meter
 from dhp.parallel.activation.tiling import tile_mlps
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, require
+from dhp.parallel.comm.calls import RECORD, watch_layers
 from dhp.parallel.comm.mesh import build_mesh
 from dhp.parallel.comm.traffic import count_collectives, trace_collectives
 from dhp.parallel.compiled import compile_layers, eager
@@ -242,6 +243,8 @@ class StageRank(EvaluatingRank):
         kinds = tuple(parts.kinds[layer] for layer in self.spec.layers)
         self.meter = Meter(self.model, self.device, kinds) if self.settings.measure else None
         self.layers = None
+        if RECORD.checks:
+            watch_layers(dict(zip((f"layer {n}" for n in self.spec.layers), self._present_layers())))
         if self.meter is not None or set(self.settings.recompute) != {"none"}:
             self.layers = RecomputedLayers(self._present_layers(), parts, self.settings.recompute, self.meter)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -273,7 +273,7 @@ class TextTrainer(StageRank):
         rows, tokens = work.tensors["input_ids"].shape
         # Padded rows are segments of one length, so one call: what pads them lies behind all that counts.
         lengths = (tokens,) * rows if work.lengths is None else work.lengths
-        return plan_segments(lengths, CPU, True, varlen, blocks, rule, backend)
+        return replace(plan_segments(lengths, CPU, True, varlen, blocks, rule, backend), calls=work.segment_calls)
 
 
 def _ask_gradient(_module: nn.Module, _given: tuple[Tensor, ...], embedded: Tensor) -> None:

@@ -91,6 +91,7 @@ class Case:
     audio_zero_stage: int = 0
     mlp_chunks: int = 1  # of both parts
     sequence_groups: str = "one"
+    checked: bool = False  # ranks agree on each collective before it begins
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -280,8 +281,12 @@ def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed
 
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     family = family_of(model, case)
-    told: dict[str, Any] = {"text": case.text, "sequence_groups": case.sequence_groups}
-    return Feed(source, family, 0, _encoders(case), case.packing, **told)
+    return Feed(source, family, 0, _encoders(case), case.packing, **_division(case))
+
+
+def _division(case: Case) -> dict[str, Any]:
+    even = case.text_zero_stage == 3
+    return {"text": case.text, "sequence_groups": case.sequence_groups, "even_calls": even}
 
 
 def _encoders(case: Case) -> dict[str, Split]:
@@ -303,8 +308,7 @@ def make_dealer(model: str, case: Case) -> Dealer:
     """What deals samples out over the case's ranks: the feed without what reads and decodes them."""
     family = family_of(model, case)
     collator = Collator(family, 0, case.packing or case.text.sequence > 1)
-    told: dict[str, Any] = {"text": case.text, "sequence_groups": case.sequence_groups}
-    return Dealer(family, collator, _encoders(case), **told)
+    return Dealer(family, collator, _encoders(case), **_division(case))
 
 
 @dataclass(frozen=True)
@@ -345,7 +349,7 @@ class Running:
             self.groups = {}
             for spec in self.chain.stages:
                 trainer = getattr(self._fault, spec.part)
-                group = LocalGroup(trainer, spec.degrees.world, self._settings[spec.name])
+                group = LocalGroup(trainer, spec.degrees.world, self._settings[spec.name], checked=self.case.checked)
                 self.groups[spec.name] = stack.enter_context(group)
             self._stack = stack.pop_all()
         self.stages = make_stages(self.chain, self.groups)

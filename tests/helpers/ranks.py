@@ -1,7 +1,8 @@
 """Ranks of a part as plain gloo processes: what the cluster's actors run, without Ray.
 
-Processes come from one fork server that has the imports done (tests/helpers/warm.py): a rank costs a fork, not five
-seconds.
+Processes come from one fork server that has the imports done (tests/helpers/warm.py): a rank costs a fork, a twentieth
+of a second, not five seconds. Each group has new ones. Ranks that served another group before would start no faster
+worth speaking of, and compute with what that group left in torch's and transformers' caches.
 """
 
 from __future__ import annotations
@@ -9,16 +10,23 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
-import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from multiprocessing.connection import wait
 from typing import Any
 
 from dhp.cluster.dispatch import PerRank, spread
+from dhp.cluster.interface import LOOPBACK, open_listener
 from dhp.step.stages import Group
 
 WARM = "tests.helpers.warm"
 TIMEOUT_S = 240
+AGREE_S = 30  # until a rank that waits for another one's collective gives up
+_GROUPS = count()
 
 
 def context() -> Any:
@@ -31,21 +39,17 @@ def context() -> Any:
 
 
 class LocalGroup(Group):
-    """`size` processes with one trainer each; calls run on all of them at once and return values."""
+    """`size` processes with one trainer each; calls run on all of them at once and return values.
 
-    def __init__(self, factory: Callable[..., Any], size: int, *arguments: Any):
+    checked: ranks agree on each collective before it begins.
+    """
+
+    def __init__(self, factory: Callable[..., Any], size: int, *arguments: Any, checked: bool = False):
         self.size = size
-        self._folder = tempfile.TemporaryDirectory()
-        store = os.path.join(self._folder.name, "store")
-        self._pipes, self._processes = [], []
-        for rank in range(size):
-            ours, theirs = context().Pipe()
-            given = (theirs, store, rank, size, factory, arguments)
-            process = context().Process(target=_serve, args=given, daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._ranks = [_start() for _ in range(size)]
+        place = (_store().port, f"group {next(_GROUPS)}", size, AGREE_S if checked else 0)
+        for number, rank in enumerate(self._ranks):
+            rank.send(("join", (*place, number, factory, arguments)))
         self._gather()
 
     def execute_all_async(
@@ -53,26 +57,24 @@ class LocalGroup(Group):
     ) -> list[list[Any]]:
         """As `dhp.step.stages.Group`, with values for refs."""
         method = method if isinstance(method, str) else method.__name__
-        for pipe, given in zip(self._pipes, spread(arguments, self.size), strict=True):
-            _send(pipe, (method, given))
+        results = self.execute_all(method, *arguments)
         counts = spread((returns,), self.size)
         return [
             [] if count == 0 else [result] if count == 1 and not isinstance(result, tuple) else list(result)
-            for result, (count,) in zip(self._gather(), counts, strict=True)
+            for result, (count,) in zip(results, counts, strict=True)
         ]
 
     def execute_all(self, method: str, *arguments: Any) -> list[Any]:
         """The result of each rank, in rank order."""
-        for pipe, given in zip(self._pipes, spread(arguments, self.size), strict=True):
-            _send(pipe, (method, given))
+        for rank, given in zip(self._ranks, spread(arguments, self.size), strict=True):
+            rank.send((method, given))
         return self._gather()
 
     def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._folder.cleanup()
+        """End the processes, whatever they do."""
+        for rank in self._ranks:
+            rank.end()
+        self._ranks = []
 
     def __enter__(self) -> LocalGroup:
         return self
@@ -81,15 +83,64 @@ class LocalGroup(Group):
         self.close()
 
     def _gather(self) -> list[Any]:
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT_S):
-                raise TimeoutError(f"rank {rank} gave no answer within {TIMEOUT_S} s")
-            kind, value = _receive(pipe)
-            if kind == "error":
-                raise RuntimeError(f"rank {rank}: {value}")
-            answers.append(value)
-        return answers
+        """The answer of each rank. The first error ends all: the others may wait for that rank for ever."""
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(answers) < len(self._ranks):
+            pipes = {rank.pipe: number for number, rank in enumerate(self._ranks) if number not in answers}
+            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise TimeoutError(f"rank {min(pipes.values())} gave no answer within {TIMEOUT_S} s")
+            for pipe in ready:
+                number = pipes[pipe]
+                try:
+                    kind, value = self._ranks[number].receive()
+                except EOFError:
+                    kind, value = "error", "the process ended"
+                if kind == "error":
+                    self.close()
+                    raise RuntimeError(f"rank {number}: {value}")
+                answers[number] = value
+        return [answers[number] for number in range(len(self._ranks))]
+
+
+@dataclass(eq=False)
+class _Rank:
+    """A process, and the pipe to it."""
+
+    process: Any
+    pipe: Any
+
+    def send(self, value: Any) -> None:
+        # By value: torch's sharing of tensors between processes leaves a helper process behind for each that is killed.
+        self.pipe.send_bytes(pickle.dumps(value))
+
+    def receive(self) -> Any:
+        return pickle.loads(self.pipe.recv_bytes())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _start() -> _Rank:
+    ours, theirs = context().Pipe()
+    process = context().Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return _Rank(process, ours)
+
+
+@cache
+def _store() -> Any:
+    """The store that the ranks of all groups of this process meet in."""
+    import torch.distributed as dist
+
+    listener = open_listener(LOOPBACK)
+    port, handed = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=handed)
 
 
 class _Caller:
@@ -105,36 +156,45 @@ def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> li
         return group.execute_all("call", function, *arguments)
 
 
-def _send(pipe: Any, value: Any) -> None:
-    # By value: torch's sharing of tensors between processes leaves a helper process behind for each that is killed.
-    pipe.send_bytes(pickle.dumps(value))
-
-
-def _receive(pipe: Any) -> Any:
-    return pickle.loads(pipe.recv_bytes())
-
-
-def _serve(
-    pipe: Any, store: str, rank: int, size: int, factory: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _serve(pipe: Any) -> None:
+    """One rank's process: joins a group, serves its calls."""
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = "0"
-    try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-        target = factory(*arguments)
-        _send(pipe, ("value", None))
-    except BaseException:
-        _send(pipe, ("error", traceback.format_exc()))
-        return
+    target = None
     while True:
         try:
-            method, given = _receive(pipe)
+            method, given = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            _send(pipe, ("value", getattr(target, method)(*given)))
+            if method == "join":
+                target, answer = _join(*given), None
+            else:
+                answer = getattr(target, method)(*given)
+            pipe.send_bytes(pickle.dumps(("value", answer)))
         except BaseException:
-            _send(pipe, ("error", traceback.format_exc()))
+            pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+
+
+def _join(
+    port: int,
+    prefix: str,
+    size: int,
+    agree_s: float,
+    rank: int,
+    factory: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
+    import torch.distributed as dist
+
+    from dhp.parallel.comm.calls import RECORD
+    from dhp.parallel.comm.traffic import count_collectives
+
+    store = dist.PrefixStore(prefix, dist.TCPStore(LOOPBACK, port, wait_for_workers=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    if agree_s:
+        count_collectives()
+        RECORD.check(dist.PrefixStore("checks", store), agree_s)
+    return factory(*arguments)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest  # noqa: F401
 import torch.utils.cpp_extension  # noqa: F401
 import transformers.generation.utils  # noqa: F401
 import transformers.models.auto.processing_auto  # noqa: F401

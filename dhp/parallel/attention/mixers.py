@@ -7,7 +7,7 @@ into the next. They are run from outside: samples of one length as one batch, an
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -45,21 +45,30 @@ def _by_segment(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(hidden_states: Tensor, *args: Any, segments: SegmentPlan | None = None, **named: Any) -> Any:
         _check(name, args, segments, named)
         assert segments is not None
-        rows, tokens = hidden_states.shape[:2]
-        if segments.groups == ((tokens, rows),):
-            return forward(hidden_states, **named)
-        flat = hidden_states.flatten(0, 1)
-        flat = flat if segments.order is None else flat[segments.order]
-        parts = flat.split([length * count for length, count in segments.groups])
-        outputs = [
-            forward(part.unflatten(0, (count, length)), **named).flatten(0, 1)
-            for (length, count), part in zip(segments.groups, parts, strict=True)
-        ]
-        output = torch.cat(outputs)
-        output = output if segments.inverse is None else output[segments.inverse]
-        return output.unflatten(0, (rows, tokens))
+        alone = partial(forward, **named)
+        output = _run_each(alone, hidden_states, segments)
+        for _ in range(segments.calls - len(segments.groups)):
+            # Its backward is walked too, so that other ranks' calls do not wait; nothing else comes of it.
+            output = output + alone(hidden_states[:1, :1]).sum() * 0.0
+        return output
 
     return run
+
+
+def _run_each(forward: Callable[[Tensor], Tensor], hidden_states: Tensor, segments: SegmentPlan) -> Tensor:
+    rows, tokens = hidden_states.shape[:2]
+    if segments.groups == ((tokens, rows),):
+        return forward(hidden_states)
+    flat = hidden_states.flatten(0, 1)
+    flat = flat if segments.order is None else flat[segments.order]
+    parts = flat.split([length * count for length, count in segments.groups])
+    outputs = [
+        forward(part.unflatten(0, (count, length))).flatten(0, 1)
+        for (length, count), part in zip(segments.groups, parts, strict=True)
+    ]
+    output = torch.cat(outputs)
+    output = output if segments.inverse is None else output[segments.inverse]
+    return output.unflatten(0, (rows, tokens))
 
 
 def _check(name: str, args: tuple[Any, ...], segments: SegmentPlan | None, named: dict[str, Any]) -> None:

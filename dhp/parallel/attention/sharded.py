@@ -63,6 +63,9 @@ class SegmentPlan:
     causal segments alone, and without what has no effect.
 
     backend: whose kernels compute, as a part's attention_backend says.
+
+    calls: how often a layer that takes each segment by itself is called at least, however few groups there are: each
+    call gathers weights, together with ranks whose rows have other segments.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -75,6 +78,7 @@ class SegmentPlan:
     block_rule: BlockRule = "bounded"
     spans: tuple[tuple[Span, ...], ...] = ()
     backend: str = AUTO
+    calls: int = 0
 
     @property
     def whole(self) -> int:

@@ -40,6 +40,7 @@ from dhp.base.byte_counter import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    BARRIER,
     BROADCAST,
     EXCHANGE_TAG,
     GATHER,
@@ -50,6 +51,7 @@ from dhp.base.byte_counter import (
     add_sent,
 )
 from dhp.base.spans import COLLECTIVE, span
+from dhp.parallel.comm.calls import RECORD
 
 _BLOCKING = (
     "all_gather",
@@ -86,7 +88,8 @@ def _timed(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_collectives() -> None:
-    """From now on the bytes of each collective are added to `dhp.base.byte_counter`; a second call changes nothing."""
+    """From now on each collective is noted in `dhp.parallel.comm.calls`, and its bytes are added to
+    `dhp.base.byte_counter`; a second call changes nothing."""
     if _kernels:
         return
     library = torch.library.Library("c10d", "IMPL")
@@ -105,13 +108,14 @@ _kernels: list[torch.library.Library] = []
 
 def _counted(operator: Any, kind: str, group_at: int, count: Count) -> Callable[..., Any]:
     """The kernel in front: group_at is the index of the group among the operator's arguments."""
-    tagged = operator is torch.ops.c10d.send.default
+    tagged, name = operator is torch.ops.c10d.send.default, operator.overloadpacket.__name__
 
     def kernel(keys: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
         group = ProcessGroup.unbox(arguments[group_at])
         if group.size() > 1:
             exchanged = tagged and arguments[3] == EXCHANGE_TAG
             add_sent(ALL_TO_ALL if exchanged else kind, count(arguments, group))
+            RECORD.note(name, group, arguments)
         return operator.redispatch(keys & _AFTER, *arguments, **named)
 
     return kernel
@@ -150,8 +154,11 @@ def _message(given: Sequence[Any], group: ProcessGroup) -> float:
     return _nbytes(given[0])
 
 
-# By operator: the kind, the index of the group among the arguments, and what a rank sends. Those that are not here send
-# no data: barriers, receiving.
+def _nothing(given: Sequence[Any], group: ProcessGroup) -> float:
+    return 0
+
+
+# By operator: the kind, the index of the group among the arguments, and what a rank sends.
 _COUNTS: dict[str, tuple[str, int, Count]] = {
     "allreduce_": (ALL_REDUCE, 1, _whole(0, 2)),
     "allreduce_coalesced_": (ALL_REDUCE, 1, _whole(0, 2)),
@@ -169,4 +176,6 @@ _COUNTS: dict[str, tuple[str, int, Count]] = {
     "gather_": (GATHER, 2, _to_root),
     "scatter_": (SCATTER, 2, _whole(1)),  # nobody but the root has anything there
     "send": (RING, 1, _message),
+    "recv_": (RING, 1, _nothing),
+    "barrier": (BARRIER, 1, _nothing),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -47,13 +47,8 @@ class ZeroSharded:
         stage: int = 1,
         dtype: torch.dtype = torch.float32,
         saves_frozen: bool = True,
-        layers: Sequence[nn.Module] = (),
     ):
-        """saves_frozen: weights that nothing trains are saved too.
-
-        layers: of the module, each of which stage 3 gathers as one. Modules inside a layer may then be called as often
-        as a rank's data ask for, as by segment of a packed row.
-        """
+        """saves_frozen: weights that nothing trains are saved too."""
         self._module = module
         self._tied: tuple[str, bool] | None = None
         self._shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
@@ -64,8 +59,6 @@ class ZeroSharded:
         frozen = [(n, p) for n, p in module.named_parameters() if saves_frozen and not p.requires_grad]
         self._frozen = {name: parameter.detach().to(dtype, copy=True) for name, parameter in frozen}
         optimizer = make_optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
-        for layer in layers if stage == 3 else ():
-            set_leaf(layer)
         self._engine = _initialize(Computation(module), optimizer, stage, dtype)
         self._partitions = partitions_of(self._engine.optimizer, names)
         if cast:
@@ -195,14 +188,6 @@ class ZeroSharded:
         for weights, ranges in self._partitions.masters():
             for name, _, start, here, count in ranges:
                 weights.detach()[here : here + count].copy_(exact[name].flatten()[start : start + count])
-
-
-def set_leaf(layer: nn.Module) -> None:
-    """Let stage 3 gather all weights of a layer at once, around its own forward and backward."""
-    import_deepspeed()
-    from deepspeed.utils import set_z3_leaf_module
-
-    set_z3_leaf_module(layer, True)
 
 
 def import_deepspeed() -> Any:
