@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from tests.helpers import forks
+from tests.helpers import forks, shared_ray
 from tests.helpers.marks import MARK, mark_of, marked_processes
 
 ROOT = Path(__file__).parents[2]
@@ -41,15 +41,21 @@ def train(
     *arguments: str,
     meanwhile: Callable[[subprocess.Popen[str]], None] | None = None,
     real: bool = False,
+    own_ray: bool = False,
     module: str = "dhp.train_ray",
 ) -> Outcome:
     """`python -m` the module with the arguments; `meanwhile` is called with the started process.
 
     Its processes are forks of one with the imports done. With `real` they are started as a user's are, and Ray itself
-    can kill one that has stopped.
+    can kill one that has stopped. A run joins the Ray that all runs share, but with `real` or `own_ray`: then its
+    actors are processes of its own, which end with it.
     """
     mark = uuid4().hex
     start = {} if real else forks.environment()
+    starts_ray = module == "dhp.train_ray" or arguments[0] in ("evaluate", "generate")
+    if starts_ray and not (real or own_ray or any("cluster.address" in word for word in arguments)):
+        address, joining = shared_ray.join()
+        start, arguments = {**start, **joining}, (*arguments, f"cluster.address={address}")
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,

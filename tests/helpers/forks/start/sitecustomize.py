@@ -33,7 +33,8 @@ def _hand_over(address: str) -> None:
 
 
 def _has_a_fork(words: list[str]) -> bool:
-    return words[1:3] == ["-m", "dhp.train_ray"] or any(word.endswith("/default_worker.py") for word in words[1:3])
+    command = words[1:3] in (["-m", "dhp.train_ray"], ["-m", "dhp"])
+    return command or any(word.endswith("/default_worker.py") for word in words[1:3])
 
 
 if "DHP_TEST_FORKS" in os.environ and _has_a_fork(sys.orig_argv):
