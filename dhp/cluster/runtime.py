@@ -93,8 +93,8 @@ def _not_started(error: Exception, address: str, folder: Path | None, timeout_s:
         )
     return ClusterError(
         f"Ray did not start ({reason}). Its servers' logs are in {folder}/session_latest/logs. Frequent causes: a "
-        f"busy machine (raise cluster.start_timeout_s={timeout_s:g}), no room in /tmp or /dev/shm, or a low limit of processes or "
-        "open files (`ulimit -u`, `ulimit -n`)"
+        f"busy machine (raise cluster.start_timeout_s={timeout_s:g}), no room in /tmp or "
+        "/dev/shm, or a low limit of processes or open files (`ulimit -u`, `ulimit -n`)"
     )
 
 
