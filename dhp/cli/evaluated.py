@@ -11,6 +11,7 @@ from dhp.base.errors import ConfigError
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.config.load import compose_config
 from dhp.config.parts import parts
+from dhp.config.recorded import compose_recorded
 from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
 from dhp.config.search_path import named_file
@@ -32,11 +33,12 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
     """
     checkpoint = None if (given.path / "config.json").is_file() else find_checkpoint(given.path)
     (name, path), overrides = named_file(given.settings, given.config_name, given.config_path)
-    if name is None and checkpoint is not None:
-        name, path = "config", str(config_of(checkpoint).parent)
-    if name is None:
+    if name is not None:
+        config = compose_config(name, path, overrides)
+    elif checkpoint is not None:
+        config = compose_recorded(config_of(checkpoint), overrides)
+    else:
         raise ConfigError(f"{given.path} is a model: name a FILE.yaml or --config-name=NAME for data and layout")
-    config = compose_config(name, path, overrides)
     if not (datasets or config.data.eval_datasets):
         raise ConfigError("data.eval_datasets is empty: add data.eval_datasets=[NAME], of data.data_registry")
     if checkpoint is None:

@@ -22,6 +22,7 @@ from dhp.cli.sample_text import harmless
 from dhp.config.generation import GenerateRequest, answering, laid_out_anew, read_request
 from dhp.config.load import compose_config
 from dhp.config.parts import parts
+from dhp.config.recorded import compose_recorded
 from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
 from dhp.config.search_path import named_file
@@ -75,15 +76,15 @@ def _configuration(
     is_model = not request.checkpoint or (path / "config.json").is_file()
     checkpoint = None if is_model else find_checkpoint(path)
     (name, folder), overrides = named_file(settings, given.config_name, given.config_path)
-    if name is None and checkpoint is not None:
-        name, folder = "config", str(config_of(checkpoint).parent)
-        overrides = laid_out_anew(overrides)
-    if name is None:
+    if name is not None:
+        config = compose_config(name, folder, overrides)
+    elif checkpoint is not None:
+        config = compose_recorded(config_of(checkpoint), laid_out_anew(overrides))
+    else:
         raise ConfigError(
             f"{request.checkpoint or 'checkpoint= is not given'}{' is a model' if request.checkpoint else ''}: name a "
             "FILE.yaml or --config-name=NAME for the layout"
         )
-    config = compose_config(name, folder, overrides)
     if request.checkpoint and checkpoint is None:
         config = replace(config, **{part: replace(own, model_name=str(path)) for part, own in parts(config).items()})
     return answering(config), checkpoint

@@ -18,10 +18,10 @@ from dhp.config.schema import Config
 from dhp.config.search_path import ENTRY, ConfigSource, named_file
 from dhp.config.translate import translated_errors
 
-# Hydra's own flags that are written with two dashes.
+# Hydra's own flags that are written with two dashes, but --experimental-rerun, which unpickles a file.
 _FLAGS = {
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
-    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir"),
 }
 _HELP_FLAGS = {"--help", "-h", "--hydra-help", "--version"}
 

@@ -77,6 +77,9 @@ def _translate(error: Exception) -> ConfigError:
         told = str(error).partition("\nConfig search path:")[0]
         return ConfigError(told.strip().replace("'++", "'"))  # the prefix that dhp put before the user's key
     where, path = _where(error), cause.full_key or ""
+    refusal = next((one for one in _chain(cause) if isinstance(one, ConfigError)), None)
+    if refusal is not None:  # by a resolver of ours
+        return ConfigError(f"{where}{path}: {refusal}")
     key = find_key(path.partition("[")[0])
     if isinstance(cause, ValidationError) and key:
         return _wrong_type(path, key, cause, where)
@@ -96,12 +99,15 @@ def _wrong_type(path: str, key: Key, cause: ValidationError, where: str) -> Conf
 
 def _innermost(error: BaseException | None) -> OmegaConfBaseException | None:
     """The deepest OmegaConf error that knows its key (deeper ones are unfinished), else the deepest at all."""
-    chain = []
-    while error is not None:
-        if isinstance(error, OmegaConfBaseException):
-            chain.append(error)
-        error = error.__cause__ or error.__context__
+    chain = [one for one in _chain(error) if isinstance(one, OmegaConfBaseException)]
     return next((found for found in reversed(chain) if found.full_key), chain[-1] if chain else None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _where(error: BaseException) -> str:
