@@ -40,7 +40,7 @@ def load_family(model_name: str) -> Family:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model_name)
+        config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable model configuration: {error}") from error
     try:
@@ -86,7 +86,7 @@ def load_tokenizer(model_name: str, chat_template: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_name)
+        tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable tokenizer: {error}") from error
     if chat_template:
@@ -110,7 +110,7 @@ def load_image_processor(model_name: str) -> Any:
     from transformers import AutoImageProcessor
 
     try:
-        return AutoImageProcessor.from_pretrained(model_name, backend="pil")
+        return AutoImageProcessor.from_pretrained(model_name, backend="pil", trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable image processor: {error}") from error
 
