@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from dhp.base.errors import DhpError
+from dhp.base.harmless import harmless
 from dhp.base.interrupts import INTERRUPTED
 from dhp.config.nearest import did_you_mean, nearest
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except (DhpError, OSError) as error:  # an OSError names the file
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {harmless(str(error))}", file=sys.stderr)
         return 1
 
 

@@ -1,5 +1,7 @@
 """Errors a person is meant to read: what happened, with which values, why, and what to do next."""
 
+from dhp.base.harmless import one_line
+
 
 class DhpError(Exception):
     """Base of all errors raised on purpose; its text is complete without a traceback."""
@@ -10,7 +12,13 @@ class ConfigError(DhpError):
 
 
 class DataError(DhpError):
-    """A dataset, sample or image that cannot be used; the text names dataset, position and reason."""
+    """A dataset, sample or image that cannot be used; the text names dataset, position and reason.
+
+    It may quote what strangers wrote, so it is one line, with control characters spelt out.
+    """
+
+    def __init__(self, text: str, *more: object):
+        super().__init__(one_line(text), *more)
 
 
 class UnreadableVideo(DataError):

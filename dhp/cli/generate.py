@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from dhp.base.errors import ConfigError
+from dhp.base.harmless import harmless
 from dhp.base.interrupts import heed, interruptible
 from dhp.base.startup import StartUp
 from dhp.checkpoint.folder import find_checkpoint
-from dhp.cli.sample_text import harmless
 from dhp.config.generation import GenerateRequest, answering, laid_out_anew, read_request
 from dhp.config.load import compose_config
 from dhp.config.parts import parts

@@ -12,6 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dhp.base.errors import ConfigError, DhpError
+from dhp.base.harmless import harmless
 from dhp.config.load import to_config, to_yaml
 from dhp.config.overrides import checked_overrides, wrong_flags
 from dhp.config.schema import Config
@@ -123,5 +124,5 @@ def _call_hydra(job: Callable[[DictConfig], None], arguments: list[str]) -> None
 
 
 def _exit_with(error: DhpError) -> None:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    print(f"{type(error).__name__}: {harmless(str(error))}", file=sys.stderr, flush=True)
     sys.exit(1)
