@@ -62,6 +62,10 @@ def prepare(
     _fix_paths(config)
     say(f"checking the model {model_name(config)}")
     _check_model(config)
+    if new_run and Path(model_name(config)).is_dir():
+        from dhp.models.registry import auxiliary_files
+
+        auxiliary_files(model_name(config))  # or the first checkpoint would be the first to say so
     _check_packages(config)
     if config.data.cache_features is not None and not config.training.dry_run:
         from dhp.run.features import check_folder

@@ -154,7 +154,6 @@ def test_a_system_text_for_conversations_without_one():
     [
         "{% include 'a' %}",
         "{{ messages[0].content + 1 }}",
-        "{{ 'x' % messages }}",
         "{{ [1][messages | length + 9] + 1 }}",
     ],
 )
