@@ -15,6 +15,7 @@ from dhp.config.recorded import compose_recorded
 from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
 from dhp.config.search_path import named_file
+from dhp.config.unbalanced import unbalanced
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +45,7 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
     if checkpoint is None:
         own = {part: replace(section, model_name=str(given.path)) for part, section in parts(config).items()}
         config = replace(config, **own)
-    data = replace(
-        config.data,
-        datasets=list(datasets or config.data.eval_datasets),
-        balance="random",
-        balance_window=None,
-        long_tokens=None,
-    )
-    training = replace(
-        config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[], resume="never"
-    )
+    data = replace(unbalanced(config.data), datasets=list(datasets or config.data.eval_datasets))
+    training = replace(config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])
+    training = replace(training, resume="never", schedule="sequential")  # nothing goes back
     return replace(config, data=data, training=training, tiny_assets=None, overwrite=False), checkpoint
