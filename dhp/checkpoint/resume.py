@@ -64,7 +64,10 @@ class Start:
         if any(key.startswith(LAYOUT) for key in other):
             why = "a checkpoint is resumed in the layout that it was saved in; resuming in another layout comes later"
         if any(key.startswith(CONTENTS) for key in other):
-            why = "a resumed run goes on with the model and the data that it began with, and these files are others"
+            why = (
+                "a resumed run goes on with the model and the data that it began with, and these files are others (of "
+                "annotations a mended line counts: put the file back, and set data.on_bad_sample=skip)"
+            )
         if TRAINED.intersection(other):
             why = "a checkpoint holds weights and optimizer states of what its run trained"
         raise CheckpointError(
