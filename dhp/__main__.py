@@ -30,6 +30,9 @@ def main(arguments: Sequence[str]) -> int:
         print(_usage())
         return 0 if arguments else 2
     name, *rest = arguments
+    if name == "train":
+        print(f"training is `python -m dhp.train_ray {' '.join(rest) or 'FILE.yaml'}`", file=sys.stderr)
+        return 2
     if name not in COMMANDS:
         print(f"{name} is no command of dhp{did_you_mean([nearest(name, COMMANDS)])}\n\n{_usage()}", file=sys.stderr)
         return 2

@@ -1,5 +1,7 @@
 """Errors a person is meant to read: what happened, with which values, why, and what to do next."""
 
+from collections.abc import Sequence
+
 from dhp.base.harmless import one_line
 
 
@@ -9,6 +11,15 @@ class DhpError(Exception):
 
 class ConfigError(DhpError):
     """A configuration that cannot run: an unknown key, an impossible value or combination."""
+
+
+def raise_all(errors: Sequence[ConfigError]) -> None:
+    """Raise one error that tells all of them, if there are any."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        told = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, errors)))
+        raise ConfigError(f"{len(errors)} things are wrong:{told}")
 
 
 class DataError(DhpError):

@@ -62,7 +62,12 @@ class Start:
         told = "; ".join(f"{key} was {self.settings.get(key)} and is {now.get(key)}" for key in other)
         why = "a resumed run goes on with the samples after those seen, so the data's order and cut must stay"
         if any(key.startswith(LAYOUT) for key in other):
-            why = "a checkpoint is resumed in the layout that it was saved in; resuming in another layout comes later"
+            why = (
+                "a checkpoint is resumed in the layout that it was saved in. To go on in another one with its weights, "
+                "but with a new optimizer and from the data's beginning: `python -m dhp export "
+                f"{self.checkpoint} OUT`, and in another run_dir text.model_name=OUT vision.model_name=OUT "
+                "training.resume=never"
+            )
         if any(key.startswith(CONTENTS) for key in other):
             why = (
                 "a resumed run goes on with the model and the data that it began with, and these files are others (of "

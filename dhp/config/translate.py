@@ -1,7 +1,7 @@
 """Errors of Hydra and OmegaConf, told in the user's terms: which key, which value, what was expected."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,15 +51,6 @@ def unknown_keys(values: Mapping[Any, Any], section: str = "", where: str = "") 
         elif key.is_section and isinstance(value, Mapping):
             errors += unknown_keys(value, path, where)
     return errors
-
-
-def raise_all(errors: Sequence[ConfigError]) -> None:
-    """Raise one error that tells all of them, if there are any."""
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        told = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, errors)))
-        raise ConfigError(f"{len(errors)} things are wrong:{told}")
 
 
 def _keys_beside(path: str) -> str:

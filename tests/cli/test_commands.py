@@ -35,6 +35,11 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "exprot is no command of dhp; did you mean export?" in capsys.readouterr().err
 
 
+def test_who_asks_for_training_is_shown_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "my.yaml", "seed=3"]) == 2
+    assert capsys.readouterr().err == "training is `python -m dhp.train_ray my.yaml seed=3`\n"
+
+
 def test_export_refuses_what_is_no_finished_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "nowhere is no directory" in refused(capsys, "export", str(tmp_path / "nowhere"), str(tmp_path / "out"))
     (tmp_path / "checkpoints" / "step_3.partial").mkdir(parents=True)
