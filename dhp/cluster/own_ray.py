@@ -42,7 +42,10 @@ def own_ray() -> Iterator[Path]:
         _remove(folder)
         raise
     except BaseException:
-        print(f"the logs of Ray's own processes stay in {folder}", file=sys.stderr, flush=True)
+        if any(folder.iterdir()):
+            print(f"the logs of Ray's own processes stay in {folder}", file=sys.stderr, flush=True)
+        else:
+            _remove(folder)
         raise
     _remove(folder)
 
