@@ -32,6 +32,11 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
 
     datasets: names in the place of data.eval_datasets. Raises ConfigError, CheckpointError.
     """
+    if any(setting.lstrip("+").startswith("training.eval_answers=") for setting in given.settings):
+        raise ConfigError(
+            "training.eval_answers is of training: here the loss is measured, and nothing is answered. Leave it out, "
+            f"and ask by `python -m dhp generate checkpoint={given.path} prompt=TEXT`"
+        )
     checkpoint = None if (given.path / "config.json").is_file() else find_checkpoint(given.path)
     (name, path), overrides = named_file(given.settings, given.config_name, given.config_path)
     if name is not None:

@@ -73,11 +73,15 @@ def test_inspect_says_what_is_wrong_with_its_settings(
     assert [f.name for f in tmp_path.iterdir()] == ["file"]
 
 
-def test_inspect_writes_each_micro_batch_of_each_replica(tiny_assets: Path, tmp_path: Path) -> None:
+def test_inspect_writes_each_micro_batch_of_each_replica(
+    tiny_assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new" / "batch.safetensors"
     two_replicas = ["text.parallelism=data", "training.micro_batch_size=2"]
     own = ["inspect", "batch", "--config-name=tiny", "step=2", f"out={out}"]
     assert main([*own, f"tiny_assets={tiny_assets}", *two_replicas]) == 0
+    told = capsys.readouterr()
+    assert "checking the model" in told.err and "reading the data" in told.err and " s  " not in told.out
     tensors = load_file(out)
     assert {name.rpartition("/")[0] for name in tensors} == {f"{d}/{m}" for d in (0, 1) for m in (0, 1)}
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if name.endswith(("/input_ids", "/labels"))}
