@@ -7,7 +7,6 @@ import stat
 import urllib.error
 import urllib.request
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
@@ -17,7 +16,6 @@ from ray._raylet import AuthenticationTokenLoader
 from dhp.base.errors import ClusterError, ConfigError
 from dhp.cluster import own_ray as own
 from dhp.cluster.own_ray import TOKEN, changed_environment, own_ray, own_token
-from dhp.cluster.token_file import check_token_file
 
 
 def bearer() -> str:
@@ -136,26 +134,3 @@ def test_the_environment_is_as_before_after_an_error(monkeypatch: pytest.MonkeyP
         assert os.environ["AN_UNSET"] == "3"
         raise OSError
     assert os.environ["A_SET"] == "1" and "AN_UNSET" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("file_mode", "folder_mode", "refused"),
-    [(0o644, 0o755, True), (0o644, 0o700, False), (0o600, 0o755, False), (0o640, 0o755, False)],
-)
-def test_a_token_that_others_can_read_is_refused(
-    file_mode: int, folder_mode: int, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (TOKEN, "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    with TemporaryDirectory(dir="/tmp") as home:  # below pytest's own folder nobody else could enter
-        monkeypatch.setenv("HOME", home)
-        file = Path(home) / ".ray" / "auth_token"
-        file.parent.mkdir()
-        file.write_text("0" * 64)
-        file.chmod(file_mode)
-        Path(home).chmod(folder_mode)
-        if refused:
-            with pytest.raises(ConfigError, match="chmod 600"):
-                check_token_file()
-            monkeypatch.setenv(TOKEN, "1" * 64)  # which Ray takes before the file
-        check_token_file()
