@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from dhp.base.errors import DhpError
+from dhp.base.harmless import harmless
 from dhp.base.interrupts import INTERRUPTED
 from dhp.config.nearest import did_you_mean, nearest
 
@@ -29,6 +30,9 @@ def main(arguments: Sequence[str]) -> int:
         print(_usage())
         return 0 if arguments else 2
     name, *rest = arguments
+    if name == "train":
+        print(f"training is `python -m dhp.train_ray {' '.join(rest) or 'FILE.yaml'}`", file=sys.stderr)
+        return 2
     if name not in COMMANDS:
         print(f"{name} is no command of dhp{did_you_mean([nearest(name, COMMANDS)])}\n\n{_usage()}", file=sys.stderr)
         return 2
@@ -39,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except (DhpError, OSError) as error:  # an OSError names the file
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {harmless(str(error))}", file=sys.stderr)
         return 1
 
 

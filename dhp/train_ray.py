@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dhp.base.interrupts import INTERRUPTED, heed
@@ -17,9 +18,10 @@ BEGUN = time.perf_counter()
 
 def main(config: Config) -> None:
     """Check everything that can be checked, then train, or say what training would take."""
-    from dhp.base.startup import StartUp, say_nothing
+    from dhp.base.startup import StartUp, say_line
 
-    say = StartUp(BEGUN)
+    # What a dry run prints may go into a file; what takes time is said beside it.
+    say = StartUp(BEGUN, partial(say_line, file=sys.stderr) if config.training.dry_run else say_line)
     try:
         if config.stages:
             from dhp.run.course import run_course
@@ -28,7 +30,7 @@ def main(config: Config) -> None:
         else:
             from dhp.run.preflight import prepare
 
-            _train(prepare(config, say=say_nothing if config.training.dry_run else say), say)
+            _train(prepare(config, say=say), say)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
@@ -36,6 +38,7 @@ def main(config: Config) -> None:
 
 def _train(prepared: Config, say: Callable[[str], None]) -> None:
     if prepared.training.dry_run:
+        say("counting what it would take")
         from dhp.run.dry_run import dry_run
 
         print(dry_run(prepared))

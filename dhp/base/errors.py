@@ -1,5 +1,9 @@
 """Errors a person is meant to read: what happened, with which values, why, and what to do next."""
 
+from collections.abc import Sequence
+
+from dhp.base.harmless import one_line
+
 
 class DhpError(Exception):
     """Base of all errors raised on purpose; its text is complete without a traceback."""
@@ -9,8 +13,23 @@ class ConfigError(DhpError):
     """A configuration that cannot run: an unknown key, an impossible value or combination."""
 
 
+def raise_all(errors: Sequence[ConfigError]) -> None:
+    """Raise one error that tells all of them, if there are any."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        told = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, errors)))
+        raise ConfigError(f"{len(errors)} things are wrong:{told}")
+
+
 class DataError(DhpError):
-    """A dataset, sample or image that cannot be used; the text names dataset, position and reason."""
+    """A dataset, sample or image that cannot be used; the text names dataset, position and reason.
+
+    It may quote what strangers wrote, so it is one line, with control characters spelt out.
+    """
+
+    def __init__(self, text: str, *more: object):
+        super().__init__(one_line(text), *more)
 
 
 class UnreadableVideo(DataError):

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TextIO
 
 
 class StartUp:
     """Prints lines with the seconds since the command was given."""
 
-    def __init__(self, begun: float) -> None:
-        """begun: of `time.perf_counter`."""
-        self._begun = begun
+    def __init__(self, begun: float, say: Callable[[str], None] | None = None) -> None:
+        """begun: of `time.perf_counter`. say: prints a line; None: on stdout."""
+        self._begun, self._say = begun, say or say_line
 
     def __call__(self, text: str) -> None:
-        say_line(f"{time.perf_counter() - self._begun:5.1f} s  {text}")
+        self._say(f"{time.perf_counter() - self._begun:5.1f} s  {text}")
 
 
-def say_line(text: str) -> None:
-    """Print a line at once, on stdout."""
-    print(text, flush=True)
+def say_line(text: str, file: TextIO | None = None) -> None:
+    """Print a line at once, on stdout where no other file is given."""
+    print(text, file=file, flush=True)
 
 
 def say_nothing(text: str) -> None:

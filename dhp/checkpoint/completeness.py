@@ -67,9 +67,9 @@ def _is_extent(extent: object) -> bool:
     if not isinstance(extent, dict) or not _are_numbers(extent.get("shape")):
         return False
     if "flat" in extent:
-        return isinstance(extent["flat"], int)
+        return _are_numbers([extent["flat"]])
     return _are_numbers(extent.get("offset")) and len(extent["offset"]) == len(extent["shape"])
 
 
 def _are_numbers(values: object) -> bool:
-    return isinstance(values, list) and all(isinstance(value, int) for value in values)
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryFile
 from typing import Any
 
 from dhp.base.errors import CheckpointError, ConfigError
 from dhp.checkpoint.completeness import check_part, read_header
 from dhp.checkpoint.disk import damaged, read_json, reading, sync, write_text, writing
+from dhp.config.parts import PARTS
 
 ABOUT = "checkpoint.json"
 MODEL = "model"  # configuration, tokenizer and processors of the model, without weights
@@ -160,7 +161,7 @@ def newest_checkpoint(parent: Path) -> Path | None:
 
 def checkpoints(parent: Path) -> list[Path]:
     """The complete checkpoints in a directory of them, the latest step first. Complete ones may be damaged since."""
-    found = [f for f in parent.glob("step_*") if (f / ABOUT).is_file() and f.name[5:].isdigit()]
+    found = [f for f in parent.glob("step_*") if (f / ABOUT).is_file() and f.name[5:].isdecimal()]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -172,12 +173,26 @@ def step_of(checkpoint: Path) -> int:
 def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
     """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples, data, files.
 
-    Raises CheckpointError when the file is damaged, or lacks one of `needed`.
+    Raises CheckpointError when the file is damaged, lacks one of `needed`, or names what is no part of a model or lies
+    outside the checkpoint.
     """
     file = checkpoint / ABOUT
     about = read_json(file)
     for name in needed:
         kind = _ABOUT_TYPES[name]
-        if not isinstance(about.get(name), kind):
-            raise damaged(file, f"{name} should be {kind.__name__}, and is {about.get(name, 'missing')!r}")
+        value = about.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+            raise damaged(file, f"{name} should be {kind.__name__}, and is {about.get(name, 'missing')!r:.200}")
+    for part in about.get("parts", ()):
+        if part not in PARTS:
+            raise damaged(file, f"parts has {part!r:.200}, which is no part of a model")
+    for name, size in about.get(FILES, {}).items():
+        if not _is_inside(name) or not isinstance(size, int) or size < 0:
+            raise damaged(file, f"files has {name!r:.200} of {size!r:.200} bytes")
     return about
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name in a file leads to somewhere below the file's own folder."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name

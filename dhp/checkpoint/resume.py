@@ -21,6 +21,8 @@ from dhp.config.parts import PARTS
 
 AUTO, NEVER = "auto", "never"
 TRAINED = {"training.trainable", "training.frozen", "lora"}  # settings that say what is trained
+CONTENTS = "contents of"  # beginning of the settings that say which files are read
+RECIPE = "recipe"  # among the settings: those that may change
 LAYOUT = tuple(f"{part}." for part in PARTS)  # beginnings of the settings that say how a part is split
 
 
@@ -60,13 +62,38 @@ class Start:
         told = "; ".join(f"{key} was {self.settings.get(key)} and is {now.get(key)}" for key in other)
         why = "a resumed run goes on with the samples after those seen, so the data's order and cut must stay"
         if any(key.startswith(LAYOUT) for key in other):
-            why = "a checkpoint is resumed in the layout that it was saved in; resuming in another layout comes later"
+            why = (
+                "a checkpoint is resumed in the layout that it was saved in. To go on in another one with its weights, "
+                "but with a new optimizer and from the data's beginning: `python -m dhp export "
+                f"{self.checkpoint} OUT`, and in another run_dir text.model_name=OUT vision.model_name=OUT "
+                "training.resume=never"
+            )
+        if any(key.startswith(CONTENTS) for key in other):
+            why = (
+                "a resumed run goes on with the model and the data that it began with, and these files are others (of "
+                "annotations a mended line counts: put the file back, and set data.on_bad_sample=skip)"
+            )
         if TRAINED.intersection(other):
             why = "a checkpoint holds weights and optimizer states of what its run trained"
         raise CheckpointError(
             f"{self.checkpoint} does not continue as this run is configured: {told}. Reason: {why}. Set what it had, "
             "or begin anew in another run_dir with training.resume=never"
         )
+
+    def changes(self, now: Mapping[str, Any]) -> list[str]:
+        """A line for each setting of the recipe that is not as it was in the checkpoint, and one for the others.
+
+        now: this run's, by key.
+        """
+        kept = self.settings.get(RECIPE)
+        if self.checkpoint is None or not isinstance(kept, Mapping):
+            return []
+        told = [
+            f"{key} was {kept.get(key)} up to step {self.step}, and is {now.get(key)} from there on"
+            for key in sorted({*kept, *now})
+            if kept.get(key) != now.get(key)
+        ]
+        return [*told, f"{'else ' if told else ''}the recipe is that of {self.checkpoint.name}"]
 
 
 def _left_out(kept: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dhp.base.errors import CheckpointError
+from dhp.base.removal import remove
 from dhp.checkpoint.disk import read_json, write_text
 from dhp.checkpoint.folder import checkpoints, step_of
 
@@ -53,13 +53,14 @@ def mark_best(parent: Path, best: Best) -> None:
 def remove_old(parent: Path, limit: int, best: Best | None) -> list[Path]:
     """Remove all complete checkpoints but the `limit` newest ones and the best; those that went.
 
-    A checkpoint loses its name first, so that no part of one is ever taken for a whole.
+    A checkpoint loses its name first, so that no part of one is ever taken for a whole. Of one that is a link, the link
+    goes, and what it leads to stays.
     """
     kept = {None if best is None else best.step}
     old = [checkpoint for checkpoint in checkpoints(parent)[limit:] if step_of(checkpoint) not in kept]
     for checkpoint in old:
         gone = checkpoint.with_name(f"{checkpoint.name}.removed")
-        shutil.rmtree(gone, ignore_errors=True)
+        remove(gone)
         checkpoint.rename(gone)
-        shutil.rmtree(gone)
+        remove(gone)
     return old

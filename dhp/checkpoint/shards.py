@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ class ShardReader:
         """The whole tensor. Raises CheckpointError when a piece is missing or does not fit."""
         whole, filled = None, 0
         for file, extent in self._of(name):
+            if whole is None:
+                self._require_room(name, extent["shape"])
             piece = _read(file, name)
             whole = torch.empty(extent["shape"], dtype=piece.dtype) if whole is None else whole
             _put(piece, whole, extent, f"{file}: {name}")
@@ -131,6 +134,15 @@ class ShardReader:
                 f"has {whole.numel()}: a rank's file is missing or was added twice"
             )
         return whole
+
+    def _require_room(self, name: str, shape: Sequence[int]) -> None:
+        """Raise CheckpointError for a shape of more values than the files have bytes, before memory is taken for it."""
+        held = sum(file.stat().st_size for file in {file for file, _ in self._of(name)})
+        if prod(shape) > held:
+            raise CheckpointError(
+                f"{self._folder}: {name} has the shape {list(shape)}, and the files with its pieces {held} bytes: a "
+                "rank's file is missing, or says something else than was written"
+            )
 
     def like(self, name: str, held: Tensor) -> Tensor:
         """What this rank holds of the tensor if it is laid out as `held`: a slice for a DTensor, else all of it.

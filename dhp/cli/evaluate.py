@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -15,6 +13,7 @@ from dhp.base.interrupts import heed, interruptible
 from dhp.base.startup import StartUp
 from dhp.cli import needle
 from dhp.cli.evaluated import add_options, find_configuration
+from dhp.cli.logs_folder import logs_folder
 from dhp.config.nearest import did_you_mean, nearest
 
 
@@ -47,13 +46,11 @@ def loss(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     heed()
     config, checkpoint = find_configuration(given)
-    logs = tempfile.mkdtemp(prefix="dhp-evaluate-")
     say = _silent if given.json else StartUp(time.perf_counter())
     from dhp.run.evaluation import evaluate  # it brings torch and Ray along
 
-    with interruptible():
-        found = evaluate(replace(config, run_dir=logs), checkpoint, say)
-    shutil.rmtree(logs)  # left where something went wrong: the actors' logs are in it
+    with interruptible(), logs_folder("dhp-evaluate-") as logs:
+        found = evaluate(replace(config, run_dir=str(logs)), checkpoint, say)
     for metrics in found:
         shown = f"{metrics.dataset or 'all together':16} "
         if metrics.loss is not None:

@@ -11,9 +11,11 @@ from dhp.base.errors import ConfigError
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.config.load import compose_config
 from dhp.config.parts import parts
+from dhp.config.recorded import compose_recorded
 from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
 from dhp.config.search_path import named_file
+from dhp.config.unbalanced import unbalanced
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,26 +32,25 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
 
     datasets: names in the place of data.eval_datasets. Raises ConfigError, CheckpointError.
     """
+    if any(setting.lstrip("+").startswith("training.eval_answers=") for setting in given.settings):
+        raise ConfigError(
+            "training.eval_answers is of training: here the loss is measured, and nothing is answered. Leave it out, "
+            f"and ask by `python -m dhp generate checkpoint={given.path} prompt=TEXT`"
+        )
     checkpoint = None if (given.path / "config.json").is_file() else find_checkpoint(given.path)
     (name, path), overrides = named_file(given.settings, given.config_name, given.config_path)
-    if name is None and checkpoint is not None:
-        name, path = "config", str(config_of(checkpoint).parent)
-    if name is None:
+    if name is not None:
+        config = compose_config(name, path, overrides)
+    elif checkpoint is not None:
+        config = compose_recorded(config_of(checkpoint), overrides)
+    else:
         raise ConfigError(f"{given.path} is a model: name a FILE.yaml or --config-name=NAME for data and layout")
-    config = compose_config(name, path, overrides)
     if not (datasets or config.data.eval_datasets):
         raise ConfigError("data.eval_datasets is empty: add data.eval_datasets=[NAME], of data.data_registry")
     if checkpoint is None:
         own = {part: replace(section, model_name=str(given.path)) for part, section in parts(config).items()}
         config = replace(config, **own)
-    data = replace(
-        config.data,
-        datasets=list(datasets or config.data.eval_datasets),
-        balance="random",
-        balance_window=None,
-        long_tokens=None,
-    )
-    training = replace(
-        config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[], resume="never"
-    )
+    data = replace(unbalanced(config.data), datasets=list(datasets or config.data.eval_datasets))
+    training = replace(config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])
+    training = replace(training, resume="never", schedule="sequential")  # nothing goes back
     return replace(config, data=data, training=training, tiny_assets=None, overwrite=False), checkpoint

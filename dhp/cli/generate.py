@@ -5,23 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from dhp.base.errors import ConfigError
+from dhp.base.harmless import harmless
 from dhp.base.interrupts import heed, interruptible
 from dhp.base.startup import StartUp
 from dhp.checkpoint.folder import find_checkpoint
-from dhp.cli.sample_text import harmless
+from dhp.cli.logs_folder import logs_folder
 from dhp.config.generation import GenerateRequest, answering, laid_out_anew, read_request
 from dhp.config.load import compose_config
 from dhp.config.parts import parts
+from dhp.config.recorded import compose_recorded
 from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
 from dhp.config.search_path import named_file
@@ -48,17 +47,11 @@ def main(arguments: Sequence[str]) -> int:
     request, settings = read_request(given.settings)
     out = _new_file(request.out)
     config, checkpoint = _configuration(request, given, settings)
-    logs = tempfile.mkdtemp(prefix="dhp-generate-")
     from dhp.run.generation import ROUNDS, generate  # it brings torch and Ray along
 
-    try:
-        with interruptible():
-            told = StartUp(time.perf_counter())
-            found = generate(replace(config, run_dir=logs), checkpoint, request, told, ROUNDS if given.benchmark else 0)
-        shutil.rmtree(logs)
-    finally:  # left where something went wrong, if the actors' logs are in it
-        with suppress(OSError):
-            os.rmdir(logs)
+    with interruptible(), logs_folder("dhp-generate-") as logs:
+        told, rounds = StartUp(time.perf_counter()), ROUNDS if given.benchmark else 0
+        found = generate(replace(config, run_dir=str(logs)), checkpoint, request, told, rounds)
     answer: Mapping[str, Any] = {"token_ids": list(found.token_ids), "text": found.text}
     print(json.dumps(asdict(found.figures)) if given.benchmark else harmless(found.text), flush=True)
     if out is not None:  # last: a disk that is full takes no answer away
@@ -75,15 +68,15 @@ def _configuration(
     is_model = not request.checkpoint or (path / "config.json").is_file()
     checkpoint = None if is_model else find_checkpoint(path)
     (name, folder), overrides = named_file(settings, given.config_name, given.config_path)
-    if name is None and checkpoint is not None:
-        name, folder = "config", str(config_of(checkpoint).parent)
-        overrides = laid_out_anew(overrides)
-    if name is None:
+    if name is not None:
+        config = compose_config(name, folder, overrides)
+    elif checkpoint is not None:
+        config = compose_recorded(config_of(checkpoint), laid_out_anew(overrides))
+    else:
         raise ConfigError(
             f"{request.checkpoint or 'checkpoint= is not given'}{' is a model' if request.checkpoint else ''}: name a "
             "FILE.yaml or --config-name=NAME for the layout"
         )
-    config = compose_config(name, folder, overrides)
     if request.checkpoint and checkpoint is None:
         config = replace(config, **{part: replace(own, model_name=str(path)) for part, own in parts(config).items()})
     return answering(config), checkpoint

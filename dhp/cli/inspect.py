@@ -4,10 +4,14 @@ data are."""
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from dhp.base.errors import ConfigError
+from dhp.base.startup import StartUp, say_line
 from dhp.batching.loader import make_feed
 from dhp.checkpoint.shards import save_tensors
 from dhp.config.load import compose_config
@@ -52,7 +56,9 @@ def main(arguments: Sequence[str]) -> int:
     if name is None:
         raise ConfigError("name a FILE.yaml, or --config-name=NAME, as tiny")
     own, overrides = _own(settings, _OWN[given.what])
-    config = prepare(compose_config(name, path, overrides), new_run=False)
+    say = StartUp(time.perf_counter(), partial(say_line, file=sys.stderr))  # what is shown may go into a file
+    config = prepare(compose_config(name, path, overrides), new_run=False, say=say)
+    say("reading the data")
     return {"batch": _batch, "data": _data, "sample": _sample}[given.what](config, own)
 
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from dhp.base.errors import ConfigError
+from dhp.base.harmless import harmless
 from dhp.batching.loader import make_feed
 from dhp.cli.sample_page import sample_page
 from dhp.cli.sample_pictures import clips_of, pictures_of
-from dhp.cli.sample_text import as_terminal, harmless, lengths, placeholders, runs_of
+from dhp.cli.sample_text import as_terminal, lengths, placeholders, runs_of
 from dhp.config.schema import Config
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
 from dhp.run.settings import feed_settings

@@ -9,8 +9,9 @@ from html import escape
 
 from PIL import Image
 
+from dhp.base.harmless import harmless
 from dhp.cli.sample_pictures import Shown
-from dhp.cli.sample_text import Run, harmless
+from dhp.cli.sample_text import Run
 
 _STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 60em; padding: 0 1em; color: #222; }

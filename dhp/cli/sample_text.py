@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from dhp.base.geometry import IGNORED
+from dhp.base.harmless import harmless
 from dhp.data.sample import Sample
 
 KINDS = ("text", "images", "videos", "sound")  # by mm_token_type_ids
 GREEN, CYAN, PLAIN = "\x1b[1;32m", "\x1b[36m", "\x1b[0m"
-# What would steer a terminal, turn the direction of text, or cannot be written.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,6 @@ def _text(tokenizer: Any, ids: np.ndarray, start: int, stop: int) -> str:
     before = max(0, start - 8)  # enough for any character, and a picture's placeholders are not decoded again
     left, whole = (tokenizer.decode(ids[before:end].tolist()) for end in (start, stop))
     return whole[len(left) :] if whole.startswith(left) else tokenizer.decode(ids[start:stop].tolist())
-
-
-def harmless(text: str) -> str:
-    """Text with its control characters spelt out: data may hold what would steer a terminal."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def as_terminal(runs: Sequence[Run], colours: bool) -> str:

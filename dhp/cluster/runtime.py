@@ -6,7 +6,8 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,7 +17,9 @@ from ray.exceptions import AuthenticationError
 from dhp.base.errors import ClusterError, ConfigError, DhpError
 from dhp.base.interrupts import end, was_interrupted
 from dhp.cluster.leftovers import descendants, end_descendants
-from dhp.cluster.starting import ray_log_folder, within
+from dhp.cluster.own_ray import on_loopback, own_ray
+from dhp.cluster.starting import within
+from dhp.cluster.token_file import check_token_file
 
 LOCAL, RUNNING, CLIENT = "local", "auto", "ray://"
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for what `ray job submit` starts
@@ -37,8 +40,8 @@ def ray_session(address: str, cpus: int, gpus: int | None = None, timeout_s: flo
     cpus, gpus: logical resources of a Ray of our own; None: the GPUs that Ray finds. timeout_s: how long its servers
     may take to start.
 
-    Raises ConfigError when there is no cluster at `address`, ClusterError when Ray does not start. However it fails, no
-    process of it stays.
+    Raises ConfigError when there is no cluster at `address` or others can read its token, ClusterError when Ray does
+    not start. However it fails, no process of it stays.
     """
     os.environ.update(_ENVIRONMENT)
     ray_constants.RAY_ENABLE_ZERO_COPY_TORCH_TENSORS = True  # this process read its environment when it imported Ray
@@ -47,15 +50,28 @@ def ray_session(address: str, cpus: int, gpus: int | None = None, timeout_s: flo
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "dhp"}
     if address != LOCAL:
         _probe(address)
-    others = [process.id for process in descendants()]
-    try:
-        with within(timeout_s):
-            if address == LOCAL:
-                with _on_loopback():  # workers inherit the environment; a runtime_env would only delay them
-                    own = {"include_dashboard": False, "_system_config": OWN_SYSTEM}
+    with own_ray() if address == LOCAL else nullcontext() as folder:
+        with _whole_or_none(address, folder, timeout_s), within(timeout_s):
+            if folder is not None:
+                with on_loopback():  # workers inherit the environment; a runtime_env would only delay them
+                    own = {"include_dashboard": False, "_system_config": OWN_SYSTEM, "_temp_dir": str(folder)}
                     ray.init(address=LOCAL, num_cpus=cpus, num_gpus=gpus, **own, **common)
             else:
                 _attach(address, common)
+        try:
+            if was_interrupted():  # Ray caught it
+                raise KeyboardInterrupt
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _whole_or_none(address: str, folder: Path | None, timeout_s: float) -> Iterator[None]:
+    """The start of Ray, of which no process stays when it fails."""
+    others = [process.id for process in descendants()]
+    try:
+        yield
     except BaseException as error:
         end()
         with suppress(Exception):  # it may stand in parts only
@@ -65,26 +81,20 @@ def ray_session(address: str, cpus: int, gpus: int | None = None, timeout_s: flo
             raise KeyboardInterrupt from error  # Ray may have made something else of it
         if isinstance(error, DhpError) or not isinstance(error, Exception):
             raise
-        raise _not_started(error, address, timeout_s) from error
-    try:
-        if was_interrupted():  # Ray caught it
-            raise KeyboardInterrupt
-        yield
-    finally:
-        ray.shutdown()
+        raise _not_started(error, address, folder, timeout_s) from error
 
 
-def _not_started(error: Exception, address: str, timeout_s: float) -> ClusterError:
+def _not_started(error: Exception, address: str, folder: Path | None, timeout_s: float) -> ClusterError:
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if address != LOCAL:
+    if folder is None:
         return ClusterError(
             f"cluster.address={address}: Ray could not be joined ({reason}). See `ray status` there, and its logs in "
             "/tmp/ray/session_latest/logs of its head"
         )
     return ClusterError(
-        f"Ray did not start ({reason}). Its servers' logs are in {ray_log_folder()}. Frequent causes: a busy machine "
-        f"(raise cluster.start_timeout_s={timeout_s:g}), no room in /tmp or /dev/shm, or a low limit of processes or "
-        "open files (`ulimit -u`, `ulimit -n`)"
+        f"Ray did not start ({reason}). Its servers' logs are in {folder}/session_latest/logs. Frequent causes: a "
+        f"busy machine (raise cluster.start_timeout_s={timeout_s:g}), no room in /tmp or "
+        "/dev/shm, or a low limit of processes or open files (`ulimit -u`, `ulimit -n`)"
     )
 
 
@@ -99,6 +109,7 @@ def cluster_gpus() -> float:
 
 
 def _attach(address: str, common: dict[str, Any]) -> None:
+    check_token_file()
     try:
         ray.init(address=address, runtime_env={"env_vars": _ENVIRONMENT}, **common)
     except (ConnectionError, AuthenticationError) as error:
@@ -127,23 +138,3 @@ def _no_cluster(address: str, reason: object) -> ConfigError:
         f"cluster.address={address}: no Ray cluster answers there ({reason}). "
         "Start one with `ray start --head`, or set cluster.address=local"
     )
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Ray started in here, and its workers, listen on 127.0.0.1 only.
-
-    `ray.init` replaces a loopback node address by the host's own; what it has for desktops, where clusters are
-    off and firewalls ask, is the way to keep it.
-    """
-    name, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
-    before = os.environ.get(name)
-    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = enabled
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

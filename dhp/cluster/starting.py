@@ -12,10 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from ray._common.utils import get_default_ray_temp_dir
 from ray._private import services, utils
 
 from dhp.cluster.leftovers import descendants
@@ -48,12 +46,6 @@ def _take_back_sigterm() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
-
-
-def ray_log_folder() -> Path:
-    """Where the servers that were started last write what they have to say."""
-    latest = Path(get_default_ray_temp_dir()) / "session_latest" / "logs"
-    return latest.resolve() if latest.exists() else latest
 
 
 def _patient(get_node: Callable[[str, str], Any], timeout_s: float) -> Callable[[str, str], Any]:

@@ -235,9 +235,11 @@ def _check_deepspeed(name: str, part: PartConfig, tensor: int) -> None:
 
 def _check_fsdp(name: str, part: PartConfig, tensor: int) -> None:
     if part.parallelism == "deepspeed":
+        chosen = f"{name}.tensor={tensor} makes FSDP2 the engine of ZeRO, which alone cuts the states of slices"
+        other = f"{name}.tensor=1" if tensor > 1 else f"{name}.zero_engine=auto"
         raise ConfigError(
-            f"{name}.zero_engine=fsdp with {name}.parallelism=deepspeed, which is DeepSpeed. Set "
-            f"{name}.parallelism=data, or {name}.zero_engine=auto."
+            f"{chosen if tensor > 1 else f'{name}.zero_engine=fsdp'}, and {name}.parallelism=deepspeed asks for "
+            f"DeepSpeed's. Set {name}.parallelism=data, or {other}."
         )
     if part.zero_stage == 1:
         raise ConfigError(

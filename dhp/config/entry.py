@@ -12,16 +12,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dhp.base.errors import ConfigError, DhpError
+from dhp.base.harmless import harmless
 from dhp.config.load import to_config, to_yaml
 from dhp.config.overrides import checked_overrides, wrong_flags
 from dhp.config.schema import Config
 from dhp.config.search_path import ENTRY, ConfigSource, named_file
 from dhp.config.translate import translated_errors
 
-# Hydra's own flags that are written with two dashes.
+# Hydra's own flags that are written with two dashes, but --experimental-rerun, which unpickles a file.
 _FLAGS = {
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
-    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir"),
 }
 _HELP_FLAGS = {"--help", "-h", "--hydra-help", "--version"}
 
@@ -123,5 +124,5 @@ def _call_hydra(job: Callable[[DictConfig], None], arguments: list[str]) -> None
 
 
 def _exit_with(error: DhpError) -> None:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    print(f"{type(error).__name__}: {harmless(str(error))}", file=sys.stderr, flush=True)
     sys.exit(1)

@@ -16,6 +16,7 @@ from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, parts
 from dhp.config.resolved import resolved
 from dhp.config.schema import Config
+from dhp.config.unbalanced import unbalanced
 
 # What a run's own config.yaml has filled in, and what another parallelism or number of actors makes anew.
 _LAYOUT: dict[str, str] = {
@@ -134,7 +135,7 @@ def answering(config: Config) -> Config:
     Raises ConfigError, with what to set, for a decoder that lies on its actors as no answer can be made.
     """
     own: dict[str, Any] = {name: _answering_part(name, part) for name, part in parts(config).items()}
-    data = replace(config.data, datasets=[], eval_datasets=[], balance="random", balance_window=None, data_registry={})
+    data = replace(unbalanced(config.data), datasets=[], eval_datasets=[], data_registry={})
     data = replace(data, cache_features=None, cache_features_gib=None, on_bad_sample="error")
     training = replace(config.training, batch_size=1, micro_batch_size=1, schedule="sequential", dry_run=False)
     training = replace(training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])

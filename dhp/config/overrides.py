@@ -7,12 +7,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
-from dhp.base.errors import ConfigError
+from dhp.base.errors import ConfigError, raise_all
 from dhp.config.aliases import has_alias, names_here, translated
 from dhp.config.keys import ANY_NAME, Key, find_key
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.search_path import ConfigSource
-from dhp.config.translate import raise_all, unknown_key, unknown_keys
+from dhp.config.translate import unknown_key, unknown_keys
 from dhp.config.yaml_files import say, wrong_keys
 
 

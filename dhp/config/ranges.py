@@ -68,7 +68,8 @@ def check_training(training: TrainingConfig) -> None:
     require(answers >= 0, "training.eval_answers", answers, "eval_answers >= 0")
     require_positive("training.eval_answer_tokens", training.eval_answer_tokens)
     require(training.resume != "", "training.resume", '""', "never, auto, or the path of a checkpoint or run")
-    for field in ("learning_rate", "eps", "weight_decay"):
+    require_positive("training.eps", training.eps)  # else a weight without a gradient would be divided by 0
+    for field in ("learning_rate", "weight_decay"):
         _require_not_negative(f"training.{field}", getattr(training, field))
     if training.max_grad_norm is not None:
         _require_not_negative("training.max_grad_norm", training.max_grad_norm)

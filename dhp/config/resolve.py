@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dhp.base.errors import ConfigError
+from dhp.base.errors import ConfigError, raise_all
 from dhp.config.checks import (
     check_backends,
     check_balance,
@@ -36,9 +36,14 @@ def resolve(config: Config, reads: bool = True) -> Config:
     check_cluster(config.cluster)
     _check_absent(config)
     model_name = _shared_model_name(config)
-    found: dict[str, Any] = {
-        n: replace(resolve_part(n, part), model_name=model_name) for n, part in parts(config).items()
-    }
+    found: dict[str, Any] = {}
+    errors = []
+    for name, part in parts(config).items():
+        try:
+            found[name] = replace(resolve_part(name, part), model_name=model_name)
+        except ConfigError as error:
+            errors.append(error)
+    raise_all(errors)
     resolved = replace(deepcopy(config), **found)
     check_schedule(resolved)
     check_pipeline_schedule(resolved)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from dhp.base.errors import ConfigError
+from dhp.base.removal import remove
 from dhp.config.mixing import read_datasets
 from dhp.config.parts import OPTIONAL, PARTS, parts
 from dhp.config.schema import Config
@@ -58,7 +58,7 @@ def make_run_dir(config: Config) -> Path:
     check_run_dir(config)
     run_dir = Path(config.run_dir)
     for path in list(_removed(config)):
-        _remove(path)
+        remove(path)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -77,7 +77,7 @@ def run_directory(config: Config) -> Iterator[Path]:
     except BaseException as error:
         if isinstance(error, ConfigError) and _never_began(run_dir):
             for path in list(_record(run_dir)):
-                _remove(path)
+                remove(path)
         if not existed:
             for folder in (run_dir / "logs", run_dir / "checkpoints", run_dir):
                 with suppress(OSError):  # it is not empty, or was never made
@@ -160,11 +160,16 @@ def _record(run_dir: Path) -> Iterator[Path]:
     """What a run writes beside its checkpoints; of the logs only its ranks', because a scheduler's may lie there, and
     the folders of those loggers that it had."""
     yield from (run_dir / name for name in _RECORD if os.path.lexists(run_dir / name))
-    for name, folder in _LOGGERS.items():
-        own = [run_dir / "loggers" / f"{name}.{kind}" for kind in ("id", "log")]
-        if any(file.is_file() for file in own):
-            yield from (path for path in (*own, run_dir / folder) if os.path.lexists(path))
-    yield from (log for log in sorted((run_dir / "logs").glob("*.log")) if _RANK_LOG.fullmatch(log.name))
+    yield from (
+        path for path in (run_dir / "logs", run_dir / "loggers") if path.is_symlink()
+    )  # what they lead to stays
+    if not (run_dir / "loggers").is_symlink():
+        for name, folder in _LOGGERS.items():
+            own = [run_dir / "loggers" / f"{name}.{kind}" for kind in ("id", "log")]
+            if any(file.is_file() for file in own):
+                yield from (path for path in (*own, run_dir / folder) if os.path.lexists(path))
+    if not (run_dir / "logs").is_symlink():
+        yield from (log for log in sorted((run_dir / "logs").glob("*.log")) if _RANK_LOG.fullmatch(log.name))
 
 
 def _is_run(run_dir: Path) -> bool:
@@ -204,13 +209,6 @@ def _continues(config: Config) -> bool:
         return resume == "auto"
     run_dir = Path(config.run_dir).resolve()
     return run_dir in (Path(resume).resolve(), *Path(resume).resolve().parents)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def config_of(checkpoint: Path) -> Path:

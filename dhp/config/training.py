@@ -46,7 +46,7 @@ class TrainingConfig:
     """AdamW's two decay rates, of the mean and of the mean square of the gradients; each in [0, 1)."""
 
     eps: float = 1e-8
-    """AdamW's term added to the denominator."""
+    """AdamW's term added to the denominator; above 0."""
 
     weight_decay: float = 0.01
     """AdamW's decoupled decay of every parameter: each step takes learning_rate × weight_decay of it away."""

@@ -1,7 +1,7 @@
 """Errors of Hydra and OmegaConf, told in the user's terms: which key, which value, what was expected."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,15 +53,6 @@ def unknown_keys(values: Mapping[Any, Any], section: str = "", where: str = "") 
     return errors
 
 
-def raise_all(errors: Sequence[ConfigError]) -> None:
-    """Raise one error that tells all of them, if there are any."""
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        told = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, errors)))
-        raise ConfigError(f"{len(errors)} things are wrong:{told}")
-
-
 def _keys_beside(path: str) -> str:
     section = path.rpartition(".")[0]
     while section and not find_key(section):
@@ -77,6 +68,9 @@ def _translate(error: Exception) -> ConfigError:
         told = str(error).partition("\nConfig search path:")[0]
         return ConfigError(told.strip().replace("'++", "'"))  # the prefix that dhp put before the user's key
     where, path = _where(error), cause.full_key or ""
+    refusal = next((one for one in _chain(cause) if isinstance(one, ConfigError)), None)
+    if refusal is not None:  # by a resolver of ours
+        return ConfigError(f"{where}{path}: {refusal}")
     key = find_key(path.partition("[")[0])
     if isinstance(cause, ValidationError) and key:
         return _wrong_type(path, key, cause, where)
@@ -96,12 +90,15 @@ def _wrong_type(path: str, key: Key, cause: ValidationError, where: str) -> Conf
 
 def _innermost(error: BaseException | None) -> OmegaConfBaseException | None:
     """The deepest OmegaConf error that knows its key (deeper ones are unfinished), else the deepest at all."""
-    chain = []
-    while error is not None:
-        if isinstance(error, OmegaConfBaseException):
-            chain.append(error)
-        error = error.__cause__ or error.__context__
+    chain = [one for one in _chain(error) if isinstance(one, OmegaConfBaseException)]
     return next((found for found in reversed(chain) if found.full_key), chain[-1] if chain else None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _where(error: BaseException) -> str:

@@ -19,6 +19,8 @@ from yaml import YAMLError
 
 from dhp.base.errors import ConfigError
 from dhp.config.aliases import has_alias, translated
+from dhp.config.inert import HYDRA, check_inert
+from dhp.config.secrets import guard_environment
 from dhp.config.translate import unknown_keys
 
 
@@ -33,6 +35,8 @@ class YamlFiles(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         result = super().load_config(config_path)
+        values = OmegaConf.to_container(result.config, resolve=False)
+        check_inert(self._normalize_file_name(config_path), values, result.header.get("package"))
         if "/" not in config_path and isinstance(result.config, DictConfig):
             result.config, notices = _in_our_words(result.config, self._normalize_file_name(config_path))
             say([notice for notice in notices if notice not in self.said])
@@ -42,6 +46,7 @@ class YamlFiles(FileConfigSource):
     @classmethod
     def register(cls) -> None:
         """Make Hydra know the scheme, and begin a new configuration."""
+        guard_environment()
         cls.said.clear()
         Plugins.instance()  # Hydra's own schemes first
         SourcesRegistry.instance().register(cls)
@@ -57,7 +62,7 @@ def wrong_keys(file: Path) -> list[ConfigError]:
         return []
     if not isinstance(values, dict) or "@package" in text.partition("\n")[0]:
         return []
-    flat = {key: value for key, value in _flat(values).items() if key.partition(".")[0] not in ("defaults", "hydra")}
+    flat = {key: value for key, value in _flat(values).items() if key.partition(".")[0] not in ("defaults", HYDRA)}
     own = {key: value for key, value in flat.items() if not has_alias(key, value)}
     return unknown_keys(_nested(own), where=f"in {file.name}: ")
 

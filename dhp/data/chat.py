@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from dhp.base.errors import DataError
 from dhp.data.media.sources import Sound, Video
 from dhp.data.records import ANSWERS, Part, Turn
@@ -64,8 +62,12 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], learn_em
             rendered = _render_marked(tokenizer, messages)
         else:
             rendered = _render_by_prefix(tokenizer, messages)
-    except TemplateError as error:
-        raise DataError(f"the chat template of {tokenizer.name_or_path!r} refuses it: {error}") from error
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # a template is a program, and fails as any
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path!r} refuses it: {error or type(error).__name__}"
+        ) from error
     return rendered if learn_empty_thoughts else _without_empty_thoughts(rendered, messages)
 
 

@@ -27,7 +27,7 @@ def examine(source: str) -> Diagnosis:
     Raises ModelError where there is no configuration that transformers can read.
     """
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{source}: no usable model configuration: {error}") from error
     name = config.model_type
@@ -68,7 +68,9 @@ def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
         twin.model.save_pretrained(folder)
         family = load_family(folder)
         samples = SampleMaker(twin, family).samples()
-        whole = exact_experts(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).train())
+        whole = exact_experts(
+            AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, trust_remote_code=False).train()
+        )
         for parameter in whole.parameters():  # some of which the library keeps in float32
             parameter.data = parameter.data.double()
         wanted: Outcome = run_whole(whole, family, samples)

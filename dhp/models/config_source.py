@@ -36,7 +36,7 @@ def config_source(model_name: str) -> str:
 def _readable(model_name: str, local_files_only: bool = False) -> str | None:
     """None when transformers can read the model's configuration, else the first line of its complaint."""
     try:
-        AutoConfig.from_pretrained(model_name, local_files_only=local_files_only)
+        AutoConfig.from_pretrained(model_name, local_files_only=local_files_only, trust_remote_code=False)
     except (OSError, ValueError) as error:
         return str(error).strip().splitlines()[0].rstrip(".")
     return None

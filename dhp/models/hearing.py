@@ -67,7 +67,7 @@ class Hearing:
         from transformers import AutoFeatureExtractor
 
         try:
-            extractor = AutoFeatureExtractor.from_pretrained(self._model_name)
+            extractor = AutoFeatureExtractor.from_pretrained(self._model_name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ModelError(f"{self._model_name}: no usable feature extractor: {error}") from error
         if extractor.feature_size != self._config.audio_config.num_mel_bins:

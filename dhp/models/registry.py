@@ -40,7 +40,7 @@ def load_family(model_name: str) -> Family:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model_name)
+        config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable model configuration: {error}") from error
     try:
@@ -86,7 +86,7 @@ def load_tokenizer(model_name: str, chat_template: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_name)
+        tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable tokenizer: {error}") from error
     if chat_template:
@@ -110,7 +110,7 @@ def load_image_processor(model_name: str) -> Any:
     from transformers import AutoImageProcessor
 
     try:
-        return AutoImageProcessor.from_pretrained(model_name, backend="pil")
+        return AutoImageProcessor.from_pretrained(model_name, backend="pil", trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_name}: no usable image processor: {error}") from error
 
@@ -129,10 +129,25 @@ def find_stop_tokens(model_name: str, config: Any, tokenizer: Any) -> tuple[int,
 
 
 def auxiliary_files(model_name: str) -> list[Path]:
-    """Everything of a model directory or hub id but its weights: configuration, tokenizer, processors, templates."""
+    """Everything of a model directory or hub id but its weights and hidden files: configuration, tokenizer, processors,
+    templates.
+
+    They are copied into checkpoints and exports, which people publish. Raises ModelError for a link that leads to
+    another folder, but that of the hub's cache which has the same model.
+    """
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(model_name, ignore_patterns=[f"*{end}" for end in WEIGHT_ENDINGS]))
-    return sorted(f for f in folder.iterdir() if f.is_file() and not f.name.endswith(WEIGHT_ENDINGS))
+    files = [f for f in folder.iterdir() if f.is_file() and not f.name.endswith(WEIGHT_ENDINGS)]
+    own = [folder.resolve()]
+    if own[0].parent.name == "snapshots" and own[0].parent.parent.name.startswith("models--"):
+        own.append(own[0].parent.parent / "blobs")
+    for file in files:
+        if not any(file.resolve().is_relative_to(one) for one in own):
+            raise ModelError(
+                f"{file} leads to {file.resolve()}, and would be copied into checkpoints and exports. Remove the link, "
+                "or put a copy in its place"
+            )
+    return sorted(file for file in files if not file.name.startswith("."))

@@ -24,7 +24,7 @@ def change_positions(folder: Path, rope_theta: float | None = None, max_position
 
     Raises ModelError for a decoder without rotary positions, or one whose configuration does not keep what was set.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     before = getattr(text, "max_position_embeddings", None)
     if rope_theta is not None or max_positions is not None:
@@ -32,7 +32,7 @@ def change_positions(folder: Path, rope_theta: float | None = None, max_position
     if max_positions is not None:
         text.max_position_embeddings = max_positions
     config.save_pretrained(folder)
-    again = AutoConfig.from_pretrained(folder).get_text_config()
+    again = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     kept = (again.rope_parameters, again.max_position_embeddings)
     if kept != (text.rope_parameters, text.max_position_embeddings):
         raise ModelError(

@@ -192,7 +192,7 @@ def check_tensor_plan(
 
 def _without_weights(source: str, dropped: Sequence[str]) -> Any:
     with torch.device("meta"):
-        model = model_class(source)(AutoConfig.from_pretrained(source))
+        model = model_class(source)(AutoConfig.from_pretrained(source, trust_remote_code=False))
     drop_modules(model, dropped)
     drop_parameters(model, dropped)
     return model

@@ -51,7 +51,7 @@ class _OneMesh:
 
 def model_class(model_name: str) -> type[PreTrainedModel]:
     """The transformers class that `config.json` of `model_name` names."""
-    config = AutoConfig.from_pretrained(model_name)
+    config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     try:
         return AutoModelForImageTextToText._model_mapping[type(config)]
     except KeyError:

@@ -26,7 +26,7 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ModelError(f"{out_dir} is not empty; give a directory that is new or empty")
     with torch.device("meta"):
-        model = model_class(str(model_dir))(AutoConfig.from_pretrained(model_dir))
+        model = model_class(str(model_dir))(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
     result = model.load_state_dict(dict(weights), strict=False, assign=True)
     model.tie_weights()
     held = [*model.named_parameters(), *persistent_buffers(model).items()]

@@ -71,7 +71,8 @@ class StepMetrics:
     not of cached_images. What counts: [performance.md](performance.md#mfu). Unit: operations."""
     mfu: float | None = None
     """Model FLOPs utilisation: the sum of flops / (step_s × the peak of all devices), each device counted once. Unit: a
-    share of 1. Null: the peak of a device is not known; the run says so at its start."""
+    share of 1. Null: the peak of a device is not known, which the run says at its start, or was measured too low, so
+    that the share would be above 1."""
     memory_bytes: Mapping[str, int] | None = None
     """Most device memory that an actor's allocator had reserved in the step, of the actor that had most, by stage. See
     [Memory](#memory). Unit: bytes. Null: on CPUs."""

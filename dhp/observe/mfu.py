@@ -47,8 +47,10 @@ def unknown_devices(devices: Sequence[DeviceInfo]) -> list[str]:
 
 
 def utilisation(flops: Mapping[str, float], step_s: float, peak: float | None) -> float | None:
-    """Useful operations of all parts / those that the devices could do in the time of the step."""
-    return None if peak is None else sum(flops.values()) / (step_s * peak)
+    """Useful operations of all parts / those that the devices could do in the time of the step; None where their peak
+    is not known, or was measured too low, so that the share would be above 1."""
+    share = None if peak is None else sum(flops.values()) / (step_s * peak)
+    return None if share is None or share > 1 else share
 
 
 def _peak(device: DeviceInfo) -> float | None:

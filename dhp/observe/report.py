@@ -1,9 +1,11 @@
 """The table at a run's end: what happened, and where the outputs are."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dhp.base.harmless import harmless
 from dhp.observe.numbers import shown
 from dhp.observe.summary import Summary
 
@@ -11,29 +13,34 @@ _DEGREES = ("data", "expert", "ulysses", "ring", "tensor")
 
 
 def closing_table(summary: Summary, run_dir: str | Path, checkpoint: str | Path | None = None, **more: str) -> str:
-    """Aligned lines `name  value`, at most 16 with two of `more` (further rows, name to text).
+    """Aligned lines `name  value`, at most 19 with two of `more` (further rows, name to text).
 
-    `checkpoint` is the newest checkpoint's directory; without one there is nothing to export and both rows
+    `checkpoint` is the newest checkpoint's directory; without one there is nothing to export or to ask, and these rows
     are left out.
     """
     run_dir = Path(run_dir)
     rows = {"status": summary.status}
     if summary.error:
-        rows["error"] = summary.error.strip().splitlines()[0]
+        rows["error"] = harmless(summary.error.strip().splitlines()[0])
     rows |= {
         "steps": str(summary.steps) + (f" (resumed from {summary.resumed_from})" if summary.resumed_from else ""),
         "loss": f"{shown(summary.first_loss, '.4f')} → {shown(summary.last_loss, '.4f')}",
         "median step": f"{shown(summary.median_step_s, '.3f')} s",
         "speed": f"{shown(summary.tokens_per_s, '.0f')} tokens/s",
     }
+    if summary.eval_loss:
+        rows["held out"] = ", ".join(f"{name} {shown(loss, '.4f')}" for name, loss in summary.eval_loss.items())
     if summary.idle_share:
         idle = ", ".join(f"{stage} {share:.0%}" for stage, share in summary.idle_share.items())
         rows["idle"] = f"{idle} of the steps' time"
     rows |= {part: _part(world) for part, world in summary.world.items()}
     rows |= {name.replace("_", " "): text for name, text in more.items()}
     rows |= {"run directory": str(run_dir), "metrics": str(run_dir / "metrics.jsonl")}
+    rows["curves"] = shlex.join(["tensorboard", "--logdir", str(run_dir)])
     if checkpoint is not None:
-        rows |= {"checkpoint": str(checkpoint), "export": f"python -m dhp export {checkpoint} OUT_DIR"}
+        rows["checkpoint"] = str(checkpoint)
+        rows["export"] = shlex.join(["python", "-m", "dhp", "export", str(checkpoint), "OUT_DIR"])
+        rows["ask"] = shlex.join(["python", "-m", "dhp", "generate", f"checkpoint={checkpoint}", "prompt=TEXT"])
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.base.adapters import AdapterSettings
+from dhp.base.errors import CheckpointError
 from dhp.checkpoint.folder import MODEL, read_about
 from dhp.checkpoint.shards import read_shards
 from dhp.models.whole import save_whole
@@ -24,7 +25,7 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> st
     if adapters:
         from dhp.models.adapted import merge  # which brings peft along
 
-        weights = merge(base or about["model_name"], weights, adapters)
+        weights = merge(base or str(about.get("model_name")), weights, adapters)
         told = f"with the adapters of step {about['step']} in them, from {checkpoint}"
     save_whole(checkpoint / MODEL, weights, out_dir)
     return f"{out_dir}: {len(weights)} weights {told}"
@@ -38,6 +39,9 @@ def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def adapters_in(about: Mapping[str, Any]) -> dict[str, AdapterSettings]:
-    """Adapters of the run that wrote a checkpoint, by part."""
+    """Adapters of the run that wrote a checkpoint, by part. Raises CheckpointError for what is none."""
     found = about["settings"].get("lora") or {}
-    return {part: AdapterSettings(**(own | {"targets": tuple(own["targets"])})) for part, own in found.items()}
+    try:
+        return {part: AdapterSettings(**(own | {"targets": tuple(own["targets"])})) for part, own in found.items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint's lora is not what a run writes: {error!r}") from error

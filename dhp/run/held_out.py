@@ -9,7 +9,8 @@ from dhp.base.generation import Answer, Sampling
 from dhp.batching.prompts import Prompt, make_held_out_feed
 from dhp.cluster.watch import wait_all
 from dhp.config.mixing import split_share
-from dhp.config.schema import Config, DataConfig
+from dhp.config.schema import Config
+from dhp.config.unbalanced import unbalanced
 from dhp.observe.metrics import AnswerMetrics
 from dhp.run.session import Session
 from dhp.step.generate import answer_batch
@@ -54,6 +55,5 @@ def of_evaluation(config: Config, name: str) -> Config:
     """The configuration of what reads one dataset for evaluation: each sample once, in the file's order."""
     registered = split_share(name)[0]
     registry = config.data.data_registry | {registered: replace(config.data.data_registry[registered], weight=1.0)}
-    data: DataConfig = replace(config.data, datasets=[name], data_registry=registry, shuffle=False, balance="random")
-    data = replace(data, balance_window=None)
+    data = replace(unbalanced(config.data), datasets=[name], data_registry=registry, shuffle=False)
     return replace(config, data=data)

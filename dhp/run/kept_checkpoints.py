@@ -52,7 +52,7 @@ class KeptCheckpoints:
         except OSError as error:
             self._say(f"warning: {self._parent / BEST} cannot be made to lead to step_{best.step}: {_reason(error)}")
         else:
-            self._say(f"step_{best.step} is the best checkpoint so far: {best.metric} {best.value:.4f}")
+            self._say(f"of the checkpoints, step_{best.step} is the best so far: {best.metric} {best.value:.4f}")
 
     def _remove(self) -> None:
         if self._limit is None:

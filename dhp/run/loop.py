@@ -30,6 +30,7 @@ from dhp.run.devices import find_peak
 from dhp.run.evaluation import Evaluation, due
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.loggers import make_loggers
+from dhp.run.recipe import recipe
 from dhp.run.reports import Timing, step_metrics
 from dhp.run.session import DataPlan, Session
 from dhp.run.settings import kept_settings, resume_line, world
@@ -82,7 +83,7 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
     start.check(kept_settings(config))
     with interruptible(), run_directory(config) as run_dir:
         check_writable(checkpoint_dir)
-        for line in start.put_aside():
+        for line in [*start.put_aside(), *start.changes(recipe(config))]:
             say(line)
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         told, text = (config.training.log_interval, world(config)), to_yaml(config)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dhp.base.errors import ConfigError
+from dhp.base.errors import ConfigError, DhpError, raise_all
 from dhp.base.geometry import PositionRange
 from dhp.base.startup import say_nothing
 from dhp.config.checks import check_layers
+from dhp.config.degrees import resolve_part
 from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.mixing import read_datasets
 from dhp.config.parts import HEARING, model_name, parts
@@ -37,7 +39,11 @@ def prepare(
     or DataError.
     """
     say("checking the configuration")
-    config = resolve(config, reads)
+    try:
+        config = resolve(config, reads)
+    except ConfigError as error:
+        raise_all([error, *_also_wrong(config, str(error))])
+        raise
     if new_run:
         check_run_dir(config)
     if new_run and not config.training.dry_run:
@@ -62,6 +68,10 @@ def prepare(
     _fix_paths(config)
     say(f"checking the model {model_name(config)}")
     _check_model(config)
+    if new_run and Path(model_name(config)).is_dir():
+        from dhp.models.registry import auxiliary_files
+
+        auxiliary_files(model_name(config))  # or the first checkpoint would be the first to say so
     _check_packages(config)
     if config.data.cache_features is not None and not config.training.dry_run:
         from dhp.run.features import check_folder
@@ -75,6 +85,31 @@ def prepare(
         hears = HEARING in parts(config)
         check_some_samples(looked, config.data.data_registry, config.seed, config.data.allow_http, hears)
     return config
+
+
+def _also_wrong(config: Config, told: str) -> list[ConfigError]:
+    """Where degrees of a part are refused, as `told`: what the model's heads and layers would refuse next, as far as it
+    does not depend on ZeRO. Whoever mends one mistake is not shown the other one after it."""
+    named = next((part.model_name for part in parts(config).values() if part.model_name), "")
+    if not named or not any(f"{name}." in told for name in parts(config)):
+        return []
+    from dhp.models.config_source import config_source
+    from dhp.models.registry import load_family
+
+    found = []
+    try:
+        family = load_family(config_source(named) if config.training.dry_run else named)
+    except DhpError:  # which is told when the rest is right
+        return []
+    for name, part in parts(config).items():
+        kind = "data" if part.parallelism == "deepspeed" else part.parallelism
+        plain = replace(part, zero_stage=0, zero_engine="auto", parallelism=kind)
+        try:
+            if name in family.parts:
+                family.parts[name].check(resolve_part(name, plain))
+        except DhpError as error:
+            found += [] if str(error) in told or not isinstance(error, ConfigError) else [error]
+    return found
 
 
 def _check_packages(config: Config) -> None:

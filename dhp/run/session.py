@@ -16,7 +16,7 @@ from dhp.base.stages import Chain
 from dhp.base.startup import say_nothing
 from dhp.batching.loader import make_feed
 from dhp.batching.prompts import PromptFeed
-from dhp.checkpoint.resume import Start
+from dhp.checkpoint.resume import RECIPE, Start
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.dataset_actor import DataRefs, DatasetActor
@@ -29,6 +29,7 @@ from dhp.models.registry import load_family
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.run.features import feature_settings, keep_settings
 from dhp.run.locality import find_localities
+from dhp.run.recipe import held_files, recipe
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
 from dhp.run.training import adapters_of, training_rules
 from dhp.step.stages import Batch, Stages, StageTrainer, make_stages
@@ -114,7 +115,9 @@ class Session:
         self._say(f"starting the dataset actor; it reads the annotations of {', '.join(config.data.datasets)}")
         wait_all(self.data.take_watched(), started_s)
         kept = kept_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
-        start.check(kept)
+        files = held_files(config)
+        start.check(kept | {key: value for key, value in files.items() if key in start.settings})
+        kept |= files | {RECIPE: recipe(config)}
         self.data.measure(start.step, self._timeout_s, tell)
         if start.checkpoint is not None:  # before anything is planned
             self.data.ask("load_state", start.data, timeout_s=self._timeout_s)

@@ -35,7 +35,7 @@ class HeldOut:
         folder = checkpoint.with_name(f"{checkpoint.name}_exported")
         with contextlib.redirect_stdout(sys.stderr):  # the report goes to stdout
             export.main([str(checkpoint), str(folder)])
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         shutil.rmtree(folder)
         sums = [_loss_sum(model, batch) for batch in self._batches]
         return sum(total for total, _ in sums) / sum(targets for _, targets in sums)

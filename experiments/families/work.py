@@ -56,7 +56,7 @@ class Data:
     def __init__(self, model: str, even: bool = False):
         self._even = even
         self.family = load_family(model)
-        twin = Twin(AutoConfig.from_pretrained(model))
+        twin = Twin(AutoConfig.from_pretrained(model, trust_remote_code=False))
         own = twin.make
         twin.make = lambda number: grow(own(number), number)
         self._maker = SampleMaker(twin, self.family)
@@ -112,7 +112,7 @@ class Plain:
     def __init__(self, model: str, data: Data, adapt: Callable[[nn.Module], nn.Module] = lambda model: model):
         """adapt: what is made of the model before it is trained."""
         self._family, self._collator = data.family, Collator(data.family, 0, packing=False)
-        own = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+        own = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
         self._forward: Any = type(own).forward
         self.model = adapt(own).train()
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]

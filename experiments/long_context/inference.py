@@ -175,7 +175,7 @@ class CutByLayers:
 
 
 def _load(model: str) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def _bytes(cache: DynamicCache) -> int:

@@ -84,7 +84,7 @@ def _peak(model: str, way: Way) -> Any:
 
 
 def _plain_peak(name: str) -> Any:
-    model = AutoModelForImageTextToText.from_pretrained(name, dtype=torch.float32).train()
+    model = AutoModelForImageTextToText.from_pretrained(name, dtype=torch.float32, trust_remote_code=False).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):

@@ -27,7 +27,9 @@ class Peer:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         deepspeed_comm.init_distributed("gloo", verbose=False)
-        self._model = AutoModelForImageTextToText.from_pretrained(name, dtype=torch.float32).train()
+        self._model = AutoModelForImageTextToText.from_pretrained(
+            name, dtype=torch.float32, trust_remote_code=False
+        ).train()
         UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=self._model,
             core_attn_implementation="sdpa",

@@ -89,7 +89,9 @@ class Plain:
     def __init__(self, model_name: str, lr: float):
         torch.set_num_threads(os.cpu_count() or 1)
         keep_freed_memory()  # as dhp's ranks do
-        self.model = AutoModelForImageTextToText.from_pretrained(model_name, dtype=torch.float32).train()
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            model_name, dtype=torch.float32, trust_remote_code=False
+        ).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
 
     def step(self, micro_batches: list[dict[str, Tensor]]) -> float:

@@ -76,7 +76,7 @@ def make_deep_model(folder: Path, layers: int) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     make_tiny_assets(folder / "tiny")
-    config = AutoConfig.from_pretrained(folder / "tiny" / "model")
+    config = AutoConfig.from_pretrained(folder / "tiny" / "model", trust_remote_code=False)
     config.text_config.num_hidden_layers = layers
     config.text_config.layer_types = ["full_attention"] * layers
     config.vision_config.depth = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,26 @@ def test_no_checkpoint_is_said(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is no directory"):
         find_checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ({"parts": ["/other/run/step_40/vision"]}, "is no part of a model"),
+        ({"parts": ["text", "../../../run/step_40/text"]}, "is no part of a model"),
+        ({"parts": [["text"]]}, "is no part of a model"),
+        ({"parts": [{}]}, "is no part of a model"),
+        ({"files": {"/etc/shadow": 1}}, "/etc/shadow"),
+        ({"files": {"text/../../a": 1}}, "text/../../a"),
+        ({"files": {"a\0b": 1}}, "files has"),
+        ({"files": {"a": -1}}, "of -1 bytes"),
+        ({"files": {"a": "1"}}, "of '1' bytes"),
+        ({"step": True}, "step should be int"),
+        ({"step": -3}, "step should be int"),
+    ],
+)
+def test_what_reaches_out_of_a_checkpoint_is_damage(tmp_path: Path, about: dict[str, object], told: str) -> None:
+    (tmp_path / "checkpoint.json").write_text(json.dumps({"step": 1, "parts": ["text"], "files": {"a/b": 1}} | about))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json is damaged") as caught:
+        read_about(tmp_path, ("step", "parts", "files"))
+    assert told in str(caught.value)

@@ -29,6 +29,23 @@ def test_the_newest_and_the_best_stay(parent: Path) -> None:
     assert remove_old(parent, 1, best) == []
 
 
+def test_of_a_link_the_link_goes(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Moved to a larger disk and linked back."""
+    elsewhere = tmp_path_factory.mktemp("disk") / "step_1"
+    (parent / "step_1").rename(elsewhere)
+    (parent / "step_1").symlink_to(elsewhere)
+    (parent / "step_2.removed").symlink_to(elsewhere)  # of an interrupted removal
+    assert {path.name for path in remove_old(parent, 2, None)} == {"step_1", "step_2"}
+    assert sorted(path.name for path in parent.iterdir()) == ["step_10", "step_11.partial", "step_3"]
+    assert (elsewhere / ABOUT).is_file()
+
+
+def test_a_digit_that_is_no_number_is_no_step(parent: Path) -> None:
+    (parent / "step_\u00b2").mkdir()
+    (parent / "step_\u00b2" / ABOUT).write_text("{}")
+    assert [path.name for path in checkpoints(parent)] == ["step_10", "step_3", "step_2", "step_1"]
+
+
 def test_without_a_best_one_the_newest_stay(parent: Path) -> None:
     remove_old(parent, 3, None)
     assert [path.name for path in checkpoints(parent)] == ["step_10", "step_3", "step_2"]

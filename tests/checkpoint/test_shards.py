@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -69,6 +70,17 @@ def test_a_piece_that_does_not_fit(tmp_path: Path, extent: dict[str, list[int]])
     extents["0.weight"] |= extent
     file.write_text(json.dumps(extents))
     with pytest.raises(CheckpointError, match=r"0\.weight: a piece of shape \[2, 6\] .* does not fit .*\[5, 6\]"):
+        read_shards(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [([2**40, 1], "and the files with its pieces"), ([-4, -4], "is damaged"), ([True, 2], "is damaged")],
+)
+def test_a_shape_that_no_rank_wrote_takes_no_memory(tmp_path: Path, shape: list[int], told: str) -> None:
+    save_file({"a": torch.zeros(2, 2)}, tmp_path / "rank_00000.safetensors")
+    (tmp_path / "rank_00000.json").write_text(json.dumps({"a": {"shape": shape, "offset": [0, 0]}}))
+    with pytest.raises(CheckpointError, match=told):
         read_shards(tmp_path)
 
 

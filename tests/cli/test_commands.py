@@ -35,6 +35,11 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "exprot is no command of dhp; did you mean export?" in capsys.readouterr().err
 
 
+def test_who_asks_for_training_is_shown_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "my.yaml", "seed=3"]) == 2
+    assert capsys.readouterr().err == "training is `python -m dhp.train_ray my.yaml seed=3`\n"
+
+
 def test_export_refuses_what_is_no_finished_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "nowhere is no directory" in refused(capsys, "export", str(tmp_path / "nowhere"), str(tmp_path / "out"))
     (tmp_path / "checkpoints" / "step_3.partial").mkdir(parents=True)
@@ -68,11 +73,15 @@ def test_inspect_says_what_is_wrong_with_its_settings(
     assert [f.name for f in tmp_path.iterdir()] == ["file"]
 
 
-def test_inspect_writes_each_micro_batch_of_each_replica(tiny_assets: Path, tmp_path: Path) -> None:
+def test_inspect_writes_each_micro_batch_of_each_replica(
+    tiny_assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new" / "batch.safetensors"
     two_replicas = ["text.parallelism=data", "training.micro_batch_size=2"]
     own = ["inspect", "batch", "--config-name=tiny", "step=2", f"out={out}"]
     assert main([*own, f"tiny_assets={tiny_assets}", *two_replicas]) == 0
+    told = capsys.readouterr()
+    assert "checking the model" in told.err and "reading the data" in told.err and " s  " not in told.out
     tensors = load_file(out)
     assert {name.rpartition("/")[0] for name in tensors} == {f"{d}/{m}" for d in (0, 1) for m in (0, 1)}
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if name.endswith(("/input_ids", "/labels"))}

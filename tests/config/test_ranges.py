@@ -37,6 +37,7 @@ def test_seed(seed):
         ("learning_rate", -1e-3, "training.learning_rate >= 0 and finite"),
         ("learning_rate", math.nan, "training.learning_rate=nan"),
         ("eps", math.inf, "training.eps=inf"),
+        ("eps", 0, "training.eps=0 is out of range"),
         ("weight_decay", -0.1, "training.weight_decay >= 0 and finite"),
         ("max_grad_norm", -1.0, "training.max_grad_norm >= 0 and finite"),
         ("betas", [0.9], "training.betas=[0.9]"),

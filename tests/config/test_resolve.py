@@ -136,7 +136,14 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
                 "text__zero_stage": 2,
                 "text__zero_engine": "fsdp",
             },
-            ["text.zero_engine=fsdp with text.parallelism=deepspeed", "Set text.parallelism=data"],
+            [
+                "text.zero_engine=fsdp, and text.parallelism=deepspeed asks for DeepSpeed's",
+                "Set text.parallelism=data, or text.zero_engine=auto",
+            ],
+        ),
+        (
+            {"text__parallelism": "deepspeed", "text__num_actors": 8, "text__tensor": 8, "text__zero_stage": 2},
+            ["text.tensor=8 makes FSDP2 the engine of ZeRO", "Set text.parallelism=data, or text.tensor=1."],
         ),
         ({"text__zero_engine": "torch"}, ["text.zero_engine=torch does not exist; choose from auto, deepspeed, fsdp"]),
         (

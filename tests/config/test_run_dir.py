@@ -75,6 +75,17 @@ def test_a_linked_directory_is_unlinked_not_emptied(tmp_path):
     assert (kept / "step_2").exists() and not (run_dir / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(("folder", "file"), [("logs", "vision.0.log"), ("loggers", "wandb.id")])
+def test_logs_that_are_a_link_are_unlinked_not_emptied(tmp_path, folder, file):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / file).write_text("of another run")
+    run_dir = leave_run(tmp_path / "run")
+    (run_dir / folder).symlink_to(other)
+    make_run_dir(Config(run_dir=str(run_dir), overwrite=True))
+    assert (other / file).read_text() == "of another run" and not (run_dir / folder).exists()
+
+
 def test_what_no_run_left_is_not_removed(tmp_path):
     for name in ("checkpoints/pretrained", "checkpoints/step_2", "logs", "tb"):
         (tmp_path / name).mkdir(parents=True)

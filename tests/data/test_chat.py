@@ -147,3 +147,16 @@ def test_a_system_text_for_conversations_without_one():
     for given in ("Be brief.", ""):
         assert to_messages(turns, given) == to_messages((Turn("system", (given,)), *turns))
     assert to_messages(own, "Be brief.") == to_messages(own)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% include 'a' %}",
+        "{{ messages[0].content + 1 }}",
+        "{{ [1][messages | length + 9] + 1 }}",
+    ],
+)
+def test_a_template_that_fails_as_a_program_does_is_a_defect(tokenizer, template):
+    with pytest.raises(DataError, match=r"the chat template of .* refuses it: ."):
+        answers(tokenizer, template, "a", "b")

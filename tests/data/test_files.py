@@ -16,7 +16,7 @@ from dhp.base.errors import ConfigError, DataError
 from dhp.config.schema import DatasetEntry
 from dhp.data.annotations import read_annotations
 from dhp.data.files import jsonl
-from dhp.data.files.jsonl import JsonlRows, line_bounds
+from dhp.data.files.jsonl import JsonlRows, find_lines
 from dhp.data.media.images import open_image
 from dhp.data.media.sources import Member, Sound, Video
 from dhp.data.source import open_dataset
@@ -35,16 +35,17 @@ def shade(file) -> int:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 24])
-@pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"\n", b"ab\n\nc", b"\n\nabc\n"])
+@pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"\n", b"ab\n\nc", b"\n\nabc\n", b"a  \n \t\r\n" + b" " * 20])
 def test_lines_begin_after_line_ends(tmp_path, monkeypatch, chunk, content):
     monkeypatch.setattr(jsonl, "_CHUNK_BYTES", chunk)
     (tmp_path / "a").write_bytes(content)
     lines = content.split(b"\n")
     lines = lines[:-1] if not lines[-1] else lines
-    bounds = line_bounds(tmp_path / "a")
+    bounds, blank = find_lines(tmp_path / "a")
     assert bounds.dtype == np.int64 and bounds[-1] == len(content)
     cut = [content[a:b].rstrip(b"\n") for a, b in zip(bounds, bounds[1:])]
     assert cut == lines
+    assert blank.tolist() == [number for number, line in enumerate(lines) if not line.strip()]
 
 
 def test_lines_are_read_where_they_are_and_blank_ones_left_out(tmp_path):
@@ -53,6 +54,17 @@ def test_lines_are_read_where_they_are_and_blank_ones_left_out(tmp_path):
     rows = JsonlRows(path)
     assert [rows.read(i).value for i in range(len(rows))] == [[0], [1], [2]]
     assert [rows.locate(i) for i in range(3)] == [(n, f"line {n} of {path}") for n in (2, 5, 7)]
+
+
+def test_blank_lines_cost_no_file_each(tmp_path, monkeypatch):
+    """A file of a hundred megabytes of line ends took a quarter of an hour."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n" * 3000 + b"[0]\n")
+    opened = []
+    whole = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *rest: opened.append(self) or whole(self, *rest))
+    rows = JsonlRows(path)
+    assert (len(rows), rows.locate(0)[0], len(opened)) == (1, 3001, 2)
 
 
 def shard(path: Path, members: dict[str, bytes]) -> Path:
@@ -113,6 +125,56 @@ def test_links_in_a_shard_are_no_members(tmp_path):
         archive.addfile(escape)
     with pytest.raises(DataError, match=r"0 members of the sample's archive: \['1\.json'\]"):
         read_annotations("set", path, None).record(0)
+
+
+def raw_header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """A header with any size: below 0 in base 256, as GNU's tar writes what octal digits cannot."""
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    buffer = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    buffer[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    buffer[148:156] = b" " * 8
+    buffer[148:156] = b"%06o\0 " % sum(buffer)
+    return bytes(buffer)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, b"X"])
+def test_a_header_that_leads_back_ends_the_reading(tmp_path, kind, place):
+    """Python's tarfile goes back to the same header for ever."""
+    first = raw_header("0.json", 2) + b"{}".ljust(512, b"\0")
+    (tmp_path / "a.tar").write_bytes(first * place + raw_header("1.json", -512, kind) + first)
+    with pytest.raises(DataError, match=r"a\.tar: no readable tar file"):
+        read_annotations("set", tmp_path / "a.tar", None)
+
+
+def test_a_size_below_nothing_in_an_attribute(tmp_path):
+    record = b"13 size=-512\n"
+    pax = raw_header("p", len(record), tarfile.XHDTYPE) + record.ljust(512, b"\0")
+    file = raw_header("1.json", 2) + b"{}".ljust(512, b"\0")
+    (tmp_path / "a.tar").write_bytes(file + pax + file)
+    with pytest.raises(DataError, match=r"a\.tar: no readable tar file"):
+        read_annotations("set", tmp_path / "a.tar", None)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.SOLARIS_XHDTYPE])
+def test_attributes_are_not_read_without_a_bound(tmp_path, kind):
+    """Three gigabytes in a sparse file of a few blocks were read into memory."""
+    path = tmp_path / "a.tar"
+    with path.open("wb") as file:
+        file.write(raw_header("p", 3 << 30, kind))
+        file.truncate(3 << 30)
+    with pytest.raises(DataError, match=f"a header says {3 << 30} bytes"):
+        read_annotations("set", path, None)
+
+
+def test_a_conversation_is_not_read_without_a_bound(tmp_path):
+    path = tmp_path / "a.tar"
+    with path.open("wb") as file:
+        file.write(raw_header("1.json", 3 << 30))
+        file.truncate((3 << 30) + 512)
+    with pytest.raises(DataError, match=rf"1\.json has {3 << 30} bytes, more than the"):
+        read_annotations("set", path, None)
 
 
 def test_shards_of_the_webdataset_package(tmp_path):

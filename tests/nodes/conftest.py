@@ -14,13 +14,12 @@ ADDRESSES = ("127.0.0.2", "127.0.0.3")
 @pytest.fixture(scope="package")
 def two_nodes() -> Iterator[str]:
     """The cluster's address. It asks for a token, which processes started from here have by their environment."""
-    from ray._private.authentication import authentication_token_setup as token
     from ray.cluster_utils import Cluster
 
-    token._enable_token_auth()
-    token.ensure_token_if_auth_enabled()
+    from dhp.cluster.own_ray import own_token
+
     size = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False}
-    with forks.of_rays_here():
+    with own_token(), forks.of_rays_here():
         cluster = Cluster(initialize_head=True, head_node_args={"node_ip_address": ADDRESSES[0], **size})
         try:
             cluster.add_node(node_ip_address=ADDRESSES[1], **size)

@@ -48,6 +48,8 @@ def test_one_rank_of_each_machine_measures_its_cpus() -> None:
 def test_utilisation() -> None:
     assert utilisation({"vision": 3e12, "text": 5e12}, 2.0, 16e12) == 0.25
     assert utilisation({"vision": 3e12, "text": 5e12}, 2.0, None) is None
+    assert utilisation({"text": 5e12}, 1.0, 5e12) == 1.0
+    assert utilisation({"text": 5e12}, 1.0, 4e12) is None  # a peak that was measured on a busy machine
 
 
 def test_every_peak_has_a_source_and_formats_stand_in_order() -> None:

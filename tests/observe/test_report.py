@@ -19,6 +19,7 @@ def test_a_completed_run():
         tokens_per_s=1532.4,
         idle_share={"vision": 0.714, "text": 0.3},
         world=WORLD,
+        eval_loss={"shapes": 3.745, "letters": None},
     )
     assert closing_table(summary, "runs/x", "runs/x/checkpoints/step_60").splitlines() == [
         "status         completed",
@@ -26,13 +27,16 @@ def test_a_completed_run():
         "loss           6.0000 → 2.5000",
         "median step    0.411 s",
         "speed          1532 tokens/s",
+        "held out       shapes 3.7450, letters -",
         "idle           vision 71%, text 30% of the steps' time",
         "vision         2 actors: ulysses 2, zero_stage 1",
         "text           4 actors: data 4, expert 2",
         "run directory  runs/x",
         "metrics        runs/x/metrics.jsonl",
+        "curves         tensorboard --logdir runs/x",
         "checkpoint     runs/x/checkpoints/step_60",
         "export         python -m dhp export runs/x/checkpoints/step_60 OUT_DIR",
+        "ask            python -m dhp generate checkpoint=runs/x/checkpoints/step_60 prompt=TEXT",
     ]
 
 
@@ -42,4 +46,4 @@ def test_a_failed_run_without_a_checkpoint():
     assert "error            rank 1 died\n" in table
     assert "steps            3 (resumed from step_2)" in table
     assert "skipped samples  2 (a.png, b.png)" in table
-    assert "export" not in table and "Traceback" not in table
+    assert "export" not in table and "generate" not in table and "held out" not in table and "Traceback" not in table

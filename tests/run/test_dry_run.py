@@ -177,4 +177,5 @@ def test_the_entry_prints_it_and_leaves_nothing(tiny_assets: Path, tmp_path: Pat
     assert (outcome.status, outcome.left) == (0, ())
     assert outcome.stdout.startswith("dry run of tiny\n")
     assert outcome.stdout.endswith("every check passed; nothing was started\n")
+    assert "checking the model" in outcome.stderr and "counting what it would take" in outcome.stderr
     assert not (tmp_path / "run").exists()

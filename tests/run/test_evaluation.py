@@ -167,6 +167,10 @@ def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> No
         (["{model}", "--config-name=tiny"], "data.eval_datasets is empty"),
         (["{model}", "--config-name=tiny", "data.eval_datasets=[shape]"], "did you mean shapes?"),
         (["nowhere"], "nowhere is no directory"),
+        (
+            ["{model}", "training.eval_answers=4"],
+            "nothing is answered. Leave it out, and ask by `python -m dhp generate",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(

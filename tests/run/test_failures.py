@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -72,6 +74,9 @@ def test_a_killed_rank_ends_the_run_by_name(tiny_assets: Path, tmp_path: Path) -
     assert outcome.status == 1
     assert "PartFailed" in outcome.stderr and " rank " in outcome.stderr and "died" in outcome.stderr
     assert summary(run_dir)["status"] == "failed"
+    kept = re.search(r"the logs of Ray's own processes stay in (\S+)", outcome.stderr)
+    assert kept and list(Path(kept[1]).glob("ray/session_latest/logs/raylet.*"))
+    shutil.rmtree(kept[1])
     assert outcome.left == ()
 
 
@@ -88,6 +93,7 @@ def test_an_interrupted_run_says_so(
     outcome = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000", *layout), meanwhile=interrupt)
     assert outcome.status == 130, outcome.stderr
     assert "resume         there is no checkpoint of this run yet" in outcome.stdout
+    assert "stay in" not in outcome.stderr  # Ray's folder is gone
     for log in (run_dir / "logs").glob("*.log"):
         assert "Warning" not in log.read_text()
     assert summary(run_dir)["status"] == "interrupted" and summary(run_dir)["steps"] >= 1

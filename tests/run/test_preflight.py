@@ -47,6 +47,18 @@ def test_a_mistake_is_told_with_its_values(
     assert not (tmp_path / "new").exists()
 
 
+def test_two_mistakes_are_told_at_once(made_model: str, tiny_assets: Path, tmp_path: Path) -> None:
+    """Degrees that ZeRO refuses, and heads that they do not divide; the second one came when the first was mended."""
+    own = [f"vision.model_name={made_model}", f"text.model_name={made_model}", f"run_dir={tmp_path / 'new'}"]
+    zero = ["text.parallelism=deepspeed", "text.zero_stage=2", "text.num_actors=3", "text.tensor=3"]
+    with pytest.raises(ConfigError) as caught:
+        check(tiny_assets, *own, *zero, "vision.num_actors=3")
+    told = str(caught.value)
+    assert told.startswith("3 things are wrong:")
+    for mistake in ("text.tensor=3 makes FSDP2 the engine", "heads(8) % tensor(3)", "heads(4) % ulysses(3)"):
+        assert told.count(mistake) == 1
+
+
 def test_rows_beyond_the_positions_of_the_model_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="data.max_tokens=9000 is more than the 4096 positions .* Set data.max_tokens=40"

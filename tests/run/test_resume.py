@@ -146,10 +146,10 @@ def refused(assets: Path, run_dir: Path, *overrides: str) -> str:
         (["seed=7"], ["seed was 0 and is 7", "data's order", "Set what it had"]),
         (["training.batch_size=8"], ["training.batch_size was 4 and is 8"]),
         (["data.shuffle=false"], ["data.shuffle was True and is False"]),
-        (["vision.zero_stage=0"], ["vision.zero_stage was 1 and is 0", "resuming in another layout comes later"]),
+        (["vision.zero_stage=0"], ["vision.zero_stage was 1 and is 0", "To go on in another one with its weights"]),
         (
             ["text.num_actors=2", "text.parallelism=tensor"],
-            ["text.num_actors was 1 and is 2; text.tensor was 1 and is 2", "resuming in another layout comes later"],
+            ["text.num_actors was 1 and is 2; text.tensor was 1 and is 2", "To go on in another one with its weights"],
         ),
     ],
     ids=lambda value: value[0] if "=" in value[0] else "",

@@ -11,7 +11,8 @@ from dhp.data.files.rows import RawSample
 from dhp.data.records import located
 
 _CHUNK_BYTES = 1 << 24  # bytes that are searched for line ends at once
-_SHORT_BYTES = 16  # a line of so few bytes may be blank; no sample is that short
+_LINE_END = 10
+_IS_TEXT = np.array([not bytes([byte]).isspace() for byte in range(256)])
 
 
 class JsonlRows:
@@ -24,13 +25,12 @@ class JsonlRows:
             head = file.read(len(BYTE_ORDER_MARK))
         with located(str(path)):
             check_head(head)
-        bounds = line_bounds(path)
-        if head == BYTE_ORDER_MARK:
-            bounds[0] = len(head)
-        blank = _blank_lines(path, bounds)
-        self._bounds, self._blank = bounds, blank
+        skip = len(head) if head == BYTE_ORDER_MARK else 0
+        bounds, self._blank = find_lines(path, skip)
+        bounds[0] = skip
+        self._bounds = bounds
         # Samples before each blank line, which is all it takes to know the line of a sample.
-        self._before = blank - np.arange(len(blank))
+        self._before = self._blank - np.arange(len(self._blank))
 
     def __len__(self) -> int:
         return len(self._bounds) - 1 - len(self._blank)
@@ -49,22 +49,31 @@ class JsonlRows:
         return index + int(np.searchsorted(self._before, index, side="right"))
 
 
-def line_bounds(path: Path) -> np.ndarray:
-    """int64 [lines + 1]: where each line begins, and the end of the file. Read once, in chunks."""
-    found, size = [np.zeros(1, dtype=np.int64)], 0
+def find_lines(path: Path, skip: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [lines + 1]: where each line begins, and the end of the file; int64 [blank lines]: their numbers, 0-based.
+
+    Read once, in chunks. skip: bytes at the file's beginning that are none of its first line.
+    """
+    found, full, size = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=bool)], 0
+    begun = False  # whether the line that the last chunk broke off in has text
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        while content := file.read(_CHUNK_BYTES):
+            chunk = np.frombuffer(content, dtype=np.uint8)
+            text = _IS_TEXT[chunk]
+            text[: max(0, skip - size)] = False
             # "\n" alone: str.splitlines would also cut inside strings that hold U+2028.
-            found.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == 10) + (size + 1))
+            ends = np.flatnonzero(chunk == _LINE_END)
+            starts = np.concatenate([[0], ends + 1])
+            has_text = np.logical_or.reduceat(text, starts[starts < len(chunk)])
+            has_text[0] |= begun
+            begun = bool(has_text[len(ends) :].any())
+            full.append(has_text[: len(ends)])
+            found.append(ends + (size + 1))
             size += len(chunk)
     bounds = np.concatenate(found)
-    return bounds if bounds[-1] == size else np.append(bounds, size)
-
-
-def _blank_lines(path: Path, bounds: np.ndarray) -> np.ndarray:
-    """int64 [blank lines]: their numbers, 0-based."""
-    short = np.flatnonzero(np.diff(bounds) <= _SHORT_BYTES)
-    return np.array([n for n in short if not _between(path, *bounds[n : n + 2].tolist()).strip()], dtype=np.int64)
+    if bounds[-1] != size:
+        bounds, full = np.append(bounds, size), [*full, np.array([begun])]
+    return bounds, np.flatnonzero(~np.concatenate(full))
 
 
 def _between(path: Path, start: int, stop: int) -> bytes:

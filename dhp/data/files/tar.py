@@ -15,10 +15,11 @@ import numpy as np
 from dhp.base.errors import DataError
 from dhp.data.files.decode import BYTE_ORDER_MARK, decode_json
 from dhp.data.files.rows import RawSample
-from dhp.data.media.sources import Member
+from dhp.data.media.sources import MAX_BYTES, Member
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "mov", "mkv", "webm", "avi")
+_MAX_HEADER = 1 << 20  # bytes of a name or of attributes that do not fit into a plain header
 AUDIO = ("mp3", "wav", "flac", "ogg", "opus", "m4a", "aac")
 
 
@@ -48,6 +49,10 @@ class TarRows:
             written = [i for i in infos if _ending(i.name) == "json"]
             if len(written) != 1:
                 raise DataError(f"the sample needs one .json member with its conversation; it has {sorted(members)}")
+            if written[0].size > MAX_BYTES:
+                raise DataError(
+                    f"{written[0].name} has {written[0].size} bytes, more than the {MAX_BYTES} that are read"
+                )
             file.seek(written[0].offset_data)
             content = file.read(written[0].size).removeprefix(BYTE_ORDER_MARK)
         value = decode_json(content, whole_file=True)
@@ -77,11 +82,30 @@ def _sample_starts(shard: Path) -> np.ndarray:
     return np.array([*starts, end], dtype=np.int64)
 
 
+class _Header(tarfile.TarInfo):
+    """A header whose numbers are looked at before anything is read by them."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> _Header:
+        """Raises ReadError for a size below 0, and for more than a megabyte that is no file's content."""
+        info: _Header = super().frombuf(buf, encoding, errors)  # type: ignore[assignment]
+        if info.size < 0 or (info.size > _MAX_HEADER and not info.isreg()):
+            raise tarfile.ReadError(f"a header says {info.size} bytes of what is no file's content")
+        return info
+
+
 def _members(file: BinaryIO, start: int, stop: int | None) -> Iterator[tarfile.TarInfo]:
-    """Headers of the regular files between two offsets. Links are left out, so none is followed."""
+    """Headers of the regular files between two offsets. Links are left out, so none is followed.
+
+    Raises ReadError where a header leads back, which would go on for ever.
+    """
     file.seek(start)
-    with tarfile.open(fileobj=file, mode="r:") as archive:
+    at = start - 1
+    with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as archive:
         while (info := archive.next()) is not None and (stop is None or info.offset < stop):
+            if info.offset <= at or info.size < 0:
+                raise tarfile.ReadError(f"the header behind byte {at} leads back to {info.offset}")
+            at = info.offset
             archive.members = []  # or it keeps every header that it has seen
             if info.isreg() and not info.issparse():
                 yield info

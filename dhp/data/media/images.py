@@ -14,8 +14,9 @@ from dhp.data.media.sources import File, name_of, open_media
 
 MAX_PIXELS = 89_478_485  # a quarter of a GB in RGB: Pillow's own threshold for its warning
 
-# Pillow reads more. What is left out has no pixels of its own or is drawn by another program (EPS by Ghostscript).
-_KNOWN = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO")
+# Pillow reads more. What is left out has no pixels of its own, is drawn by another program (EPS by
+# Ghostscript), or is decoded while its header is read, whatever its size (ICO).
+_KNOWN = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA")
 Image.init()
 IMAGE_FORMATS = tuple(name for name in _KNOWN if name in Image.OPEN)  # a Pillow built without one does not list it
 _QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
@@ -86,7 +87,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def _from_16_bit(image: Image.Image) -> Image.Image:
     """Keep the upper 8 bits; Pillow's own conversion would clip everything above 255 to white."""
-    values = np.asarray(image).astype(np.int64)  # [height, width]
+    values = np.asarray(image)  # [height, width]; no copy in wider numbers, as pictures may be large
     if values.min() < 0 or values.max() > 0xFFFF:
         raise ValueError(f"pixel values {values.min()}..{values.max()} exceed 16 bits")
     return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
