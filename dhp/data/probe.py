@@ -9,7 +9,7 @@ import numpy as np
 
 from dhp.config.mixing import split_share
 from dhp.config.schema import DatasetEntry
-from dhp.data.media.sources import Video, open_media
+from dhp.data.media.sources import Frames, Picture, Video, files_of, open_media
 from dhp.data.records import Record, located
 from dhp.data.sounds import refuse_sound
 from dhp.data.source import Dataset, open_dataset
@@ -50,6 +50,10 @@ def _check(dataset: Dataset, index: int, hears: bool) -> None:
 
 
 def _files(record: Record) -> list[tuple[Path, str]]:
-    shown = [(part.file, "video") if isinstance(part, Video) else (part, "image") for part in record.media]
+    shown = [(file, _kind(part)) for part in record.media for file in files_of(part)]
     heard = [(file, "audio") for file in record.sounds]
     return [(file, what) for file, what in shown + heard if isinstance(file, Path)]
+
+
+def _kind(part: Picture) -> str:
+    return "video" if isinstance(part, Video) and not isinstance(part.file, Frames) else "image"
