@@ -105,7 +105,7 @@ def _check_thoughts(rendered: Rendered, messages: list[Message]) -> None:
         if message.get("reasoning_content", "").strip() not in rendered.text[start:stop]:
             raise DataError(
                 f"answer {number + 1} has reasoning_content, which the chat template does not write there. Name "
-                "one that does in data.chat_template, write the thoughts into the answer's text in the model's own marks, "
+                "one that does in data.chat_template, write the thoughts into the answer's text in its own marks, "
                 "or split the conversation into one sample an answer"
             )
 
