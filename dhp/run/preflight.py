@@ -67,13 +67,15 @@ def prepare(
         from dhp.run.features import check_folder
 
         check_folder(config)
-    if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
+    if new_run and not config.training.dry_run:
         from dhp.data.probe import check_some_samples
 
         looked = [*config.data.datasets, *config.data.eval_datasets]
         say(f"looking at some samples of {', '.join(looked)}")
         hears = HEARING in parts(config)
-        check_some_samples(looked, config.data.data_registry, config.seed, config.data.allow_http, hears)
+        data, skips = config.data, config.data.on_bad_sample == "skip"
+        for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips):
+            say(note)
     return config
 
 

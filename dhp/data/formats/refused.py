@@ -82,6 +82,7 @@ REFUSED = (
             "of a video's part, 'fps', 'nframes', 'max_frames', 'video_start' and 'video_end' are read"),
 )  # fmt: skip
 
+_NAMES = ("id",)  # name a sample and say nothing of it
 # Where a row shows nothing, these are files under a name that no format has.
 _FILES = re.compile(
     r"(image|img|picture|photo|pic|video|audio|sound)s?(_?(path|file|name|url|filename|bytes))?s?|file_names?|frames"
@@ -105,5 +106,6 @@ def check_left(row: Fields, shows: bool) -> tuple[str, ...]:
                 f"{key!r} ({value!r:.40}) is not read, so text alone would be learned. Set columns={{{kind}s: {key}}} "
                 "for this dataset, or leave the key out"
             )
-        unread.append(f"{fields.level}.{key}" if fields.level else key)
+        if key not in _NAMES:
+            unread.append(f"{fields.level}.{key}" if fields.level else key)
     return tuple(dict.fromkeys(unread))

@@ -98,7 +98,7 @@ ROWS = [
         {"system_prompt": "Be brief.", "question": Q, "response": A}, (BRIEF, *PLAIN),
         columns={"query": "question", "system": "system_prompt"}),
     Row("case_028_openorca", LF, "system_prompt, question, response",
-        {"id": "1", "system_prompt": "Be brief.", "question": Q, "response": A}, (BRIEF, *PLAIN), unread=("id",)),
+        {"id": "1", "system_prompt": "Be brief.", "question": Q, "response": A}, (BRIEF, *PLAIN)),
     Row("case_029_user_tags", LF, "from: user and assistant, text alone",
         {"conversations": gpt(Q, A, names=("user", "assistant"))}, PLAIN),
     Row("case_030_user_tags_image", LF, "from: user and assistant, image",

@@ -113,8 +113,7 @@ OF_QWEN = [
 ]  # fmt: skip
 
 OF_LLAVA = [
-    Row("case_111_one", LLAVA, "image", {"id": "1", "image": "red.png", "conversations": gpt(f"<image>\n{Q}", A)}, SEEN,
-        unread=("id",)),
+    Row("case_111_one", LLAVA, "image", {"id": "1", "image": "red.png", "conversations": gpt(f"<image>\n{Q}", A)}, SEEN),
     Row("case_112_rounds", LLAVA, "several rounds",
         {"image": "red.png", "conversations": gpt(f"{Q}\n<image>", A, "Sure?", "Yes.")},
         (f"user: {Q}<red>", f"assistant: {A}", "user: Sure?", "assistant: Yes.")),
@@ -252,7 +251,7 @@ OF_OTHERS = [
 OF_PARQUET = [
     Row("parquet_onevision", SETS, "LLaVA-OneVision (Parquet)",
         {"id": "1", "image": {"bytes": picture("red"), "path": "1.png"}, "conversations": gpt(f"<image>\n{Q}", A)}, SEEN,
-        file="rows.parquet", unread=("id",)),
+        file="rows.parquet"),
     Row("parquet_bare_parts", SETS, "bare parts, images inside (Parquet)",
         {"images": [{"bytes": picture("red"), "path": None}],
          "messages": [{"role": "user", "content": [{"type": "image", "text": None}, text(Q)]},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from dhp.config.schema import DatasetEntry
 from dhp.data.media.sources import Blob, SizedImage, Sound, Video
 from dhp.data.records import Record
 from dhp.data.sample import Sample
-from dhp.data.source import open_dataset
 from dhp.data.sounds import refuse_sound
+from dhp.data.source import open_dataset
+from tests.data.made import make_preprocessor
 from tests.data.rows.row import COLOURS, Row, picture
 
 SYSTEM = "system: You are a helpful assistant."  # of the template, where a row has none
@@ -44,6 +47,22 @@ def make_media(folder: Path) -> None:
     _write_video(folder / "red-blue.mp4", ["red"] * 4 + ["blue"] * 4)
     for name in "ab":
         (folder / f"{name}.wav").write_bytes(b"RIFF" + name.encode())
+
+
+@dataclass(frozen=True)
+class Readers:
+    """What makes samples, by whether the template writes what was reasoned: (tokenizer, preprocessor)."""
+
+    plain: tuple[Any, Any]
+    thinking: tuple[Any, Any]
+
+
+def make_readers(tokenizer: Any) -> Readers:
+    """With the tokenizer's template, and with the same that writes reasoning_content."""
+    thinking = copy.deepcopy(tokenizer)
+    assert _THOUGHTS[0] in tokenizer.chat_template
+    thinking.chat_template = tokenizer.chat_template.replace(*_THOUGHTS)
+    return Readers((tokenizer, make_preprocessor(tokenizer)), (thinking, make_preprocessor(thinking)))
 
 
 def read(row: Row, folder: Path, preprocess: Any) -> tuple[Record, Sample | None]:
@@ -88,29 +107,25 @@ def difference(row: Row, sample: Sample, tokenizer: Any) -> str:
     return ""
 
 
-def verdict(row: Row, folder: Path, preprocess: Any, tokenizer: Any) -> str:
-    """read, refused, or what is wrong: a row that is accepted and is not what it says is silent."""
+def verdict(row: Row, folder: Path, readers: Readers) -> tuple[str, str]:
+    """read, refused or silent, and the words of the refusal, or what is wrong: a row that is accepted and is not what
+    it says is silent, and so counts one that is refused in other words."""
+    tokenizer, preprocess = readers.thinking if row.thinks else readers.plain
     try:
         record, sample = read(row, folder, preprocess)
     except DataError as error:
         if row.refused and re.search(row.refused, str(error), re.DOTALL):
-            return "refused"
-        return f"wrong refusal: {error}"
+            return "refused", str(error)
+        return "silent", f"refused in other words: {error}"
     if row.refused:
-        return "silent: accepted"
+        return "silent", "accepted"
     if sample is None:
         wrong = "" if said_by(record) == row.says else f"{said_by(record)} is not {row.says}"
     else:
         wrong = difference(row, sample, tokenizer)
     if record.unread != row.unread:
         wrong = wrong or f"not read are {record.unread}, not {row.unread}"
-    return f"silent: {wrong}" if wrong else "read"
-
-
-def thinking_template(template: str) -> str:
-    """The template, and before an answer what was reasoned."""
-    assert _THOUGHTS[0] in template
-    return template.replace(*_THOUGHTS)
+    return ("silent", wrong) if wrong else ("read", "")
 
 
 def _write(row: Row, folder: Path) -> Path:
