@@ -16,7 +16,7 @@ from dhp.config.load import to_config, to_yaml
 from dhp.config.overrides import checked_overrides, wrong_flags
 from dhp.config.schema import Config
 from dhp.config.search_path import ENTRY, ConfigSource, named_file
-from dhp.config.translate import translated_errors
+from dhp.config.translate import raise_all, translated_errors
 
 # Hydra's own flags that are written with two dashes.
 _FLAGS = {
@@ -62,8 +62,10 @@ def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
     flags, rest = _config_flags(argv)
     named, rest = named_file(rest, flags.config_name, flags.config_path)
     source = ConfigSource.find(*named, tuple(flags.config_dir))
-    if source.name is None and not _HELP_FLAGS & set(rest):
-        raise ConfigError(f"name a FILE.yaml, or --config-name=NAME, of which there are: {', '.join(source.names())}")
+    wrong = wrong_flags(rest, _FLAGS)
+    if source.name is None and (wrong or not _HELP_FLAGS & set(rest)):
+        names = ", ".join(source.names())
+        raise_all([*wrong, ConfigError(f"name a FILE.yaml, or --config-name=NAME, of which there are: {names}")])
     source.register()
 
     def job(composed: DictConfig) -> None:

@@ -11,6 +11,7 @@ from dhp.base.errors import ConfigError
 from dhp.base.geometry import PositionRange
 from dhp.base.startup import say_nothing
 from dhp.config.checks import check_layers, check_tied
+from dhp.config.foreign import environment_notes
 from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.mixing import read_datasets
 from dhp.config.parts import HEARING, model_name, parts
@@ -37,6 +38,8 @@ def prepare(
     or DataError.
     """
     say("checking the configuration")
+    for note in environment_notes(os.environ) if new_run else ():
+        say(note)
     config = resolve(config, reads)
     if new_run:
         check_run_dir(config)
