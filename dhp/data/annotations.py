@@ -51,7 +51,10 @@ class Annotations:
             entry = _read(self.rows, index)
             media = MediaResolver(self.data_path, self.allow_http, entry.members)
             raw = renamed(entry.value, self.columns)
-            return parse_record(raw, self.dataset, position, where, self.form, media)
+            try:
+                return parse_record(raw, self.dataset, position, where, self.form, media)
+            except RecursionError as error:
+                raise DataError("it is nested too deep") from error
 
 
 def read_annotations(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from dhp.data.kept_pictures import KeptPictures, SeenPictures, seen_to_json
 from dhp.data.lengths.grids import Grids, Size
 from dhp.data.long_video import LongVideo
 from dhp.data.media.frames import extent_of_images, map_images
-from dhp.data.media.images import MAX_PIXELS, open_image, read_size
+from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Frames, Picture, Settings, Video, files_of, name_of, settings_of
 from dhp.data.media.taking import Pace, Taking
 from dhp.data.media.video import map_frames, read_extent, read_length
@@ -231,10 +230,12 @@ class Pictures:
 
     def _taking(self, settings: Settings) -> Taking:
         """Which frames are taken of a video with such settings. So many frames, whatever their number a second, are
-        taken at a rate that no video has."""
+        taken at a rate that no video has. Raises DataError for more than the configuration allows."""
         taking = self._videos.taking
         fps = _ANY_RATE if settings.frames is not None and settings.fps is None else settings.fps or taking.fps
         most = settings.frames or taking.max_frames
+        if most > taking.max_frames:
+            raise DataError(f"{most} frames of a video are more than data.video_max_frames={taking.max_frames}")
         return replace(taking, fps=fps, max_frames=most, start=settings.start, end=settings.end)
 
     def _scaling_of(self, settings: Settings, moving: bool) -> dict[str, Any]:
@@ -244,11 +245,13 @@ class Pictures:
             return self._video_scaling if moving else self._scaling
         bounds = self._video_bounds if moving else self._bounds
         try:
-            return _scaling(
-                self._image_processor, *(mine or given for mine, given in zip(own, bounds)), most=MAX_PIXELS
-            )
+            scaling = _scaling(self._image_processor, *(mine or given for mine, given in zip(own, bounds)))
         except ConfigError as error:
-            raise DataError(f"min_pixels and max_pixels of a picture of its own: {error}") from error
+            raise DataError(f"min_pixels and max_pixels of a picture: {error}") from error
+        most = max(self._image_processor.size["longest_edge"], bounds[1] or 0)
+        if scaling["size"]["longest_edge"] > most:
+            raise DataError(f"'max_pixels' {own[1]} of a picture is more than {most}, the most that this run has")
+        return scaling
 
     def _seeing(self, file: File | Frames) -> Videos:
         if self._videos is None:
@@ -268,7 +271,6 @@ def _scaling(
     min_pixels: int | None,
     max_pixels: int | None,
     upper: str = "data.max_pixels",
-    most: float = math.inf,
 ) -> dict[str, Any]:
     """Arguments of the image processor that bound a scaled image's area; none leaves it its own bounds."""
     if min_pixels is None and max_pixels is None:
@@ -281,13 +283,9 @@ def _scaling(
     # Processors that scale by area nevertheless call the two bounds "edges".
     shortest = processor.size["shortest_edge"] if min_pixels is None else min_pixels
     longest = processor.size["longest_edge"] if max_pixels is None else max_pixels
-    if not 0 < shortest <= longest <= most:
+    if not 0 < shortest <= longest:
         raise ConfigError(
-            f"images need 0 < data.min_pixels <= {upper}{_at_most(most)}, got {shortest} and {longest} "
+            f"images need 0 < data.min_pixels <= {upper}, got {shortest} and {longest} "
             "(the image processor's own value where unset)"
         )
     return {"size": {"shortest_edge": shortest, "longest_edge": longest}}
-
-
-def _at_most(most: float) -> str:
-    return "" if math.isinf(most) else f" <= {most:.0f}"

@@ -143,6 +143,22 @@ def test_parquet_files_with_pictures_inside(tmp_path):
     assert annotations.where(4) == f"dataset 'set', row 5 of {tmp_path / 'data' / '0.parquet'}"
 
 
+def test_parts_of_a_shard_name_their_own_files(tmp_path):
+    """What no part names is not shown; a part without a name takes the next one."""
+    for part, more in (({"type": "image", "image": "left.png"}, {}), ({"type": "image"}, {"images": ["left.png"]})):
+        said = [
+            {"role": "user", "content": [part, {"type": "text", "text": "What?"}]},
+            {"role": "assistant", "content": "A."},
+        ]
+        content = json.dumps({"messages": said, **more}).encode()
+        path = shard(tmp_path / "a.tar", {"1.json": content, "1.left.png": b"l", "1.right.png": b"r"})
+        shown = read_annotations("set", path, None).record(0).turns[0].parts
+        assert [getattr(one, "name", one) for one in shown] == ["1.left.png", "What?"]
+    said[0]["content"][0] = {"type": "image"}
+    path = shard(tmp_path / "b.tar", {"1.json": json.dumps({"messages": said}).encode(), "1.png": b"l"})
+    assert read_annotations("set", path, None).record(0).turns[0].parts[0].name == "1.png"
+
+
 def test_messages_in_parquet_have_null_fields(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

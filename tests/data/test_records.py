@@ -145,3 +145,10 @@ def test_a_path_that_cannot_be_resolved_is_a_data_error(images, name):
     (images / "loop.png").symlink_to(images / "loop.png")
     with pytest.raises(DataError, match="cannot be resolved"):
         parse({"image": name, "conversations": [LOOK, ANSWER]}, images)
+
+
+def test_the_prompt_is_that_of_the_first_answer_that_is_learned():
+    unlearned = ANSWER | {"weight": 0}
+    record = parse({"conversations": [ASK, unlearned, {"from": "human", "value": "Sure?"}, ANSWER]})
+    prompt, said = record.up_to_answer()
+    assert said == "A circle." and len(prompt.turns) == 3 and prompt.asks

@@ -63,8 +63,11 @@ class Fields(Mapping[str, Any]):
 
 def is_set(value: Any) -> bool:
     """Whether a value says anything: tables fill the keys that a row does not have with null, also inside."""
-    if isinstance(value, Mapping):
-        return any(map(is_set, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(is_set, value))
-    return value is not None and value not in ("", b"", "[]", "{}")
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Mapping | list | tuple):
+            left += one.values() if isinstance(one, Mapping) else one
+        elif one is not None and one not in ("", b"", "[]", "{}"):
+            return True
+    return False

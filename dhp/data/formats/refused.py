@@ -42,7 +42,7 @@ REFUSED = (
     Refusal("tools|functions|tool_calls?|function_calls?|tool_choice", (ROW, TURN), TOOLS, unless=(False,)),
     Refusal("tool_responses?|tool_results?|tool_use", (ROW, TURN), TOOLS),
     Refusal(
-        "objects|bbox|bboxes", (ROW, TURN),
+        "objects", (ROW, TURN),
         "write boxes into the text, in the words that the model uses for them",
     ),
     Refusal(
@@ -66,7 +66,7 @@ REFUSED = (
         unless=(1, "train"),
     ),
     Refusal("train_detail|spans", (TURN,), "an answer is learned whole or, by 'train' or 'weight' 0, not at all"),
-    Refusal("loss_mask|(prompt|completion|assistant)_masks?|token_weights|labels", (ROW,), "the chat template says "
+    Refusal("loss_mask|(prompt|completion|assistant)_masks?|token_weights", (ROW,), "the chat template says "
             "where answers are; 'loss' or 'weight' of a turn says whether one is learned"),
     Refusal("messages|conversations?|texts|history|system|system_prompt", (ROW,), _TWICE),
     Refusal("(image|video|audio)s?", (ROW, TURN), "files stand beside the turns or as parts of one, under one key "
