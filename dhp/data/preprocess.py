@@ -20,7 +20,7 @@ from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.limits import Length, check_characters, check_length, longest_token
 from dhp.data.media.taking import Pace
 from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
-from dhp.data.records import ANSWERS, Record, located
+from dhp.data.records import Record, located
 from dhp.data.sample import Sample
 from dhp.data.sounds import NO_ACTORS, Clip, Sounds, refuse_sound, sounds_of
 
@@ -181,8 +181,7 @@ class Preprocessor:
         """told: of the videos whose times the prompt tells. shown: pictures that the prompt shows in their own way."""
         with _TEXT:
             messages = to_messages(record.turns, self._prompts.system)
-            learned = [turn.learned for turn in record.turns if turn.role == ANSWERS]
-            rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts, learned)
+            rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts, record.learned)
             check_characters(rendered.text, len(record.media), self._longest, self._max_tokens, self._positions)
             rendered = self._with_times(rendered, told) if told else rendered
             rendered = self._with_pictures(rendered, shown) if shown else rendered

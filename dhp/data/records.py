@@ -50,6 +50,11 @@ class Record:
         return replace(self, turns=self.turns[:first]), said
 
     @property
+    def learned(self) -> tuple[bool, ...]:
+        """Of each answer, whether it is learned."""
+        return tuple(turn.learned for turn in self.turns if turn.role == ANSWERS)
+
+    @property
     def media(self) -> tuple[Picture, ...]:
         """All images and videos, in the order in which the conversation shows them."""
         return tuple(part for turn in self.turns for part in turn.parts if not isinstance(part, str | Sound))

@@ -67,13 +67,14 @@ def check_characters(
     text: str, pictures: int, longest: int | None, max_tokens: int | None, positions: PositionRange | None
 ) -> None:
     """Raises DataError for a text that cannot fit, however it is cut into tokens: to cut one takes 300 times its size
-    in memory. pictures: that have one token each in the text so far. longest: see `longest_token`."""
+    in memory. pictures: that have a placeholder each in the text so far. longest: see `longest_token`."""
     most = min((bound for bound in (max_tokens, positions and positions.count) if bound is not None), default=None)
-    if longest is None or most is None or len(text) <= longest * (most + pictures):
+    if longest is None or most is None:
         return
-    if not unicodedata.is_normalized("NFC", text):
+    room = longest * most + pictures * max(longest, _PLACEHOLDER)
+    if len(text) > room and not unicodedata.is_normalized("NFC", text):
         text = unicodedata.normalize("NFC", text)
-    if len(text) > longest * (most + pictures):
+    if len(text) > room:
         key = "data.max_tokens" if most == max_tokens else "the positions that the model knows"
         raise DataError(
             f"{len(text)} characters are more than {most} tokens ({key}) can hold, of which the longest has {longest}. "
@@ -81,6 +82,7 @@ def check_characters(
         )
 
 
+_PLACEHOLDER = 64  # characters that a template may write for a picture, and that a processor may replace by one token
 _SAME = ("Prepend", "Replace")  # steps that may leave as many characters as there were
 
 
