@@ -34,10 +34,10 @@ def check_columns(samples: Sequence[Any], columns: Mapping[str, str]) -> None:
     for ours, theirs in columns.items():
         there = in_turns if ours in TURN_COLUMNS else keys
         if theirs not in there:
-            what = "turn of the first" if ours in TURN_COLUMNS else "one of the first"
+            what = "no turn" if ours in TURN_COLUMNS else "none"
             raise DataError(
-                f"columns={{{ours}: {theirs}}}, but no {what} {len(samples)} samples has {theirs!r}; they have "
-                f"{sorted(there)}{did_you_mean([nearest(theirs, there)])}"
+                f"columns={{{ours}: {theirs}}}, but {what} of the first {len(samples)} samples has {theirs!r}; they "
+                f"have {sorted(there)}{did_you_mean([nearest(theirs, there)])}"
             )
 
 

@@ -238,7 +238,7 @@ OF_OTHERS = [
     Row("case_193_path_beside_bytes", NEAR, "image_path beside a picture that is read",
         {"messages": chat(f"<image>{Q}", A), "images": ["red.png"], "image_path": "red.png"}, SEEN, unread=("image_path",)),
     Row("case_202_columns_query", NEAR, "columns that no row has: query",
-        {"prompt": Q, "response": A}, columns={"query": "promt"}, refused="no one of the first 1 samples has 'promt'.*mean prompt"),
+        {"prompt": Q, "response": A}, columns={"query": "promt"}, refused="none of the first 1 samples has 'promt'.*mean prompt"),
     Row("case_203_columns_images", NEAR, "columns that no row has: images",
         {"messages": chat(Q, A), "photos": ["red.png"]}, columns={"images": "photo"}, refused="has 'photo'.*mean photos"),
     Row("case_204_columns_system", NEAR, "columns that no row has: system",
