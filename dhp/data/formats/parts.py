@@ -23,6 +23,7 @@ KINDS = {
 }
 _NAMED = ("path", "url", "base64", "value", "source", "file")  # where a part names its file, beside its own type
 _FRAME_RATE = 2.0  # of a list of frames, as qwen_vl_utils has it
+_FRACTIONS = ("fps", "video_start", "video_end", "sample_fps", "raw_fps")  # the other numbers are whole
 _NUMBERS = {
     "min_pixels": "min_pixels", "max_pixels": "max_pixels", "fps": "fps", "nframes": "frames", "max_frames": "frames",
     "video_start": "start", "video_end": "end",
@@ -126,9 +127,7 @@ def read_settings(part: Fields, kind: str, place: str) -> tuple[Settings, float 
     rate = next(
         (_number(part.get(k), k, place) for k in ("sample_fps", "raw_fps") if part.has(k) and kind == "video"), None
     )
-    whole = {
-        key: int(value) if key not in ("fps", "video_start", "video_end") else value for key, value in found.items()
-    }
+    whole = {key: value if key in _FRACTIONS else int(value) for key, value in found.items()}
     settings = Settings(**{_NUMBERS[key]: value for key, value in whole.items()})
     if settings.end is not None and settings.end <= settings.start:
         raise DataError(f"{place}: 'video_end' {settings.end:g} is not after 'video_start' {settings.start:g}")
@@ -137,6 +136,7 @@ def read_settings(part: Fields, kind: str, place: str) -> tuple[Settings, float 
 
 def _number(value: Any, key: str, place: str) -> float:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and value < 1e9
-    if not fits or not (value >= 0 if key == "video_start" else value > 0):
-        raise DataError(f"{place}: {key!r} must be a number above 0, got {value!r:.40}")
+    lowest = 0.0 if key == "video_start" else 1e-3 if key in _FRACTIONS else 1
+    if not fits or value < lowest:
+        raise DataError(f"{place}: {key!r} must be a number of at least {lowest:g}, got {value!r:.40}")
     return value
