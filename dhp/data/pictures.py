@@ -232,8 +232,8 @@ class Pictures:
         """Which frames are taken of a video with such settings. So many frames, whatever their number a second, are
         taken at a rate that no video has. Raises DataError for more than the configuration allows."""
         taking = self._videos.taking
-        fps = _ANY_RATE if settings.frames is not None and settings.fps is None else settings.fps or taking.fps
-        most = settings.frames or taking.max_frames
+        fps = settings.fps or (_ANY_RATE if settings.frames else taking.fps)
+        most = settings.frames or settings.max_frames or taking.max_frames
         if most > taking.max_frames:
             raise DataError(f"{most} frames of a video are more than data.video_max_frames={taking.max_frames}")
         return replace(taking, fps=fps, max_frames=most, start=settings.start, end=settings.end)

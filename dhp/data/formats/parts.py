@@ -25,8 +25,8 @@ _NAMED = ("path", "url", "base64", "value", "source", "file")  # where a part na
 _FRAME_RATE = 2.0  # of a list of frames, as qwen_vl_utils has it
 _FRACTIONS = ("fps", "video_start", "video_end", "sample_fps", "raw_fps")  # the other numbers are whole
 _NUMBERS = {
-    "min_pixels": "min_pixels", "max_pixels": "max_pixels", "fps": "fps", "nframes": "frames", "max_frames": "frames",
-    "video_start": "start", "video_end": "end",
+    "min_pixels": "min_pixels", "max_pixels": "max_pixels", "fps": "fps", "nframes": "frames",
+    "max_frames": "max_frames", "video_start": "start", "video_end": "end",
 }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def _part(number: int, raw: Any, turn: Fields, media: MediaResolver) -> Part | B
 def _shown(number: int, part: Fields, raw: Mapping[str, Any], media: MediaResolver) -> Part | Bare:
     name = part["type"]
     kind = KINDS[name]
-    settings, rate = read_settings(part, kind, f"turn {number}")
+    settings = _settings(part, kind, f"turn {number}")
     own = f"{kind}_url" if name.startswith("input_") and name not in part else name
     key = part.first(own, kind, *_NAMED)
     value = None if key is None else part.get(key)
@@ -100,7 +100,7 @@ def _shown(number: int, part: Fields, raw: Mapping[str, Any], media: MediaResolv
         value = f"data:{kind};base64,{value}"
     elif isinstance(value, Mapping):
         value = _address(value, kind)
-    return show(kind, value, media, settings, rate)
+    return show(kind, value, media, settings, _rate(part, f"turn {number}") if isinstance(value, list) else None)
 
 
 def _address(value: Mapping[str, Any], kind: str) -> Any:
@@ -117,21 +117,25 @@ def _spoken(number: int, value: Any) -> str:
     return f"data:audio/{value.get('format')};base64,{value['data']}"
 
 
-def read_settings(part: Fields, kind: str, place: str) -> tuple[Settings, float | None]:
-    """What a part says of its picture or video, and the rate of its frames where it is a list of them. Raises DataError
-    for another thing than a number in its range."""
+def _rate(part: Fields, place: str) -> float | None:
+    """Frames a second of a video that is a list of them."""
+    key = next((key for key in ("sample_fps", "raw_fps", "fps") if part.has(key)), None)
+    return None if key is None else _number(part.get(key), key, place)
+
+
+def _settings(part: Fields, kind: str, place: str) -> Settings:
+    """What a part says of its picture or video. Raises DataError for another thing than a number in its range."""
     if kind == "audio":
-        return PLAIN, None
+        return PLAIN
     keys = _NUMBERS if kind == "video" else ("min_pixels", "max_pixels")
     found = {key: _number(part.get(key), key, place) for key in keys if part.has(key)}
-    rate = next(
-        (_number(part.get(k), k, place) for k in ("sample_fps", "raw_fps") if part.has(k) and kind == "video"), None
-    )
     whole = {key: value if key in _FRACTIONS else int(value) for key, value in found.items()}
     settings = Settings(**{_NUMBERS[key]: value for key, value in whole.items()})
     if settings.end is not None and settings.end <= settings.start:
         raise DataError(f"{place}: 'video_end' {settings.end:g} is not after 'video_start' {settings.start:g}")
-    return settings, rate or settings.fps
+    if settings.frames is not None and (settings.fps, settings.max_frames) != (None, None):
+        raise DataError(f"{place}: 'nframes' beside 'fps' or 'max_frames'; leave it or them out")
+    return settings
 
 
 def _number(value: Any, key: str, place: str) -> float:

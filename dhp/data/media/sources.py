@@ -50,14 +50,16 @@ File = Path | Blob | Member | Remote
 class Settings:
     """What a row says of one picture or video; None: as the configuration has it.
 
-    min_pixels, max_pixels: width × height bounds of the scaled picture or frame. fps: frames of each second. frames:
-    the most of the video. start, end: seconds from its beginning, of the part that is shown.
+    min_pixels, max_pixels: width × height bounds of the scaled picture or frame. fps: frames of each second.
+    max_frames: the most of the video. frames: so many of it, whatever that is a second. start, end: seconds from its
+    beginning, of the part that is shown.
     """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
     fps: float | None = None
     frames: int | None = None
+    max_frames: int | None = None
     start: float = 0.0
     end: float | None = None
 
