@@ -7,6 +7,7 @@ from typing import Any
 
 from dhp.base.errors import DataError
 
+_NOTHING = ("", b"", "[]", "{}")
 ROW, TURN, PART = "", "turn", "part"
 
 
@@ -40,12 +41,12 @@ class Fields(Mapping[str, Any]):
 
     def has(self, *keys: str) -> bool:
         """Whether one of these keys is set. Takes none."""
-        return any(is_set(self._raw.get(key)) for key in keys)
+        return any(key in self._raw and is_set(self._raw[key]) for key in keys)
 
     def first(self, *keys: str) -> str | None:
         """The first of these keys that is there, set ones before others; None where none is. Takes none."""
         there = [key for key in keys if key in self._raw]
-        return next((key for key in there if self.has(key)), there[0] if there else None)
+        return next((key for key in there if is_set(self._raw[key])), there[0] if there else None)
 
     def within(self, raw: Any, level: str, place: str, wanted: str) -> Fields:
         """An object inside. wanted: what it should be. Raises DataError where it is no object."""
@@ -63,11 +64,13 @@ class Fields(Mapping[str, Any]):
 
 def is_set(value: Any) -> bool:
     """Whether a value says anything: tables fill the keys that a row does not have with null, also inside."""
+    if isinstance(value, str):
+        return value not in _NOTHING
     left = [value]
     while left:
         one = left.pop()
         if isinstance(one, Mapping | list | tuple):
             left += one.values() if isinstance(one, Mapping) else one
-        elif one is not None and one not in ("", b"", "[]", "{}"):
+        elif one is not None and one not in _NOTHING:
             return True
     return False
