@@ -34,8 +34,8 @@ def mistyped_hint(path: str) -> str:
 def environment_notes(environment: Mapping[str, str]) -> list[str]:
     """A line for each variable that is set, that another trainer reads and that has no effect here."""
     rows = {name: row for row in ENVIRONMENT for name in row.names}
-    told = [f"{name} is set in the environment and has no effect; {_answer(row)}" for name, row in rows.items()]
-    return [line for name, line in zip(rows, told) if environment.get(name)]
+    noticed = {name: row for name, row in rows.items() if environment.get(name)}
+    return [f"{name} is set in the environment and has no effect; {_answer(row)}" for name, row in noticed.items()]
 
 
 def tables() -> str:

@@ -121,9 +121,9 @@ def _digest(medium: Picture) -> tuple[bytes, Picture]:
     """SHA-256 of a file's bytes, and the file; an image, or what would be fetched again, with these bytes: what is
     decoded is what was digested. Videos on disk are too large for that."""
     if isinstance(medium, Video) and isinstance(medium.file, Frames):
-        told = [_digest(file) for file in medium.file.files]
-        frames = replace(medium.file, files=tuple(file for _, file in told))
-        whole = b"".join(content for content, _ in told) + str(frames.rate).encode()
+        digests = [_digest(file) for file in medium.file.files]
+        frames = replace(medium.file, files=tuple(file for _, file in digests))
+        whole = b"".join(content for content, _ in digests) + str(frames.rate).encode()
         return hashlib.sha256(whole).digest(), replace(medium, file=frames)
     (file,), video = files_of(medium), isinstance(medium, Video)
     with open_media(file, "video" if video else "image") as opened:

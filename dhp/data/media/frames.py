@@ -51,5 +51,5 @@ def _taken(frames: Frames, taking: Taking) -> tuple[list[File], Pace]:
 
 def _check_same(size: tuple[int, int], first: tuple[int, int], file: File) -> None:
     if size != first:
-        told = " and ".join(f"{width} × {height}" for width, height in (first, size))
-        raise DataError(f"frames of a video are of {told} pixels (at {name_of(file)}). Write them in one size")
+        both = " and ".join(f"{width} × {height}" for width, height in (first, size))
+        raise DataError(f"frames of a video are of {both} pixels (at {name_of(file)}). Write them in one size")
