@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from dhp.base.errors import DataError, PartFailed
 from dhp.batching.feed import Feed
-from dhp.batching.loader import FeedSettings, make_feed
+from dhp.batching.loader import FeedSettings, make_feed, open_datasets
 from dhp.cli.inspect_locality import locality_table
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
@@ -27,6 +27,7 @@ from dhp.data.balance.packs import Limits, Loads
 from dhp.data.lengths.cache import Lengths
 from dhp.data.lengths.table import RowChunk
 from dhp.data.order.balance_settings import BalanceSettings
+from dhp.data.probe import count_unread
 from dhp.models.registry import load_family
 from dhp.observe.histogram import draw_histograms
 from dhp.parallel.attention.locality import Locality
@@ -74,7 +75,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     defects = _defects(feed)
     if decode:
         defects |= _decode(settings, feed, config.data.num_workers)
-    _tell_datasets(feed, defects)
+    _tell_datasets(feed, settings, defects)
     (out / "defects.txt").write_text("".join(f"{text}\n" for text in defects.values()), encoding="utf-8")
     loads = feed.measured.loads(np.arange(feed.dataset_size), 0)
     usable = loads.text > 0
@@ -191,7 +192,7 @@ def _defects(feed: Feed) -> dict[tuple[str, int], str]:
     return {(name, row): text for name, table in tables for row, text in sorted(table.defects.items())}
 
 
-def _tell_datasets(feed: Feed, defects: Mapping[tuple[str, int], str]) -> None:
+def _tell_datasets(feed: Feed, settings: FeedSettings, defects: Mapping[tuple[str, int], str]) -> None:
     print(f"{'dataset':24} {'samples':>9} {'text only':>9} {'defective':>9} {'tokens':>12} {'of images':>12}")
     for name, table in feed.measured.tables.items():
         bad = sum(of == name for of, _ in defects)
@@ -200,6 +201,9 @@ def _tell_datasets(feed: Feed, defects: Mapping[tuple[str, int], str]) -> None:
         print(f"{name:24} {len(table.text):9} {text_only:9} {bad:9} {tokens:12} {vision:12}")
     _explain(DATASETS)
     print(f"an epoch shows {feed.dataset_size} samples")
+    for one in open_datasets(settings).annotations().values():
+        for line in count_unread(one):
+            print(line)
     for text in list(defects.values())[:SHOWN_DEFECTS]:
         print(f"  defective: {text}")
     if len(defects) > SHOWN_DEFECTS:

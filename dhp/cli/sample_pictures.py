@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from dhp.data.media.images import open_image
-from dhp.data.media.sources import File, Video, name_of
+from dhp.data.media.sources import File, Video, files_of, name_of
 from dhp.data.records import Record
 from dhp.data.sample import Sample
 from dhp.models.processor import Processor
@@ -36,12 +36,14 @@ def pictures_of(record: Record, sample: Sample, processor: Processor, image_proc
     parts = zip(record.media, sample.pixels, sample.grids, strict=True)
     for number, (part, pixels, grid) in enumerate(parts, start=1):
         moving = isinstance(part, Video)
-        file = part.file if isinstance(part, Video) else part
+        name = part.file if isinstance(part, Video) else files_of(part)[0]
         frames = processor.frames(pixels, grid, moving)
         images = [] if frames is None else [_as_image(frame, image_processor) for frame in frames]
         tokens = processor.image_tokens(grid)
-        head = f"{'video' if moving else 'image'} {number}: {name_of(file)}, {tokens} tokens"
-        shown.append(_video(head, images) if moving else _image(head, images, file, processor.from_patches(grid)))
+        head = f"{'video' if moving else 'image'} {number}: {name_of(name)}, {tokens} tokens"
+        shown.append(
+            _video(head, images) if moving else _image(head, images, files_of(part)[0], processor.from_patches(grid))
+        )
     return shown
 
 

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from dhp.base.errors import ConfigError, DhpError
+from dhp.base.errors import ConfigError, DhpError, raise_all
 from dhp.base.harmless import harmless
 from dhp.config.load import to_config, to_yaml
 from dhp.config.overrides import checked_overrides, wrong_flags
@@ -63,8 +63,10 @@ def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
     flags, rest = _config_flags(argv)
     named, rest = named_file(rest, flags.config_name, flags.config_path)
     source = ConfigSource.find(*named, tuple(flags.config_dir))
-    if source.name is None and not _HELP_FLAGS & set(rest):
-        raise ConfigError(f"name a FILE.yaml, or --config-name=NAME, of which there are: {', '.join(source.names())}")
+    wrong = wrong_flags(rest, _FLAGS)
+    if source.name is None and (wrong or not _HELP_FLAGS & set(rest)):
+        names = ", ".join(source.names())
+        raise_all([*wrong, ConfigError(f"name a FILE.yaml, or --config-name=NAME, of which there are: {names}")])
     source.register()
 
     def job(composed: DictConfig) -> None:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 
-from dhp.config.foreign_keys import FOREIGN, Foreign
+from dhp.config.foreign_keys import ENVIRONMENT, FOREIGN, Foreign
 from dhp.config.nearest import nearest
 
 HEADING = "## All keys"
@@ -30,10 +31,17 @@ def mistyped_hint(path: str) -> str:
     return f"; did you mean {name} of {known}? {_answer(_rows()[name])}"
 
 
+def environment_notes(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that is set, that another trainer reads and that has no effect here."""
+    rows = {name: row for row in ENVIRONMENT for name in row.names}
+    noticed = {name: row for name, row in rows.items() if environment.get(name)}
+    return [f"{name} is set in the environment and has no effect; {_answer(row)}" for name, row in noticed.items()]
+
+
 def tables() -> str:
-    """Markdown from `## All keys` on: a table for each topic."""
+    """Markdown from `## All keys` on: a table for each topic, that of environment variables last."""
     parts = [f"{HEADING}\n"]
-    for topic, rows in FOREIGN.items():
+    for topic, rows in {**FOREIGN, "Environment variables": ENVIRONMENT}.items():
         lines = ["| there | known from | here |", "|---|---|---|", *map(_line, rows)]
         parts.append(f"### {topic}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)

@@ -67,8 +67,11 @@ def _value(override: Override) -> Any:
 def wrong_flags(arguments: Sequence[str], known: Collection[str]) -> list[ConfigError]:
     """An error for each flag `--key` that is none of Hydra's: other trainers' command lines have settings so."""
     errors = []
-    for flag, _, value in (argument.partition("=") for argument in arguments if argument.startswith("--")):
-        if any(one.startswith(flag) for one in known):
+    for argument, following in zip(arguments, [*arguments[1:], "-"]):
+        flag, _, value = argument.partition("=")
+        # Hydra's flag of this name has no value; LLaVA's names a template.
+        versioned = flag == "--version" and bool(value or not following.startswith("-"))
+        if not flag.startswith("--") or (any(one.startswith(flag) for one in known) and not versioned):
             continue
         key = flag[2:].replace("-", "_")
         hint = f"write {key}={value or 'VALUE'}" if find_key(key) else str(unknown_key(key)).partition("; ")[2]

@@ -12,7 +12,7 @@ from typing import Any
 from dhp.base.errors import DataError, DhpError
 from dhp.data.files.open import open_rows
 from dhp.data.files.rows import RawSample, RawSamples
-from dhp.data.formats.columns import renamed
+from dhp.data.formats.columns import check_columns, renamed
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.parse import detect, parse_record
 from dhp.data.records import Record, located
@@ -51,7 +51,10 @@ class Annotations:
             entry = _read(self.rows, index)
             media = MediaResolver(self.data_path, self.allow_http, entry.members)
             raw = renamed(entry.value, self.columns)
-            return parse_record(raw, self.dataset, position, where, self.form, media)
+            try:
+                return parse_record(raw, self.dataset, position, where, self.form, media)
+            except RecursionError as error:
+                raise DataError("it is nested too deep") from error
 
 
 def read_annotations(
@@ -67,8 +70,8 @@ def read_annotations(
     form: a name of `dhp.data.parse.FORMATS`, or auto. columns: our names of keys → the samples'.
 
     Raises DataError where the whole dataset is useless: the file is missing, unreadable or no JSON array (with line and
-    column), it has no sample, none of the first samples can be read, or data_path is not a folder. Annotations.record
-    tells the defects of single samples, so that they can be skipped.
+    column), it has no sample, none of the first samples can be read, none has a key of `columns`, or data_path is not a
+    folder. Annotations.record tells the defects of single samples, so that they can be skipped.
     """
     with located(f"dataset {dataset!r}"):
         if data_path is not None and not os.path.isdir(data_path):  # Path's own raises for names that are too long
@@ -82,8 +85,9 @@ def read_annotations(
         rows = open_rows(path)
         if not len(rows):
             raise DataError(f"{path} holds no sample. Remove the dataset or fill the file.")
-        first = [renamed(raw, columns) for raw in _first_samples(rows)]
-        form = detect(first) if form == AUTO else form
+        raw = list(_first_samples(rows))
+        check_columns(raw, columns)
+        form = detect(renamed(one, columns) for one in raw) if form == AUTO else form
         return Annotations(dataset, rows, form, data_path, allow_http, path, dict(columns))
 
 

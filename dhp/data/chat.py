@@ -43,17 +43,23 @@ def to_messages(turns: tuple[Turn, ...], system: str | None = None) -> list[Mess
     first where there is none; None: there is none then."""
     if system is not None and turns[0].role != "system":
         turns = (Turn("system", (system,)), *turns)
-    return [{"role": turn.role, "content": [_content(part) for part in turn.parts]} for turn in turns]
+    return [_message(turn) for turn in turns]
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], learn_empty_thoughts: bool = False) -> Rendered:
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    learn_empty_thoughts: bool = False,
+    learned: Sequence[bool] | None = None,
+) -> Rendered:
     """Write the conversation once and find the answers in it by the template's own word, never by searching text.
 
     A template with {% generation %} blocks marks the answers itself. For any other, answer i is what the
     template adds between "messages before i, then the prompt for an answer" and "messages up to i". Neither has the
     prompt for an answer in it, nor, unless learn_empty_thoughts, an empty block of thoughts that the template put
     before an answer without any. A conversation that ends before an answer is written with the prompt for it.
-    DataError when the template refuses the conversation or rewrites earlier turns later on.
+    learned: which answers have a span, in order; None: all.
+    DataError when the template refuses the conversation, rewrites earlier turns later on, or leaves thoughts out.
     """
     try:
         if messages[-1]["role"] != ANSWERS:
@@ -68,7 +74,9 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], learn_em
         raise DataError(
             f"the chat template of {tokenizer.name_or_path!r} refuses it: {error or type(error).__name__}"
         ) from error
-    return rendered if learn_empty_thoughts else _without_empty_thoughts(rendered, messages)
+    _check_thoughts(rendered, messages)
+    rendered = rendered if learn_empty_thoughts else _without_empty_thoughts(rendered, messages)
+    return rendered if learned is None or all(learned) else _only(rendered, learned)
 
 
 def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rendered:
@@ -83,6 +91,35 @@ def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rende
     grown = [len(other) - len(token) for other in others]
     moved = lambda end: end + sum(more for start, more in zip(starts, grown) if start < end)
     return Rendered(joined, tuple((moved(start), moved(stop)) for start, stop in rendered.spans))
+
+
+def _message(turn: Turn) -> Message:
+    thoughts = {"reasoning_content": turn.thoughts} if turn.thoughts else {}
+    return {"role": turn.role, "content": [_content(part) for part in turn.parts], **thoughts}
+
+
+def _check_thoughts(rendered: Rendered, messages: list[Message]) -> None:
+    """Raises DataError where the template does not write the thoughts of an answer: without them, another answer would
+    be learned."""
+    answers = [message for message in messages if message["role"] == ANSWERS]
+    for number, message in enumerate(answers):
+        start, stop = rendered.spans[number] if len(answers) == len(rendered.spans) else (0, len(rendered.text))
+        if message.get("reasoning_content", "").strip() not in rendered.text[start:stop]:
+            raise DataError(
+                f"answer {number + 1} has reasoning_content, which the chat template does not write there. Name "
+                "one that does in data.chat_template, write the thoughts into the answer's text in its own marks, "
+                "or split the conversation into one sample an answer"
+            )
+
+
+def _only(rendered: Rendered, learned: Sequence[bool]) -> Rendered:
+    """The spans of the answers that are learned."""
+    if len(rendered.spans) != len(learned):
+        raise DataError(
+            f"{len(learned)} answers, of which some are not to be learned, but the chat template marks "
+            f"{len(rendered.spans)} pieces. Use a template with one {{% generation %}} block for each answer"
+        )
+    return Rendered(rendered.text, tuple(span for span, own in zip(rendered.spans, learned) if own))
 
 
 def _content(part: Part) -> dict[str, str]:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from dhp.base.features import Features
 from dhp.base.geometry import Form, Grid
-from dhp.data.media.sources import Blob, File, Video, name_of, open_media
+from dhp.data.media.sources import (
+    PLAIN,
+    Blob,
+    File,
+    Frames,
+    Picture,
+    Video,
+    files_of,
+    name_of,
+    open_media,
+    settings_of,
+)
 from dhp.data.media.taking import Pace
 
 Load = Callable[[str], Features | None]
@@ -50,13 +62,16 @@ class SeenPictures:
     ) -> None:
         self._tower, self._load, self._names, self._seen, self._tokens = tower, load, names, seen, tokens
 
-    def look_up(self, medium: File | Video) -> tuple[File | Video, Features, Seen | None]:
+    def look_up(self, medium: Picture) -> tuple[Picture, Features, Seen | None]:
         """The picture to decode, with its features' key and None; or its features, and what they are of.
 
         Raises DataError for a file that cannot be read, ConfigError where the folder cannot.
         """
         content, medium = _digest(medium)
-        key = key_of(self._tower, self._seen, "video" if isinstance(medium, Video) else "image", content)
+        kind = "video" if isinstance(medium, Video) else "image"
+        if settings_of(medium) != PLAIN:
+            kind = f"{kind} {settings_of(medium)}"
+        key = key_of(self._tower, self._seen, kind, content)
         kept = self._load(key)
         seen = None if kept is None else self._check(kept)
         return medium, kept if kept is not None and seen is not None else Features(key, ""), seen
@@ -96,19 +111,25 @@ def key_of(tower: str, seen: str, kind: str, content: bytes) -> str:
     """Hex digest that a picture's features are kept under.
 
     tower: see `dhp.base.features.FeatureSettings`. seen: hex digest of how pictures become patches. kind: image or
-    video. content: SHA-256 of the bytes of its file.
+    video, and its own settings. content: SHA-256 of the bytes of its file.
     """
     told = json.dumps([FEATURE_FORMAT, tower, seen, kind, content.hex()])
     return hashlib.sha256(told.encode()).hexdigest()
 
 
-def _digest(medium: File | Video) -> tuple[bytes, File | Video]:
+def _digest(medium: Picture) -> tuple[bytes, Picture]:
     """SHA-256 of a file's bytes, and the file; an image, or what would be fetched again, with these bytes: what is
     decoded is what was digested. Videos on disk are too large for that."""
-    video, file = isinstance(medium, Video), medium.file if isinstance(medium, Video) else medium
+    if isinstance(medium, Video) and isinstance(medium.file, Frames):
+        digests = [_digest(file) for file in medium.file.files]
+        frames = replace(medium.file, files=tuple(file for _, file in digests))
+        whole = b"".join(content for content, _ in digests) + str(frames.rate).encode()
+        return hashlib.sha256(whole).digest(), replace(medium, file=frames)
+    (file,), video = files_of(medium), isinstance(medium, Video)
     with open_media(file, "video" if video else "image") as opened:
         if video and isinstance(file, Path):
             return hashlib.file_digest(opened, "sha256").digest(), medium
         content = opened.read()
     blob = Blob(name_of(file), content)
-    return hashlib.sha256(content).digest(), Video(blob) if video else blob
+    found = blob if isinstance(medium, File) else replace(medium, file=blob)
+    return hashlib.sha256(content).digest(), found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from dhp.base.geometry import Grid
-from dhp.data.media.sources import File
+from dhp.data.media.sources import PLAIN, File, Settings
 from dhp.data.media.taking import VideoLength
 
 
@@ -17,6 +17,7 @@ class LongVideo:
     file: File
     length: VideoLength
     grid: Grid
+    settings: Settings = PLAIN
 
     def __len__(self) -> int:
         """Patches."""

@@ -7,15 +7,18 @@ from typing import Any
 
 from dhp.base.errors import DataError
 from dhp.data.formats.alpaca import read_alpaca
+from dhp.data.formats.fields import Fields
 from dhp.data.formats.llava import read_llava
 from dhp.data.formats.openai import read_openai
+from dhp.data.formats.pairs import is_pair
+from dhp.data.formats.refused import check_left
 from dhp.data.formats.sharegpt import read_sharegpt
 from dhp.data.formats.swift import read_swift
 from dhp.data.formats.unknown import read_unknown
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.records import Record, Turn
 
-FORMATS: dict[str, Callable[[Mapping[str, Any], MediaResolver], tuple[Turn, ...]]] = {
+FORMATS: dict[str, Callable[[Fields, MediaResolver], tuple[Turn, ...]]] = {
     "llava": read_llava,
     "sharegpt": read_sharegpt,
     "openai": read_openai,
@@ -30,14 +33,16 @@ def parse_record(raw: Any, dataset: str, position: int, where: str, form: str, m
     """Check one raw annotation and resolve its images, videos and sounds. form: one of FORMATS.
 
     DataError, with the reason alone, when keys or types are wrong, roles do not alternate, the last turn is not an
-    answer, tags and images differ in number, or a file may not be read.
+    answer, tags and images differ in number, a file may not be read, or a key that changes what is learned is not read.
     """
     if not isinstance(raw, Mapping):
         raise DataError(f"expected an object with 'conversations' or 'messages', got {type(raw).__name__}")
-    turns = FORMATS[form](raw, media)
+    row = Fields(raw)
+    turns = FORMATS[form](row, media)
     for number, turn in enumerate(turns, start=1):
         _check_text(number, turn)
-    return Record(dataset, position, where, turns)
+    shows = any(not isinstance(part, str) for turn in turns for part in turn.parts)
+    return Record(dataset, position, where, turns, check_left(row, shows))
 
 
 def detect(samples: Iterable[Any]) -> str:
@@ -57,7 +62,7 @@ def detect(samples: Iterable[Any]) -> str:
 def _check_text(number: int, turn: Turn) -> None:
     """JSON can hold one half of a character that UTF-16 writes as two; no tokenizer takes it."""
     try:
-        "".join(part for part in turn.parts if isinstance(part, str)).encode()
+        "".join((turn.thoughts, *(part for part in turn.parts if isinstance(part, str)))).encode()
     except UnicodeEncodeError as error:
         raise DataError(f"turn {number}: the text holds half a character ({error.reason}). Write it anew") from error
 
@@ -66,16 +71,17 @@ def _recognise(raw: Any) -> tuple[str | None, str | None]:
     """(what a sample must be, what it may be): text alone looks alike in two formats."""
     if not isinstance(raw, Mapping):
         return None, None
-    has = lambda *keys: any(raw.get(key) is not None for key in keys)
-    if has("messages"):
-        return _of_messages(raw, has(*_FILES), has(*(f"{kind}s" for kind in _FILES)))
+    row = Fields(raw)
+    singular, plural = row.has(*_FILES), row.has(*(f"{kind}s" for kind in _FILES))
+    if row.has("messages"):
+        return _of_messages(raw, singular, plural)
     if "conversations" in raw:
-        if has(*(f"{kind}s" for kind in _FILES)):
+        if plural:
             return "sharegpt", None
-        return ("llava", None) if has(*_FILES) else (None, "llava")
-    if has("instruction") and has("output"):
+        return ("llava", None) if singular else (None, "llava")
+    if row.has("instruction") and row.has("output"):
         return "alpaca", None
-    if has("response") or has("conversation"):
+    if row.has("response", "conversation", "texts") or is_pair(row):
         return "swift", None
     return (None, "sharegpt") if "messages" in raw else (None, None)
 

@@ -16,8 +16,9 @@ from dhp.base.geometry import Form, Grid
 from dhp.data.kept_pictures import KeptPictures, SeenPictures, seen_to_json
 from dhp.data.lengths.grids import Grids, Size
 from dhp.data.long_video import LongVideo
+from dhp.data.media.frames import extent_of_images, map_images
 from dhp.data.media.images import open_image, read_size
-from dhp.data.media.sources import File, Video, name_of
+from dhp.data.media.sources import File, Frames, Picture, Settings, Video, files_of, name_of, settings_of
 from dhp.data.media.taking import Pace, Taking
 from dhp.data.media.video import map_frames, read_extent, read_length
 from dhp.data.media.video_parts import read_groups
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
 
 Output = Mapping[str, np.ndarray]  # of the image processor
+_ANY_RATE = 1e9  # frames a second
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,17 @@ class Pictures:
         """The arguments of `dhp.data.preprocess.Preprocessor`. Raises ConfigError for impossible bounds."""
         self._image_processor, self._image_tokens, self._as_patches = image_processor, image_tokens, patches
         self._videos, self._arguments = videos, dict(arguments)
+        self._bounds = self._video_bounds = (min_pixels, max_pixels)
         self._scaling = self._video_scaling = _scaling(image_processor, min_pixels, max_pixels)
         if videos is not None and videos.max_pixels is not None:
-            self._video_scaling = _scaling(image_processor, min_pixels, videos.max_pixels, "data.video_max_pixels")
+            self._video_bounds = (min_pixels, videos.max_pixels)
+            self._video_scaling = _scaling(image_processor, *self._video_bounds, "data.video_max_pixels")
         self._grids = Grids(image_processor, self._scaling, image_tokens)
         self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
         self._whole_frames = whole_frames
         self._kept = None if kept is None else kept.see(self.about(), image_tokens)
 
-    def decode(self, media: Sequence[File | Video]) -> list[PicturePatches]:
+    def decode(self, media: Sequence[Picture]) -> list[PicturePatches]:
         """Pictures with their pixels, or with the features that are kept of them. Raises DataError for a file that
         cannot be used."""
         if self._kept is None:
@@ -128,9 +132,9 @@ class Pictures:
                 for _ in self.read_patches(one, np.arange(len(one))):
                     pass
 
-    def outline(self, media: Sequence[File | Video]) -> list[Outline]:
+    def outline(self, media: Sequence[Picture]) -> list[Outline]:
         """What `decode` would give, from headers. Raises DataError as it does, for what shows without pixels."""
-        return [self._video_outline(m.file) if isinstance(m, Video) else self._image_outline(m) for m in media]
+        return [self._video_outline(m) if isinstance(m, Video) else self._image_outline(m) for m in media]
 
     def runs(self, seen: Sequence[PicturePatches | Outline]) -> list[int]:
         """Tokens of each run of placeholders: of a picture, or of each step of a video whose steps stand apart."""
@@ -152,12 +156,13 @@ class Pictures:
 
     def _some_patches(self, video: LongVideo, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         videos, (_, h, w) = self._seeing(video.file), video.grid
+        taking, scaling = self._taking(video.settings), self._scaling_of(video.settings, moving=True)
         steps, inside = np.divmod(rows, h * w)
         order = np.argsort(steps, kind="stable")
         wanted, starts = np.unique(steps[order], return_index=True)
-        frames = read_groups(video.file, videos.taking, video.length, wanted.tolist())
+        frames = read_groups(video.file, taking, video.length, wanted.tolist())
         for places, group in zip(np.split(order, starts[1:]), frames, strict=True):
-            patches, grid = videos.patches(self._process(group, video.file, self._video_scaling))
+            patches, grid = videos.patches(self._process(group, video.file, scaling))
             if grid[1:] != (h, w):
                 raise DataError(
                     f"video {name_of(video.file)} has frames of {grid[1]} × {grid[2]} patches, and its first is of "
@@ -168,7 +173,7 @@ class Pictures:
     def _all_patches(self, video: LongVideo) -> np.ndarray:
         return np.concatenate([patches for _, patches in self.read_patches(video, np.arange(len(video)))])
 
-    def _look_up(self, kept: SeenPictures, medium: File | Video) -> PicturePatches:
+    def _look_up(self, kept: SeenPictures, medium: Picture) -> PicturePatches:
         """A picture with its features and without pixels; where none are kept, with its pixels and their key."""
         medium, features, seen = kept.look_up(medium)
         if seen is not None:
@@ -176,48 +181,84 @@ class Pictures:
         found = self._decode(medium)
         return replace(found, features=replace(features, about=seen_to_json(found.grid, found.pace)))
 
-    def _decode(self, medium: File | Video) -> PicturePatches:
-        return self._video(medium.file) if isinstance(medium, Video) else self._image(medium)
+    def _decode(self, medium: Picture) -> PicturePatches:
+        return self._video(medium) if isinstance(medium, Video) else self._image(medium)
 
-    def _image(self, file: File) -> PicturePatches:
-        return PicturePatches(*self._as_patches(self._process([open_image(file)], file, self._scaling)))
+    def _image(self, medium: Picture) -> PicturePatches:
+        (file,) = files_of(medium)
+        scaling = self._scaling_of(settings_of(medium), moving=False)
+        return PicturePatches(*self._as_patches(self._process([open_image(file)], file, scaling)))
 
-    def _image_outline(self, file: File) -> Outline:
+    def _image_outline(self, medium: Picture) -> Outline:
+        (file,) = files_of(medium)
+        scaling = self._scaling_of(settings_of(medium), moving=False)
+
         def blank(size: Size) -> Grid:
-            return self._as_patches(self._process([Image.new("RGB", size)], file, self._scaling))[1]
+            return self._as_patches(self._process([Image.new("RGB", size)], file, scaling))[1]
 
-        return Outline(self._grids(read_size(file), blank))
+        size = read_size(file)
+        return Outline(self._grids(size, blank) if scaling is self._scaling else blank(size))
 
-    def _video(self, file: File) -> PicturePatches:
-        videos = self._seeing(file)
-        length = None if self._whole_frames is None else read_length(file)
-        make = lambda frames: videos.patches(self._process(frames, file, self._video_scaling))
-        if length is not None and len(videos.taking.indices(length.total, length.rate)) > self._whole_frames:
-            pace = videos.taking.pace(length.total, length.rate)
-            (first,) = read_groups(file, videos.taking, length, [0])  # headers do not tell whether frames are turned
-            grid = (len(pace.times), *make(first)[1][1:])
-            return PicturePatches(LongVideo(file, length, grid), grid, pace)
-        groups, pace = map_frames(file, videos.taking, make, length)
+    def _video(self, video: Video) -> PicturePatches:
+        file, videos = video.file, self._seeing(video.file)
+        taking, scaling = self._taking(video.settings), self._scaling_of(video.settings, moving=True)
+        make = lambda frames: videos.patches(self._process(frames, file, scaling))
+        if isinstance(file, Frames):
+            groups, pace = map_images(file, taking, make)
+        else:
+            length = None if self._whole_frames is None else read_length(file)
+            if length is not None and len(taking.indices(length.total, length.rate)) > self._whole_frames:
+                pace = taking.pace(length.total, length.rate)
+                (first,) = read_groups(file, taking, length, [0])  # headers do not tell whether frames are turned
+                grid = (len(pace.times), *make(first)[1][1:])
+                return PicturePatches(LongVideo(file, length, grid, video.settings), grid, pace)
+            groups, pace = map_frames(file, taking, make, length)
         _, h, w = groups[0][1]
         return PicturePatches(np.concatenate([rows for rows, _ in groups]), (len(groups), h, w), pace)
 
-    def _video_outline(self, file: File) -> Outline:
-        videos = self._seeing(file)
-        group = videos.taking.group
+    def _video_outline(self, video: Video) -> Outline:
+        file, videos = video.file, self._seeing(video.file)
+        taking, scaling = self._taking(video.settings), self._scaling_of(video.settings, moving=True)
 
         def blank(size: Size) -> Grid:
-            return videos.patches(self._process([Image.new("RGB", size)] * group, file, self._video_scaling))[1]
+            return videos.patches(self._process([Image.new("RGB", size)] * taking.group, file, scaling))[1]
 
-        extent = read_extent(file, videos.taking)
-        _, h, w = self._video_grids((extent.width, extent.height), blank)
-        return Outline((extent.frames // group, h, w), extent.pace)
+        extent = extent_of_images(file, taking) if isinstance(file, Frames) else read_extent(file, taking)
+        size = (extent.width, extent.height)
+        _, h, w = self._video_grids(size, blank) if scaling is self._video_scaling else blank(size)
+        return Outline((extent.frames // taking.group, h, w), extent.pace)
 
-    def _seeing(self, file: File) -> Videos:
+    def _taking(self, settings: Settings) -> Taking:
+        """Which frames are taken of a video with such settings. So many frames, whatever their number a second, are
+        taken at a rate that no video has. Raises DataError for more than the configuration allows."""
+        taking = self._videos.taking
+        fps = settings.fps or (_ANY_RATE if settings.frames else taking.fps)
+        most = settings.frames or settings.max_frames or taking.max_frames
+        if most > taking.max_frames:
+            raise DataError(f"{most} frames of a video are more than data.video_max_frames={taking.max_frames}")
+        return replace(taking, fps=fps, max_frames=most, start=settings.start, end=settings.end)
+
+    def _scaling_of(self, settings: Settings, moving: bool) -> dict[str, Any]:
+        """The bounds of a picture with such settings. Raises DataError for some that cannot be kept."""
+        own = (settings.min_pixels, settings.max_pixels)
+        if own == (None, None):
+            return self._video_scaling if moving else self._scaling
+        bounds = self._video_bounds if moving else self._bounds
+        try:
+            scaling = _scaling(self._image_processor, *(mine or given for mine, given in zip(own, bounds)))
+        except ConfigError as error:
+            raise DataError(f"min_pixels and max_pixels of a picture: {error}") from error
+        most = max(self._image_processor.size["longest_edge"], bounds[1] or 0)
+        if scaling["size"]["longest_edge"] > most:
+            raise DataError(f"'max_pixels' {own[1]} of a picture is more than {most}, the most that this run has")
+        return scaling
+
+    def _seeing(self, file: File | Frames) -> Videos:
         if self._videos is None:
             raise DataError(f"video {name_of(file)}, but this model sees images only. Leave videos out of its data")
         return self._videos
 
-    def _process(self, images: list[Image.Image], file: File, scaling: dict[str, Any]) -> Output:
+    def _process(self, images: list[Image.Image], file: File | Frames, scaling: dict[str, Any]) -> Output:
         try:
             return self._image_processor(images=images, return_tensors="np", **self._arguments, **scaling)
         except ValueError as error:  # for example sides too unequal to scale
@@ -226,7 +267,10 @@ class Pictures:
 
 
 def _scaling(
-    processor: BaseImageProcessor, min_pixels: int | None, max_pixels: int | None, upper: str = "data.max_pixels"
+    processor: BaseImageProcessor,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    upper: str = "data.max_pixels",
 ) -> dict[str, Any]:
     """Arguments of the image processor that bound a scaled image's area; none leaves it its own bounds."""
     if min_pixels is None and max_pixels is None:

@@ -17,7 +17,7 @@ from dhp.base.errors import DataError, ModelError
 from dhp.base.geometry import IGNORED, SOUND, Grid, PositionRange
 from dhp.data.chat import Rendered, render, replace_each, to_messages
 from dhp.data.kept_pictures import KeptPictures
-from dhp.data.lengths.limits import Length, check_length
+from dhp.data.lengths.limits import Length, check_characters, check_length, longest_token
 from dhp.data.media.taking import Pace
 from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
@@ -103,6 +103,7 @@ class Preprocessor:
         self._pictures = Pictures(
             image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments, kept, whole_frames
         )
+        self._longest = longest_token(json.loads(tokenizer.backend_tokenizer.to_str()))
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def __call__(self, record: Record) -> Sample:
@@ -180,7 +181,8 @@ class Preprocessor:
         """told: of the videos whose times the prompt tells. shown: pictures that the prompt shows in their own way."""
         with _TEXT:
             messages = to_messages(record.turns, self._prompts.system)
-            rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts)
+            rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts, record.learned)
+            check_characters(rendered.text, len(record.media), self._longest, self._max_tokens, self._positions)
             rendered = self._with_times(rendered, told) if told else rendered
             rendered = self._with_pictures(rendered, shown) if shown else rendered
             rendered = self._with_sounds(rendered, clips) if self._sounds is not None else rendered

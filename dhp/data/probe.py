@@ -1,38 +1,85 @@
-"""A look at some samples before anything is started: a wrong folder of images is wrong for all of them."""
+"""A look at some samples before anything is started: a wrong folder of images is wrong for all of them, and so is a key
+that no format has."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from dhp.base.errors import DataError
 from dhp.config.mixing import split_share
 from dhp.config.schema import DatasetEntry
-from dhp.data.media.sources import Video, open_media
+from dhp.data.annotations import Annotations
+from dhp.data.media.sources import Frames, Picture, Video, files_of, open_media
 from dhp.data.records import Record, located
 from dhp.data.sounds import refuse_sound
-from dhp.data.source import Dataset, open_dataset
+from dhp.data.source import open_dataset
 
 PROBED_SAMPLES = 16  # samples of each dataset, spread over it
-_CHEAP = (".json", ".jsonl", ".ndjson")  # of other files, a sample may be a group of rows or an archive's whole index
+COUNTED_SAMPLES = 1000  # the same, where keys are counted
+_CHEAP = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")  # of other files, a sample may be a group of rows or an index
 _CHEAP_BYTES = 1 << 28
 
 
 def check_some_samples(
-    names: Sequence[str], registry: Mapping[str, DatasetEntry], seed: int, allow_http: bool, hears: bool = True
-) -> None:
+    names: Sequence[str],
+    registry: Mapping[str, DatasetEntry],
+    seed: int,
+    allow_http: bool,
+    hears: bool = True,
+    skips: bool = False,
+) -> list[str]:
     """Read some annotations of each named dataset, and see whether the files that they name are there. hears: whether
-    the run may use sound.
+    the run may use sound. skips: defective samples are left out, so they are no error here.
 
-    Datasets that are large or not JSON are not looked at, and no file of an image or video is opened. Raises DataError
-    for a dataset that cannot be opened, and otherwise as reading the sample does.
+    Returns a line for each dataset that has keys which were not read. Datasets that are large or of another kind are
+    not looked at, and no file of an image or video is opened. Raises DataError for a dataset that cannot be opened, and
+    otherwise as reading the sample does.
     """
     cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
-    for name in cheap:
+    notes = []
+    for name in dict.fromkeys(cheap):
         dataset = open_dataset([name], registry, seed, allow_http=allow_http)
-        for index in np.unique(np.linspace(0, len(dataset) - 1, PROBED_SAMPLES).astype(int)):
-            _check(dataset, int(index), hears)
+        unread: Counter[str] = Counter()
+        chosen = _spread(len(dataset), PROBED_SAMPLES)
+        for index in chosen:
+            try:
+                record = dataset.record(index)
+                _check(record, hears)
+                unread.update(record.unread)
+            except DataError:
+                if not skips:
+                    raise
+        notes += tell_unread(split_share(name)[0], unread, len(chosen))
+    return notes
+
+
+def count_unread(annotations: Annotations) -> list[str]:
+    """A line about the keys of a dataset that were not read, by samples spread over it; none where all were. Defective
+    samples are passed over."""
+    unread: Counter[str] = Counter()
+    chosen = _spread(len(annotations), COUNTED_SAMPLES)
+    for index in chosen:
+        try:
+            unread.update(annotations.record(index).unread)
+        except DataError:
+            continue
+    return tell_unread(annotations.dataset, unread, len(chosen))
+
+
+def tell_unread(dataset: str, unread: Counter[str], looked: int) -> list[str]:
+    """The line. unread: how many samples have each key. looked: how many were looked at."""
+    if not unread:
+        return []
+    keys = ", ".join(f"{key} ({count})" for key, count in unread.most_common())
+    return [f"{dataset}: keys that are not read, of {looked} samples: {keys}"]
+
+
+def _spread(samples: int, most: int) -> list[int]:
+    return np.unique(np.linspace(0, samples - 1, most).astype(int)).tolist()
 
 
 def _is_cheap(annotation_path: str) -> bool:
@@ -40,8 +87,7 @@ def _is_cheap(annotation_path: str) -> bool:
     return path.suffix.lower() in _CHEAP and path.is_file() and path.stat().st_size <= _CHEAP_BYTES
 
 
-def _check(dataset: Dataset, index: int, hears: bool) -> None:
-    record = dataset.record(index)
+def _check(record: Record, hears: bool) -> None:
     with located(record.where):
         if not hears:
             refuse_sound(record)
@@ -50,6 +96,10 @@ def _check(dataset: Dataset, index: int, hears: bool) -> None:
 
 
 def _files(record: Record) -> list[tuple[Path, str]]:
-    shown = [(part.file, "video") if isinstance(part, Video) else (part, "image") for part in record.media]
+    shown = [(file, _kind(part)) for part in record.media for file in files_of(part)]
     heard = [(file, "audio") for file in record.sounds]
     return [(file, what) for file, what in shown + heard if isinstance(file, Path)]
+
+
+def _kind(part: Picture) -> str:
+    return "video" if isinstance(part, Video) and not isinstance(part.file, Frames) else "image"

@@ -7,29 +7,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from dhp.base.errors import DataError
-from dhp.data.media.sources import File, Sound, Video
+from dhp.data.media.sources import File, Picture, SizedImage, Sound, Video
 
-Part = str | File | Video | Sound
+Part = str | Picture | Sound
 ANSWERS = "assistant"  # the role that answers
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says. role: system, user or assistant; parts: text (str), images (File), videos (Video) and sounds
-    (Sound)."""
+    """What one side says. role: system, user or assistant; parts: text (str), images (File, or SizedImage where the
+    row has settings of it), videos (Video) and sounds (Sound).
+
+    learned: of an answer, whether it is. thoughts: of an answer, what was reasoned before it; "": nothing.
+    """
 
     role: str
     parts: tuple[Part, ...]
+    learned: bool = True
+    thoughts: str = ""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation. position: its 1-based line, element or row. where: the same in words, for errors."""
+    """One conversation. position: its 1-based line, element or row. where: the same in words, for errors. unread: keys
+    that the raw sample has and its reader did not take."""
 
     dataset: str
     position: int
     where: str
     turns: tuple[Turn, ...]
+    unread: tuple[str, ...] = ()
 
     @property
     def asks(self) -> bool:
@@ -37,18 +44,23 @@ class Record:
         return self.turns[-1].role != ANSWERS
 
     def up_to_answer(self) -> tuple[Record, str]:
-        """The prompt of the first answer, and the text of that answer."""
-        first = next(number for number, turn in enumerate(self.turns) if turn.role == ANSWERS)
+        """The prompt of the first answer that is learned, and the text of that answer."""
+        first = next(number for number, turn in enumerate(self.turns) if turn.role == ANSWERS and turn.learned)
         said = "".join(part for part in self.turns[first].parts if isinstance(part, str))
         return replace(self, turns=self.turns[:first]), said
 
     @property
-    def media(self) -> tuple[File | Video, ...]:
+    def learned(self) -> tuple[bool, ...]:
+        """Of each answer, whether it is learned."""
+        return tuple(turn.learned for turn in self.turns if turn.role == ANSWERS)
+
+    @property
+    def media(self) -> tuple[Picture, ...]:
         """All images and videos, in the order in which the conversation shows them."""
         return tuple(part for turn in self.turns for part in turn.parts if not isinstance(part, str | Sound))
 
     @property
-    def images(self) -> tuple[File, ...]:
+    def images(self) -> tuple[File | SizedImage, ...]:
         """All images, in the order in which the conversation shows them."""
         return tuple(part for part in self.media if not isinstance(part, Video))
 

@@ -13,6 +13,7 @@ from dhp.base.geometry import PositionRange
 from dhp.base.startup import say_nothing
 from dhp.config.checks import check_layers
 from dhp.config.degrees import resolve_part
+from dhp.config.foreign import environment_notes
 from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.mixing import read_datasets
 from dhp.config.parts import HEARING, model_name, parts
@@ -39,6 +40,8 @@ def prepare(
     or DataError.
     """
     say("checking the configuration")
+    for note in environment_notes(os.environ) if new_run else ():
+        say(note)
     try:
         config = resolve(config, reads)
     except ConfigError as error:
@@ -77,13 +80,15 @@ def prepare(
         from dhp.run.features import check_folder
 
         check_folder(config)
-    if new_run and not config.training.dry_run and config.data.on_bad_sample == "error":
+    if new_run and not config.training.dry_run:
         from dhp.data.probe import check_some_samples
 
         looked = [*config.data.datasets, *config.data.eval_datasets]
         say(f"looking at some samples of {', '.join(looked)}")
         hears = HEARING in parts(config)
-        check_some_samples(looked, config.data.data_registry, config.seed, config.data.allow_http, hears)
+        data, skips = config.data, config.data.on_bad_sample == "skip"
+        for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips):
+            say(note)
     return config
 
 

@@ -96,7 +96,7 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     Image.new("RGB", (64, 64)).save(cut_off)
     cut_off.write_bytes(cut_off.read_bytes()[:-40])
     turns = [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "A square."}]
-    samples = [{"image": "cut.png", "conversations": turns}, {"image": "no.png", "conversations": turns}]
+    samples = [{"image": "cut.png", "topic": "a", "conversations": turns}, {"image": "no.png", "conversations": turns}]
     broken.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     registry = f"+data.data_registry.broken={{annotation_path: {broken}, data_path: {tmp_path}}}"
     out = tmp_path / "run" / "inspect_data"
@@ -107,6 +107,7 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     names = told.split()
     assert all(name in names for name in ("shapes", "broken", "random", "length_group", "isf", "balanced"))
     assert "line 2 of" in told and "no.png does not exist" in told and "cut.png" not in told
+    assert "\nbroken: keys that are not read, of 2 samples: topic (1)\n" in told and "shapes: keys" not in told
     assert (out / "defects.txt").read_text().count("\n") == 1
     rows = [json.loads(line) for line in (out / "balance.jsonl").read_text().splitlines()]
     assert [row["dropped"] for row in rows] == [0] * 5

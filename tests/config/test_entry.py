@@ -96,6 +96,15 @@ def test_settings_as_flags_are_told_all_at_once(capsys):
     assert "  training.batchsize is not a key; did you mean training.batch_size?" in told
 
 
+def test_flags_alone_are_told_as_those_beside_a_file_are(capsys):
+    told = refused(capsys, "--model_name_or_path=x", "--do_train", "True", "--version", "v1")
+    assert told.splitlines()[0] == "ConfigError: 4 things are wrong:"
+    assert "  --model_name_or_path is no flag: settings are key=value; here it is text.model_name" in told
+    assert "  --do_train is no flag: settings are key=value; there is none: a run trains" in told
+    assert "  --version is no flag: settings are key=value; here it is data.chat_template" in told
+    assert "  name a FILE.yaml, or --config-name=NAME, of which there are: " in told
+
+
 @pytest.mark.parametrize("name", ["é", "plain"])
 def test_a_locale_without_the_letters_of_a_path_is_told(name):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONIOENCODING": ""}

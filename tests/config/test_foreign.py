@@ -10,8 +10,8 @@ import pytest
 from transformers import TrainingArguments
 
 from dhp.base.errors import ConfigError
-from dhp.config.foreign import HEADING, TRAINERS, foreign_hint, tables
-from dhp.config.foreign_keys import FOREIGN
+from dhp.config.foreign import HEADING, TRAINERS, environment_notes, foreign_hint, tables
+from dhp.config.foreign_keys import ENVIRONMENT, FOREIGN
 from dhp.config.keys import find_key, schema_keys
 from dhp.config.load import compose_config
 
@@ -78,6 +78,64 @@ def test_a_file_of_another_trainer_is_answered_line_by_line(tmp_path):
     assert all("; here it is" in line or "; there is none: " in line or "did you mean" in line for line in lines)
 
 
+# Names of settings in scripts and files of seven trainers that nothing else here names.
+WRITTEN_ELSEWHERE = """
+master_addr master_port node_rank dist_config lazy_preprocess dataset_prepared_path skip_prepare_dataset data_flatten
+dataset_name dataset_config dataset_text_field dataset_kwargs dataset_train_split dataset_streaming shuffle_dataset
+eval_data_path base_model processor_type model_class llm_type model_id vision_tower sequence_len pad_to_sequence_len
+packing_strategy eos_token pad_token eot_tokens conv_style version add_non_thinking_prefix wandb_watch wandb_log_model
+evals_per_epoch saves_per_epoch finetune no_save_optim no_save_rng lora_model_dir lora_enable adapter vision_lora
+num_lora_modules lora_namespan_exclude oft_target freeze_merger freeze_mlp freeze_backbone freeze_mm_modules
+tune_mm_vision tune_mm_mlp tune_mm_llm tune_vision tune_llm mm_tunable_parts mm_projector_type mm_vision_select_layer
+mm_use_im_start_end mm_use_im_patch_token mm_patch_merge_type vision_select_layer down_sample_ratio drop_path_rate
+ps_version mtp_num_layers image_aspect_ratio image_grid_pinpoints dynamic_image_size use_thumbnail force_image_size
+max_dynamic_patch max_slice_nums frames_upbound recompute_granularity recompute_method recompute_num_layers
+cross_entropy_loss_fusion bias_activation_fusion apply_rope_fusion moe_permute_fusion moe_grouped_gemm
+moe_shared_expert_overlap moe_expert_capacity_factor experts_impl use_v1_kernels use_kt kt_config kt_cpu_activation
+quant_config optimizer_cpu_offload optimizer_offload_fraction use_precision_aware_optimizer activation_offloading
+use_distributed_optimizer loss_type sample_backend
+""".split()
+
+
+def test_settings_of_seven_trainers_are_known():
+    assert [name for name in WRITTEN_ELSEWHERE if not foreign_hint(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("freeze_mlp", "; here it is training.frozen ([projector])"),
+        ("model_id", "; here it is text.model_name ("),
+        ("adapter", "; here it is vision.lora.rank and text.lora.rank (there is LoRA alone"),
+        ("freeze_mm_modules", "; here it is training.frozen ([vision, projector]"),
+        ("eval_data_path", "; here it is data.eval_datasets"),
+        ("shuffle_dataset", "; here it is data.shuffle"),
+        ("tune_mm_mlp", "; here it is training.trainable (each switch is one of [vision, projector, text]"),
+        ("vision_tower", "; here it is text.model_name"),
+        ("vision_lora", "; here it is vision.lora.rank (0: no LoRA)"),
+        ("packing_strategy", "; here it is data.packing"),
+        ("pad_token", "; there is none: add tokens to the model"),
+        ("eot_tokens", "; there is none: add tokens to the model"),
+        ("sample_backend", "; there is none: training is supervised"),
+        ("kt_config", "; there is none: no other kernels"),
+        ("ps_version", "; there is none: the model's config.json"),
+        ("oft_target", "; there is none: of adapters there is LoRA"),
+        ("version", "; here it is data.chat_template"),
+    ],
+)
+def test_names_that_look_like_others_have_answers_of_their_own(name, hint):
+    with pytest.raises(ConfigError) as caught:
+        compose_config("tiny", overrides=[f"{name}=x"])
+    assert str(caught.value).startswith(f"{name} is not a key{hint}")
+
+
+def test_variables_of_other_trainers_are_told():
+    told = environment_notes({"MAX_PIXELS": "1003520", "FPS": "", "HOME": "/root"})
+    assert told == [
+        "MAX_PIXELS is set in the environment and has no effect; here it is data.max_pixels (width × height)"
+    ]
+
+
 def test_every_argument_of_transformers_is_known():
     ours = {path.rpartition(".")[2] for path in schema_keys()}
     unknown = [field.name for field in fields(TrainingArguments) if not foreign_hint(field.name)]
@@ -104,6 +162,6 @@ def test_the_page_holds_the_tables():
 
 
 def test_what_keys_are_called_here_exists():
-    named = {key for row in ROWS for key in row.keys}
+    named = {key for row in (*ROWS, *ENVIRONMENT) for key in row.keys}
     missing = {key for key in named if find_key(key.replace("<name>", "any")) is None}
     assert missing == set()

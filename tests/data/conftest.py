@@ -11,14 +11,11 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
+from transformers import PreTrainedTokenizerBase
 
-from dhp.data.media.taking import Taking
-from dhp.data.preprocess import Preprocessor, Videos
-from dhp.models.qwen2_5_vl import qwen2_5_vl
-from dhp.models.tiny import make_tokenizer, tiny_config
-
-CORPUS = ["What colour is the circle?", "Is it blue or red?", "You are a helpful assistant.", "user system"]
+from dhp.data.preprocess import Preprocessor
+from dhp.models.tiny import make_tokenizer
+from tests.data.made import CORPUS, make_preprocessor
 
 
 @pytest.fixture
@@ -69,18 +66,4 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="session")
 def preprocessor(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Preprocessor]:
     """preprocessor(**bounds) with patches of 14 pixels and one token for 2 × 2 patches."""
-    processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
-    image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    family = qwen2_5_vl(tiny_config(tokenizer)).processor
-    videos = Videos(family.video_token_id, Taking(fps=2.0, max_frames=768, group=2), family.video_patches)
-
-    def make(**changes: Any) -> Preprocessor:
-        arguments = {"tokenizer": tokenizer, "image_processor": processor, "videos": videos, **changes}
-        return Preprocessor(
-            image_token_id=image_token_id,
-            image_tokens=lambda grid: grid[0] * grid[1] * grid[2] // 4,
-            patches=lambda output: (output["pixel_values"], tuple(map(int, output["image_grid_thw"][0]))),
-            **arguments,
-        )
-
-    return make
+    return lambda **changes: make_preprocessor(**{"tokenizer": tokenizer, **changes})

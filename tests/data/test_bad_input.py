@@ -118,7 +118,7 @@ LINES: dict[str, tuple[Any, str]] = {
     "audio": (shown("a.wav", "audio"), r"audio .*a\.wav, but audio\.num_actors=0, so this run hears nothing\. Set au"),
     "audio under a name that is not known": (
         talk({"from": "human", "value": "<audio>Who?"}, ANSWER, audio_path="a.wav"),
-        r"1 <audio> tags in the human turns, but audio\.num_actors=0"),
+        r"'audio_path' \('a\.wav'\) is not read.* Set columns=\{audios: audio_path\}"),
     "audios": (shown("a.png", audios=["a.wav"]), r"0 <audio> tags in the human turns, but 1 audios: \['a.wav'\]"),
     "audio under two keys": (shown("a.wav", "audio", audios=["b.wav"]), "both 'audio' and 'audios' name clips"),
     "audio elsewhere": (shown("../a.wav", "audio"), r"audio path '../a\.wav' leaves data_path"),
@@ -134,9 +134,11 @@ LINES: dict[str, tuple[Any, str]] = {
     "empty conversation": (talk(), "'conversations' is empty"),
     "conversation of another type": ({"conversations": "What?"}, "must be a list of turns, got str"),
     "turn of another type": (talk("What?", ANSWER), "turn 1 must be an object with 'from' and 'value', got str"),
-    "turn without text": (talk({"from": "human"}, ANSWER), "turn 1: 'value' must be a string, got None"),
-    "text of another type": (talk({"from": "human", "value": 5}, ANSWER), "turn 1: 'value' must be a string, got 5"),
-    "unknown role": (talk({"from": "tool", "value": "x"}, ANSWER), "turn 1: unknown role 'tool'"),
+    "turn without text": (
+        talk({"from": "human"}, ANSWER), "turn 1: 'value' must be a string or a list of parts, got None"),
+    "text of another type": (
+        talk({"from": "human", "value": 5}, ANSWER), "turn 1: 'value' must be a string or a list of parts, got 5"),
+    "unknown role": (talk({"from": "tool", "value": "x"}, ANSWER), "turn 1: role 'tool': tool calls are not read"),
     "assistant first": (talk(ANSWER), "must begin with a human turn"),
     "two questions": (talk(QUESTION, QUESTION, ANSWER), "turns 1 and 2 are both from the user"),
     "no last answer": (talk(QUESTION, ANSWER, QUESTION), "last turn must be from gpt"),
@@ -148,11 +150,16 @@ LINES: dict[str, tuple[Any, str]] = {
     "more images than tags": (shown(["a.png", "b.jpg"]), "1 <image> tags in the human turns, but 2 images"),
     "video without its tag": (talk(QUESTION, ANSWER, video="v.mp4"), "0 <video> tags in the human turns, but 1 videos"),
     "image of another type": (shown(7), "'image' must be a path or a list of paths, got 7"),
-    "empty image path": (shown(""), "'image' must be a path"),
+    "empty image path": (shown(""), "1 <image> tags in the human turns, but 0 images"),
     "path in a path": (shown({"path": {"path": "a.png"}}), "'image' must be a path, got {'path': 'a.png'}"),
     "the model's own placeholder": (
         talk({"from": "human", "value": "<|image_pad|>"}, ANSWER), "1 image placeholder tokens for 0 images"),
-    "too many tokens": (talk({"from": "human", "value": "what " * 3000}, ANSWER), r"more than data\.max_tokens=500"),
+    "too many tokens": (talk({"from": "human", "value": "what " * 1200}, ANSWER), r"more than data\.max_tokens=500"),
+    "too many characters for any tokens": (
+        talk({"from": "human", "value": "what " * 3000}, ANSWER),
+        r"15128 characters are more than 500 tokens \(data\.max_tokens\) can hold"),
+    "an empty question": (talk({"from": "human", "value": " "}, ANSWER), "turn 1: the question is empty"),
+    "an unknown role": (talk({"from": "judge", "value": "x"}, ANSWER), "turn 1: unknown role 'judge'"),
     "missing file": (shown("gone.png"), r"gone\.png does not exist"),
     "folder": (shown("sub"), "sub is a folder"),
     "zero bytes": (file(b""), r"x\.png is empty \(0 bytes\)"),
@@ -190,16 +197,17 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "message without content": ({"messages": [{"role": "user"}]}, "turn 1: 'content' must be a string or a list"),
     "role of another type": ({"messages": [{"role": 1, "content": "x"}]}, "turn 1: 'role' must be a string"),
     "message of another type": ({"messages": [3]}, "turn 1 must be an object with 'role' and 'content', got int"),
-    "audio": (messages("<audio>Who?", "Ann.", audios=["a.wav"]), "'audios': sound is a part of a turn's content here"),
+    "audio": (messages("<audio>Who?", "Ann.", audios=["a.wav"]), r"audio .*a\.wav, but audio\.num_actors=0"),
     "part with sound": (part(type="audio", audio="a.wav"), r"audio .*a\.wav, but audio\.num_actors=0, so this run"),
     "sound that is an address": (
         part(type="input_audio", input_audio="a.wav"), "'input_audio' must hold 'data' in base64 and 'format'"),
     "sound that is not base64": (
         part(type="input_audio", input_audio={"data": "?", "format": "wav"}), "is not base64"),
-    "tool call": ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "'tool_calls' is not read"),
+    "tool call": (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}]}, "'tool_calls' is not read"),
     "an answer that is not to be learned": (
-        {"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, "turn 1: 'weight' 0"),
-    "part of another type": (part(type="file"), "turn 1: a part must be an object of type text, image_url"),
+        {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "turn 1: 'weight' 0.5"),
+    "part of another type": (part(type="file"), "turn 1: a part must be an object of type text, image, image_url"),
     "part without its image": (part(type="image_url"), "a part of type image_url must hold 'image_url'"),
     "part whose text is none": (part(type="text", text=3), "'text' of a part must be a string, got 3"),
     "address of another type": (part(type="image_url", image_url={"url": 3}), "'image' must be a path, got 3"),

@@ -160,3 +160,51 @@ def test_a_system_text_for_conversations_without_one():
 def test_a_template_that_fails_as_a_program_does_is_a_defect(tokenizer, template):
     with pytest.raises(DataError, match=r"the chat template of .* refuses it: ."):
         answers(tokenizer, template, "a", "b")
+
+
+WRITES_THOUGHTS = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message.reasoning_content -%}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n' }}{%- endif -%}
+BEGIN{{ message['content'][-1]['text'] + '<|im_end|>' }}DONE{{ '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+PLAIN = WRITES_THOUGHTS.replace("BEGIN", "").replace("DONE", "")
+
+
+def rendered_of(tokenizer, template: str, turns: tuple[Turn, ...]) -> list[str]:
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    learned = [turn.learned for turn in turns if turn.role == "assistant"]
+    found = render(changed, to_messages(turns), learned=learned)
+    return [found.text[start:stop].removesuffix("\n") for start, stop in found.spans]
+
+
+ASKED = Turn("user", ("Who?",))
+THOUGHT = Turn("assistant", ("Ann.",), thoughts="I look.")
+
+
+def test_thoughts_reach_the_template_and_are_learned(tokenizer):
+    assert rendered_of(tokenizer, PLAIN, (ASKED, THOUGHT)) == ["<think>\nI look.\n</think>\nAnn.<|im_end|>"]
+
+
+def test_thoughts_that_the_template_leaves_out_are_told(tokenizer):
+    without = PLAIN.replace("message.reasoning_content", "false")
+    for turns in ((ASKED, THOUGHT), (ASKED, Turn("assistant", ("Bob.",)), ASKED, THOUGHT)):
+        number = len(turns) // 2
+        with pytest.raises(DataError, match=f"answer {number} has reasoning_content, which the chat template does not"):
+            rendered_of(tokenizer, without, turns)
+
+
+def test_answers_that_are_not_learned_have_no_span(tokenizer):
+    turns = (ASKED, Turn("assistant", ("Ann.",), learned=False), ASKED, Turn("assistant", ("Bob.",)))
+    assert rendered_of(tokenizer, PLAIN, turns) == ["Bob.<|im_end|>"]
+    assert rendered_of(tokenizer, reasoning(mark="MIDDLE"), turns) == ["Bob.<|im_end|>"]
+
+
+def test_a_template_that_marks_answers_as_one_piece_cannot_leave_one_out(tokenizer):
+    turns = (ASKED, Turn("assistant", ("Ann.",), learned=False), ASKED, Turn("assistant", ("Bob.",)))
+    whole = "{% generation %}" + PLAIN + "{% endgeneration %}"
+    with pytest.raises(DataError, match="2 answers, of which some are not to be learned, .* marks 1"):
+        rendered_of(tokenizer, whole, turns)

@@ -20,6 +20,7 @@ from dhp.data.media.sources import Blob
 from dhp.data.media.taking import Taking
 from dhp.data.media.video import map_frames
 from dhp.data.parse import FORMATS, detect, parse_record
+from tests.data.rows import ROWS
 
 
 @pytest.mark.parametrize("ending", ["PNG", "JPEG", "WEBP", "GIF", "mp4", "mkv"])
@@ -52,6 +53,7 @@ SAMPLES = {
     "swift": {"query": "?", "response": "y", "history": [["a", "b"]], "images": ["a.png"], "system": "", "objects": {}},
     "unknown": {"text": "What?"},
 }
+OTHERS = [row.raw for row in ROWS if isinstance(row.raw, dict)]
 JUNK = [
     None, 0, 1.5, True, "", [], {}, "x", b"x", b"", [None], {"bytes": 5}, {"path": []}, {"type": []},
     {"url": {"url": 3}}, "data:", "data:image/png,%zz", "data:image/png;base64,é", "http://[", "file://", "://",
@@ -72,7 +74,7 @@ def test_damaged_samples_give_a_record_or_a_data_error(tmp_path, form):
     """Types are checked before they are relied on, at every place of a sample."""
     draw = Random(0)
     for _ in range(3000):
-        raw = deepcopy(SAMPLES[form])
+        raw = deepcopy(draw.choice([SAMPLES[form], *OTHERS]))
         for _ in range(draw.choice([1, 2, 3])):
             container, key = draw.choice(list(places_in(raw)) or [({"": 0}, "")])
             container[key] = deepcopy(draw.choice(JUNK))

@@ -205,6 +205,39 @@ def test_parquet_files_with_pictures_inside(tmp_path):
     assert annotations.where(4) == f"dataset 'set', row 5 of {tmp_path / 'data' / '0.parquet'}"
 
 
+def test_csv_and_tsv(tmp_path):
+    lines = ["query,response,system", '"What,', 'now?",[red],', "Sure?,Yes.,Be brief."]
+    for name, text in (("a.csv", "\ufeff" + "\r\n".join(lines)), ("a.tsv", "query\tresponse\nWhat,\tnow\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    rows = read_annotations("set", tmp_path / "a.csv", None)
+    said = [[turn.parts[0] for turn in rows.record(index).turns] for index in range(len(rows))]
+    assert said == [["What,\r\nnow?", "[red]"], ["Be brief.", "Sure?", "Yes."]]
+    assert rows.record(0).where == f"dataset 'set', the row that ends at line 3 of {tmp_path / 'a.csv'}"
+    assert read_annotations("set", tmp_path / "a.tsv", None).record(0).turns[0].parts == ("What,",)
+
+
+def test_a_cell_that_should_be_a_list(tmp_path):
+    (tmp_path / "a.csv").write_text('messages,images\n"[{",a.png\n')
+    with pytest.raises(DataError, match="row that ends at line 2 of .*the cell of 'messages' must be a list in JSON"):
+        read_annotations("set", tmp_path / "a.csv", None, "sharegpt")
+
+
+def test_parts_of_a_shard_name_their_own_files(tmp_path):
+    """What no part names is not shown; a part without a name takes the next one."""
+    for part, more in (({"type": "image", "image": "left.png"}, {}), ({"type": "image"}, {"images": ["left.png"]})):
+        said = [
+            {"role": "user", "content": [part, {"type": "text", "text": "What?"}]},
+            {"role": "assistant", "content": "A."},
+        ]
+        content = json.dumps({"messages": said, **more}).encode()
+        path = shard(tmp_path / "a.tar", {"1.json": content, "1.left.png": b"l", "1.right.png": b"r"})
+        shown = read_annotations("set", path, None).record(0).turns[0].parts
+        assert [getattr(one, "name", one) for one in shown] == ["1.left.png", "What?"]
+    said[0]["content"][0] = {"type": "image"}
+    path = shard(tmp_path / "b.tar", {"1.json": json.dumps({"messages": said}).encode(), "1.png": b"l"})
+    assert read_annotations("set", path, None).record(0).turns[0].parts[0].name == "1.png"
+
+
 def test_messages_in_parquet_have_null_fields(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

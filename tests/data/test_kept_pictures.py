@@ -16,7 +16,7 @@ from dhp.base.features import Features
 from dhp.base.geometry import Form
 from dhp.data import pictures
 from dhp.data.kept_pictures import KeptPictures, key_of, seen_from_json, seen_to_json
-from dhp.data.media.sources import Blob, Video
+from dhp.data.media.sources import Blob, Frames, Settings, SizedImage, Video
 from dhp.data.media.taking import Pace
 from dhp.data.preprocess import Preprocessor
 from dhp.data.records import Record, Turn
@@ -168,3 +168,21 @@ def test_every_part_of_a_key_counts() -> None:
     keys = {key_of(*parts), *(key_of(*parts[:n], others[n], *parts[n + 1 :]) for n in range(4))}
     assert len(keys) == 5 and all(len(key) == 64 for key in keys)
     assert key_of(*parts) == key_of(*parts)
+
+
+def test_settings_and_frames_of_a_picture_have_keys_of_their_own(
+    shelf: Shelf, images: Path, preprocessor: Make, write_video: Callable[..., Path]
+) -> None:
+    video, a, c = write_video(images / "v.mp4"), images / "a.png", images / "sub" / "c.png"
+    same = Frames((a, a), 2.0)
+    parts = [
+        c, SizedImage(c, Settings(max_pixels=56 * 56)), Video(video), Video(video, Settings(end=1.0)), Video(same),
+        Video(replace(same, rate=1.0)), Video(Frames((a, a, a, a), 2.0)),
+    ]  # fmt: skip
+    preprocess = preprocessor(kept=kept(shelf))
+    made = [preprocess(record(part)) for part in parts]
+    assert len({sample.features[0].key for sample in made}) == len(parts)
+    for part, sample in zip(parts, made):
+        shelf.keep(sample)
+        again = preprocess(record(part))
+        assert again.grids == sample.grids and again.seconds == sample.seconds and not again.pixels[0].size

@@ -72,9 +72,15 @@ def test_a_tag_in_an_answer_is_text():
         ({"conversations": "hi"}, "must be a list"),
         ({"conversations": []}, "is empty"),
         ({"conversations": ["hi"]}, "turn 1 must be an object"),
-        ({"conversations": [{"from": "human"}, ANSWER]}, "turn 1: 'value' must be a string, got None"),
+        (
+            {"conversations": [{"from": "human"}, ANSWER]},
+            "turn 1: 'value' must be a string or a list of parts, got None",
+        ),
         ({"conversations": [{"from": 3, "value": "x"}, ANSWER]}, "turn 1: 'from' must be a string, got 3"),
-        ({"conversations": [ASK, {"from": "gpt", "value": 7}]}, "turn 2: 'value' must be a string, got 7"),
+        (
+            {"conversations": [ASK, {"from": "gpt", "value": 7}]},
+            "turn 2: 'value' must be a string or a list of parts, got 7",
+        ),
         ({"conversations": [{"from": "robot", "value": "x"}, ANSWER]}, "turn 1: unknown role 'robot'"),
         ({"conversations": [ASK, {"from": "gpt", "value": " "}]}, "turn 2: the answer is empty"),
         ({"conversations": [ANSWER]}, "must begin with a human turn"),
@@ -88,7 +94,7 @@ def test_a_tag_in_an_answer_is_text():
         ({"conversations": [ASK, ANSWER], "image": "a.png"}, "0 <image> tags in the human turns, but 1 images"),
         ({"conversations": [LOOK, ANSWER], "image": ["a.png", "b.jpg"]}, "1 <image> tags .* but 2 images"),
         ({"conversations": [LOOK, ANSWER], "image": 5}, "'image' must be a path or a list of paths, got 5"),
-        ({"conversations": [LOOK, ANSWER], "image": ""}, "'image' must be a path"),
+        ({"conversations": [LOOK, ANSWER], "image": ""}, "1 <image> tags in the human turns, but 0 images"),
         ({"conversations": [LOOK, ANSWER], "image": [None]}, "'image' must be a path"),
         ({"conversations": [ASK, ANSWER], "video": "v.mp4"}, "0 <video> tags in the human turns, but 1 videos"),
     ],
@@ -139,3 +145,10 @@ def test_a_path_that_cannot_be_resolved_is_a_data_error(images, name):
     (images / "loop.png").symlink_to(images / "loop.png")
     with pytest.raises(DataError, match="cannot be resolved"):
         parse({"image": name, "conversations": [LOOK, ANSWER]}, images)
+
+
+def test_the_prompt_is_that_of_the_first_answer_that_is_learned():
+    unlearned = ANSWER | {"weight": 0}
+    record = parse({"conversations": [ASK, unlearned, {"from": "human", "value": "Sure?"}, ANSWER]})
+    prompt, said = record.up_to_answer()
+    assert said == "A circle." and len(prompt.turns) == 3 and prompt.asks

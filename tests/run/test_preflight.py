@@ -153,15 +153,11 @@ def test_a_step_that_has_no_whole_groups_of_micro_batches_cannot_be_interleaved(
         prepare(compose_config("tiny", overrides=[*own, *cut, *few, f"tiny_assets={tiny_assets}"]))
 
 
-def test_a_tied_weight_that_deepspeed_would_cut_differently_is_refused(
-    tiny_assets: Path, tied_model: str, tmp_path: Path
-) -> None:
+def test_a_tied_weight_may_be_cut_by_any_engine(tiny_assets: Path, tied_model: str, tmp_path: Path) -> None:
     own = [f"{part}.model_name={tied_model}" for part in ("vision", "text")]
     cut = ["text.pipeline=2", "text.parallelism=data", "text.num_actors=4", "text.zero_stage=1"]
-    with pytest.raises(ConfigError, match="share a weight, .* Set text.zero_engine=fsdp with text.zero_stage=2 or 3"):
-        prepare(
-            compose_config("tiny", overrides=[*own, *cut, f"run_dir={tmp_path / 'run'}", f"tiny_assets={tiny_assets}"])
-        )
+    overrides = [*own, *cut, f"run_dir={tmp_path / 'run'}", f"tiny_assets={tiny_assets}"]
+    assert prepare(compose_config("tiny", overrides=overrides)).text.zero_engine == "deepspeed"
 
 
 def test_a_package_that_ranks_here_would_miss_is_told_before_they_start(
@@ -205,6 +201,22 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_command(
         prepare(compose_config("tiny", overrides=[*asked, "cluster.address=auto"]))
     prepare(compose_config("tiny", overrides=asked), new_run=False)
     prepare(compose_config("tiny", overrides=[*asked, "training.dry_run=true"]))
+
+
+def test_a_variable_of_another_trainer_and_keys_that_are_not_read_are_named(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_PIXELS", "1003520")
+    rows = [{"query": "What?", "response": "A.", "topic": "a"}, {"query": "", "response": "A."}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [f"data.data_registry.mine.annotation_path={tmp_path / 'rows.jsonl'}", "data.datasets=[mine]"]
+    own += [f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "data.eval_datasets=[]"]
+    said: list[str] = []
+    prepare(compose_config("tiny", overrides=[*own, "data.on_bad_sample=skip"]), say=said.append)
+    assert said[1].startswith("MAX_PIXELS is set in the environment and has no effect; here it is data.max_pixels")
+    assert said[-1] == "mine: keys that are not read, of 2 samples: topic (1)"
+    with pytest.raises(DataError, match="the question is empty"):
+        prepare(compose_config("tiny", overrides=own))
 
 
 def test_what_takes_time_is_told_when_it_begins(tiny_assets: Path, tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ from pathlib import Path
 
 from dhp.base.errors import DataError
 from dhp.data.files.arrow import ArrowRows
+from dhp.data.files.csv import CsvRows
 from dhp.data.files.json import JsonRows
 from dhp.data.files.jsonl import JsonlRows
 from dhp.data.files.parquet import ParquetRows
 from dhp.data.files.rows import RawSamples
 from dhp.data.files.tar import TarRows
 
+READ = ".json, .jsonl, .ndjson, .csv, .tsv, .parquet, .tar and folders that datasets' save_to_disk writes"
+_UNREAD = (".txt", ".md", ".xlsx", ".xls", ".ods", ".arrow", ".feather", ".pkl", ".pt", ".npy", ".npz", ".yaml", ".yml")
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 
 
@@ -27,6 +30,10 @@ def open_rows(path: Path) -> RawSamples:
             return ParquetRows([path])
         if ending == ".tar":
             return TarRows([path])
+        if ending in (".csv", ".tsv"):
+            return CsvRows(path)
+        if ending in _UNREAD:
+            raise DataError(f"{path} is a {ending} file, and read are {READ}. Convert it")
         return JsonlRows(path) if ending in (".jsonl", ".ndjson") else JsonRows(path)
     except OSError as error:
         raise DataError(f"cannot read annotation file {path}: {error.strerror or error}") from error

@@ -111,6 +111,14 @@ def _members(file: BinaryIO, start: int, stop: int | None) -> Iterator[tarfile.T
                 yield info
 
 
+def _parts_name_files(value: dict[str, Any]) -> bool:
+    """Whether a part of a turn holds more than its type and a text."""
+    turns = value.get("messages")
+    contents = [turn.get("content") for turn in (turns if isinstance(turns, list) else ()) if isinstance(turn, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return any(part.keys() - {"type", "text"} for part in parts)
+
+
 def _key(name: str) -> str:
     path = PurePosixPath(name)
     return str(path.parent / path.name.partition(".")[0])
@@ -127,6 +135,8 @@ def _with_media(value: Any, members: dict[str, Member]) -> Any:
         return value
     named = dict(value)
     plural = "s" if "messages" in value else ""
+    if _parts_name_files(value):
+        return value
     seen = () if {"image", "images", "video", "videos"} & set(value) else (("image", IMAGES), ("video", VIDEOS))
     heard = () if {"audio", "audios"} & set(value) else (("audio", AUDIO),)
     for kind, endings in (*seen, *heard):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dhp.base.errors import DataError
+from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.ranges import TURN_COLUMNS
 
-_LISTS = ("messages", "conversations")
+_LISTS = ("messages", "conversations", "conversation")
 
 
 def renamed(raw: Any, columns: Mapping[str, str]) -> Any:
@@ -22,6 +24,28 @@ def renamed(raw: Any, columns: Mapping[str, str]) -> Any:
         if isinstance(sample.get(key), list):
             sample[key] = [_renamed(turn, of_turns) if isinstance(turn, Mapping) else turn for turn in sample[key]]
     return sample
+
+
+def check_columns(samples: Sequence[Any], columns: Mapping[str, str]) -> None:
+    """Raises DataError, with the reason alone, for a key of `columns` that none of these raw samples has."""
+    rows = [raw for raw in samples if isinstance(raw, Mapping)]
+    keys = {str(key) for raw in rows for key in raw}
+    in_turns = {str(key) for turn in _turns(rows, columns) for key in turn}
+    for ours, theirs in columns.items():
+        there = in_turns if ours in TURN_COLUMNS else keys
+        if theirs not in there:
+            what = "no turn" if ours in TURN_COLUMNS else "none"
+            raise DataError(
+                f"columns={{{ours}: {theirs}}}, but {what} of the first {len(samples)} samples has {theirs!r}; they "
+                f"have {sorted(there)}{did_you_mean([nearest(theirs, there)])}"
+            )
+
+
+def _turns(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
+    for raw in rows:
+        for key in _LISTS:
+            turns = raw.get(columns.get(key, key))
+            yield from (turn for turn in (turns if isinstance(turns, list) else ()) if isinstance(turn, Mapping))
 
 
 def _renamed(raw: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:

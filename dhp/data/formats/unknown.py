@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dhp.base.errors import DataError
+from dhp.data.formats.fields import Fields
 from dhp.data.media.resolver import MediaResolver
 
 KNOWN = {
@@ -13,14 +13,15 @@ KNOWN = {
     "sharegpt": "messages of role and content, images",
     "openai": "messages whose content is a list of parts",
     "alpaca": "instruction, input and output",
-    "swift": "query and response, or messages, images",
+    "swift": "query and response (or prompt, question, problem, instruction and answer, completion, solution), "
+    "messages, conversation or texts of user and assistant, images",
 }
 
 
-def read_unknown(raw: Mapping[str, Any], media: MediaResolver) -> NoReturn:
+def read_unknown(raw: Fields, media: MediaResolver) -> NoReturn:
     """Raises DataError that lists the formats."""
     known = "; ".join(f"{name} ({keys})" for name, keys in KNOWN.items())
     raise DataError(
         f"keys {sorted(map(str, raw))} are of no known format. Known are: {known}. If only names differ, say so in "
-        "the dataset's columns, as columns={messages: dialogue}"
+        "the dataset's columns, as columns={messages: dialogue}. Text alone, preferences and classes are not read"
     )

@@ -18,7 +18,7 @@ from dhp.base.errors import ConfigError, DataError
 from dhp.data.annotations import Annotations
 from dhp.data.preprocess import Preprocessor
 
-CACHE_FORMAT = 2  # of the cache and of what is measured: raise it when either changes
+CACHE_FORMAT = 3  # of the cache and of what is measured: raise it when either changes
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from urllib.parse import unquote, unquote_to_bytes
 from dhp.base.errors import DataError
 from dhp.data.media.sources import MAX_BYTES, Blob, File, Remote
 
+_LONGEST_NAME = 4096  # characters of a path, as Linux has it
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)://")
 
 
@@ -59,6 +60,11 @@ class MediaResolver:
         return Remote(value)
 
     def _path(self, name: str, what: str) -> File:
+        if len(name) > _LONGEST_NAME:
+            raise DataError(
+                f"{what} {name[:40]!r}… is {len(name)} characters long, which no path is. If it is base64, write "
+                f"data:{what};base64, before it"
+            )
         if self.members is not None:
             return self._member(name, what)
         if self.data_path is None:
@@ -82,10 +88,10 @@ class MediaResolver:
 
 
 def _decode(address: str, what: str) -> Blob:
-    """The bytes in a data: address, `data:image/png;base64,…`."""
+    """The bytes in a data: address, `data:image/png;base64,…`, which need not say of which kind they are."""
     head, comma, body = address.partition(",")
     kind = head.removeprefix("data:")
-    if not comma or not kind.startswith(f"{what}/"):
+    if not comma or kind.partition("/")[0].partition(";")[0] not in (what, ""):
         raise DataError(f"{what} address {address!r:.60} must begin as data:{what}/FORMAT;base64,")
     if len(body) > 2 * MAX_BYTES:
         raise DataError(f"{what} in a data: address of {len(body)} characters; put it into a file below data_path")

@@ -36,8 +36,9 @@ def read_sound(file: File, rate: int) -> np.ndarray:
         pieces += [_mixed(piece) for piece in resample.resample(None)] if count else []
     _check_whole(count, told, file)
     wave = np.zeros(_resampled(count, own, rate), np.float32)
-    found = np.concatenate(pieces)[: len(wave)]
-    wave[: len(found)] = found
+    if pieces:  # of a few samples the resampler gives nothing; the silence is then found too short
+        found = np.concatenate(pieces)[: len(wave)]
+        wave[: len(found)] = found
     return wave
 
 

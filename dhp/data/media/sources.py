@@ -47,10 +47,48 @@ File = Path | Blob | Member | Remote
 
 
 @dataclass(frozen=True)
-class Video:
-    """A file that is shown as a video."""
+class Settings:
+    """What a row says of one picture or video; None: as the configuration has it.
+
+    min_pixels, max_pixels: width × height bounds of the scaled picture or frame. fps: frames of each second.
+    max_frames: the most of the video. frames: so many of it, whatever that is a second. start, end: seconds from its
+    beginning, of the part that is shown.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    fps: float | None = None
+    frames: int | None = None
+    max_frames: int | None = None
+    start: float = 0.0
+    end: float | None = None
+
+
+PLAIN = Settings()
+
+
+@dataclass(frozen=True)
+class SizedImage:
+    """An image with settings of its own."""
 
     file: File
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Images that are the frames of a video, in order. rate: so many of them a second."""
+
+    files: tuple[File, ...]
+    rate: float = 2.0
+
+
+@dataclass(frozen=True)
+class Video:
+    """A file, or a list of frames, that is shown as a video."""
+
+    file: File | Frames
+    settings: Settings = PLAIN
 
 
 @dataclass(frozen=True)
@@ -60,8 +98,24 @@ class Sound:
     file: File
 
 
-def name_of(file: File) -> str:
+Picture = File | SizedImage | Video
+
+
+def settings_of(picture: Picture) -> Settings:
+    """What its row says of it."""
+    return picture.settings if isinstance(picture, SizedImage | Video) else PLAIN
+
+
+def files_of(part: Picture | Sound) -> tuple[File, ...]:
+    """The files that are opened for it: one, but for a list of frames."""
+    file = part.file if isinstance(part, SizedImage | Video | Sound) else part
+    return file.files if isinstance(file, Frames) else (file,)
+
+
+def name_of(file: File | Frames) -> str:
     """How errors call a file."""
+    if isinstance(file, Frames):
+        return f"of {len(file.files)} frames, {name_of(file.files[0])} and on"
     if isinstance(file, Path):
         return str(file)
     if isinstance(file, Member):

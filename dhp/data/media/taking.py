@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
+from dhp.base.errors import DataError
+
+_NEAR = 1e-6  # of a frame: seconds as written are rounded
 MIN_FRAMES = 4  # as the processors of the Qwen models have it
 
 
@@ -20,15 +24,35 @@ class Taking:
 
     both_ends: as Qwen3-VL's processor does, take frames from the very first to the very last, any number of
     them; the last group is then filled up.
+
+    start, end: seconds; only frames from the one to the other are taken. None: to the video's end.
     """
 
     fps: float
     max_frames: int
     group: int
     both_ends: bool = False
+    start: float = 0.0
+    end: float | None = None
 
     def indices(self, total: int, rate: float) -> np.ndarray:
-        """int64 [frames], ascending: which of `total` frames, `rate` a second, are taken."""
+        """int64 [frames], ascending: which of `total` frames, `rate` a second, are taken. Raises DataError where the
+        part that is to be shown has none."""
+        first, stop = self._part(total, rate)
+        return first + self._inside(stop - first, rate)
+
+    def _part(self, total: int, rate: float) -> tuple[int, int]:
+        """The frames [first, stop) from `start` to `end`; the frame at `end` is one of them."""
+        first = ceil(self.start * rate - _NEAR)
+        stop = total if self.end is None else min(int(self.end * rate + _NEAR) + 1, total)
+        if first >= stop:
+            raise DataError(
+                f"no frame of the video, which is {total / rate:.2f} s long, is between {self.start:g} s and "
+                f"{total / rate if self.end is None else self.end:g} s"
+            )
+        return first, stop
+
+    def _inside(self, total: int, rate: float) -> np.ndarray:
         if self.both_ends:
             count = min(max(int(total / rate * self.fps), MIN_FRAMES), self.max_frames, total)
             return np.linspace(0, total - 1, count).round().astype(np.int64)
@@ -42,7 +66,8 @@ class Taking:
         seconds = (self.indices(total, rate) / rate).tolist()
         groups = [seconds[first : first + self.group] for first in range(0, len(seconds), self.group)]
         middles, firsts = tuple((g[0] + g[-1]) / 2 for g in groups), tuple(g[0] for g in groups)
-        return Pace(self.group * total / (len(seconds) * rate), middles, firsts)
+        first, stop = self._part(total, rate)
+        return Pace(self.group * (stop - first) / (len(seconds) * rate), middles, firsts)
 
 
 @dataclass(frozen=True)

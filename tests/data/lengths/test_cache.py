@@ -335,7 +335,7 @@ def test_the_key_changes_with_the_annotations(annotations, tokenizer, tmp_path, 
     for form, data_path, allow_http in (("openai", images, False), ("auto", tmp_path, False), ("auto", images, True)):
         keys.add(key_of(read_annotations("set", path, data_path, form, allow_http), preprocess, path))
     keys.add(key_of(read_annotations("other", path, images), preprocess, path))
-    keys.add(key_of(read_annotations("set", path, images, columns={"image": "photo"}), preprocess, path))
+    keys.add(key_of(read_annotations("set", path, images, columns={"image": "image"}), preprocess, path))
     copied = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-copy")) / "a.jsonl"
     keys.add(key_of(annotations, preprocess, copied))
     assert len(keys) == 9

@@ -34,7 +34,7 @@ def dataset(write_json, images) -> Dataset:
     """Of `pictures` two of four samples, of `words` each once and a half; some are defective."""
     asked = [("<image>0", "a.png"), ("<image>1", "gone.png"), ("2", "b.jpg"), ("<image>3", "b.jpg")]
     first = write_json([sample(text, image=name) for text, name in asked])
-    second = write_json([sample("more " * n) for n in range(5)] + [{"conversations": []}], "text.jsonl")
+    second = write_json([sample("some " + "more " * n) for n in range(5)] + [{"conversations": []}], "text.jsonl")
     registry = {
         "pictures": DatasetEntry(str(first), str(images)),
         "words": DatasetEntry(str(second), weight=1.5),

@@ -136,3 +136,10 @@ def test_a_file_that_is_too_long(tmp_path, monkeypatch):
         for look in (read_sound, count_samples):
             with pytest.raises(DataError, match="s long or longer, more than the 1 that are decoded. Cut it"):
                 look(path, RATE)
+
+
+@pytest.mark.parametrize("rate", [8000, 44100])
+def test_a_wave_too_short_to_resample_is_as_long_as_measured(tmp_path, rate):
+    path = save_wave(tmp_path / "a.wav", np.full((1, 1), 1000, np.int16), rate)
+    wave = read_sound(path, RATE)
+    assert len(wave) == count_samples(path, RATE) == -(-RATE // rate) and not wave.any()

@@ -1,0 +1,17 @@
+"""`python -m tests.data.rows`: what becomes of each row, as the table of docs/formats.md has it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from dhp.models.tiny import make_tokenizer
+from tests.data.made import CORPUS
+from tests.data.rows import ROWS
+from tests.data.rows.outcome import make_media, make_readers
+from tests.data.rows.table import table
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        make_media(Path(folder))
+        print(table(ROWS, Path(folder).resolve(), make_readers(make_tokenizer(CORPUS, vocab_size=400))), end="")

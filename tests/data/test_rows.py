@@ -1,0 +1,62 @@
+"""Rows of other projects: read as they are meant, or refused by what they are; never something else in silence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.data.rows import ROWS
+from tests.data.rows.outcome import make_media, make_readers, verdict
+from tests.data.rows.table import HEADING, table
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
+BY_CASE = {row.case: row for row in ROWS}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    make_media(folder)
+    return folder.resolve()
+
+
+@pytest.fixture(scope="session")
+def readers(tokenizer):
+    return make_readers(tokenizer)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case)
+def test_a_row_is_read_as_it_is_meant_or_refused(row, folder, readers):
+    outcome, words = verdict(row, folder, readers)
+    assert outcome == ("refused" if row.refused else "read"), words
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "wrong"),
+    [
+        ("case_000_mllm", {"says": ("user: <blue>What colour is the wall?", "assistant: It is red.")}, "pictures are"),
+        ("case_036_two_images", {"says": ("user: <blue>Left, <green>right?", "assistant: It is red.")}, "pictures are"),
+        ("case_018_system_beside", {"says": ("user: What colour is the wall?", "assistant: It is red.")}, "text"),
+        ("case_004_identity", {"says": ("user: What colour is the wall?", "unlearned: It is red.")}, "learned is"),
+        ("case_110_frames", {"grids": ((1, 4, 4),)}, "grids are"),
+        ("case_061_channel", {"unread": ()}, "not read are"),
+        ("case_004_identity", {"refused": "anything"}, "accepted"),
+        ("case_054_template_kwargs", {"refused": "another reason"}, "refused in other words"),
+    ],
+)
+def test_what_is_not_as_the_row_says_is_seen(case, changes, wrong, folder, readers):
+    outcome, words = verdict(replace(BY_CASE[case], **changes), folder, readers)
+    assert outcome == "silent" and words.startswith(wrong)
+
+
+def test_there_are_enough_rows_each_once():
+    assert len(BY_CASE) == len(ROWS) >= 140
+
+
+def test_the_page_holds_the_table(folder, readers):
+    written = PAGE.read_text(encoding="utf-8")
+    assert written[written.index(HEADING) :] == table(ROWS, folder, readers), (
+        "run `python -m tests.data.rows` and paste it"
+    )
