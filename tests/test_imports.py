@@ -59,7 +59,7 @@ LIBRARIES: dict[str, set[str]] = {
         "parallel.tensor.styles",
     },
     "torch": {
-        "base.features", "base.generation", "base.messages", "models", "parallel", "data", "features", "checkpoint",
+        "base.calls", "base.features", "base.generation", "base.messages", "models", "parallel", "data", "features", "checkpoint",
         "cluster", "trainers", "batching", "cli", "doctor", "planner.profile",
     },
 }  # fmt: skip

@@ -10,6 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dhp.cluster.call_file import call_file
 from dhp.cluster.clock import ClockReading, offset_ns
 from dhp.cluster.dispatch import Call, PerRank, spread
 from dhp.cluster.placement.reservation import Slot
@@ -92,7 +93,8 @@ class ActorGroup:
     def _submit(self, what: str, refs: Sequence[Any]) -> None:
         stage = self.settings.stage
         for rank, (actor, ref) in enumerate(zip(self._actors, refs, strict=True)):
-            self._watched.append(Watched(f"{stage} rank {rank}", what, ref, actor._actor_id.hex()))
+            calls = call_file(self.settings.log_dir, stage, rank)
+            self._watched.append(Watched(f"{stage} rank {rank}", what, ref, actor._actor_id.hex(), calls))
 
 
 def _plain(value: Any) -> Any:

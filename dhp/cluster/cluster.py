@@ -59,6 +59,8 @@ class Layout:
     trace: actors keep spans.
 
     needs: of each part, and of "data", the paths that must exist on its actors' nodes, by configuration key.
+
+    check_collectives: see `dhp.cluster.worker.GroupSettings`.
     """
 
     chain: Chain
@@ -73,6 +75,7 @@ class Layout:
     trace: bool = False
     needs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     build_timeout_s: float | None = None
+    check_collectives: bool = False
 
 
 class Cluster:
@@ -186,6 +189,7 @@ class Cluster:
             "keep_memory": self.device == "cpu",
             "pinned": self.device == "cuda",
             "cuda": self.device == "cuda",
+            "check_collectives": layout.check_collectives,
         }
 
 

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from dhp.base.errors import DhpError, PartFailed
+from dhp.cluster.call_file import read_calls
 
 DEATH_TIMEOUT_S = 5.0  # how long a neighbour's death may take to be known after its connections broke
 
@@ -21,12 +22,14 @@ class RankRaised(PartFailed):
 
 @dataclass(frozen=True)
 class Watched:
-    """A submitted call: who runs it, what it is, the ref that tells whether it worked, Ray's id of the actor."""
+    """A submitted call: who runs it, what it is, the ref that tells whether it worked, Ray's id of the actor, the file
+    of its collectives (`dhp.cluster.call_file`)."""
 
     who: str
     what: str
     ref: Any
     actor: str = ""
+    calls: str | None = None
 
 
 def wait_all(watched: Sequence[Watched], timeout_s: float, until: Any = None) -> bool:
@@ -116,10 +119,13 @@ def _death(entry: Watched, error: RayActorError, names: Mapping[str, str]) -> st
 
 def _stuck(waiting: Sequence[Watched], timeout_s: float) -> str:
     # Each actor works in order: what it hangs in is the first of its open calls.
-    first = {entry.who: entry.what for entry in reversed(waiting)}
-    shown = "; ".join(f"{who} in {first[who]}" for who in sorted(first))
+    first = {entry.who: entry for entry in reversed(waiting)}
+    shown = "; ".join(f"{who} in {first[who].what}" for who in sorted(first))
+    calls = {who: read_calls(first[who].calls) for who in sorted(first)}
+    told = "".join(f"\n  {who}: {said}" for who, said in calls.items() if said)
     return (
         f"no call finished for {timeout_s:g} s. Unfinished: {shown}. A slow step needs a larger "
-        "cluster.step_timeout_s (a slow start a larger cluster.start_timeout_s); a rank that waits for another one "
-        "in a collective is a defect: see logs/"
+        "cluster.step_timeout_s (a slow start a larger cluster.start_timeout_s). Ranks of a group that began unequally "
+        "many collectives wait for one another: that is a defect, which cluster.check_collectives=true finds where it "
+        f"begins; see logs/{told}"
     )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dhp.base.byte_counter import HANDOFF, add_sent
+from dhp.base.calls import RECORD
 from dhp.base.messages import Bundle, StageReport
 from dhp.base.spans import (
     BACKWARD,
@@ -30,6 +31,7 @@ from dhp.base.spans import (
     take_spans,
 )  # fmt: skip
 from dhp.cluster.busy import BusyTime
+from dhp.cluster.call_file import call_file, keep_calls
 from dhp.cluster.clock import ClockReading, read_clock
 from dhp.cluster.elsewhere import Elsewhere
 from dhp.cluster.environment import expand_segments, own_local_rank, require_fixed_segments, require_own_gpu
@@ -78,6 +80,8 @@ class GroupSettings:
     pinned: memory between the stages is locked for GPUs.
 
     cuda: ranks use GPUs. shares_gpu: other processes of the run use a rank's GPU too.
+
+    check_collectives: ranks agree on each collective before it begins (`dhp.base.calls`).
     """
 
     stage: str
@@ -95,6 +99,7 @@ class GroupSettings:
     pinned: bool = False
     cuda: bool = False
     shares_gpu: bool = False
+    check_collectives: bool = False
 
 
 GIVEN = ...  # in the place of an argument that travels on its own
@@ -220,3 +225,6 @@ class Worker:
         dist.init_process_group(
             self.settings.backend, store=store, rank=self.rank, world_size=self.settings.size, timeout=timeout
         )
+        keep_calls(call_file(self.settings.log_dir, self.settings.stage, self.rank), RECORD.__str__)
+        if self.settings.check_collectives:
+            RECORD.check(dist.PrefixStore("checks", store), self.settings.timeout_s)

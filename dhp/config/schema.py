@@ -63,6 +63,11 @@ class ClusterConfig:
     step_timeout_s: float = 1800.0
     """A step without any progress for this long has failed, seconds."""
 
+    check_collectives: bool = False
+    """Ranks agree on each collective (operation, shapes, type, the layer that it is about) before it begins, so that
+    one that differs between ranks ends the run with its name. Slow: a round over the network for each. For layouts that
+    stand still."""
+
     threads_per_actor: Optional[int] = None
     """CPU threads of one actor's PyTorch. Null: a node's cores divided by its actors of the larger part
     (parts take turns); the smallest such number of all nodes."""

@@ -199,6 +199,7 @@ def _layout(config: Config, chain: Chain, run_dir: Path, start: Start) -> Layout
         checkpoint_dir=str(Path(str(config.training.checkpoint_dir)).absolute()),
         transport=config.cluster.transport,
         trace=config.training.trace,
+        check_collectives=config.cluster.check_collectives,
         needs=needed_paths(config, start.checkpoint),
         build_timeout_s=start_limit_s(config.cluster.start_timeout_s, to_read),
     )

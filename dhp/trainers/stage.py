@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from dhp.base.byte_counter import take_sent
+from dhp.base.calls import RECORD, watch_layers
 from dhp.base.errors import PartFailed
 from dhp.base.messages import Bundle, Choices, DeviceInfo, StageReport, StepInfo
 from dhp.base.stages import Edge, Node
@@ -29,7 +30,6 @@ from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, s
 from dhp.parallel.activation.meter import Meter
 from dhp.parallel.activation.tiling import tile_mlps
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, require
-from dhp.parallel.comm.calls import RECORD, watch_layers
 from dhp.parallel.comm.mesh import build_mesh
 from dhp.parallel.comm.traffic import count_collectives, trace_collectives
 from dhp.parallel.compiled import compile_layers, eager

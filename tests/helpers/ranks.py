@@ -189,7 +189,7 @@ def _join(
 ) -> Any:
     import torch.distributed as dist
 
-    from dhp.parallel.comm.calls import RECORD
+    from dhp.base.calls import RECORD
     from dhp.parallel.comm.traffic import count_collectives
 
     store = dist.PrefixStore(prefix, dist.TCPStore(LOOPBACK, port, wait_for_workers=False))

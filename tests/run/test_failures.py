@@ -51,7 +51,7 @@ def summary(run_dir: Path) -> dict:
 
 def test_a_broken_image_ends_the_run_by_name(tiny_assets: Path, broken_set: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    outcome = train(*tiny(tiny_assets, run_dir, *on(broken_set)))
+    outcome = train(*tiny(tiny_assets, run_dir, *on(broken_set)), own_ray=True)
     assert outcome.status == 1
     for told in ("DataError", "broken", "6", "broken.png"):
         assert told in outcome.stderr
@@ -70,7 +70,7 @@ def kill_a_rank(run_dir: Path, process: subprocess.Popen[str]) -> None:
 def test_a_killed_rank_ends_the_run_by_name(tiny_assets: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = tiny(tiny_assets, run_dir, "training.max_steps=1000")
-    outcome = train(*arguments, meanwhile=lambda process: kill_a_rank(run_dir, process))
+    outcome = train(*arguments, meanwhile=lambda process: kill_a_rank(run_dir, process), own_ray=True)
     assert outcome.status == 1
     assert "PartFailed" in outcome.stderr and " rank " in outcome.stderr and "died" in outcome.stderr
     assert summary(run_dir)["status"] == "failed"
@@ -90,7 +90,7 @@ def test_an_interrupted_run_says_so(
         wait_for_steps(run_dir, 1)
         process.send_signal(number)
 
-    outcome = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000", *layout), meanwhile=interrupt)
+    outcome = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000", *layout), meanwhile=interrupt, own_ray=True)
     assert outcome.status == 130, outcome.stderr
     assert "resume         there is no checkpoint of this run yet" in outcome.stdout
     assert "stay in" not in outcome.stderr  # Ray's folder is gone

@@ -1,6 +1,6 @@
 """Ranks whose data differ on purpose make the same collectives: a sequence of them is a function of the plan alone.
 
-Every case runs with its ranks' calls compared before they begin (`dhp.parallel.comm.calls`), beside the plain model.
+Every case runs with its ranks' calls compared before they begin (`dhp.base.calls`), beside the plain model.
 """
 
 from __future__ import annotations

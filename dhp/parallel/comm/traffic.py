@@ -50,8 +50,8 @@ from dhp.base.byte_counter import (
     SCATTER,
     add_sent,
 )
+from dhp.base.calls import RECORD
 from dhp.base.spans import COLLECTIVE, span
-from dhp.parallel.comm.calls import RECORD
 
 _BLOCKING = (
     "all_gather",
@@ -88,7 +88,7 @@ def _timed(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_collectives() -> None:
-    """From now on each collective is noted in `dhp.parallel.comm.calls`, and its bytes are added to
+    """From now on each collective is noted in `dhp.base.calls`, and its bytes are added to
     `dhp.base.byte_counter`; a second call changes nothing."""
     if _kernels:
         return

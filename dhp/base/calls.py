@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Store
 
 from dhp.base.errors import PartFailed
 
@@ -28,7 +30,7 @@ CALLERS = 3  # functions on the stack that name a call's origin, the innermost f
 _KEPT = 64  # calls of a group that stay in the store: no rank is further behind
 # Whose functions name the origin; this file's and those of the kernel in front of each collective do not.
 _ORIGINS = ("/dhp/", "/_fully_shard/", "/deepspeed/runtime/")
-_NO_ORIGIN = ("/comm/calls.py", "/comm/traffic.py")
+_NO_ORIGIN = ("/base/calls.py", "/comm/traffic.py")
 _MESSAGES = {"send", "recv_"}  # between two ranks of a group: the others have no part in them
 _UNEVEN = {"alltoall_base_", "alltoall_"}  # whose ranks may send and receive differing numbers of rows
 
@@ -139,7 +141,7 @@ def _named(forward: Callable[..., Any], name: str, record: CallRecord) -> Callab
             output = forward(*arguments, **named)
         for tensor in _tensors(output if isinstance(output, tuple) else (output,)):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: record.go_back_through(name))
+                tensor.register_hook(lambda gradient: record.go_back_through(name))  # type: ignore[no-untyped-call]
         return output
 
     return run
@@ -156,7 +158,7 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
 def _find_origin() -> list[str]:
     """Functions that began this process's present call, with the module that a sharding library is about."""
     found: list[str] = []
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < CALLERS:
         file = frame.f_code.co_filename
         if any(part in file for part in _ORIGINS) and not file.endswith(_NO_ORIGIN):
