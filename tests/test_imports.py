@@ -59,8 +59,8 @@ LIBRARIES: dict[str, set[str]] = {
         "parallel.tensor.styles",
     },
     "torch": {
-        "base.calls", "base.features", "base.generation", "base.messages", "models", "parallel", "data", "features", "checkpoint",
-        "cluster", "trainers", "batching", "cli", "doctor", "planner.profile",
+        "base.calls", "base.features", "base.generation", "base.messages", "models", "parallel", "data", "features",
+        "checkpoint", "cluster", "trainers", "batching", "cli", "doctor", "planner.profile",
     },
 }  # fmt: skip
 

@@ -1,0 +1,139 @@
+"""Random layouts of random families: what `pytest -m fuzz` tries."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, product
+
+from tests.helpers.tiny_families import FAMILIES
+
+# By what of a family has met with defects of layouts: each kind comes equally often, however many families it has.
+KINDS = {
+    "state along the row": ("qwen3_5", "qwen3_5_moe"),
+    "head tied": ("gemma3", "paligemma2", "gemma4"),
+    "hears": ("qwen3_omni",),
+    "tower by patch": ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "kimi_k25"),
+    "experts": ("qwen3_vl_moe", "glm4v_moe", "gemma4_moe", "ernie4_5_vl_moe", "deepseek_vl_hybrid"),
+}
+KINDS = {kind: tuple(name for name in names if name in FAMILIES) for kind, names in KINDS.items()}
+KINDS["tower by picture"] = tuple(n for n in FAMILIES if n not in {m for names in KINDS.values() for m in names})
+STATES = ("whole", "deepspeed 1", "deepspeed 2", "deepspeed 3", "fsdp 2", "fsdp 3")
+BY_RANKS = ("data", "data", "data", "tensor", "ulysses", "ring", "none", "data and tensor")
+RULES = (
+    ("training.frozen=[]",),
+    ("training.frozen=[embed_tokens]",),
+    ("training.frozen=[vision]",),
+    ("training.trainable=[projector]",),
+    ("vision.lora.rank=2", "text.lora.rank=2"),
+    ("text.lora.rank=2", "training.frozen=[]"),
+)
+SAMPLES = 4  # of a step
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A layout. axes: its value on each axis, for the table of what met what."""
+
+    family: str
+    kind: str
+    axes: dict[str, str]
+    overrides: tuple[str, ...]
+    data_seed: int
+
+    @property
+    def dtype(self) -> str:
+        """DeepSpeed has no float64."""
+        return "float32" if "deepspeed" in self.axes["vision states"] + self.axes["text states"] else "float64"
+
+
+def draws(seed: int) -> Iterator[Draw]:
+    """Without end. Each kind meets each way of keeping states, of either part, once in as many draws as there are
+    pairs."""
+    rng = random.Random(seed)
+    while True:
+        vision, text = ([*product(KINDS, STATES)] for _ in range(2))
+        rng.shuffle(text)
+        of_vision = {kind: _endless(rng, [states for own, states in vision if own == kind]) for kind in KINDS}
+        for kind, states in text:
+            yield _draw(rng, kind, next(of_vision[kind]), states)
+
+
+def _endless(rng: random.Random, values: list[str]) -> Iterator[str]:
+    rng.shuffle(values)
+    return cycle(values)
+
+
+def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -> Draw:
+    family = rng.choice(KINDS[kind])
+    axes = {"vision states": vision_states, "text states": text_states}
+    axes["vision ranks"] = _ranks(rng, vision_states)
+    axes["text ranks"] = _ranks(rng, text_states)
+    axes["stages"] = rng.choice(("1", "1", "2"))
+    schedules = ("sequential", "vision_ahead") if axes["stages"] == "1" else ("1f1b", "gpipe", "interleaved")
+    axes["schedule"] = "sequential" if "deepspeed 3" in (vision_states, text_states) else rng.choice(schedules)
+    axes["rows"] = rng.choice(("packed", "packed", "padded"))
+    axes["micro-batches"] = rng.choice(("1", "2", "2"))
+    for part in ("vision", "text"):
+        axes[f"{part} recompute"] = rng.choice(("none", "none", "full", "mlp", "light"))
+    axes["mlp_chunks"] = rng.choice(("1", "1", "2"))
+    rules = rng.choice(RULES)
+    axes["trains"] = " ".join(rule.partition(".")[2] for rule in rules)
+    return Draw(family, kind, axes, (*_overrides(axes), *rules), rng.randrange(3))
+
+
+def _ranks(rng: random.Random, states: str) -> str:
+    """Whose states are sharded has replicas mostly, which is what they are sharded over."""
+    return "data" if states != "whole" and rng.random() < 0.6 else rng.choice(BY_RANKS)
+
+
+def _overrides(axes: dict[str, str]) -> Iterator[str]:
+    for part in ("vision", "text"):
+        stages = int(axes["stages"]) if part == "text" else 1
+        yield from _part(part, axes[f"{part} ranks"], axes[f"{part} states"], stages)
+        yield f"{part}.recompute={axes[f'{part} recompute']}"
+    yield f"text.mlp_chunks={axes['mlp_chunks']}"
+    if axes["schedule"] == "interleaved":
+        yield "text.virtual_stages=2"
+    replicas, micro = 2 if "data" in axes["text ranks"] else 1, int(axes["micro-batches"])
+    yield f"training.schedule={axes['schedule']}"
+    yield f"data.packing={str(axes['rows'] == 'packed').lower()}"
+    yield f"training.batch_size={SAMPLES}"
+    yield f"training.micro_batch_size={SAMPLES // (replicas * micro)}"
+
+
+def _part(part: str, ranks: str, states: str, stages: int) -> Iterator[str]:
+    parallelism = {"ulysses": "sequence", "ring": "sequence", "data and tensor": "tensor"}.get(ranks, ranks)
+    degrees = {
+        "ulysses": {"ulysses": 2},
+        "ring": {"ring": 2},
+        "data and tensor": {"data": 2, "tensor": 2},
+        "tensor": {"tensor": 2},
+        "data": {"data": 2},
+        "none": {},
+    }[ranks]
+    actors = stages
+    for name, degree in degrees.items():
+        actors *= degree
+        yield f"{part}.{name}={degree}"
+    yield f"{part}.parallelism={parallelism}"
+    yield f"{part}.num_actors={actors}"
+    if stages > 1:
+        yield f"{part}.pipeline={stages}"
+    engine, _, stage = states.partition(" ")
+    yield f"{part}.zero_stage={stage or 0}"
+    if stage:
+        yield f"{part}.zero_engine={engine}"
+
+
+def count_met(tried: Sequence[Draw]) -> str:
+    """A table: how often each value of each axis met each kind of family."""
+    kinds = list(KINDS)
+    lines = [f"{'':34}" + "  ".join(kinds)]
+    for axis in tried[0].axes if tried else ():
+        for value in sorted({draw.axes[axis] for draw in tried}):
+            met = [sum(draw.kind == kind and draw.axes[axis] == value for draw in tried) for kind in kinds]
+            cells = "  ".join(f"{count:>{len(kind)}}" for count, kind in zip(met, kinds))
+            lines.append(f"{axis + ' ' + value:34}{cells}")
+    return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""Random layouts, families and data beside the plain model, for minutes: `pytest -m fuzz --fuzz-minutes=5 -s`.
+
+Every draw must equal the plain model or be refused by a ConfigError before anything starts; ranks agree on each of
+their collectives, and torch checks them too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dhp.models import adapters
+from tests.fuzz.draws import KINDS, Draw, count_met, draws
+from tests.fuzz.trial import DEFECT, try_draw
+from tests.helpers import ranks
+from tests.helpers.layouts import FIRST_OUT
+from tests.helpers.tiny_families import FAMILIES, save_family
+from tests.trainers.test_declared_families import PICTURES_EVERYWHERE
+
+
+def test_every_family_is_of_one_kind() -> None:
+    assert sorted(name for names in KINDS.values() for name in names) == sorted(FAMILIES)
+
+
+def test_draws_depend_on_the_seed_alone() -> None:
+    first, again, other = ([draw for draw, _ in zip(draws(seed), range(40))] for seed in (1, 1, 2))
+    assert first == again and first != other
+    pairs = {(draw.kind, draw.axes["text states"]) for draw in first[:36]}
+    assert len(pairs) == 36  # each once in the first round
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(0)
+def test_random_layouts(pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    minutes, seed = (pytestconfig.getoption(f"--fuzz-{name}") for name in ("minutes", "seed"))
+    monkeypatch.setattr(ranks, "TIMEOUT_S", 120)
+    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)  # as ranks have it
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    folders: dict[str, str] = {}
+    tried: list[Draw] = []
+    words: Counter[str] = Counter()
+    defects: list[str] = []
+    end = time.monotonic() + 60 * minutes
+    for number, draw in enumerate(draws(seed)):
+        if time.monotonic() > end:
+            break
+        if draw.family not in folders:
+            folders[draw.family] = str(save_family(draw.family, tmp_path / draw.family))
+        begun = time.monotonic()
+        verdict = try_draw(draw, folders[draw.family], draw.family in PICTURES_EVERYWHERE)
+        tried.append(draw)
+        words[verdict.word] += 1
+        about = f"[{number}] {verdict.word} {draw.family} {draw.dtype} {time.monotonic() - begun:.1f} s {draw.axes}"
+        print(about, verdict.told[:300] if verdict.word != DEFECT else verdict.told, flush=True)
+        if verdict.word == DEFECT:
+            defects.append(f"{about}\n  {' '.join(draw.overrides)}\n  {verdict.told}")
+    print(f"seed {seed}: {dict(words)}\n{count_met(tried)}", flush=True)
+    assert not defects, f"{len(defects)} of {len(tried)} draws of seed {seed}:\n" + "\n".join(defects)

@@ -1,0 +1,202 @@
+"""One layout on local ranks beside the plain model, by the run's own configuration: equal, or refused, or a defect."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dhp.base.errors import ConfigError, DhpError
+from dhp.base.stages import Chain
+from dhp.batching.collate import Collator
+from dhp.batching.scatter import Dealer
+from dhp.config.load import compose_config
+from dhp.config.parts import parts
+from dhp.config.resolve import micro_batches
+from dhp.config.schema import Config
+from dhp.data.order.sampler import BatchLayout, slots
+from dhp.data.sample import Sample
+from dhp.data.source import StepSamples
+from dhp.doctor.doubles import staying_double
+from dhp.models.registry import load_family
+from dhp.run.chain import make_chain
+from dhp.run.preflight import prepare
+from dhp.run.settings import feed_settings, passes_of, stage_settings
+from dhp.run.training import adapters_of, training_rules
+from dhp.step.evaluate import evaluate_batch
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import Batch, make_stages
+from dhp.step.step import train_step
+from tests.fuzz.draws import SAMPLES, Draw
+from tests.helpers.families import Maker
+from tests.helpers.layouts import InspectedAudio, InspectedText, InspectedVision, _deviation
+from tests.helpers.oracle import Oracle
+from tests.helpers.ranks import LocalGroup
+from tests.trainers.test_declared_families import ExactText, ExactVision
+
+STEPS = 2
+EQUAL, REFUSED, DEFECT = "equal", "refused", "DEFECT"
+# Of losses, of norms, and of updates. Norms of a delta net's gradients differ by 2e-4 in float32, on one rank too.
+LIMITS = {"float64": (1e-9, 1e-9, 1e-6), "float32": (2e-5, 1e-3, None)}
+
+
+class ExactAudio(InspectedAudio):
+    """Its process computes in float64 all through."""
+
+    def __init__(self, settings: Any):
+        self._double = staying_double()
+        self._double.__enter__()
+        super().__init__(settings)
+
+
+RANKS = {
+    "float64": {"vision": ExactVision, "text": ExactText, "audio": ExactAudio},
+    "float32": {"vision": InspectedVision, "text": InspectedText, "audio": InspectedAudio},
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a draw."""
+
+    word: str
+    told: str = ""
+
+
+def try_draw(draw: Draw, folder: str, everywhere: bool) -> Verdict:
+    """folder: of the family's tiny model. everywhere: no sample is without a picture."""
+    try:
+        config = configure(draw, folder)
+        chain = make_chain(config, load_family(folder), folder)
+        schedule = make_schedule(config.training.schedule, chain, micro_batches(config))
+    except ConfigError as error:
+        return Verdict(REFUSED, str(error))
+    except Exception:
+        return Verdict(DEFECT, f"checking fails: {traceback.format_exc()[-900:]}")
+    try:
+        with staying_double() if draw.dtype == "float64" else nullcontext():
+            steps = make_steps(folder, draw.data_seed, everywhere, heard="audio" in parts(config))
+            found = _run(config, chain, schedule, steps, draw.dtype)
+            wrong = _compare(found, config, chain, folder, steps, draw.dtype)
+    except DhpError as error:
+        return Verdict(DEFECT, f"passes every check and is refused at work: {error}")
+    except Exception as error:
+        return Verdict(DEFECT, f"{type(error).__name__}: {str(error)[-900:]}")
+    return Verdict(DEFECT, "; ".join(wrong)) if wrong else Verdict(EQUAL)
+
+
+def configure(draw: Draw, folder: str) -> Config:
+    """The run's configuration, after its checks. Raises ConfigError."""
+    names = [f"{part}.model_name={folder}" for part in ("vision", "text")]
+    own = [f"{part}.dtype={draw.dtype}" for part in ("vision", "text")]
+    fixed = ["training.dry_run=true", "training.max_steps=3", "training.learning_rate=1e-3", "training.eps=1e-6"]
+    fixed += ["training.warmup_steps=0", "tiny_assets=null", "cluster.device=cpu", "training.max_grad_norm=1.0"]
+    if draw.kind == "hears":
+        fixed += ["audio.num_actors=1", "audio.parallelism=none", f"audio.dtype={draw.dtype}"]
+        fixed += [f"audio.model_name={folder}"]
+    return prepare(compose_config("tiny", overrides=[*names, *own, *fixed, *draw.overrides]), new_run=False)
+
+
+def make_steps(folder: str, seed: int, everywhere: bool, heard: bool) -> list[list[Sample]]:
+    """Samples that differ between ranks on purpose: none to five pictures of any shapes, a token to nine."""
+    rng, make = random.Random(seed), Maker(folder).sample
+    steps = []
+    for k in range(STEPS):
+        shown = [[], rng.sample(range(5), 3), [rng.randrange(5)], rng.sample(range(5), rng.randrange(1, 5))]
+        rng.shuffle(shown)
+        shown = [pictures or [3] for pictures in shown] if everywhere else shown
+        clips = [[rng.randrange(20, 300) for _ in range(rng.randrange(3))] if heard else [] for _ in shown]
+        steps.append(
+            [
+                make(pictures, rng.randrange(1, 9), 100 * seed + 10 * k + number, clips[number])
+                for number, pictures in enumerate(shown)
+            ]
+        )
+    return steps
+
+
+@dataclass(frozen=True)
+class _Found:
+    losses: list[float]
+    norms: list[list[float]]
+    evaluated: float
+    weights: list[dict[str, Tensor]]  # of each rank
+
+
+def _run(config: Config, chain: Chain, schedule: Any, steps: list[list[Sample]], dtype: str) -> _Found:
+    family = load_family(parts(config)["text"].model_name).having(parts(config))
+    settings = feed_settings(config, None, passes_of(config))
+    division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
+    packing = settings.packing or settings.text.sequence > 1
+    dealer = Dealer(family, Collator(family, 0, packing), *division)
+    micro, replicas = micro_batches(config), settings.text.data
+    layout = BatchLayout(replicas, micro, SAMPLES // (micro * replicas))
+    rules = training_rules(config.training, family, adapters_of(config))
+    losses, norms, evaluated = [], [], 0.0
+    with ExitStack() as stack:
+        groups = {}
+        for spec in chain.stages:
+            own = stage_settings(config, chain, spec, "cpu", 3, rules=rules)
+            group = LocalGroup(RANKS[dtype][spec.part], spec.degrees.world, own, checked=True)
+            groups[spec.name] = stack.enter_context(group)
+        stages = make_stages(chain, groups)
+        last = chain.stages[-1].name
+        for k, samples in enumerate(steps):
+            dealt = tuple(tuple(tuple(slot) for slot in row) for row in slots(samples, layout))
+            data = dealer.deal(StepSamples(k, 0, dealt, ()))
+            batch = Batch(data.info, data.work, data.routes)
+            if k == 1:
+                evaluated = sum(share.loss for share in evaluate_batch(stages, chain, batch).shares)
+            reports = train_step(stages, schedule, chain.ties, batch).reports
+            losses.append(sum(r.loss for r in stages[last].leaders(reports[last])))
+            norms.append([r.grad_norm for of_stage in reports.values() for r in of_stage])
+        weights = [of_rank for group in groups.values() for of_rank in group.execute_all("weights")]
+    return _Found(losses, norms, evaluated, weights)
+
+
+def _compare(
+    found: _Found, config: Config, chain: Chain, folder: str, steps: list[list[Sample]], dtype: str
+) -> list[str]:
+    """What differs from the plain model."""
+    limit, of_norm, of_update = LIMITS[dtype]
+    family = load_family(folder).having(parts(config))
+    rules = training_rules(config.training, family, adapters_of(config))
+    update = stage_settings(config, chain, chain.stages[0], "cpu", 3, rules=rules).update
+    oracle = Oracle(folder, getattr(torch, dtype), update, "cpu", rules, adapters_of(config))
+    start = {name: weight.clone() for name, weight in oracle.weights().items()}
+    wrong, wanted = [], 0.0
+    for k, samples in enumerate(steps):
+        if k == 1:
+            wanted = oracle.evaluate(samples).loss
+        step = oracle.step(samples)
+        if _deviation(found.losses[k], step.loss) > limit:
+            wrong.append(f"loss of step {k}: {found.losses[k]:.12g}, plain {step.loss:.12g}")
+        worst = max(found.norms[k], key=lambda norm: _deviation(norm, step.norm))
+        if _deviation(worst, step.norm) > of_norm:
+            wrong.append(f"norm of step {k}: {worst:.12g}, plain {step.norm:.12g}")
+    if _deviation(found.evaluated, wanted) > limit:
+        wrong.append(f"evaluated: {found.evaluated:.12g}, plain {wanted:.12g}")
+    if of_update is not None:
+        wrong += _wrong_updates(found.weights, start, oracle.weights(), of_update)
+    return wrong
+
+
+def _wrong_updates(
+    of_ranks: list[dict[str, Tensor]], start: dict[str, Tensor], end: dict[str, Tensor], limit: float
+) -> list[str]:
+    wrong = []
+    for weights in of_ranks:
+        for name, weight in weights.items():
+            if name not in end or weight.shape != end[name].shape:
+                wrong.append(f"{name} has the shape {tuple(weight.shape)}")
+                continue
+            moved = float((end[name] - start[name]).norm())
+            error = float((weight.to(end[name]) - end[name]).norm())
+            if error > limit * (moved or 1.0):
+                wrong.append(f"update of {name} off by {error / (moved or 1.0):.2g}")
+    return wrong[:4]
