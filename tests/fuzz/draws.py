@@ -84,8 +84,10 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
 
 
 def _ranks(rng: random.Random, states: str) -> str:
-    """Whose states are sharded has replicas mostly, which is what they are sharded over."""
-    return "data" if states != "whole" and rng.random() < 0.6 else rng.choice(BY_RANKS)
+    """Whose states are sharded has replicas mostly, which is what they are sharded over. DeepSpeed's have no slices."""
+    if states != "whole" and rng.random() < 0.6:
+        return "data"
+    return rng.choice([ranks for ranks in BY_RANKS if "deepspeed" not in states or "tensor" not in ranks])
 
 
 def _overrides(axes: dict[str, str]) -> Iterator[str]:
@@ -117,11 +119,12 @@ def _part(part: str, ranks: str, states: str, stages: int) -> Iterator[str]:
     for name, degree in degrees.items():
         actors *= degree
         yield f"{part}.{name}={degree}"
-    yield f"{part}.parallelism={parallelism}"
     yield f"{part}.num_actors={actors}"
     if stages > 1:
         yield f"{part}.pipeline={stages}"
+        parallelism = "pipeline" if ranks == "none" else parallelism
     engine, _, stage = states.partition(" ")
+    yield f"{part}.parallelism={parallelism}"
     yield f"{part}.zero_stage={stage or 0}"
     if stage:
         yield f"{part}.zero_engine={engine}"
