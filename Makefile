@@ -6,7 +6,7 @@ WORKERS ?= 2
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint clean
+.PHONY: help install train test fuzz lint clean
 
 help:  ## this list
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12] [PIP_ARGS='...']"
@@ -19,6 +19,9 @@ train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=run
 
 test: install  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
 	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup $(ARGS)
+
+fuzz: install  ## random layouts beside the plain model; ARGS='--fuzz-minutes=5 --fuzz-seed=1' says how long and which
+	@$(VENV)/bin/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
 
 lint: $(VENV)/.lint-installed  ## check format, style and types: ruff, and mypy in strict mode over the rooms that plan
 	@$(VENV)/bin/ruff check $(ARGS)

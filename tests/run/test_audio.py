@@ -65,9 +65,9 @@ HEARING = ("audio.parallelism=data", "audio.num_actors=2", "audio.zero_stage=1")
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """The run that was never interrupted."""
+    """The run that was never interrupted, whose ranks agree on each of their collectives."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    ended = train(*settings(folder, run_dir, *HEARING))
+    ended = train(*settings(folder, run_dir, *HEARING, "cluster.check_collectives=true"))
     assert ended.status == 0, ended.stderr
     return run_dir, ended
 
@@ -85,6 +85,8 @@ def test_it_trains_in_three_parts(whole: tuple[Path, Outcome]) -> None:
     assert set(lines[0]["lr"]) == set(lines[0]["flops"]) == set(lines[0]["comm_bytes"]) == {"vision", "audio", "text"}
     assert all(line["flops"]["audio"] > 0 for line in lines if line["clips"])
     assert lines[-1]["loss"] < lines[0]["loss"]
+    for rank in range(2):
+        assert "collectives so far" in (run_dir / "logs" / f"audio-{rank}.calls").read_text()
 
 
 def test_its_first_loss_is_the_plain_models(whole: tuple[Path, Outcome], folder: Path, tmp_path: Path) -> None:
