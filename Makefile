@@ -18,7 +18,7 @@ train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=run
 	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
 
 test: install  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
-	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup $(ARGS)
+	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --durations=25 --durations-min=5 $(ARGS)
 
 fuzz: install  ## random layouts beside the plain model; ARGS='--fuzz-minutes=5 --fuzz-seed=1' says how long and which
 	@$(VENV)/bin/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
