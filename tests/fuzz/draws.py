@@ -45,7 +45,8 @@ class Draw:
     @property
     def dtype(self) -> str:
         """DeepSpeed has no float64."""
-        return "float32" if "deepspeed" in self.axes["vision states"] + self.axes["text states"] else "float64"
+        kept = [self.axes[f"{part} states"] for part in ("vision", "text", "audio")]
+        return "float32" if any("deepspeed" in states for states in kept) else "float64"
 
 
 def draws(seed: int) -> Iterator[Draw]:
@@ -78,6 +79,7 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
     for part in ("vision", "text"):
         axes[f"{part} recompute"] = rng.choice(("none", "none", "full", "mlp", "light"))
     axes["mlp_chunks"] = rng.choice(("1", "1", "2"))
+    axes["audio states"] = rng.choice(STATES) if kind == "hears" else "no such part"
     rules = rng.choice(RULES)
     axes["trains"] = " ".join(rule.partition(".")[2] for rule in rules)
     return Draw(family, kind, axes, (*_overrides(axes), *rules), rng.randrange(3))
@@ -95,6 +97,8 @@ def _overrides(axes: dict[str, str]) -> Iterator[str]:
         stages = int(axes["stages"]) if part == "text" else 1
         yield from _part(part, axes[f"{part} ranks"], axes[f"{part} states"], stages)
         yield f"{part}.recompute={axes[f'{part} recompute']}"
+    if axes["audio states"] in STATES:
+        yield from _part("audio", "none" if axes["audio states"] == "whole" else "data", axes["audio states"], 1)
     yield f"text.mlp_chunks={axes['mlp_chunks']}"
     if axes["schedule"] == "interleaved":
         yield "text.virtual_stages=2"

@@ -97,8 +97,7 @@ def configure(draw: Draw, folder: str) -> Config:
     fixed = ["training.dry_run=true", "training.max_steps=3", "training.learning_rate=1e-3", "training.eps=1e-6"]
     fixed += ["training.warmup_steps=0", "tiny_assets=null", "cluster.device=cpu", "training.max_grad_norm=1.0"]
     if draw.kind == "hears":
-        fixed += ["audio.num_actors=1", "audio.parallelism=none", f"audio.dtype={draw.dtype}"]
-        fixed += [f"audio.model_name={folder}"]
+        fixed += [f"audio.dtype={draw.dtype}", f"audio.model_name={folder}"]
     return prepare(compose_config("tiny", overrides=[*names, *own, *fixed, *draw.overrides]), new_run=False)
 
 
