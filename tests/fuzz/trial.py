@@ -77,7 +77,7 @@ def try_draw(draw: Draw, folder: str, everywhere: bool) -> Verdict:
     except ConfigError as error:
         return Verdict(REFUSED, str(error))
     except Exception:
-        return Verdict(DEFECT, f"checking fails: {traceback.format_exc()[-900:]}")
+        return Verdict(DEFECT, f"checking fails: {traceback.format_exc()[-2500:]}")
     try:
         with staying_double() if draw.dtype == "float64" else nullcontext():
             steps = make_steps(folder, draw.data_seed, everywhere, heard="audio" in parts(config))
@@ -86,7 +86,7 @@ def try_draw(draw: Draw, folder: str, everywhere: bool) -> Verdict:
     except DhpError as error:
         return Verdict(DEFECT, f"passes every check and is refused at work: {error}")
     except Exception as error:
-        return Verdict(DEFECT, f"{type(error).__name__}: {str(error)[-900:]}")
+        return Verdict(DEFECT, f"{type(error).__name__}: {str(error)[-2500:]}")
     return Verdict(DEFECT, "; ".join(wrong)) if wrong else Verdict(EQUAL)
 
 

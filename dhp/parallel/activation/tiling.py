@@ -49,7 +49,8 @@ def _tile(mlp: nn.Module, chunks: int) -> None:
                 return whole(chunk, *others, **named)
 
         # As many on every rank, though some be empty: who cuts weights gathers them for each.
-        parts = states.tensor_split(chunks, dim=-2)
+        # In one piece each, also of padded rows: some MLPs take their tokens by a view.
+        parts = [part.contiguous() for part in states.tensor_split(chunks, dim=-2)]
         if torch.is_grad_enabled():
             return torch.cat([checkpoint(run, part, [], use_reentrant=False) for part in parts], dim=-2)
         return torch.cat([whole(part, *others, **named) for part in parts], dim=-2)

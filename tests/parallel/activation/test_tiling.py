@@ -19,7 +19,8 @@ class Mlp(nn.Module):
         self.gate, self.down = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, WIDTH)
 
     def forward(self, states: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.gate(states)))
+        tokens = states.view(-1, WIDTH)  # as MLPs with experts take them, which a cut of padded rows must allow
+        return self.down(torch.tanh(self.gate(tokens))).view(states.shape)
 
 
 class Layer(nn.Module):
