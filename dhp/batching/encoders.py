@@ -207,7 +207,7 @@ class Encoder:
             return [_cut(dealt.pictures[piece.image], piece.first, piece.last) for piece in pieces]
         tower, dummy = self.tower, self.tower.dummy_patches
         positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
-        return [_Cut(tower.dummy_pixels(), positions, (dummy,), tower.dummy_form)]
+        return [_Cut(tower.dummy_pixels(torch.empty(0)), positions, (dummy,), tower.dummy_form)]
 
     def _input(self, dealt: Dealt, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]) -> VisionInput:
         first = rank - rank % self._split.ranks

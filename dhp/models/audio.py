@@ -103,7 +103,7 @@ class AudioTower(Tower):
         found: list[Tensor] = list(clips)
         for numbers in inputs.calls:
             if not numbers:
-                found += self._encode_together(model, [self.dummy_pixels().to(inputs.pixels)], [self.dummy_form])
+                found += self._encode_together(model, [self.dummy_pixels(inputs.pixels)], [self.dummy_form])
                 continue
             encoded = self._encode_together(model, [clips[n] for n in numbers], [inputs.forms[n] for n in numbers])
             for n, rows in zip(numbers, encoded, strict=True):

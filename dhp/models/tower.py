@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from dhp.base.errors import ConfigError
@@ -91,9 +90,10 @@ class Tower(Part):
         """Of the picture of a rank without work, where the tower takes pictures whole."""
         return None
 
-    def dummy_pixels(self) -> Tensor:
-        """Of the picture of a rank without work, [patches, values]: grey, as a black one is padding to some towers."""
-        return torch.full((self.dummy_patches, self.patch_dim), 0.5)
+    def dummy_pixels(self, like: Tensor) -> Tensor:
+        """Of the picture of a rank without work, [patches, values], of the type and on the device of `like`: grey, as a
+        black one is padding to some towers."""
+        return like.new_full((self.dummy_patches, self.patch_dim), 0.5)
 
     def calls(self, forms: Sequence[Form]) -> tuple[tuple[int, ...], ...]:
         """Which pictures, by number, go through the tower together, where it takes pictures whole. Of a tower that

@@ -81,7 +81,7 @@ class WholeTower(Tower):
         found: list[Mapping[str, Tensor]] = [{}] * len(forms)
         for numbers in inputs.calls:
             if not numbers:
-                dummy = self.dummy_pixels().to(inputs.pixels)
+                dummy = self.dummy_pixels(inputs.pixels)
                 found += self._encode_together(model, [unpack(self.dummy_form, dummy, model.dtype)], [self.dummy_form])
                 continue
             encoded = self._encode_together(model, [pictures[n] for n in numbers], [forms[n] for n in numbers])
