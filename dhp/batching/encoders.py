@@ -175,10 +175,11 @@ class Encoder:
     def inputs(self, dealt: Dealt) -> tuple[VisionInput, ...]:
         """What each rank receives."""
         cuts = [self._cuts(dealt, pieces) for pieces in dealt.shards]
-        calls = [self.tower.calls([cut.form for cut in own if cut.form is not None]) for own in cuts]
-        most = max(map(len, calls)) if self._split.even_calls else 0
-        even = [own + ((),) * (most - len(own)) for own in calls]
-        return tuple(self._input(dealt, rank, cuts[rank], even[rank]) for rank in range(len(cuts)))
+        forms, even = [[cut.form for cut in own if cut.form is not None] for own in cuts], self._split.even_calls
+        calls = [self.tower.calls(own, even) for own in forms]
+        most = max(map(len, calls)) if even else 0
+        filled = [own + ((),) * (most - len(own)) for own in calls]
+        return tuple(self._input(dealt, rank, cuts[rank], filled[rank]) for rank in range(len(cuts)))
 
     def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[Kept]]:
         """Those to encode, and those whose features are there: work is dealt out evenly of the former alone."""

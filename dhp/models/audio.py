@@ -110,7 +110,7 @@ class AudioTower(Tower):
                 found[n] = rows
         return {AUDIO_EMBEDDINGS: torch.cat(found)}
 
-    def calls(self, forms: Sequence[Form]) -> tuple[tuple[int, ...], ...]:
+    def calls(self, forms: Sequence[Form], even: bool = False) -> tuple[tuple[int, ...], ...]:
         groups: dict[int, list[int]] = defaultdict(list)
         for number, form in enumerate(forms):
             groups[_longest_chunk(form)].append(number)

@@ -95,9 +95,9 @@ class Tower(Part):
         black one is padding to some towers."""
         return like.new_full((self.dummy_patches, self.patch_dim), 0.5)
 
-    def calls(self, forms: Sequence[Form]) -> tuple[tuple[int, ...], ...]:
+    def calls(self, forms: Sequence[Form], even: bool = False) -> tuple[tuple[int, ...], ...]:
         """Which pictures, by number, go through the tower together, where it takes pictures whole. Of a tower that
-        takes any run of patches all do: none are named."""
+        takes any run of patches all do: none are named. even: each call calls every module inside equally often."""
         return ()
 
     @abstractmethod

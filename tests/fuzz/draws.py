@@ -14,11 +14,13 @@ KINDS = {
     "state along the row": ("qwen3_5", "qwen3_5_moe"),
     "head tied": ("gemma3", "paligemma2", "gemma4"),
     "hears": ("qwen3_omni",),
+    "pictures of many shapes": ("llava_next", "llava_onevision", "llava_pixtral", "mistral3", "minicpmv4_6"),
     "tower by patch": ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "kimi_k25"),
     "experts": ("qwen3_vl_moe", "glm4v_moe", "gemma4_moe", "ernie4_5_vl_moe", "deepseek_vl_hybrid"),
 }
 KINDS = {kind: tuple(name for name in names if name in FAMILIES) for kind, names in KINDS.items()}
-KINDS["tower by picture"] = tuple(n for n in FAMILIES if n not in {m for names in KINDS.values() for m in names})
+_NAMED = {name for names in KINDS.values() for name in names}
+KINDS["pictures of one shape"] = tuple(name for name in FAMILIES if name not in _NAMED)
 STATES = ("whole", "deepspeed 1", "deepspeed 2", "deepspeed 3", "fsdp 2", "fsdp 3")
 BY_RANKS = ("data", "data", "data", "tensor", "ulysses", "ring", "none", "data and tensor")
 RULES = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dhp.models import adapters
-from tests.fuzz.draws import KINDS, Draw, count_met, draws
+from tests.fuzz.draws import KINDS, STATES, Draw, count_met, draws
 from tests.fuzz.trial import DEFECT, try_draw
 from tests.helpers import ranks
 from tests.helpers.layouts import FIRST_OUT
@@ -26,10 +26,10 @@ def test_every_family_is_of_one_kind() -> None:
 
 
 def test_draws_depend_on_the_seed_alone() -> None:
-    first, again, other = ([draw for draw, _ in zip(draws(seed), range(40))] for seed in (1, 1, 2))
+    first, again, other = ([draw for draw, _ in zip(draws(seed), range(50))] for seed in (1, 1, 2))
     assert first == again and first != other
-    pairs = {(draw.kind, draw.axes["text states"]) for draw in first[:36]}
-    assert len(pairs) == 36  # each once in the first round
+    pairs = {(draw.kind, draw.axes["text states"]) for draw in first[: len(KINDS) * len(STATES)]}
+    assert len(pairs) == len(KINDS) * len(STATES)  # each once in the first round
 
 
 @pytest.mark.fuzz

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -42,7 +43,8 @@ class Contract:
 
     arguments: of the encoder, that an image processor may give.
 
-    batches: several pictures of one shape may go through the encoder together.
+    batches: several pictures of one shape may go through the encoder together. loops: some module in it is called once
+    for each of them then.
 
     embeds: the decoder needs nothing but embeddings, in which the encoder's rows stand in the places of placeholders.
 
@@ -75,6 +77,7 @@ class Contract:
     vision_layers: LayerParts
     text_layers: LayerParts
     experts: tuple[str, ...]
+    loops: bool = False
 
 
 _found: dict[str, Contract] = {}
@@ -124,6 +127,7 @@ def _find(config: PreTrainedConfig) -> Contract:
         vision_layers=find_vision_parts(model, structure),
         text_layers=text_layers,
         experts=experts_of(text_layers, model),
+        loops=_loops(twin),
     )
 
 
@@ -153,6 +157,28 @@ def _batches(twin: Twin) -> bool:
         if rows.shape != wanted.shape or not torch.allclose(rows, wanted, rtol=1e-9, atol=1e-9):
             return False
     return True
+
+
+def _loops(twin: Twin) -> bool:
+    """Whether some module is called once for each picture of a call, as a merger of pictures of many sizes may be."""
+    counts = []
+    for pictures in (twin.picture(0), joined([twin.picture(0), twin.picture(3)])):
+        calls = Counter[str]()
+        hooks = [
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+            for name, module in twin.model.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        ]
+        try:
+            with torch.no_grad():
+                twin.encode(pictures)
+        except Exception:  # an encoder of single pictures may fail anyhow
+            return True
+        finally:
+            for hook in hooks:
+                hook.remove()
+        counts.append(calls)
+    return counts[0] != counts[1]
 
 
 def _embeds(twin: Twin) -> bool:

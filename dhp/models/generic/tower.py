@@ -58,9 +58,9 @@ class WholeTower(Tower):
             )
         self.check_backend("vision", asked)
 
-    def calls(self, forms: Sequence[Form]) -> tuple[tuple[int, ...], ...]:
+    def calls(self, forms: Sequence[Form], even: bool = False) -> tuple[tuple[int, ...], ...]:
         """Pictures of one shape together, or each by itself."""
-        if not self._contract.batches:
+        if not self._contract.batches or (even and self._contract.loops):
             return tuple((number,) for number in range(len(forms)))
         groups: dict[Any, list[int]] = defaultdict(list)
         for number, form in enumerate(forms):
