@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from dhp.__main__ import main
-from dhp.models.registry import load_family, load_image_processor
 from tests.helpers.runs import ONE_ACTOR_EACH, Outcome, tiny, train
 
 PROMPT = "Which shape is this?"
@@ -19,25 +17,16 @@ NEW = 6
 
 
 def plainly(model: Path, image: Path) -> list[int]:
-    """What plain transformers answers."""
-    tokenizer, processor = AutoTokenizer.from_pretrained(model), load_image_processor(str(model))
-    said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPT}]}]
-    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    shown = processor(Image.open(image).convert("RGB"), return_tensors="pt")
-    placeholder = load_family(str(model)).processor.image_token_id
-    tokens = int(shown["image_grid_thw"].prod()) // 4
-    ids = [
-        one
-        for token in tokenizer(text, add_special_tokens=False)["input_ids"]
-        for one in [token] * (tokens if token == placeholder else 1)
-    ]
-    given = torch.tensor(ids)[None]
-    plain = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
-    kinds = (given == placeholder).long()
-    told = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
-    mask = torch.ones_like(given)
-    found = plain.generate(input_ids=given, attention_mask=mask, mm_token_type_ids=kinds, **shown, **told)
-    return found[0, len(ids) :].tolist()
+    """What plain transformers answers, by the lines that LOAD_PRETRAINED_WEIGHTS.md shows."""
+    page = (Path(__file__).parents[2] / "LOAD_PRETRAINED_WEIGHTS.md").read_text()
+    (lines,) = [one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "generate(" in one]
+    own = {"exported/qwen3b": model, "receipt.png": image, "What is on the receipt?": PROMPT, "128": NEW}
+    for shown, here in own.items():
+        assert lines.count(shown) == 1, shown
+        lines = lines.replace(shown, str(here))
+    names: dict[str, Any] = {}
+    exec(lines, names)
+    return names["answer"].tolist()
 
 
 def generated(out: Path, *arguments: str) -> list[int]:
