@@ -15,6 +15,7 @@ from dhp.batching.encoders import AUDIO, Split
 from dhp.batching.feed import Feed
 from dhp.batching.scatter import ONE, ONE_GROUP
 from dhp.config.schema import DatasetEntry
+from dhp.data.exchanged import Exchanged, Records
 from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.cache import LengthCache
 from dhp.data.lengths.table import MeasuredDataset
@@ -44,6 +45,8 @@ class FeedSettings:
     passes: what a step computes of each part of which not all is trained; none: all is.
 
     text: degrees of the decoder. sequence_groups, even_calls: see `dhp.batching.scatter.Dealer`.
+
+    exchange: OWN or OTHERS of `dhp.data.exchanged`: samples with images that can be exchanged; "": all, as they are.
     """
 
     model_name: str
@@ -65,6 +68,7 @@ class FeedSettings:
     text: Degrees = ONE
     sequence_groups: str = ONE_GROUP
     even_calls: bool = False
+    exchange: str = ""
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -80,8 +84,11 @@ def make_feed(settings: FeedSettings) -> Feed:
     if settings.balancing.method != RANDOM:
         cache, whole = LengthCache(Path(settings.cache_dir)), settings.balancing.window is None
         measured = MeasuredDataset(dataset, preprocess, cache, whole)
-    sampler = _sampler(settings, measured or dataset)
-    source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
+    records: Records = dataset
+    if settings.exchange:
+        records = Exchanged(dataset, settings.exchange, settings.on_bad_sample == "skip")
+    sampler = _sampler(settings, measured or records)
+    source = BatchSource(records, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
     division = (settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     shape = (settings.encoders, settings.packing, measured, *division)
     return Feed(source, family, pad_token(tokenizer), *shape, preprocess.pictures.read_patches)

@@ -44,8 +44,12 @@ class Record:
         return self.turns[-1].role != ANSWERS
 
     def up_to_answer(self) -> tuple[Record, str]:
-        """The prompt of the first answer that is learned, and the text of that answer."""
-        first = next(number for number, turn in enumerate(self.turns) if turn.role == ANSWERS and turn.learned)
+        """The prompt of the first answer that is learned, and the text of that answer. Raises DataError where there is
+        none."""
+        answers = (number for number, turn in enumerate(self.turns) if turn.role == ANSWERS and turn.learned)
+        first = next(answers, 0)
+        if not first:  # an answer stands behind a question
+            raise DataError(f"{self.where}: no answer of it is learned, so it asks for none")
         said = "".join(part for part in self.turns[first].parts if isinstance(part, str))
         return replace(self, turns=self.turns[:first]), said
 

@@ -7,7 +7,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +140,13 @@ class Session:
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.chain, self.groups)
 
-    def open_reader(self, config: Config) -> DatasetActor:
-        """Start the actors that read other data than the run's, as `config` says; once they have opened it."""
+    def open_reader(self, config: Config, exchange: str = "") -> DatasetActor:
+        """Start the actors that read other data than the run's, as `config` says; once they have opened it. exchange:
+        see `dhp.batching.loader.FeedSettings`."""
         near = find_localities(self.chain, self._cluster.devices, config.data.locality_slack)
         actor = self._cluster.dataset_actor(
             make_feed,
-            feed_settings(config, near),
+            replace(feed_settings(config, near), exchange=exchange),
             micro_batches=micro_batches(config),
             workers=config.data.num_workers,
             prefetch=max(1, config.data.num_workers),
