@@ -5,7 +5,7 @@ from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.parts import parts
 from dhp.config.recompute import read_choices
 from dhp.config.resolved import resolved
-from dhp.config.schema import Config, LimitsConfig, PartConfig
+from dhp.config.schema import Config, DataConfig, LimitsConfig, PartConfig
 
 
 def check_schedule(config: Config) -> None:
@@ -135,13 +135,17 @@ def check_balance(config: Config) -> None:
             "data.balance=balanced, or leave it out"
         )
     _check_limits(data.limits, method, packs)
+    for key, methods in (("isf_passes", ("isf",)), ("group_window", ("length_group", "device_group"))):
+        value = getattr(data, key)
+        if method not in methods and value != getattr(DataConfig(), key):
+            raise ConfigError(f"data.{key}={value} with data.balance={method}: that is for {' and '.join(methods)}")
     if data.balance_window is not None:
         _check_window(config, data.balance_window)
 
 
 def _check_limits(limits: LimitsConfig, method: str, packs: bool) -> None:
     for name, value in vars(limits).items():
-        if value is not None and not packs:
+        if value not in (None, MEAN) and not packs:
             raise ConfigError(f"data.limits.{name}={value} with data.balance={method}, which fills no rows to it")
         if value is not None and method != "isf" and name.startswith("full_"):
             raise ConfigError(f"data.limits.{name}={value} with data.balance={method}: only isf asks what is full")

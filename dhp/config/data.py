@@ -30,6 +30,10 @@ class DatasetEntry:
 class LimitsConfig:
     """How much a row may hold where data.balance makes packs; a sample beyond it has a row of its own."""
 
+    rule: str = "mean"
+    """Where the limits below that are null come from: mean (as they say) | paper (OmniBal's: text is the longest
+    sample, vision that times image tokens / tokens of all samples, full_text is text − 128, full_vision is vision)."""
+
     text: Optional[int] = None
     """Tokens, those of images included (Q_t of ISF). Null: training.micro_batch_size × the mean sample's."""
 
@@ -97,6 +101,13 @@ class DataConfig:
     balance_window: Optional[int] = None
     """Samples of a random order that are balanced together, each window measured while the one before it is trained on:
     for datasets too large to be measured before the first step; needs training.max_steps. Null: an epoch."""
+
+    group_window: int = 50
+    """length_group and device_group: steps whose samples are sorted together, by their image tokens and among equal
+    ones by all tokens, within a random order. The more, the more alike are rows, and the less random."""
+
+    isf_passes: int = 10
+    """isf: most passes of sampling and filtering; the packs of the last one are kept, however full they are."""
 
     long_tokens: Optional[int] = None
     """Tokens from which on a sample counts as long: a step then has long samples or shorter ones, each kind balanced by

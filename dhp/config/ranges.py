@@ -16,6 +16,7 @@ COLUMNS = (
     *("instruction", "input", "output", "query", "response", "history", *TURN_COLUMNS),
 )
 BALANCE = ("random", "length_group", "device_group", "isf", "balanced")
+MEAN, PAPER = LIMIT_RULES = ("mean", "paper")
 TRANSPORTS = ("auto", "shared_memory", "object_store", "nixl", "cuda_ipc")
 SEQUENTIAL, VISION_AHEAD, GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = (
     "sequential",
@@ -121,6 +122,9 @@ def check_data(data: DataConfig, reads: bool = True) -> None:
     require(data.num_workers >= 0, "data.num_workers", data.num_workers, "num_workers >= 0")
     if data.prefetch is not None:
         require(data.prefetch >= 0, "data.prefetch", data.prefetch, "prefetch >= 0")
+    require_choice("data.limits.rule", data.limits.rule, LIMIT_RULES)
+    for field in ("group_window", "isf_passes"):
+        require_positive(f"data.{field}", getattr(data, field))
     for field in ("text", "vision", "full_text", "full_vision"):
         if getattr(data.limits, field) is not None:
             require_positive(f"data.limits.{field}", getattr(data.limits, field))

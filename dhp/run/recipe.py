@@ -18,7 +18,7 @@ from dhp.models.registry import WEIGHT_ENDINGS
 # Of the sections training and data: what must stay (`dhp.run.settings.kept_settings`, and a sampler's order) …
 HELD = {
     "training": {"batch_size", "micro_batch_size", "trainable", "frozen"},
-    "data": {"datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits"},
+    "data": {"datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits", "isf_passes", "group_window"},
 }
 # … and what decides nothing that is trained. All else is the recipe.
 BESIDE = {

@@ -73,6 +73,8 @@ def feed_settings(
             config.data.balance,
             window=config.data.balance_window,
             long=config.data.long_tokens,
+            isf_passes=config.data.isf_passes,
+            group_window=config.data.group_window,
             **asdict(config.data.limits),
         ),
         passes=dict(passes),

@@ -96,6 +96,13 @@ def test_autotp_wants_whole_key_value_heads():
     ("data", "steps", "message"),
     [
         ({"balance": "isf", "packing": False}, None, "data.balance=isf with data.packing=false"),
+        ({"isf_passes": 3}, None, "data.isf_passes=3 with data.balance=random: that is for isf"),
+        (
+            {"balance": "isf", "group_window": 3},
+            None,
+            "data.group_window=3 .* that is for length_group and device_group",
+        ),
+        ({"limits": LimitsConfig(rule="paper")}, None, "data.limits.rule=paper with data.balance=random"),
         ({"balance": "balanced", "shuffle": False}, None, "data.balance=balanced with data.shuffle=false"),
         ({"limits": LimitsConfig(vision=9)}, None, "data.limits.vision=9 with data.balance=random"),
         (

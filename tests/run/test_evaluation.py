@@ -160,6 +160,17 @@ def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> No
     assert (told["step"], told["loss"]) == (best, found[best - 1]["loss"]) and again.left == ()
 
 
+def test_images_are_exchanged_in_one_start(tiny_assets: Path) -> None:
+    given = [str(tiny_assets / "model"), "--config-name=tiny", f"tiny_assets={tiny_assets}", *ONE_ACTOR_EACH]
+    asked = ["data.eval_datasets=['shapes%5']", "exchange=images", "--json"]
+    ended = train("evaluate", "loss", *given, *asked, module="dhp")
+    assert ended.status == 0 and ended.left == (), ended.stderr
+    own, others = map(json.loads, ended.stdout.splitlines())
+    assert (own["images"], others["images"]) == ("own", "others")
+    assert [own[key] for key in ("samples", "target_tokens")] == [others[key] for key in ("samples", "target_tokens")]
+    assert own["loss"] != others["loss"] and own["samples"] > 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -167,6 +178,7 @@ def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> No
         (["{model}", "--config-name=tiny"], "data.eval_datasets is empty"),
         (["{model}", "--config-name=tiny", "data.eval_datasets=[shape]"], "did you mean shapes?"),
         (["nowhere"], "nowhere is no directory"),
+        (["{model}", "exchange=words"], "exchange=words: images alone can be exchanged; write exchange=images"),
         (
             ["{model}", "training.eval_answers=4"],
             "nothing is answered. Leave it out, and ask by `python -m dhp generate",
