@@ -137,7 +137,7 @@ def check_balance(config: Config) -> None:
     _check_limits(data.limits, method, packs)
     for key, methods in (("isf_passes", ("isf",)), ("group_window", ("length_group", "device_group"))):
         value = getattr(data, key)
-        if method not in methods and value != getattr(DataConfig(), key):
+        if method not in methods and value != getattr(DataConfig, key):
             raise ConfigError(f"data.{key}={value} with data.balance={method}: that is for {' and '.join(methods)}")
     if data.balance_window is not None:
         _check_window(config, data.balance_window)
@@ -145,7 +145,7 @@ def check_balance(config: Config) -> None:
 
 def _check_limits(limits: LimitsConfig, method: str, packs: bool) -> None:
     for name, value in vars(limits).items():
-        if value not in (None, MEAN) and not packs:
+        if value not in (None, LimitsConfig.rule) and not packs:
             raise ConfigError(f"data.limits.{name}={value} with data.balance={method}, which fills no rows to it")
         if value is not None and method != "isf" and name.startswith("full_"):
             raise ConfigError(f"data.limits.{name}={value} with data.balance={method}: only isf asks what is full")

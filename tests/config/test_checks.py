@@ -100,7 +100,7 @@ def test_autotp_wants_whole_key_value_heads():
         (
             {"balance": "isf", "group_window": 3},
             None,
-            "data.group_window=3 .* that is for length_group and device_group",
+            "data.group_window=3 with data.balance=isf: that is for length_group",
         ),
         ({"limits": LimitsConfig(rule="paper")}, None, "data.limits.rule=paper with data.balance=random"),
         ({"balance": "balanced", "shuffle": False}, None, "data.balance=balanced with data.shuffle=false"),
