@@ -16,7 +16,9 @@ class DatasetEntry:
     """Directory that the paths of images and videos start from; none may leave it. Empty: no such files."""
 
     format: str = "auto"
-    """How conversations are written: llava | sharegpt | openai | alpaca | swift | auto (told by the first samples)."""
+    """How conversations are written: llava | sharegpt | openai | alpaca | swift | auto (told by the first samples). Or
+    text: a row is {text: …} for continued pre-training, without a chat template; all its tokens are learned, and those
+    beyond max_tokens are cut off."""
 
     columns: dict[str, str] = field(default_factory=dict)
     """Keys of these samples that have other names than the format's: its name on the left, this file's on the right, as
@@ -136,7 +138,8 @@ class DataConfig:
     """New order of the samples in each epoch, by seed. False: the annotation file's order."""
 
     max_tokens: Optional[int] = None
-    """Longest sample, tokens with those of its images; a longer one is defective (on_bad_sample). Null: any length."""
+    """Longest sample, tokens with those of its images; a longer one is defective (on_bad_sample), or of the format text
+    cut. Null: any length."""
 
     video_fps: float = 2.0
     """Frames a second that are taken of a video; at least 4 of each, where it has as many."""

@@ -9,11 +9,11 @@ from dhp.config.mixing import read_datasets, split_share
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingConfig
 
-DATA_FORMATS = ("auto", "llava", "sharegpt", "openai", "alpaca", "swift")
+DATA_FORMATS = ("auto", "llava", "sharegpt", "openai", "alpaca", "swift", "text")
 TURN_COLUMNS = ("role", "content", "from", "value")  # of each turn; the others are a sample's
 COLUMNS = (
     *("messages", "conversations", "conversation", "system", "image", "images", "video", "videos", "audio", "audios"),
-    *("instruction", "input", "output", "query", "response", "history", *TURN_COLUMNS),
+    *("instruction", "input", "output", "query", "response", "history", "text", *TURN_COLUMNS),
 )
 BALANCE = ("random", "length_group", "device_group", "isf", "balanced")
 MEAN, PAPER = LIMIT_RULES = ("mean", "paper")
