@@ -141,6 +141,11 @@ def check_balance(config: Config) -> None:
             raise ConfigError(f"data.{key}={value} with data.balance={method}: that is for {' and '.join(methods)}")
     if data.balance_window is not None:
         _check_window(config, data.balance_window)
+        if config.training.save_epochs is not None:
+            raise ConfigError(
+                f"training.save_epochs={config.training.save_epochs} with data.balance_window={data.balance_window}: "
+                "with which step an epoch ends is known only when it is measured. Set training.save_steps"
+            )
 
 
 def _check_limits(limits: LimitsConfig, method: str, packs: bool) -> None:

@@ -62,7 +62,7 @@ def check_training(training: TrainingConfig) -> None:
         require_positive("training.max_steps", training.max_steps)
     if training.save_steps is not None:
         require_positive("training.save_steps", training.save_steps)
-    for field in ("save_total_limit", "eval_steps"):
+    for field in ("save_total_limit", "save_epochs", "eval_steps"):
         if getattr(training, field) is not None:
             require_positive(f"training.{field}", getattr(training, field))
     answers = training.eval_answers

@@ -122,13 +122,14 @@ class Evaluation:
         return _Done(info, tuple(self._session.values(refs.shares)))
 
 
-def due(config: Config, step: int, last: int) -> bool:
-    """Whether the loss is measured after `step` of `last` steps."""
+def due(config: Config, step: int, last: int, saves: bool = False) -> bool:
+    """Whether the loss is measured after `step` of `last` steps. saves: whether there is a checkpoint then."""
     training = config.training
     if not config.data.eval_datasets:
         return False
-    every = [training.eval_steps, training.save_steps if training.best_metric else None]
-    return step == last or any(n is not None and step % n == 0 for n in every)
+    every = training.eval_steps
+    best = training.best_metric is not None and saves
+    return step == last or best or (every is not None and step % every == 0)
 
 
 def together(found: Sequence[EvalMetrics]) -> EvalMetrics:

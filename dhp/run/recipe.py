@@ -23,7 +23,8 @@ HELD = {
 # … and what decides nothing that is trained. All else is the recipe.
 BESIDE = {
     "training": {
-        *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_total_limit", "eval_steps"),
+        *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
+        *("save_final", "save_total_limit", "eval_steps"),
         *("eval_answers", "eval_answer_tokens", "best_metric", "resume", "loggers", "logger_project", "schedule"),
     },
     "data": {
