@@ -26,6 +26,7 @@ from dhp.data.preprocess import Preprocessor, Prompts, Videos
 from dhp.data.read_settings import ReadSettings
 from dhp.data.sounds import NO_ACTORS, NO_TOWER, Sounds
 from dhp.data.source import BatchSource, Dataset, open_dataset
+from dhp.data.tiles import tile_arguments
 from dhp.features.folder import FeatureFolder
 from dhp.models.family import Family
 from dhp.models.positions import find_positions
@@ -105,9 +106,10 @@ def open_model(settings: FeedSettings) -> tuple[Family, Any]:
 
 def make_preprocessor(settings: FeedSettings, family: Family, tokenizer: Any) -> Preprocessor:
     """What turns records into samples, as the settings say."""
+    images = load_image_processor(settings.model_name)
     return Preprocessor(
         tokenizer,
-        load_image_processor(settings.model_name),
+        images,
         family.processor.image_token_id,
         family.processor.image_tokens,
         family.processor.patches,
@@ -117,7 +119,7 @@ def make_preprocessor(settings: FeedSettings, family: Family, tokenizer: Any) ->
         settings.reading.max_tokens,
         None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
         family.processor.about(),
-        family.processor.image_arguments,
+        {**family.processor.image_arguments, **tile_arguments(images, settings.reading.max_tiles)},
         _sounds(family),
         _prompts(family, settings.reading),
         _kept(family, settings.features),

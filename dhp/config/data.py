@@ -82,6 +82,10 @@ class DataConfig:
     max_pixels: Optional[int] = None
     """Largest area of an image, pixels; larger ones are reduced. Null: the model's own setting."""
 
+    max_tiles: Optional[int] = None
+    """Most tiles that an image is cut into, of models that see images as tiles of one size, as InternVL; a thumbnail
+    beside them is not counted. Null: the model's own setting."""
+
     packing: bool = True
     """Lay the samples of a micro-batch one behind another in one row, without padding, each seeing itself only. False:
     a row a sample, padded to the longest."""

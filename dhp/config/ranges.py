@@ -137,6 +137,7 @@ def check_data(data: DataConfig, reads: bool = True) -> None:
     for field in (
         "min_pixels",
         "max_pixels",
+        "max_tiles",
         "video_max_pixels",
         "video_whole_frames",
         "max_tokens",

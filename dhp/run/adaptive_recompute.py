@@ -137,7 +137,11 @@ def arrange(chain: Chain, schedule: Schedule, device: str) -> Arrangement:
 def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
     """All that decides what a layer costs: runs that agree in it share their measurements."""
     sizes = {"micro_batch_size": config.training.micro_batch_size, "packing": config.data.packing}
-    pixels = {"min_pixels": config.data.min_pixels, "max_pixels": config.data.max_pixels}
+    pixels = {
+        "min_pixels": config.data.min_pixels,
+        "max_pixels": config.data.max_pixels,
+        "max_tiles": config.data.max_tiles,
+    }
     sections = parts(config)
     return {
         "model": {key: _plain(value) for key, value in model.items() if key.endswith(("model_type", "_config"))},

@@ -68,6 +68,7 @@ def feed_settings(
             chat_template=read_template(config.data.chat_template),
             learn_empty_thoughts=config.data.learn_empty_thoughts,
             whole_frames=config.data.video_whole_frames,
+            max_tiles=config.data.max_tiles,
         ),
         balancing=BalanceSettings(
             config.data.balance,
