@@ -105,14 +105,20 @@ def check_stages(layers: int, pipeline: int, virtual: int) -> None:
 
 
 def check_budget(config: Config) -> None:
-    """A plan is made for a number of bytes. Raises ConfigError where a part is to have one and there is no number."""
+    """A plan is made for a number of bytes. Raises ConfigError where a part is to have one and there is no number, and
+    no GPU to read it from."""
     for name, part in parts(config).items():
-        if part.recompute == "auto" and config.memory.budget_gib is None:
-            raise ConfigError(
-                f"{name}.recompute=auto without memory.budget_gib: how much may be kept? Set memory.budget_gib to what "
-                "activations may take on one device, GiB: its memory less what a dry run (training.dry_run=true) "
-                f"counts, or {name}.recompute=full"
-            )
+        if part.recompute == "auto" and config.memory.budget_gib is None and config.cluster.device == "cpu":
+            raise no_budget(f"{name}.recompute")
+
+
+def no_budget(key: str) -> ConfigError:
+    """For `key`=auto on devices whose memory cannot be read."""
+    return ConfigError(
+        f"{key}=auto without memory.budget_gib: how much may be kept? What is left is read from GPUs alone. Set "
+        "memory.budget_gib to what activations may take on one device, GiB: its memory less what a dry run "
+        f"(training.dry_run=true) counts, or {key}=full"
+    )
 
 
 def check_balance(config: Config) -> None:

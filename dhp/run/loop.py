@@ -26,7 +26,7 @@ from dhp.observe.data_stall import DataStall
 from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
 from dhp.run.chain import make_chain
-from dhp.run.devices import find_peak
+from dhp.run.devices import device_memory, find_peak
 from dhp.run.evaluation import Evaluation, due
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.loggers import make_loggers
@@ -176,8 +176,11 @@ class TrainLoop:
         self.schedule = make_schedule(config.training.schedule, self.chain, micro_batches(config))
         self.recomputing = None
         if plans_any(config, self.chain):
+            memory = None
+            if config.memory.budget_gib is None:
+                memory = device_memory(session.groups, config.cluster.start_timeout_s)
             self.recomputing = Recomputing(
-                config, self.chain, session.stages, session.device, self.schedule, self.recorder.say
+                config, self.chain, session.stages, session.device, self.schedule, self.recorder.say, memory
             )
         self.tracing = None
         if config.training.trace:
