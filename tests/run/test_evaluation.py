@@ -62,6 +62,15 @@ def test_epochs_that_end_with_a_checkpoint(every: int, steps: int, ends: set[int
     assert set(session._epoch_ends(steps)) == ends
 
 
+def test_a_run_leaves_the_checkpoints_of_its_epochs_alone(tiny_assets: Path, tmp_path: Path) -> None:
+    asked = ["data.datasets=['shapes%5']", "training.max_steps=null", "training.num_epochs=3", "training.save_epochs=2"]
+    ended = train(*tiny(tiny_assets, tmp_path / "run", *ONE_ACTOR_EACH, *asked, "training.save_final=false"))
+    assert ended.status == 0 and ended.left == (), ended.stderr
+    steps = len(read_metrics(tmp_path / "run"))
+    assert steps % 3 == 0 and "saving the final checkpoint" not in ended.stdout + ended.stderr
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == [f"step_{steps // 3 * 2}"]
+
+
 def test_best_of_no_checkpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no checkpoint that could be the best"):
         config_of("training.save_final=false", "training.best_metric=eval_loss")
