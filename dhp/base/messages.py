@@ -222,7 +222,7 @@ class DeviceInfo:
     """What one rank computes on.
 
     device_id: the same for ranks that share the device. format: of the numbers that it multiplies. measured: operations
-    a second, where this rank has measured them.
+    a second, where this rank has measured them. memory_bytes: of a GPU, all of it.
     """
 
     kind: str  # cpu | cuda
@@ -230,6 +230,7 @@ class DeviceInfo:
     device_id: str
     format: str
     measured: float | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)

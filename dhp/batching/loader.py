@@ -15,6 +15,7 @@ from dhp.batching.encoders import AUDIO, Split
 from dhp.batching.feed import Feed
 from dhp.batching.scatter import ONE, ONE_GROUP
 from dhp.config.schema import DatasetEntry
+from dhp.data.exchanged import Exchanged, Records
 from dhp.data.kept_pictures import KeptPictures
 from dhp.data.lengths.cache import LengthCache
 from dhp.data.lengths.table import MeasuredDataset
@@ -25,6 +26,7 @@ from dhp.data.preprocess import Preprocessor, Prompts, Videos
 from dhp.data.read_settings import ReadSettings
 from dhp.data.sounds import NO_ACTORS, NO_TOWER, Sounds
 from dhp.data.source import BatchSource, Dataset, open_dataset
+from dhp.data.tiles import tile_arguments
 from dhp.features.folder import FeatureFolder
 from dhp.models.family import Family
 from dhp.models.positions import find_positions
@@ -44,6 +46,8 @@ class FeedSettings:
     passes: what a step computes of each part of which not all is trained; none: all is.
 
     text: degrees of the decoder. sequence_groups, even_calls: see `dhp.batching.scatter.Dealer`.
+
+    exchange: OWN or OTHERS of `dhp.data.exchanged`: samples with images that can be exchanged; "": all, as they are.
     """
 
     model_name: str
@@ -65,6 +69,7 @@ class FeedSettings:
     text: Degrees = ONE
     sequence_groups: str = ONE_GROUP
     even_calls: bool = False
+    exchange: str = ""
 
 
 def make_feed(settings: FeedSettings) -> Feed:
@@ -80,8 +85,11 @@ def make_feed(settings: FeedSettings) -> Feed:
     if settings.balancing.method != RANDOM:
         cache, whole = LengthCache(Path(settings.cache_dir)), settings.balancing.window is None
         measured = MeasuredDataset(dataset, preprocess, cache, whole)
-    sampler = _sampler(settings, measured or dataset)
-    source = BatchSource(dataset, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
+    records: Records = dataset
+    if settings.exchange:
+        records = Exchanged(dataset, settings.exchange, settings.on_bad_sample == "skip")
+    sampler = _sampler(settings, measured or records)
+    source = BatchSource(records, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
     division = (settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     shape = (settings.encoders, settings.packing, measured, *division)
     return Feed(source, family, pad_token(tokenizer), *shape, preprocess.pictures.read_patches)
@@ -98,9 +106,10 @@ def open_model(settings: FeedSettings) -> tuple[Family, Any]:
 
 def make_preprocessor(settings: FeedSettings, family: Family, tokenizer: Any) -> Preprocessor:
     """What turns records into samples, as the settings say."""
+    images = load_image_processor(settings.model_name)
     return Preprocessor(
         tokenizer,
-        load_image_processor(settings.model_name),
+        images,
         family.processor.image_token_id,
         family.processor.image_tokens,
         family.processor.patches,
@@ -110,7 +119,7 @@ def make_preprocessor(settings: FeedSettings, family: Family, tokenizer: Any) ->
         settings.reading.max_tokens,
         None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
         family.processor.about(),
-        family.processor.image_arguments,
+        {**family.processor.image_arguments, **tile_arguments(images, settings.reading.max_tiles)},
         _sounds(family),
         _prompts(family, settings.reading),
         _kept(family, settings.features),

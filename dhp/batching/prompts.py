@@ -58,15 +58,20 @@ class PromptFeed:
         self._replicas = settings.text.data
         self._references: list[str | None] = [None] * len(records)
 
-    def add(self, record: Record, reference: str | None = None) -> None:
-        """One prompt more. Raises DataError, with its place, if it cannot be answered: its videos are decoded to their
-        ends, because a run that trains is no place to find out."""
-        sample = self._preprocess(record)
-        self._check(record, sample)
-        with located(record.where):
-            self._preprocess.pictures.require_readable(sample)
+    def add(self, record: Record, reference: str | None = None, looked_at: bool = True) -> None:
+        """One prompt more. looked_at: raises DataError, with its place, if it cannot be answered; its videos are
+        decoded to their ends, because a run that trains is no place to find out."""
+        if looked_at:
+            sample = self._preprocess(record)
+            self._check(record, sample)
+            with located(record.where):
+                self._preprocess.pictures.require_readable(sample)
         self._records.append(record)
         self._references.append(reference)
+
+    def __len__(self) -> int:
+        """Prompts so far."""
+        return len(self._records)
 
     @property
     def steps(self) -> int:
@@ -143,18 +148,24 @@ def make_prompt_feed(settings: FeedSettings, records: Sequence[Record], sampling
     return PromptFeed(settings, records, preprocess, dealer, tokenizer, own, find_positions(family.config))
 
 
-def make_held_out_feed(settings: FeedSettings, count: int, sampling: Sampling) -> PromptFeed:
-    """The prompts of the first answers of the first `count` samples of the settings' datasets, with those answers."""
+def make_held_out_feed(settings: FeedSettings, count: int | None, sampling: Sampling) -> PromptFeed:
+    """The prompts of the first answers of the first `count` samples of the settings' datasets, with those answers.
+
+    count: None for all samples, whose media are looked at when they are answered, unless bad ones are left out. Raises
+    DataError for a bad sample that is not left out, and where no prompt is left."""
     dataset = open_datasets(settings)
     feed = make_prompt_feed(settings, (), sampling)
+    skips = settings.on_bad_sample == "skip"
     for index in range(len(dataset)):
-        if len(feed.prompts) == count:
+        if len(feed) == count:
             break
         try:
-            feed.add(*dataset.record(index).up_to_answer())
+            feed.add(*dataset.record(index).up_to_answer(), looked_at=skips or count is not None)
         except DataError:
-            if settings.on_bad_sample != "skip":
+            if not skips:
                 raise
+    if not len(feed):
+        raise DataError(f"{', '.join(settings.datasets)} has no sample that can be asked. Name another dataset")
     return feed
 
 

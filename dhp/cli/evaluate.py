@@ -9,12 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
+from dhp.base.errors import ConfigError
 from dhp.base.interrupts import heed, interruptible
 from dhp.base.startup import StartUp
 from dhp.cli import needle
 from dhp.cli.evaluated import add_options, find_configuration
 from dhp.cli.logs_folder import logs_folder
 from dhp.config.nearest import did_you_mean, nearest
+from dhp.observe.metrics import EvalMetrics
+
+EXCHANGE = "exchange"  # a setting of the command alone
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,6 +39,9 @@ def loss(arguments: Sequence[str]) -> int:
     PATH is a run's directory (its newest checkpoint, or `checkpoints/best`), a checkpoint, or the directory of a
     Hugging Face model. A run's own config.yaml says the layout and the data; for a model, name a FILE.yaml or
     --config-name. key=value changes either, as data.eval_datasets=[NAME].
+
+    exchange=images measures it twice: as the samples are, and each with the images of another one. A model that looks
+    at images loses by that; only samples are counted that show images, and for which another one shows as many others.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dhp evaluate loss",
@@ -45,19 +52,37 @@ def loss(arguments: Sequence[str]) -> int:
     add_options(parser)
     given = parser.parse_intermixed_args(arguments)
     heed()
+    exchange, given.settings = _split_exchange(given.settings)
     config, checkpoint = find_configuration(given)
     say = _silent if given.json else StartUp(time.perf_counter())
-    from dhp.run.evaluation import evaluate  # it brings torch and Ray along
+    from dhp.run.evaluation import evaluate, evaluate_exchanged  # it brings torch and Ray along
 
     with interruptible(), logs_folder("dhp-evaluate-") as logs:
-        found = evaluate(replace(config, run_dir=str(logs)), checkpoint, say)
-    for metrics in found:
-        shown = f"{metrics.dataset or 'all together':16} "
-        if metrics.loss is not None:
-            shown += f"loss {metrics.loss:.4f}  accuracy {metrics.accuracy:.1%}"
-        counted = f"{metrics.target_tokens:,} target tokens  {metrics.samples:,} samples  {metrics.seconds:.1f} s"
-        print(json.dumps(asdict(metrics)) if given.json else f"{shown}  {counted}")
+        asked = (replace(config, run_dir=str(logs)), checkpoint, say)
+        found = evaluate_exchanged(*asked) if exchange else {"": evaluate(*asked)}
+    for images, lines in found.items():
+        for metrics in lines:
+            told = asdict(metrics) | ({"images": images} if images else {})
+            print(json.dumps(told) if given.json else _line(metrics, images))
     return 0
+
+
+def _split_exchange(settings: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether images are exchanged, and the other settings. Raises ConfigError for anything else to exchange."""
+    rest = [one for one in settings if one.partition("=")[0] != EXCHANGE]
+    for one in settings:
+        if one not in (*rest, f"{EXCHANGE}=images"):
+            raise ConfigError(f"{one}: images alone can be exchanged; write {EXCHANGE}=images")
+    return len(rest) < len(settings), rest
+
+
+def _line(metrics: EvalMetrics, images: str) -> str:
+    """images: whose images the samples had; "": nothing is said of it."""
+    shown = f"{metrics.dataset or 'all together':16} " + (f"{images + ' images':14} " if images else "")
+    if metrics.loss is not None:
+        shown += f"loss {metrics.loss:.4f}  accuracy {metrics.accuracy:.1%}"
+    counted = f"{metrics.target_tokens:,} target tokens  {metrics.samples:,} samples  {metrics.seconds:.1f} s"
+    return f"{shown}  {counted}"
 
 
 def _silent(text: str) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,17 @@ from dhp.config.recorded import compose_recorded
 from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
 from dhp.config.search_path import named_file
+from dhp.observe.metrics import AnswerMetrics
 
 
 def main(arguments: Sequence[str]) -> int:
-    """generate: answer one prompt, which may show images and videos.
+    """generate: answer one prompt, which may show images and videos, or all prompts of a dataset.
 
     checkpoint= is a run's directory (its newest checkpoint, or `checkpoints/best`), a checkpoint, or the directory of a
     Hugging Face model. A run's own config.yaml says the layout; for a model, name a FILE.yaml or --config-name.
     key=value changes either. The prompt is one turn of a user, images and videos first, as the model's chat template
-    writes it.
+    writes it. dataset=NAME out=answers.jsonl asks every sample of a dataset, after one start, and writes a line each:
+    prompt, reference, answer, whether the two are the same.
     """
     own = ", ".join(f"{one.name}=" for one in fields(GenerateRequest))
     parser = argparse.ArgumentParser(
@@ -45,8 +48,13 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     heed()
     request, settings = read_request(given.settings)
+    if request.dataset and given.benchmark:
+        raise ConfigError("--benchmark answers one prompt several times; give it prompt=TEXT in the place of dataset=")
     out = _new_file(request.out)
     config, checkpoint = _configuration(request, given, settings)
+    if request.dataset and out is not None:
+        print(_answer_all(config, checkpoint, request, out), flush=True)
+        return 0
     from dhp.run.generation import ROUNDS, generate  # it brings torch and Ray along
 
     with interruptible(), logs_folder("dhp-generate-") as logs:
@@ -58,6 +66,29 @@ def main(arguments: Sequence[str]) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(answer, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
+
+
+def _answer_all(config: Config, checkpoint: Path | None, request: GenerateRequest, out: Path) -> str:
+    """Write a line an answer, each as soon as it is there; how many are exact, in words."""
+    from dhp.run.generation import generate_all  # it brings torch and Ray along
+
+    exact = count = 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with interruptible(), logs_folder("dhp-generate-") as logs, out.open("w", encoding="utf-8") as file:
+        told = generate_all(replace(config, run_dir=str(logs)), checkpoint, request, StartUp(time.perf_counter()))
+        with closing(told):
+            for found in told:
+                line = answer_line(found)
+                exact, count = exact + line["exact"], count + 1
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.flush()
+    return f"{request.dataset}: {exact:,} of {count:,} answers are exact ({exact / count:.1%}); all are in {out}"
+
+
+def answer_line(found: AnswerMetrics) -> dict[str, Any]:
+    """An answer as a line of the file. exact: it is the reference, but for white space around the two."""
+    told = {key: getattr(found, key) for key in ("number", "prompt", "reference", "answer", "tokens")}
+    return told | {"exact": found.answer.strip() == found.reference.strip()}
 
 
 def _configuration(
@@ -79,7 +110,7 @@ def _configuration(
         )
     if request.checkpoint and checkpoint is None:
         config = replace(config, **{part: replace(own, model_name=str(path)) for part, own in parts(config).items()})
-    return answering(config), checkpoint
+    return answering(config, request.dataset), checkpoint
 
 
 def _new_file(out: str) -> Path | None:

@@ -83,10 +83,14 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     if not len(loads):
         raise DataError(f"no sample of {', '.join(config.data.datasets)} can be used; {out / 'defects.txt'} says why")
     draw_histograms(_panels(feed), "tokens a sample", "samples", out / "lengths.png")
-    limits = settings.balancing.limits(loads, config.training.micro_batch_size)
+    of_methods = {
+        method: replace(settings.balancing, method=method).limits(loads, config.training.micro_batch_size)
+        for method in ("balanced", "isf")
+    }
     rows = list(_balance(loads, settings.balancing, config))
     (out / "balance.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    _tell_lengths(loads, limits)
+    _tell_lengths(loads)
+    _tell_limits(loads, of_methods, config.data.limits.rule)
     _tell_balance(rows, config)
     packs = choose_method(config.data.balance, config.data.long_tokens)(
         loads, _limits(config, settings, loads), _rows(config), config.seed
@@ -210,15 +214,25 @@ def _tell_datasets(feed: Feed, settings: FeedSettings, defects: Mapping[tuple[st
         print(f"  … and {len(defects) - SHOWN_DEFECTS} more")
 
 
-def _tell_lengths(loads: Loads, limits: Limits) -> None:
+def _tell_lengths(loads: Loads) -> None:
     print(f"\n{'':24} {'mean':>9} {'median':>9} {'95%':>9} {'99%':>9} {'longest':>9}")
     for name, values in (("tokens a sample", loads.text), ("of these, of images", loads.vision)):
         figures = (values.mean(), *np.quantile(values, (0.5, 0.95, 0.99)), values.max())
         print(f"{name:24} " + " ".join(f"{figure:9.0f}" for figure in figures))
-    beyond = int(((loads.text > limits.text) | (loads.vision > limits.vision)).sum())
     _explain(LENGTHS)
-    told = f"packs of isf and balanced hold {limits.text} tokens, {limits.vision} of images"
-    print(f"{told}; {beyond} samples ({beyond / len(loads):.1%}) are beyond that and stand alone")
+
+
+def _tell_limits(loads: Loads, of_methods: Mapping[str, Limits], rule: str) -> None:
+    """What rows hold by each method that fills them. rule: data.limits.rule."""
+    for method, limits in of_methods.items():
+        beyond = int(((loads.text > limits.text) | (loads.vision > limits.vision)).sum())
+        print(
+            f"packs of {method} hold {limits.text} tokens, {limits.vision} of images (data.limits.rule={rule}); "
+            f"{beyond} samples ({beyond / len(loads):.1%}) are beyond that and stand alone"
+        )
+    vision, text = of_methods["isf"].full
+    most = of_methods["isf"].passes
+    print(f"isf keeps one from {text} tokens or {vision} of images on, in at most {most} passes (data.isf_passes)")
 
 
 def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterator[dict[str, float | str]]:

@@ -5,7 +5,7 @@ from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.parts import parts
 from dhp.config.recompute import read_choices
 from dhp.config.resolved import resolved
-from dhp.config.schema import Config, LimitsConfig, PartConfig
+from dhp.config.schema import Config, DataConfig, LimitsConfig, PartConfig
 
 
 def check_schedule(config: Config) -> None:
@@ -105,14 +105,20 @@ def check_stages(layers: int, pipeline: int, virtual: int) -> None:
 
 
 def check_budget(config: Config) -> None:
-    """A plan is made for a number of bytes. Raises ConfigError where a part is to have one and there is no number."""
+    """A plan is made for a number of bytes. Raises ConfigError where a part is to have one and there is no number, and
+    no GPU to read it from."""
     for name, part in parts(config).items():
-        if part.recompute == "auto" and config.memory.budget_gib is None:
-            raise ConfigError(
-                f"{name}.recompute=auto without memory.budget_gib: how much may be kept? Set memory.budget_gib to what "
-                "activations may take on one device, GiB: its memory less what a dry run (training.dry_run=true) "
-                f"counts, or {name}.recompute=full"
-            )
+        if part.recompute == "auto" and config.memory.budget_gib is None and config.cluster.device == "cpu":
+            raise no_budget(f"{name}.recompute")
+
+
+def no_budget(key: str) -> ConfigError:
+    """For `key`=auto on devices whose memory cannot be read."""
+    return ConfigError(
+        f"{key}=auto without memory.budget_gib: how much may be kept? What is left is read from GPUs alone. Set "
+        "memory.budget_gib to what activations may take on one device, GiB: its memory less what a dry run "
+        f"(training.dry_run=true) counts, or {key}=full"
+    )
 
 
 def check_balance(config: Config) -> None:
@@ -135,13 +141,22 @@ def check_balance(config: Config) -> None:
             "data.balance=balanced, or leave it out"
         )
     _check_limits(data.limits, method, packs)
+    for key, methods in (("isf_passes", ("isf",)), ("group_window", ("length_group", "device_group"))):
+        value = getattr(data, key)
+        if method not in methods and value != getattr(DataConfig, key):
+            raise ConfigError(f"data.{key}={value} with data.balance={method}: that is for {' and '.join(methods)}")
     if data.balance_window is not None:
         _check_window(config, data.balance_window)
+        if config.training.save_epochs is not None:
+            raise ConfigError(
+                f"training.save_epochs={config.training.save_epochs} with data.balance_window={data.balance_window}: "
+                "with which step an epoch ends is known only when it is measured. Set training.save_steps"
+            )
 
 
 def _check_limits(limits: LimitsConfig, method: str, packs: bool) -> None:
     for name, value in vars(limits).items():
-        if value is not None and not packs:
+        if value not in (None, LimitsConfig.rule) and not packs:
             raise ConfigError(f"data.limits.{name}={value} with data.balance={method}, which fills no rows to it")
         if value is not None and method != "isf" and name.startswith("full_"):
             raise ConfigError(f"data.limits.{name}={value} with data.balance={method}: only isf asks what is full")

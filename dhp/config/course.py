@@ -45,6 +45,10 @@ def training_stages(config: Config, directory: Path) -> list[TrainingStage]:
             training = replace(training, checkpoint_dir=str(Path(training.checkpoint_dir) / folder))
         if not training.dry_run:
             training = replace(training, resume="auto")
+        if not own.training.save_final:
+            raise ConfigError(
+                f"training.save_final=false in stages.{name}: a stage hands its last checkpoint on. Leave it out"
+            )
         own = replace(own, stages={}, overwrite=False, training=training, run_dir=str(Path(config.run_dir) / folder))
         stages.append(TrainingStage(number, name, own, entry.rope_theta, entry.max_positions))
     return stages

@@ -16,7 +16,9 @@ class DatasetEntry:
     """Directory that the paths of images and videos start from; none may leave it. Empty: no such files."""
 
     format: str = "auto"
-    """How conversations are written: llava | sharegpt | openai | alpaca | swift | auto (told by the first samples)."""
+    """How conversations are written: llava | sharegpt | openai | alpaca | swift | auto (told by the first samples). Or
+    text: a row is {text: …} for continued pre-training, without a chat template; all its tokens are learned, and those
+    beyond max_tokens are cut off."""
 
     columns: dict[str, str] = field(default_factory=dict)
     """Keys of these samples that have other names than the format's: its name on the left, this file's on the right, as
@@ -29,6 +31,10 @@ class DatasetEntry:
 @dataclass
 class LimitsConfig:
     """How much a row may hold where data.balance makes packs; a sample beyond it has a row of its own."""
+
+    rule: str = "mean"
+    """Where the limits below that are null come from: mean (as they say) | paper (OmniBal's: text is the longest
+    sample, vision that times image tokens / tokens of all samples, full_text is text − 128, full_vision is vision)."""
 
     text: Optional[int] = None
     """Tokens, those of images included (Q_t of ISF). Null: training.micro_batch_size × the mean sample's."""
@@ -76,6 +82,10 @@ class DataConfig:
     max_pixels: Optional[int] = None
     """Largest area of an image, pixels; larger ones are reduced. Null: the model's own setting."""
 
+    max_tiles: Optional[int] = None
+    """Most tiles that an image is cut into, of models that see images as tiles of one size, as InternVL; a thumbnail
+    beside them is not counted. Null: the model's own setting."""
+
     packing: bool = True
     """Lay the samples of a micro-batch one behind another in one row, without padding, each seeing itself only. False:
     a row a sample, padded to the longest."""
@@ -97,6 +107,13 @@ class DataConfig:
     balance_window: Optional[int] = None
     """Samples of a random order that are balanced together, each window measured while the one before it is trained on:
     for datasets too large to be measured before the first step; needs training.max_steps. Null: an epoch."""
+
+    group_window: int = 50
+    """length_group and device_group: steps whose samples are sorted together, by their image tokens and among equal
+    ones by all tokens, within a random order. The more, the more alike are rows, and the less random."""
+
+    isf_passes: int = 10
+    """isf: most passes of sampling and filtering; the packs of the last one are kept, however full they are."""
 
     long_tokens: Optional[int] = None
     """Tokens from which on a sample counts as long: a step then has long samples or shorter ones, each kind balanced by
@@ -125,7 +142,8 @@ class DataConfig:
     """New order of the samples in each epoch, by seed. False: the annotation file's order."""
 
     max_tokens: Optional[int] = None
-    """Longest sample, tokens with those of its images; a longer one is defective (on_bad_sample). Null: any length."""
+    """Longest sample, tokens with those of its images; a longer one is defective (on_bad_sample), or of the format text
+    cut. Null: any length."""
 
     video_fps: float = 2.0
     """Frames a second that are taken of a video; at least 4 of each, where it has as many."""

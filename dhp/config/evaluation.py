@@ -32,6 +32,13 @@ def check_evaluation(config: Config) -> None:
             )
     if config.training.eval_answers:
         _check_answers(config)
+    training = config.training
+    saves = training.save_final or training.save_steps or training.save_epochs
+    if training.best_metric is not None and not saves:
+        raise ConfigError(
+            f"training.best_metric={training.best_metric} with training.save_final=false, and save_steps and "
+            "save_epochs are null: there is no checkpoint that could be the best. Set one of them"
+        )
     best, known = config.training.best_metric, [LOSS, *(f"{LOSS}/{name}" for name in names)]
     if best is not None and best not in known:
         hint = did_you_mean([nearest(best, known)])

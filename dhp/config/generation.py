@@ -39,6 +39,10 @@ class GenerateRequest:
     videos: list[str] = field(default_factory=list)
     """Files, shown behind the images."""
 
+    dataset: str = ""
+    """In the place of a prompt: a name from data.data_registry. Each sample is asked up to its first learned answer;
+    `name%50` asks half of them."""
+
     checkpoint: str = ""
     """A run, a checkpoint or the directory of a Hugging Face model. Empty: the configuration's model."""
 
@@ -55,7 +59,7 @@ class GenerateRequest:
     """Of the likeliest tokens so many. 0: all."""
 
     out: str = ""
-    """JSON file for token_ids and text. Empty: the text is printed alone."""
+    """JSON file for token_ids and text; of a dataset, JSONL with a line an answer. Empty: the text is printed alone."""
 
 
 def read_request(arguments: Sequence[str]) -> tuple[GenerateRequest, list[str]]:
@@ -106,8 +110,18 @@ def _read(key: str, value: str, default: Any) -> Any:
 
 
 def _check(request: GenerateRequest) -> None:
-    if not (request.prompt.strip() or request.images or request.videos):
-        raise ConfigError("prompt is missing; add for example prompt='What is this?'")
+    asks = bool(request.prompt.strip() or request.images or request.videos)
+    if request.dataset and asks:
+        raise ConfigError(
+            f"dataset={request.dataset} asks what its samples ask, and a prompt, images or videos are given beside it. "
+            "Keep one of the two"
+        )
+    if request.dataset and not request.out:
+        raise ConfigError(f"dataset={request.dataset} needs a file for the answers; add out=answers.jsonl")
+    if not (asks or request.dataset):
+        raise ConfigError(
+            "prompt is missing; add for example prompt='What is this?', or dataset=NAME out=answers.jsonl"
+        )
     if request.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={request.max_new_tokens} is out of range: max_new_tokens >= 1")
     if not (math.isfinite(request.temperature) and request.temperature >= 0):
@@ -129,14 +143,18 @@ def laid_out_anew(overrides: Sequence[str]) -> list[str]:
     return [one for one in unset if one.partition("=")[0] not in given] + list(overrides)
 
 
-def answering(config: Config) -> Config:
-    """The configuration with what training alone needs left out: states that are cut, replicas of the decoder, data.
+def answering(config: Config, dataset: str = "") -> Config:
+    """The configuration with what training alone needs left out: states that are cut, replicas of the decoder, all data
+    but the dataset that asks.
 
     Raises ConfigError, with what to set, for a decoder that lies on its actors as no answer can be made.
     """
     own: dict[str, Any] = {name: _answering_part(name, part) for name, part in parts(config).items()}
-    data = replace(unbalanced(config.data), datasets=[], eval_datasets=[], data_registry={})
-    data = replace(data, cache_features=None, cache_features_gib=None, on_bad_sample="error")
+    data = replace(unbalanced(config.data), eval_datasets=[], cache_features=None, cache_features_gib=None)
+    if dataset:
+        data = replace(data, datasets=[dataset], shuffle=False)
+    else:
+        data = replace(data, datasets=[], data_registry={}, on_bad_sample="error")
     training = replace(config.training, batch_size=1, micro_batch_size=1, schedule="sequential", dry_run=False)
     training = replace(training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])
     training = replace(training, resume="never")

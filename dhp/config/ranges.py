@@ -9,13 +9,14 @@ from dhp.config.mixing import read_datasets, split_share
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingConfig
 
-DATA_FORMATS = ("auto", "llava", "sharegpt", "openai", "alpaca", "swift")
+DATA_FORMATS = ("auto", "llava", "sharegpt", "openai", "alpaca", "swift", "text")
 TURN_COLUMNS = ("role", "content", "from", "value")  # of each turn; the others are a sample's
 COLUMNS = (
     *("messages", "conversations", "conversation", "system", "image", "images", "video", "videos", "audio", "audios"),
-    *("instruction", "input", "output", "query", "response", "history", *TURN_COLUMNS),
+    *("instruction", "input", "output", "query", "response", "history", "text", *TURN_COLUMNS),
 )
 BALANCE = ("random", "length_group", "device_group", "isf", "balanced")
+MEAN, PAPER = LIMIT_RULES = ("mean", "paper")
 TRANSPORTS = ("auto", "shared_memory", "object_store", "nixl", "cuda_ipc")
 SEQUENTIAL, VISION_AHEAD, GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = (
     "sequential",
@@ -61,7 +62,7 @@ def check_training(training: TrainingConfig) -> None:
         require_positive("training.max_steps", training.max_steps)
     if training.save_steps is not None:
         require_positive("training.save_steps", training.save_steps)
-    for field in ("save_total_limit", "eval_steps"):
+    for field in ("save_total_limit", "save_epochs", "eval_steps"):
         if getattr(training, field) is not None:
             require_positive(f"training.{field}", getattr(training, field))
     answers = training.eval_answers
@@ -121,6 +122,9 @@ def check_data(data: DataConfig, reads: bool = True) -> None:
     require(data.num_workers >= 0, "data.num_workers", data.num_workers, "num_workers >= 0")
     if data.prefetch is not None:
         require(data.prefetch >= 0, "data.prefetch", data.prefetch, "prefetch >= 0")
+    require_choice("data.limits.rule", data.limits.rule, LIMIT_RULES)
+    for field in ("group_window", "isf_passes"):
+        require_positive(f"data.{field}", getattr(data, field))
     for field in ("text", "vision", "full_text", "full_vision"):
         if getattr(data.limits, field) is not None:
             require_positive(f"data.limits.{field}", getattr(data.limits, field))
@@ -133,6 +137,7 @@ def check_data(data: DataConfig, reads: bool = True) -> None:
     for field in (
         "min_pixels",
         "max_pixels",
+        "max_tiles",
         "video_max_pixels",
         "video_whole_frames",
         "max_tokens",

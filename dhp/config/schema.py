@@ -25,7 +25,8 @@ class MemoryConfig:
     budget_gib: Optional[float] = None
     """Activations on one device, of the ranks of both parts where they share it, GiB (2³⁰ bytes): its memory less
     weights, gradients and optimizer state, which a dry run (training.dry_run=true) counts. On GPUs all that forward and
-    backward allocate, but gradients. To be set for recompute=auto."""
+    backward allocate, but gradients. Null: recompute=auto reads from its first steps what GPUs have left, less a tenth
+    of their memory; on CPUs it must be set."""
 
     cache_dir: Optional[str] = None
     """Directory where recompute=auto keeps what it measured, for later runs of the same shape. Null: run_dir."""

@@ -96,7 +96,14 @@ class TrainingConfig:
     """Directory of the checkpoints. Null: `checkpoints` in run_dir."""
 
     save_steps: Optional[int] = None
-    """Optimizer steps between two checkpoints; there is one at the end in any case. Null: only that one."""
+    """Optimizer steps between two checkpoints, beside that of the end. Null: none between."""
+
+    save_epochs: Optional[int] = None
+    """Epochs between two checkpoints: there is one after the step that ends each so many-th. Null: none for epochs."""
+
+    save_final: bool = True
+    """Write a checkpoint after the last step. False: what was trained after the last of save_steps and save_epochs is
+    lost, all of it where neither is set."""
 
     save_total_limit: Optional[int] = None
     """Checkpoints that are kept, the newest ones, and the best one beside them; older ones are removed when a newer one

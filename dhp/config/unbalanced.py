@@ -9,4 +9,5 @@ from dhp.config.data import DataConfig, LimitsConfig
 
 def unbalanced(data: DataConfig) -> DataConfig:
     """The same data with as many samples in each row, and without what only balanced rows have."""
-    return replace(data, balance="random", balance_window=None, long_tokens=None, limits=LimitsConfig())
+    balancing = ("balance", "balance_window", "long_tokens", "isf_passes", "group_window")
+    return replace(data, limits=LimitsConfig(), **{key: getattr(DataConfig, key) for key in balancing})

@@ -14,6 +14,7 @@ from dhp.data.formats.pairs import is_pair
 from dhp.data.formats.refused import check_left
 from dhp.data.formats.sharegpt import read_sharegpt
 from dhp.data.formats.swift import read_swift
+from dhp.data.formats.text import read_text
 from dhp.data.formats.unknown import read_unknown
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.records import Record, Turn
@@ -24,6 +25,7 @@ FORMATS: dict[str, Callable[[Fields, MediaResolver], tuple[Turn, ...]]] = {
     "openai": read_openai,
     "alpaca": read_alpaca,
     "swift": read_swift,
+    "text": read_text,
     "unknown": read_unknown,  # what `detect` could not tell
 }
 _FILES = ("image", "video", "audio")

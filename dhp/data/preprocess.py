@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from transformers.image_processing_utils import BaseImageProcessor
 
+_BESIDE_A_CUT = 64  # tokens: where a text is cut, its last word may become other tokens
+_DECOMPOSED = 4  # characters at most that normal form C makes one of
 Written = tuple[str, Callable[[Any], str]]  # an image's placeholder in a prompt, and what goes there for its form
 Seen = TypeVar("Seen", PicturePatches, Outline)
 
@@ -179,6 +181,10 @@ class Preprocessor:
         shown: Sequence[PicturePatches | Outline] = (),
     ) -> Tokens:
         """told: of the videos whose times the prompt tells. shown: pictures that the prompt shows in their own way."""
+        if record.written is not None:
+            tokens = self._plain_tokens(record.written)
+            self._check(record, tokens, told, shown)
+            return tokens
         with _TEXT:
             messages = to_messages(record.turns, self._prompts.system)
             rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts, record.learned)
@@ -194,6 +200,18 @@ class Preprocessor:
         tokens = Tokens(ids, self._targets(ids, offsets, rendered))
         self._check(record, tokens, told, shown)
         return tokens
+
+    def _plain_tokens(self, text: str) -> Tokens:
+        """Plain text between the tokens that the tokenizer begins a text with and the one that ends it, cut after
+        max_tokens; all of it is learned."""
+        most, end = self._max_tokens, self._tokenizer.eos_token_id
+        if most is not None and self._longest is not None:  # what is cut anyway would take memory as tokens
+            text = text[: _DECOMPOSED * self._longest * (most + _BESIDE_A_CUT)]
+        with _TEXT:
+            ids = self._tokenizer(text, verbose=False)["input_ids"]
+        if end is not None and ids[-1:] != [end]:
+            ids = [*ids, end]
+        return Tokens(np.array(ids[:most], dtype=np.int64), np.ones(len(ids[:most]), dtype=bool))
 
     def _with_pictures(self, rendered: Rendered, shown: Sequence[PicturePatches | Outline]) -> Rendered:
         """Replace the placeholder of each image by what the family's processor writes for it: in the text, as that

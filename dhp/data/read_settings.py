@@ -10,7 +10,8 @@ class ReadSettings:
     """See `dhp.config.schema.DataConfig`.
 
     max_tokens: of a sample; None: no bound. video_max_pixels: area of a frame; None: as of an image. chat_template:
-    Jinja text; None: the model's own. whole_frames: videos of more frames are read in parts; None: none are.
+    Jinja text; None: the model's own. whole_frames: videos of more frames are read in parts; None: none are. max_tiles:
+    of an image; None: the model's own.
     """
 
     allow_http: bool = False
@@ -22,3 +23,4 @@ class ReadSettings:
     chat_template: str | None = None
     learn_empty_thoughts: bool = False
     whole_frames: int | None = None
+    max_tiles: int | None = None

@@ -11,12 +11,13 @@ from dhp.data.media.sources import File, Picture, SizedImage, Sound, Video
 
 Part = str | Picture | Sound
 ANSWERS = "assistant"  # the role that answers
+WRITES = "text"  # the role of plain text, which is its record's only turn
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says. role: system, user or assistant; parts: text (str), images (File, or SizedImage where the
-    row has settings of it), videos (Video) and sounds (Sound).
+    """What one side says. role: system, user or assistant, or WRITES; parts: text (str), images (File, or SizedImage
+    where the row has settings of it), videos (Video) and sounds (Sound).
 
     learned: of an answer, whether it is. thoughts: of an answer, what was reasoned before it; "": nothing.
     """
@@ -41,11 +42,20 @@ class Record:
     @property
     def asks(self) -> bool:
         """Whether it ends before an answer: a prompt. Annotations never do."""
-        return self.turns[-1].role != ANSWERS
+        return self.turns[-1].role not in (ANSWERS, WRITES)
+
+    @property
+    def written(self) -> str | None:
+        """The plain text that it is; None for a conversation."""
+        return str(self.turns[0].parts[0]) if self.turns[0].role == WRITES else None
 
     def up_to_answer(self) -> tuple[Record, str]:
-        """The prompt of the first answer that is learned, and the text of that answer."""
-        first = next(number for number, turn in enumerate(self.turns) if turn.role == ANSWERS and turn.learned)
+        """The prompt of the first answer that is learned, and the text of that answer. Raises DataError where there is
+        none."""
+        answers = (number for number, turn in enumerate(self.turns) if turn.role == ANSWERS and turn.learned)
+        first = next(answers, 0)
+        if not first:  # an answer stands behind a question
+            raise DataError(f"{self.where}: no answer of it is learned, so it asks for none")
         said = "".join(part for part in self.turns[first].parts if isinstance(part, str))
         return replace(self, turns=self.turns[:first]), said
 

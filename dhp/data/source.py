@@ -15,6 +15,7 @@ from dhp.config.mixing import split_share
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.schema import DatasetEntry
 from dhp.data.annotations import Annotations, read_annotations
+from dhp.data.exchanged import Records
 from dhp.data.long_video import LongVideo
 from dhp.data.media.sources import File
 from dhp.data.order.mixture import Portion
@@ -108,7 +109,7 @@ class BatchSource:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Records,
         preprocess: Callable[[Record], Sample],
         sampler: Sampler,
         on_bad_sample: str = "error",

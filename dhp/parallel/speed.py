@@ -23,7 +23,8 @@ def describe_device(device: torch.device, dtype: torch.dtype, measure: bool = Fa
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         tensor_cores = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-        return DeviceInfo("cuda", about.name, f"GPU {about.uuid}", "tfloat32" if tensor_cores else own)
+        multiplies = "tfloat32" if tensor_cores else own
+        return DeviceInfo("cuda", about.name, f"GPU {about.uuid}", multiplies, memory_bytes=about.total_memory)
     machine = _BOOT.read_text().strip() if _BOOT.is_file() else socket.gethostname()
     found = DeviceInfo("cpu", "cpu", f"CPUs of {machine}", own)
     return replace(found, measured=measure_speed(dtype)) if measure else found

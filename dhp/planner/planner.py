@@ -21,7 +21,7 @@ PATIENCE = 16  # steps without work for a stage (no image), after which it is pl
 class Planner:
     """Told what each step took, says what to recompute from now on. Decides only; others act.
 
-    asked: the plan that is to be in force.
+    asked: the plan that is to be in force. budget_bytes: may be set anew before there is a plan.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Planner:
     ):
         """kinds: of the layers of each stage. fixed: stages that recompute what the user said. known: costs that an
         earlier run has measured; a plan made of them is tried at once."""
-        self._budget, self._arrangement = budget_bytes, arrangement
+        self.budget_bytes, self._arrangement = budget_bytes, arrangement
         self._auto, self._kinds = frozenset(kinds) - set(fixed), kinds
         if known is not None and not self._auto <= set(known):
             known = None  # of a run in which a stage never had work
@@ -67,6 +67,11 @@ class Planner:
         if self.settled and any(usages[stage] is not None for stage in self._auto - self._planned if stage in usages):
             return self._begin_anew()
         return self._correct(usages) if self.settled else self._go_on()
+
+    @property
+    def measures_everything(self) -> bool:
+        """Whether all steps so far recomputed everything."""
+        return not self.settled and self.asked == self._everything
 
     def costs(self) -> dict[str, StageCosts]:
         """What has been measured, by stage; a stage counts once it was seen recomputing everything, or as it always
@@ -126,7 +131,7 @@ class Planner:
     def _correct(self, usages: Mapping[str, StageUsage | None]) -> bool:
         measured = self.measured_bytes(usages)
         least = offloaded(self.costs(), self._everything, self._auto)
-        if measured <= self._budget or self.asked == least:
+        if measured <= self.budget_bytes or self.asked == least:
             return False
         before = self.asked
         self._correction = max(self._correction, measured / predicted_bytes(self.costs(), before, self._arrangement))
@@ -137,7 +142,7 @@ class Planner:
         return True
 
     def _best(self) -> Plan:
-        budget = self._budget / self._correction
+        budget = self.budget_bytes / self._correction
         return best_plan(self.costs(), self._everything, self._auto, self._arrangement, budget)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dhp.base.messages import StageReport, StageUsage
 from dhp.base.stages import Chain
+from dhp.config.checks import no_budget
 from dhp.config.parts import model_name, parts
 from dhp.config.resolved import resolved
 from dhp.config.schema import Config
@@ -22,6 +23,7 @@ from dhp.step.schedule import Schedule, outstanding
 from dhp.step.stages import Stages, StageTrainer
 
 GIB = 2**30
+_LEFT_FREE = 0.1  # of a device's memory, where the budget is read from it
 _TOO_SMALL = (
     "; it does not fit even so: raise memory.budget_gib, lower training.micro_batch_size or data.max_pixels, "
     "or share the work among more actors"
@@ -46,8 +48,10 @@ class Recomputing:
         device: str,
         schedule: Schedule,
         say: Callable[[str], None],
+        memory_bytes: int | None = None,
     ):
-        """device: cpu | cuda."""
+        """device: cpu | cuda. memory_bytes: of each device; None: not known. Raises ConfigError where there is neither
+        that nor memory.budget_gib."""
         self._stages, self._chain, self._say = stages, chain, say
         family = load_family(model_name(config)).having(parts(config))
         of_part = {name: part.layers.kinds for name, part in family.parts.items()}
@@ -58,9 +62,15 @@ class Recomputing:
         self._auto = [stage for stage in kinds if stage not in fixed]
         self._folder = Path(config.memory.cache_dir or config.run_dir)
         self._shape = run_shape(config, device, family.config.to_dict(), fixed)
-        self._budget = resolved(config.memory.budget_gib) * GIB
-        known = read_costs(self._folder, self._shape)
-        self._planner = Planner(kinds, fixed, arrange(chain, schedule, device), self._budget, known)
+        given = config.memory.budget_gib
+        if given is None and memory_bytes is None:
+            raise no_budget("recompute")
+        self._memory_bytes = memory_bytes if given is None else None  # to be read from
+        self._budget = 0.0 if given is None else given * GIB
+        # A plan for what is left waits for what is left, so it measures layers too.
+        known = None if given is None else read_costs(self._folder, self._shape)
+        self._arrangement = arrange(chain, schedule, device)
+        self._planner = Planner(kinds, fixed, self._arrangement, self._budget, known)
         if known is None:
             self._say("recompute      everything at first, and measured; the plan follows after some steps")
         else:
@@ -71,6 +81,9 @@ class Recomputing:
         """A step's reports of all ranks, by stage. Ranks are told when there is another plan, from the step after the
         last one submitted on."""
         usages = {stage: usage_of(of_ranks) for stage, of_ranks in reports.items() if stage in self._planner.asked}
+        if self._memory_bytes is not None and self._planner.measures_everything:
+            self._budget = room(self._memory_bytes, self._arrangement.sharing, reports)
+            self._planner.budget_bytes = self._budget
         peak = self._planner.measured_bytes(usages)
         was_settled = self._planner.settled
         if not self._planner.learn(usages):
@@ -110,6 +123,19 @@ class Recomputing:
         return told
 
 
+def room(memory_bytes: int, sharing: Sequence[frozenset[str]], reports: Mapping[str, Sequence[StageReport]]) -> float:
+    """Bytes that activations may take on the fullest device, after a step: what it has beside the most that ranks had
+    reserved, and what of that was activations. A part of the memory stays free, for fragments and for longer rows.
+
+    sharing: the stages of each device. reports: of all ranks, by stage, with memory_bytes.
+    """
+    most = {stage: max(report.memory_bytes or 0 for report in of) for stage, of in reports.items()}
+    usages = {stage: usage_of(of) for stage, of in reports.items()}
+    activations = {stage: usage.peak_bytes for stage, usage in usages.items() if usage is not None}
+    beside = [sum(most[stage] - activations.get(stage, 0) for stage in stages) for stages in sharing]
+    return max(0.0, (1 - _LEFT_FREE) * memory_bytes - max(beside, default=0))
+
+
 def usage_of(reports: Sequence[StageReport]) -> StageUsage | None:
     """Of a stage's ranks, what the fullest one took; None when none had work."""
     usages = [report.usage for report in reports if report.usage is not None]
@@ -137,7 +163,11 @@ def arrange(chain: Chain, schedule: Schedule, device: str) -> Arrangement:
 def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
     """All that decides what a layer costs: runs that agree in it share their measurements."""
     sizes = {"micro_batch_size": config.training.micro_batch_size, "packing": config.data.packing}
-    pixels = {"min_pixels": config.data.min_pixels, "max_pixels": config.data.max_pixels}
+    pixels = {
+        "min_pixels": config.data.min_pixels,
+        "max_pixels": config.data.max_pixels,
+        "max_tiles": config.data.max_tiles,
+    }
     sections = parts(config)
     return {
         "model": {key: _plain(value) for key, value in model.items() if key.endswith(("model_type", "_config"))},

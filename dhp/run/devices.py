@@ -28,3 +28,15 @@ def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[
         told = ", ".join(unknown_devices(devices))
         say(f"mfu is not told: no peak of {told} is known. Add it to configs/{TABLE}, from the vendor's data sheet")
     return peak
+
+
+def device_memory(groups: Mapping[str, ActorGroup], timeout_s: float) -> int | None:
+    """Bytes of the device that has least. None where one is no GPU: a host's memory is shared with whatever else runs
+    there."""
+    found = [
+        device
+        for group in groups.values()
+        for device in group.execute_all("describe_device", False, timeout_s=timeout_s)
+    ]
+    sizes = [device.memory_bytes for device in found]
+    return None if None in sizes else min(size for size in sizes if size is not None)

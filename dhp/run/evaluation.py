@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dhp.base.errors import ConfigError
+from dhp.base.generation import Sampling
 from dhp.base.interrupts import ending
 from dhp.base.messages import EvaluatedShare, StepInfo
 from dhp.checkpoint.folder import read_about
@@ -19,6 +20,7 @@ from dhp.cluster.watch import Watched, wait_all
 from dhp.config.mixing import split_share
 from dhp.config.parts import model_name
 from dhp.config.schema import Config
+from dhp.data.exchanged import OTHERS, OWN
 from dhp.models.registry import load_family
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics
 from dhp.run.chain import make_chain
@@ -58,9 +60,10 @@ class _Done:
 class Evaluation:
     """All datasets of data.eval_datasets, as often as is asked for."""
 
-    def __init__(self, session: Session):
-        """Raises ConfigError for a dataset without samples, and what reading raises."""
-        self._session, self._chain = session, session.chain
+    def __init__(self, session: Session, exchange: str = ""):
+        """exchange: see `dhp.batching.loader.FeedSettings`. Raises ConfigError for a dataset without samples, and what
+        reading raises."""
+        self._session, self._chain, self._exchange = session, session.chain, exchange
         self._timeout_s = session.config.cluster.step_timeout_s
         self._datasets = [self._open(name) for name in session.config.data.eval_datasets]
 
@@ -74,17 +77,17 @@ class Evaluation:
         return [one for data in self._datasets if data.held_out is not None for one in data.held_out.answers(step)]
 
     def _open(self, name: str) -> EvalData:
-        actor = self._session.open_reader(of_evaluation(self._session.config, name))
+        actor = self._session.open_reader(of_evaluation(self._session.config, name), self._exchange)
         batches = actor.ask("steps", 1, timeout_s=self._timeout_s)
         if not batches:
             raise ConfigError(
                 f"data.eval_datasets: {name} has no sample. Name another dataset, or a larger share of it (`name%50`)"
             )
         actor.end_at(batches)
-        registered = split_share(name)[0]
-        answers = self._session.config.training.eval_answers
-        held_out = HeldOut(self._session, name, registered) if answers else None
-        return EvalData(registered, actor, batches, held_out)
+        training, held_out = self._session.config.training, None
+        if training.eval_answers:
+            held_out = HeldOut(self._session, name, training.eval_answers, Sampling(training.eval_answer_tokens))
+        return EvalData(split_share(name)[0], actor, batches, held_out)
 
     def each(self) -> list[bool]:
         """Of every sample of the one dataset, in the file's order, whether all its targets are the likeliest tokens.
@@ -119,13 +122,14 @@ class Evaluation:
         return _Done(info, tuple(self._session.values(refs.shares)))
 
 
-def due(config: Config, step: int, last: int) -> bool:
-    """Whether the loss is measured after `step` of `last` steps."""
+def due(config: Config, step: int, last: int, saves: bool = False) -> bool:
+    """Whether the loss is measured after `step` of `last` steps. saves: whether there is a checkpoint then."""
     training = config.training
     if not config.data.eval_datasets:
         return False
-    every = [training.eval_steps, training.save_steps if training.best_metric else None]
-    return step == last or any(n is not None and step % n == 0 for n in every)
+    every = training.eval_steps
+    best = training.best_metric is not None and saves
+    return step == last or best or (every is not None and step % every == 0)
 
 
 def together(found: Sequence[EvalMetrics]) -> EvalMetrics:
@@ -168,9 +172,23 @@ def evaluate(config: Config, checkpoint: Path | None, say: Callable[[str], None]
         return evaluation.run(step)
 
 
+def evaluate_exchanged(
+    config: Config, checkpoint: Path | None, say: Callable[[str], None]
+) -> dict[str, list[EvalMetrics]]:
+    """As `evaluate`, of the samples with images that can be exchanged: by OWN and OTHERS of `dhp.data.exchanged`."""
+    with _loaded(config, checkpoint, say) as (session, step):
+        return {images: Evaluation(session, images).run(step) for images in (OWN, OTHERS)}
+
+
 @contextmanager
 def opened(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[tuple[Evaluation, int]]:
     """What `evaluate` starts, and how many steps the weights were trained."""
+    with _loaded(config, checkpoint, say) as (session, step):
+        yield Evaluation(session), step
+
+
+@contextmanager
+def _loaded(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[tuple[Session, int]]:
     config = prepare(config, new_run=False, say=say)
     name = model_name(config)
     chain = make_chain(config, load_family(name), name)
@@ -178,6 +196,5 @@ def opened(config: Config, checkpoint: Path | None, say: Callable[[str], None]) 
     with Session(config, chain, Path(config.run_dir), start, say) as session, ending():
         say(session.describe_loading())
         session.start_stages(_NEVER)
-        evaluation = Evaluation(session)
         say(f"evaluating {', '.join(config.data.eval_datasets)}")
-        yield evaluation, start.step
+        yield session, start.step

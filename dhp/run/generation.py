@@ -1,9 +1,10 @@
-"""One prompt answered by the stages of a configuration, each in its own layout."""
+"""Prompts answered by the stages of a configuration, each in its own layout."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -11,7 +12,7 @@ from statistics import median
 from dhp.base.errors import CheckpointError
 from dhp.base.generation import Answer, Sampling
 from dhp.base.interrupts import ending
-from dhp.batching.prompts import make_prompt_feed
+from dhp.batching.prompts import make_held_out_feed, make_prompt_feed
 from dhp.checkpoint.completeness import read_extents
 from dhp.checkpoint.folder import read_about
 from dhp.checkpoint.resume import Start
@@ -23,8 +24,11 @@ from dhp.config.schema import Config
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import File, Video
 from dhp.data.records import Part, Record, Turn
+from dhp.models.family import Family
 from dhp.models.registry import load_family
+from dhp.observe.metrics import AnswerMetrics
 from dhp.run.chain import make_chain
+from dhp.run.held_out import HeldOut, of_evaluation
 from dhp.run.preflight import prepare
 from dhp.run.session import Session
 from dhp.run.settings import feed_settings
@@ -68,33 +72,73 @@ def generate(
     The prompt is read before anything is started, and so is what of the checkpoint does not fit. Nothing is written but
     logs, in run_dir. Raises DhpError; leaves no process.
     """
-    config = prepare(config, new_run=False, say=say, reads=False)
-    name = model_name(config)
-    family = load_family(name).having(parts(config))
+    config, family = _checked(config, checkpoint, say, reads=False)
+    sampling = _sampling(config, request)
+    records = [read_record(request, config.data.allow_http)]
+    say("reading the prompt")
+    feed = make_prompt_feed(feed_settings(config), records, sampling)
+    feed.read(feed.batch(0))
+    with _session(config, family, checkpoint, say) as session:
+        prompts = session.open_prompts(make_prompt_feed, config, records, sampling)
+        _load(session, say)
+        say("answering")
+        told = [_answer(session, prompts) for _ in range(1 + rounds)]
+    token_ids = told[0][1][0].token_ids
+    return Generated(token_ids, feed.said(token_ids), _figures(told[1:] or told))
+
+
+def generate_all(
+    config: Config, checkpoint: Path | None, request: GenerateRequest, say: Callable[[str], None]
+) -> Iterator[AnswerMetrics]:
+    """As `generate`, for every sample of the request's dataset, with one start for all of them.
+
+    The first prompt is read before anything is started; media of the others are read when they are answered. Raises
+    DhpError; leaves no process once it is exhausted or closed.
+    """
+    config, family = _checked(config, checkpoint, say, reads=True)
+    sampling, name = _sampling(config, request), request.dataset
+    say(f"reading the first prompt of {name}")
+    make_held_out_feed(feed_settings(of_evaluation(config, name)), 1, sampling)
+    step = 0 if checkpoint is None else read_about(checkpoint)["step"]
+    with _session(config, family, checkpoint, say) as session:
+        asked = HeldOut(session, name, None, sampling)
+        _load(session, say)
+        say(f"answering {len(asked):,} prompts of {name}")
+        yield from asked.answers(step)
+
+
+def _checked(config: Config, checkpoint: Path | None, say: Callable[[str], None], reads: bool) -> tuple[Config, Family]:
+    """The resolved configuration, whose model can answer and fits the checkpoint. Raises DhpError."""
+    config = prepare(config, new_run=False, say=say, reads=reads)
+    family = load_family(model_name(config)).having(parts(config))
     family.check_answers()
     if checkpoint is not None:
         check_weights(config, checkpoint)
-    sampling = Sampling(
+    return config, family
+
+
+def _sampling(config: Config, request: GenerateRequest) -> Sampling:
+    return Sampling(
         request.max_new_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
         seed=config.seed,
     )
-    records = [read_record(request, config.data.allow_http)]
-    say("reading the prompt")
-    feed = make_prompt_feed(feed_settings(config), records, sampling)
-    feed.read(feed.batch(0))
-    chain = make_chain(config, family, name, trains=False)
+
+
+@contextmanager
+def _session(config: Config, family: Family, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[Session]:
+    """A session whose stages are not loaded yet."""
+    chain = make_chain(config, family, model_name(config), trains=False)
     start = Start() if checkpoint is None else Start(checkpoint.absolute(), read_about(checkpoint)["step"])
     with Session(config, chain, Path(config.run_dir), start, say) as session, ending():
-        prompts = session.open_prompts(make_prompt_feed, config, records, sampling)
-        say(session.describe_loading())
-        session.start_stages(1, states=False)
-        say("answering")
-        told = [_answer(session, prompts) for _ in range(1 + rounds)]
-    token_ids = told[0][1][0].token_ids
-    return Generated(token_ids, feed.said(token_ids), _figures(told[1:] or told))
+        yield session
+
+
+def _load(session: Session, say: Callable[[str], None]) -> None:
+    say(session.describe_loading())
+    session.start_stages(1, states=False)
 
 
 def read_record(request: GenerateRequest, allow_http: bool = False) -> Record:

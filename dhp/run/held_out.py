@@ -1,4 +1,4 @@
-"""Prompts of data that nothing is trained on, answered by the ranks that train."""
+"""Prompts of a dataset answered by the ranks of a session."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from dhp.step.generate import answer_batch
 
 
 class HeldOut:
-    """The first samples of a dataset, up to their first answers."""
+    """Samples of a dataset, up to their first answers."""
 
-    def __init__(self, session: Session, asked: str, name: str):
-        """asked: the dataset as data.eval_datasets has it; name: in the registry. Raises what reading raises."""
-        training, self._timeout_s = session.config.training, session.config.cluster.step_timeout_s
-        self._session, self._name = session, name
-        told = (of_evaluation(session.config, asked), training.eval_answers, Sampling(training.eval_answer_tokens))
-        self._actor = session.open_prompts(make_held_out_feed, *told)
+    def __init__(self, session: Session, asked: str, count: int | None, sampling: Sampling):
+        """asked: the dataset as data.eval_datasets has it. count: of its first samples; None: all. Raises what reading
+        raises."""
+        self._session, self._name = session, split_share(asked)[0]
+        self._timeout_s = session.config.cluster.step_timeout_s
+        self._actor = session.open_prompts(make_held_out_feed, of_evaluation(session.config, asked), count, sampling)
         self._steps: int = self._actor.ask("steps", timeout_s=self._timeout_s)
         self._prompts: list[Prompt] = self._actor.ask("prompts", timeout_s=self._timeout_s)
+
+    def __len__(self) -> int:
+        """Prompts."""
+        return len(self._prompts)
 
     def answers(self, step: int) -> Iterator[AnswerMetrics]:
         """Each prompt's, after `step` optimizer steps."""

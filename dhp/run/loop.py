@@ -26,7 +26,7 @@ from dhp.observe.data_stall import DataStall
 from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
 from dhp.run.chain import make_chain
-from dhp.run.devices import find_peak
+from dhp.run.devices import device_memory, find_peak
 from dhp.run.evaluation import Evaluation, due
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.loggers import make_loggers
@@ -101,6 +101,13 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
                 TrainLoop(session, recorder, unfinished).run()
 
 
+def saves_after(config: Config, step: int, plan: DataPlan) -> bool:
+    """Whether there is a checkpoint after `step` optimizer steps."""
+    training = config.training
+    on_the_way = training.save_steps is not None and step % training.save_steps == 0
+    return on_the_way or step in plan.epoch_ends or (step == plan.steps and training.save_final)
+
+
 class TrainLoop:
     """One run in a started session. Holds refs, never tensors."""
 
@@ -117,7 +124,7 @@ class TrainLoop:
         self._template = read_template(session.config.data.chat_template)
 
     def run(self) -> None:
-        """Start, train every step that is not done yet, save on the way and at the end."""
+        """Start, train every step that is not done yet, save on the way and at the end, as is asked for."""
         plan = self._open_data()
         if self.start.step >= plan.steps:
             self.recorder.say(f"nothing is left to train: training.max_steps or num_epochs give {plan.steps} steps")
@@ -132,7 +139,7 @@ class TrainLoop:
             pending.append(self._submit(step, reading))
             if len(pending) > STEPS_AHEAD:
                 self._finish(pending.popleft())
-            if due(self.config, step + 1, plan.steps):
+            if due(self.config, step + 1, plan.steps, saves_after(self.config, step + 1, plan)):
                 while pending:
                     self._finish(pending.popleft())
                 self._evaluate(step + 1)
@@ -169,8 +176,11 @@ class TrainLoop:
         self.schedule = make_schedule(config.training.schedule, self.chain, micro_batches(config))
         self.recomputing = None
         if plans_any(config, self.chain):
+            memory = None
+            if config.memory.budget_gib is None:
+                memory = device_memory(session.groups, config.cluster.start_timeout_s)
             self.recomputing = Recomputing(
-                config, self.chain, session.stages, session.device, self.schedule, self.recorder.say
+                config, self.chain, session.stages, session.device, self.schedule, self.recorder.say, memory
             )
         self.tracing = None
         if config.training.trace:
@@ -204,8 +214,7 @@ class TrainLoop:
 
         The calls queue behind the step's own, so the next step may be submitted at once and still comes after them.
         """
-        every = self.config.training.save_steps
-        if step != self.plan.steps and (every is None or step % every):
+        if not saves_after(self.config, step, self.plan):
             return None
         folder = self._unfinished.add(open_checkpoint(Path(str(self.config.training.checkpoint_dir)), step))
         for stage in self.session.stages.values():

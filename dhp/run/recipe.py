@@ -18,12 +18,13 @@ from dhp.models.registry import WEIGHT_ENDINGS
 # Of the sections training and data: what must stay (`dhp.run.settings.kept_settings`, and a sampler's order) …
 HELD = {
     "training": {"batch_size", "micro_batch_size", "trainable", "frozen"},
-    "data": {"datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits"},
+    "data": {"datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits", "isf_passes", "group_window"},
 }
 # … and what decides nothing that is trained. All else is the recipe.
 BESIDE = {
     "training": {
-        *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_total_limit", "eval_steps"),
+        *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
+        *("save_final", "save_total_limit", "eval_steps"),
         *("eval_answers", "eval_answer_tokens", "best_metric", "resume", "loggers", "logger_project", "schedule"),
     },
     "data": {

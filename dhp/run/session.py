@@ -6,8 +6,9 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ from dhp.trainers.settings import StageSettings
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What the run learns from its data. steps: of the whole run; kept: settings that a checkpoint must agree with;
+    """What the run learns from its data. steps: of the whole run; epoch_ends: steps after which training.save_epochs
+    asks for a checkpoint; kept: settings that a checkpoint must agree with;
     workers and ahead: processes that read, and steps that are read ahead."""
 
     steps: int
+    epoch_ends: frozenset[int]
     kept: dict[str, Any]
     workers: int
     ahead: int
@@ -125,7 +128,16 @@ class Session:
         if steps is None:
             steps = self.data.ask("steps", config.training.num_epochs, timeout_s=self._timeout_s)
         self.data.end_at(steps)
-        return DataPlan(steps, kept, workers, ahead)
+        return DataPlan(steps, frozenset(self._epoch_ends(steps)), kept, workers, ahead)
+
+    def _epoch_ends(self, steps: int) -> Iterator[int]:
+        """Steps before the run's last that end every so many-th epoch, as training.save_epochs says."""
+        every = self.config.training.save_epochs
+        for epoch in count(every, every) if every else ():
+            end = self.data.ask("steps", epoch, timeout_s=self._timeout_s)
+            if end >= steps:
+                return
+            yield end
 
     def start_stages(self, steps: int, states: bool = True) -> None:
         """Load every stage on its actors, for a run of that many steps. states: a checkpoint's optimizer states too."""
@@ -140,12 +152,13 @@ class Session:
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.chain, self.groups)
 
-    def open_reader(self, config: Config) -> DatasetActor:
-        """Start the actors that read other data than the run's, as `config` says; once they have opened it."""
+    def open_reader(self, config: Config, exchange: str = "") -> DatasetActor:
+        """Start the actors that read other data than the run's, as `config` says; once they have opened it. exchange:
+        see `dhp.batching.loader.FeedSettings`."""
         near = find_localities(self.chain, self._cluster.devices, config.data.locality_slack)
         actor = self._cluster.dataset_actor(
             make_feed,
-            feed_settings(config, near),
+            replace(feed_settings(config, near), exchange=exchange),
             micro_batches=micro_batches(config),
             workers=config.data.num_workers,
             prefetch=max(1, config.data.num_workers),

@@ -1,5 +1,5 @@
 """Two-stage sharding, pictures evenly over vision ranks and then tokens evenly over text ranks, beside one-stage: each
-rank encodes the pictures whose tokens it has (LongVILA, Chen et al. 2024, section 3.3).
+rank encodes the pictures whose tokens it has (LongVILA, Chen et al. 2024, sections 3.2 and 5.1.3).
 
 Rows have unequal numbers of frames along them. Two ranks, an actor each of both parts, one thread each.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from dhp.base.geometry import PositionRange
 from dhp.batching.prompts import check_room, make_held_out_feed, make_prompt_feed
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
+from dhp.config.schema import DatasetEntry
 from dhp.data.records import Record, Turn
 from dhp.models.registry import load_family, load_image_processor
 from dhp.run.settings import feed_settings
@@ -64,6 +67,29 @@ def test_held_out_prompts_are_those_of_the_first_answers(tiny_assets: Path) -> N
     prompts = feed.prompts
     assert len(prompts) == feed.steps == 3 and all(one.question and one.reference for one in prompts)
     assert all(one.name == "shapes" and "<image>" not in one.question for one in prompts)
+
+
+def test_all_prompts_of_a_dataset_whose_pictures_are_read_when_they_are_answered(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    said = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A square."}]
+    good = next((tiny_assets / "data" / "images").glob("*.png")).read_bytes()
+    (tmp_path / "good.png").write_bytes(good)
+    (tmp_path / "broken.png").write_bytes(good[:60])
+    rows = [{"image": f"{name}.png", "conversations": said} for name in ("good", "broken", "good")]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    settings = settings_of(tiny_assets)
+    registry = {"shapes": DatasetEntry(str(tmp_path / "rows.json"), str(tmp_path))}
+    settings = replace(settings, registry=registry, shuffle=False)
+    feed = make_held_out_feed(settings, None, Sampling(7))
+    assert len(feed) == feed.steps == 3 and [one.reference for one in feed.prompts] == ["A square."] * 3
+    feed.read(feed.batch(2))
+    with pytest.raises(DataError, match="broken.png"):
+        feed.read(feed.batch(1))
+    assert len(make_held_out_feed(replace(settings, on_bad_sample="skip"), None, Sampling(7))) == 2
+    (tmp_path / "rows.json").write_text(json.dumps(rows[1:2]))
+    with pytest.raises(DataError, match="shapes has no sample that can be asked"):
+        make_held_out_feed(replace(settings, on_bad_sample="skip"), None, Sampling(7))
 
 
 def test_a_prompt_without_room_for_its_answer_is_refused() -> None:

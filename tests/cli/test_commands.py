@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,11 +102,17 @@ def test_inspect_data_tells_counts_lengths_defects_and_what_each_method_makes(
     registry = f"+data.data_registry.broken={{annotation_path: {broken}, data_path: {tmp_path}}}"
     out = tmp_path / "run" / "inspect_data"
     own = ["inspect", "data", "--config-name=tiny", f"run_dir={out.parent}", f"tiny_assets={tiny_assets}", registry]
+    own += ["data.balance=isf", "data.limits.rule=paper", "data.isf_passes=4"]
     own += ["data.datasets=[shapes,broken]", f"data.cache_dir={tmp_path / 'cache'}"]
     assert main(own) == 0
     told = capsys.readouterr().out
     names = told.split()
     assert all(name in names for name in ("shapes", "broken", "random", "length_group", "isf", "balanced"))
+    found = re.search(r"packs of isf hold (\d+) tokens, (\d+) of images \(data.limits.rule=paper\)", told)
+    assert found is not None
+    longest, vision = map(int, found.groups())
+    kept = f"isf keeps one from {max(1, longest - 128)} tokens or {vision} of images on, in at most 4 passes"
+    assert f"{kept} (data.isf_passes)" in told and 0 < vision < longest and f" {longest}\n" in told
     assert "line 2 of" in told and "no.png does not exist" in told and "cut.png" not in told
     assert "\nbroken: keys that are not read, of 2 samples: topic (1)\n" in told and "shapes: keys" not in told
     assert (out / "defects.txt").read_text().count("\n") == 1

@@ -49,7 +49,9 @@ def test_a_yaml_in_that_vocabulary_is_read_and_each_key_is_named_once(tmp_path, 
     assert (config.training.max_steps, config.training.num_epochs) == (60, 3)
     assert (config.cluster.collocate, config.data.packing) == (False, True)
     assert config.data.data_registry["a"].annotation_path == "x.json"
+    assert (config.training.save_final, config.training.save_steps, config.training.save_epochs) == (False, None, None)
     said = capsys.readouterr().err.splitlines()
+    assert "in theirs.yaml: training.no_checkpoint=true is training.save_final=false here" in said
     assert "in theirs.yaml: training.num_iterations=20 is training.max_steps=60 here" in said
     assert "in theirs.yaml: training.parallel_size=2 is text.num_actors=2 here" in said
     assert "in theirs.yaml: vision.parallel_size=1 is vision.num_actors=4 here" in said

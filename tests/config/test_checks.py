@@ -96,6 +96,14 @@ def test_autotp_wants_whole_key_value_heads():
     ("data", "steps", "message"),
     [
         ({"balance": "isf", "packing": False}, None, "data.balance=isf with data.packing=false"),
+        ({"balance": "isf", "balance_window": 64}, 9, "training.save_epochs=2 with data.balance_window=64"),
+        ({"isf_passes": 3}, None, "data.isf_passes=3 with data.balance=random: that is for isf"),
+        (
+            {"balance": "isf", "group_window": 3},
+            None,
+            "data.group_window=3 with data.balance=isf: that is for length_group",
+        ),
+        ({"limits": LimitsConfig(rule="paper")}, None, "data.limits.rule=paper with data.balance=random"),
         ({"balance": "balanced", "shuffle": False}, None, "data.balance=balanced with data.shuffle=false"),
         ({"limits": LimitsConfig(vision=9)}, None, "data.limits.vision=9 with data.balance=random"),
         (
@@ -115,7 +123,7 @@ def test_autotp_wants_whole_key_value_heads():
 )
 def test_what_balanced_rows_need(data, steps, message):
     with pytest.raises(ConfigError) as caught:
-        check_balance(Config(data=DataConfig(**data), training=TrainingConfig(max_steps=steps)))
+        check_balance(Config(data=DataConfig(**data), training=TrainingConfig(max_steps=steps, save_epochs=2)))
     assert message in str(caught.value)
 
 

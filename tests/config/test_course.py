@@ -40,7 +40,10 @@ def test_each_recipe_alone_is_a_run(name: str) -> None:
     config = resolve(compose_config("tiny", overrides=[f"+{GROUP}={name}"]))
     (stage,) = training_stages(run_of(**{name: StageEntry()}), RECIPES)
     assert config.training.trainable == stage.config.training.trainable
-    assert config.text.lora.rank == (8 if name == "context_extension" else 0)
+    assert config.text.lora.rank == (8 if name.startswith("context_") else 0)
+    length = name.removeprefix("context_")
+    assert config.data.max_tokens == (int(length) if length.isdigit() else None)
+    assert not length.isdigit() or config.text.parallelism == ("tensor" if length == "8192" else "sequence")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ def test_a_request_is_read_beside_the_configurations_own() -> None:
         (["prompt=x", "temperature=1", "top_p=0"], "0 < top_p <= 1"),
         (["prompt=x", "temperature=1", "top_k=-1"], "top_k >= 0"),
         (["prompt=x", "top_k=3"], "temperature=0 draws nothing"),
+        (["dataset=a", "prompt=x", "out=o"], "dataset=a asks what its samples ask.*Keep one of the two"),
+        (["dataset=a"], "dataset=a needs a file for the answers; add out=answers.jsonl"),
         (["images=[1, 2]"], "is no list of files"),
         (["images=[a.png"], "is no list of files"),
     ],
@@ -56,6 +58,15 @@ def test_what_training_alone_needs_is_left_out() -> None:
     assert (text.parallelism, text.num_actors, text.data, text.zero_stage) == ("none", 1, 1, 0)
     assert (vision.parallelism, vision.num_actors, vision.data, vision.zero_stage) == ("data", 2, 2, 0)
     assert (config.data.datasets, config.data.balance, config.training.batch_size) == ([], "random", 1)
+    asked = answering(
+        compose_config("tiny", overrides=["data.on_bad_sample=skip", "data.balance=isf"]), "shapes%5"
+    ).data
+    assert (asked.datasets, asked.on_bad_sample, asked.shuffle, asked.balance) == (
+        ["shapes%5"],
+        "skip",
+        False,
+        "random",
+    )
 
 
 @pytest.mark.parametrize(

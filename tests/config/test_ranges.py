@@ -33,6 +33,7 @@ def test_seed(seed):
         ("max_steps", 0, "training.max_steps >= 1"),
         ("log_interval", 0, "training.log_interval >= 1"),
         ("save_steps", 0, "training.save_steps >= 1"),
+        ("save_epochs", 0, "training.save_epochs >= 1"),
         ("resume", "", "never, auto, or the path of a checkpoint or run"),
         ("learning_rate", -1e-3, "training.learning_rate >= 0 and finite"),
         ("learning_rate", math.nan, "training.learning_rate=nan"),

@@ -32,6 +32,16 @@ def test_a_group_is_exchanged_on_the_command_line():
     assert config.text.model_name == "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
+@pytest.mark.parametrize("name", READY)
+def test_groups_are_exchanged_as_the_page_says(name):
+    actors = READY[name][0]
+    vision = resolve(compose_config(name, overrides=["vision=data_zero1", "vision.data=null"])).vision
+    assert (vision.parallelism, vision.data, vision.ulysses, vision.zero_stage) == ("data", actors, 1, 1)
+    asked = ["text=sequence", "text.data=null", "text.zero_stage=0", "training.batch_size=8"]
+    text = resolve(compose_config(name, overrides=asked)).text
+    assert (text.parallelism, text.data * text.ulysses * text.ring) == ("sequence", actors)
+
+
 def test_a_section_is_still_a_section_where_a_group_has_its_name():
     config = compose_config("qwen2_5_vl_7b", overrides=["vision={num_actors: 4}", "text.data=1"])
     assert (config.vision.num_actors, config.vision.data, config.text.data) == (4, 2, 1)

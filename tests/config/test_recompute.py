@@ -71,10 +71,11 @@ def test_two_keys_that_contradict_each_other_are_refused(recompute: str) -> None
 
 def test_auto_needs_a_budget() -> None:
     with pytest.raises(ConfigError, match="text.recompute=auto without memory.budget_gib"):
-        resolve(config(text__recompute="auto"))
+        resolve(config(text__recompute="auto", cluster__device="cpu"))
     with pytest.raises(ConfigError, match="memory.budget_gib"):
         resolve(config(text__recompute="auto", memory__budget_gib=0.0))
-    check_budget(resolve(config(text__recompute="auto", memory__budget_gib=0.5)))
+    check_budget(resolve(config(text__recompute="auto", cluster__device="cpu", memory__budget_gib=0.5)))
+    check_budget(resolve(config(text__recompute="auto")))  # of GPUs it is read
 
 
 def test_layers_that_the_model_does_not_have_are_refused() -> None:

@@ -19,9 +19,9 @@ def make_preprocessor(tokenizer: Any, **changes: Any) -> Preprocessor:
     processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
     family = qwen2_5_vl(tiny_config(tokenizer)).processor
     videos = Videos(family.video_token_id, Taking(fps=2.0, max_frames=768, group=2), family.video_patches)
-    return Preprocessor(
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        image_tokens=lambda grid: grid[0] * grid[1] * grid[2] // 4,
-        patches=lambda output: (output["pixel_values"], tuple(map(int, output["image_grid_thw"][0]))),
-        **{"tokenizer": tokenizer, "image_processor": processor, "videos": videos, **changes},
-    )
+    known = {
+        "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        "image_tokens": lambda grid: grid[0] * grid[1] * grid[2] // 4,
+        "patches": lambda output: (output["pixel_values"], tuple(map(int, output["image_grid_thw"][0]))),
+    }
+    return Preprocessor(**{**known, "tokenizer": tokenizer, "image_processor": processor, "videos": videos, **changes})

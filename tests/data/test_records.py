@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,6 @@ def test_the_prompt_is_that_of_the_first_answer_that_is_learned():
     record = parse({"conversations": [ASK, unlearned, {"from": "human", "value": "Sure?"}, ANSWER]})
     prompt, said = record.up_to_answer()
     assert said == "A circle." and len(prompt.turns) == 3 and prompt.asks
+    nothing = replace(record, turns=(*record.turns[:3], replace(record.turns[3], learned=False)))
+    with pytest.raises(DataError, match="no answer of it is learned"):
+        nothing.up_to_answer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,19 @@ def settled(planner: Planner) -> int:
         if planner.settled:
             return steps
     raise AssertionError("no plan after 20 steps")
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [(2, 12), (3, 8), (4, 6), (6, 4), (8, 4)])
+def test_steps_that_measure_while_one_is_always_submitted_ahead(layers: int, wanted: int) -> None:
+    """As docs/performance.md says."""
+    known = costs(layers)
+    planner = Planner({"text": known.kinds}, {}, IN_TURNS, 150 * MIB)
+    submitted, steps = deque([planner.asked]), 0
+    while not planner.settled:
+        submitted.append(planner.asked)
+        planner.learn({"text": usage(known, submitted.popleft()["text"])})
+        steps += 1
+    assert steps == wanted
 
 
 def test_all_four_steps() -> None:

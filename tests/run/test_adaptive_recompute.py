@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from dhp.base.degrees import Degrees
-from dhp.base.messages import StageReport
+from dhp.base.errors import ConfigError
+from dhp.base.messages import StageReport, StageUsage
 from dhp.config.load import compose_config
 from dhp.models.registry import load_family
 from dhp.planner.planner import PATIENCE
-from dhp.run.adaptive_recompute import Recomputing, arrange
+from dhp.run.adaptive_recompute import Recomputing, arrange, room
 from dhp.run.chain import make_chain as chain_of
 from dhp.run.preflight import prepare
 from dhp.step.schedule import make_schedule
@@ -82,7 +83,9 @@ class Told:
 
     size = 1
 
-    def __init__(self, kinds: tuple[str, ...]):
+    def __init__(self, kinds: tuple[str, ...], beside: int | None = None):
+        """beside: bytes of the device that are no activations."""
+        self.beside = beside
         self.known, self.choices = costs(len(kinds), kinds=kinds), ("all",) * len(kinds)
 
     def execute_all_async(self, method: Any, choices: Any, returns: int = 1) -> list:
@@ -91,20 +94,30 @@ class Told:
         return [[]]
 
     def report(self) -> list[StageReport]:
-        return [StageReport(0, 1.0, 1.0, {"text": 1e-3}, None, {}, usage(self.known, self.choices))]
+        took = usage(self.known, self.choices)
+        memory = None if self.beside is None else self.beside + took.peak_bytes
+        return [StageReport(0, 1.0, 1.0, {"text": 1e-3}, memory, {}, took)]
 
 
-def plan(assets: Path, folder: Path, budget_mib: float, late: int = 0) -> tuple[str, dict[str, Told]]:
-    """What a run of 20 steps says, and its parts at the end. late: steps before them in which vision has no work."""
-    budget = f"memory.budget_gib={budget_mib * MIB / 2**30}"
+def plan(
+    assets: Path,
+    folder: Path,
+    budget_mib: float | None,
+    late: int = 0,
+    memory: int | None = None,
+    beside: int | None = None,
+) -> tuple[str, dict[str, Told]]:
+    """What a run of 20 steps says, and its parts at the end. late: steps before them in which vision has no work.
+    memory: bytes of the device. beside: those of each part that are no activations."""
+    budget = f"memory.budget_gib={'null' if budget_mib is None else budget_mib * MIB / 2**30}"
     overrides = [*tiny(assets, folder / "run")[1:], *SETTINGS, budget, f"memory.cache_dir={folder}"]
     config = prepare(compose_config("tiny", overrides=overrides))
     family = load_family(config.text.model_name)
-    parts = {"vision": Told(family.tower.layers.kinds), "text": Told(family.decoder.layers.kinds)}
+    parts = {"vision": Told(family.tower.layers.kinds, beside), "text": Told(family.decoder.layers.kinds, beside)}
     said: list[str] = []
     chain = chain_of(config, family, config.text.model_name)
     stages = make_stages(chain, parts)
-    recomputing = Recomputing(config, chain, stages, "cpu", make_schedule("sequential", chain, 4), said.append)
+    recomputing = Recomputing(config, chain, stages, "cpu", make_schedule("sequential", chain, 4), said.append, memory)
     for step in range(late + 20):
         reports = {name: part.report() for name, part in parts.items()}
         if step < late:
@@ -121,6 +134,35 @@ def test_a_plan_is_said_and_told_and_found_again(tiny_assets: Path, tmp_path: Pa
     assert "measured before" in again
     assert {name: part.choices for name, part in same.items()} == {name: part.choices for name, part in parts.items()}
     assert again.partition("\n")[2] == said.partition("\n")[2]
+
+
+def reserved(usages: dict[str, StageUsage | None], **most: int) -> dict[str, list[StageReport]]:
+    report = StageReport(0, 1.0, 1.0, {}, None, {})
+    of = {stage: replace(report, usage=usage, memory_bytes=most[stage]) for stage, usage in usages.items()}
+    return {stage: [replace(one, memory_bytes=7, usage=None), one] for stage, one in of.items()}
+
+
+def test_what_is_left_of_the_fullest_device() -> None:
+    known = {stage: usage(costs(2), ("all",) * 2) for stage in ("vision", "text.0", "text.1")}
+    peak = known["vision"].peak_bytes
+    sharing = (frozenset({"vision", "text.0"}), frozenset({"vision", "text.1"}))
+    told = reserved(known, **{"vision": peak + 100, "text.0": peak + 300, "text.1": peak + 50})
+    assert room(10_000, sharing, told) == 9_000 - 400
+    idle = reserved(known | {"vision": None}, **{"vision": 90, "text.0": peak + 300, "text.1": peak + 50})
+    assert room(10_000, sharing, idle) == 9_000 - 390  # a stage without work has no activations
+    assert room(400, sharing, told) == 0
+
+
+def test_without_a_budget_it_is_read_from_the_steps_that_recompute_everything(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    beside, size = 3 * MIB, int((100 + 6) * MIB / 0.9)
+    said, parts = plan(tiny_assets, tmp_path, None, memory=size, beside=beside)
+    given, same = plan(tiny_assets, tmp_path / "given", 100)
+    assert {name: part.choices for name, part in same.items()} == {name: part.choices for name, part in parts.items()}
+    assert "of 100.0 MiB expected" in said and "of 100.0 MiB expected" in given
+    with pytest.raises(ConfigError, match="recompute=auto without memory.budget_gib"):
+        plan(tiny_assets, tmp_path, None)
 
 
 def test_a_budget_that_nothing_fits_is_said(tiny_assets: Path, tmp_path: Path) -> None:

@@ -6,20 +6,24 @@ import errno
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dhp.__main__ import main
-from dhp.base.errors import DataError
+from dhp.base.errors import ConfigError, DataError
 from dhp.checkpoint.folder import ABOUT, checkpoints
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
+from dhp.data.order.sampler import BatchLayout, RandomSampler
 from dhp.observe.metrics import EvalMetrics, read_metrics
 from dhp.run.evaluation import due, together
 from dhp.run.held_out import of_evaluation
 from dhp.run.kept_checkpoints import KeptCheckpoints
+from dhp.run.loop import saves_after
 from dhp.run.preflight import prepare
+from dhp.run.session import DataPlan, Session
 from dhp.run.settings import feed_settings
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
 
@@ -29,18 +33,48 @@ def config_of(*overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "steps"),
+    ("overrides", "evaluated", "saved"),
     [
-        ([], [10]),
-        (["training.eval_steps=4"], [4, 8, 10]),
-        (["training.eval_steps=4", "training.save_steps=3"], [4, 8, 10]),
-        (["training.save_steps=3", "training.best_metric=eval_loss"], [3, 6, 9, 10]),
+        ([], [10], [5, 10]),
+        (["training.eval_steps=4"], [4, 8, 10], [5, 10]),
+        (["training.eval_steps=4", "training.save_steps=3"], [4, 8, 10], [3, 5, 6, 9, 10]),
+        (["training.save_steps=3", "training.best_metric=eval_loss"], [3, 5, 6, 9, 10], [3, 5, 6, 9, 10]),
+        (["training.save_final=false"], [10], [5]),
+        (["training.save_final=false", "training.save_steps=5"], [10], [5, 10]),
     ],
 )
-def test_when(overrides: list[str], steps: list[int]) -> None:
-    config = config_of(*overrides)
-    assert [step for step in range(1, 11) if due(config, step, 10)] == steps
+def test_when(overrides: list[str], evaluated: list[int], saved: list[int]) -> None:
+    config, plan = config_of(*overrides), DataPlan(10, frozenset({5}), {}, 0, 0)
+    assert [step for step in range(1, 11) if saves_after(config, step, plan)] == saved
+    assert [step for step in range(1, 11) if due(config, step, 10, step in saved)] == evaluated
     assert not due(resolve(compose_config("tiny")), 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "ends"), [(1, 52, {13, 26, 39}), (2, 52, {26}), (1, 13, set()), (4, 53, {52})]
+)
+def test_epochs_that_end_with_a_checkpoint(every: int, steps: int, ends: set[int]) -> None:
+    """Of 100 samples in steps of 8; the run's own end is no such one."""
+    sampler = RandomSampler(100, BatchLayout(2, 2, 2), 0, True)
+    session = Session.__new__(Session)
+    session.config, session._timeout_s = config_of(f"training.save_epochs={every}"), 1.0
+    session.data = SimpleNamespace(ask=lambda verb, epochs, timeout_s: getattr(sampler, verb)(epochs))
+    assert set(session._epoch_ends(steps)) == ends
+
+
+def test_a_run_leaves_the_checkpoints_of_its_epochs_alone(tiny_assets: Path, tmp_path: Path) -> None:
+    asked = ["data.datasets=['shapes%5']", "training.max_steps=null", "training.num_epochs=3", "training.save_epochs=2"]
+    ended = train(*tiny(tiny_assets, tmp_path / "run", *ONE_ACTOR_EACH, *asked, "training.save_final=false"))
+    assert ended.status == 0 and ended.left == (), ended.stderr
+    steps = len(read_metrics(tmp_path / "run"))
+    assert steps % 3 == 0 and "saving the final checkpoint" not in ended.stdout + ended.stderr
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == [f"step_{steps // 3 * 2}"]
+
+
+def test_best_of_no_checkpoint_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no checkpoint that could be the best"):
+        config_of("training.save_final=false", "training.best_metric=eval_loss")
+    config_of("training.save_final=false", "training.best_metric=eval_loss", "training.save_epochs=1")
 
 
 def test_each_sample_once_in_the_files_order() -> None:
@@ -160,6 +194,17 @@ def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> No
     assert (told["step"], told["loss"]) == (best, found[best - 1]["loss"]) and again.left == ()
 
 
+def test_images_are_exchanged_in_one_start(tiny_assets: Path) -> None:
+    given = [str(tiny_assets / "model"), "--config-name=tiny", f"tiny_assets={tiny_assets}", *ONE_ACTOR_EACH]
+    asked = ["data.eval_datasets=['shapes%5']", "exchange=images", "--json"]
+    ended = train("evaluate", "loss", *given, *asked, module="dhp")
+    assert ended.status == 0 and ended.left == (), ended.stderr
+    own, others = map(json.loads, ended.stdout.splitlines())
+    assert (own["images"], others["images"]) == ("own", "others")
+    assert [own[key] for key in ("samples", "target_tokens")] == [others[key] for key in ("samples", "target_tokens")]
+    assert own["loss"] != others["loss"] and own["samples"] > 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -167,6 +212,7 @@ def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> No
         (["{model}", "--config-name=tiny"], "data.eval_datasets is empty"),
         (["{model}", "--config-name=tiny", "data.eval_datasets=[shape]"], "did you mean shapes?"),
         (["nowhere"], "nowhere is no directory"),
+        (["{model}", "exchange=words"], "exchange=words: images alone can be exchanged; write exchange=images"),
         (
             ["{model}", "training.eval_answers=4"],
             "nothing is answered. Leave it out, and ask by `python -m dhp generate",

@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from dhp.__main__ import main
-from dhp.models.registry import load_family, load_image_processor
+from dhp.cli.generate import answer_line
+from dhp.observe.metrics import AnswerMetrics
 from tests.helpers.runs import ONE_ACTOR_EACH, Outcome, tiny, train
 
 PROMPT = "Which shape is this?"
 NEW = 6
 
 
-def plainly(model: Path, image: Path) -> list[int]:
-    """What plain transformers answers."""
-    tokenizer, processor = AutoTokenizer.from_pretrained(model), load_image_processor(str(model))
-    said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPT}]}]
-    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    shown = processor(Image.open(image).convert("RGB"), return_tensors="pt")
-    placeholder = load_family(str(model)).processor.image_token_id
-    tokens = int(shown["image_grid_thw"].prod()) // 4
-    ids = [
-        one
-        for token in tokenizer(text, add_special_tokens=False)["input_ids"]
-        for one in [token] * (tokens if token == placeholder else 1)
-    ]
-    given = torch.tensor(ids)[None]
-    plain = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
-    kinds = (given == placeholder).long()
-    told = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
-    mask = torch.ones_like(given)
-    found = plain.generate(input_ids=given, attention_mask=mask, mm_token_type_ids=kinds, **shown, **told)
-    return found[0, len(ids) :].tolist()
+def plainly(model: Path, image: Path, question: str = PROMPT) -> str:
+    """What plain transformers answers, by the lines that LOAD_PRETRAINED_WEIGHTS.md shows."""
+    page = (Path(__file__).parents[2] / "LOAD_PRETRAINED_WEIGHTS.md").read_text()
+    (lines,) = [one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "generate(" in one]
+    own = {"exported/qwen3b": model, "receipt.png": image, "What is on the receipt?": question, "128": NEW}
+    for shown, here in own.items():
+        assert lines.count(shown) == 1, shown
+        lines = lines.replace(shown, str(here))
+    names: dict[str, Any] = {}
+    exec(lines, names)
+    return str(names["tokenizer"].decode(names["answer"], skip_special_tokens=True))
 
 
-def generated(out: Path, *arguments: str) -> list[int]:
+def generated(out: Path, *arguments: str) -> str:
     ended = train("generate", f"prompt={PROMPT}", f"max_new_tokens={NEW}", f"out={out}", *arguments, module="dhp")
     assert ended.status == 0 and ended.left == (), ended.stderr
     told = json.loads(out.read_text())
-    assert told["text"] in ended.stdout
-    return told["token_ids"]
+    assert told["text"] in ended.stdout and 1 <= len(told["token_ids"]) <= NEW
+    return str(told["text"])
 
 
 def test_a_runs_checkpoint_answers_in_another_layout(
@@ -80,9 +72,39 @@ def test_a_run_answers_with_its_evaluations_and_its_adapters_answer_afterwards(
     assert generated(tmp_path / "a.json", *given) == plainly(tmp_path / "exported", image)
 
 
+def test_a_dataset_is_answered_after_one_start(tiny_assets: Path, tmp_path: Path) -> None:
+    model, rows = tiny_assets / "model", json.loads((tiny_assets / "data" / "annotations.json").read_text())
+    shown = [row for row in rows if "image" in row][:3]
+    (tmp_path / "rows.json").write_text(json.dumps(shown))
+    (question, answer) = (shown[0]["conversations"][at]["value"] for at in (0, 1))
+    entry = f"{{annotation_path: {tmp_path / 'rows.json'}, data_path: {tiny_assets / 'data'}}}"
+    given = [f"checkpoint={model}", "--config-name=tiny", *ONE_ACTOR_EACH, f"data.data_registry.own={entry}"]
+    out = tmp_path / "new" / "answers.jsonl"
+    ended = train("generate", "dataset=own", f"max_new_tokens={NEW}", f"out={out}", *given, module="dhp")
+    assert ended.status == 0 and ended.left == (), ended.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["number"] for line in lines] == [1, 2, 3] and lines[0]["reference"] == answer
+    image = tiny_assets / "data" / shown[0]["image"]
+    assert lines[0]["answer"] == plainly(model, image, question.replace("<image>", "").strip())
+    exact = sum(line["exact"] for line in lines)
+    assert f"own: {exact} of 3 answers are exact" in ended.stdout
+
+
+def test_an_exact_answer_may_differ_in_white_space_around_it() -> None:
+    found = AnswerMetrics(step=1, dataset="a", number=2, prompt="p", reference=" A red square.", answer="", tokens=3)
+    lines = [
+        answer_line(replace(found, answer=said)) for said in ("A red square.\n", "A red  square.", "a red square.")
+    ]
+    assert [line["exact"] for line in lines] == [True, False, False]
+    told = {"number": 2, "prompt": "p", "reference": " A red square.", "answer": "A red square.\n", "tokens": 3}
+    assert lines[0] == told | {"exact": True}
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["dataset=shape", "out=x.jsonl", "checkpoint={run}"], "shape is not in data.data_registry"),
+        (["dataset=shapes", "out=x.jsonl", "checkpoint={run}", "--benchmark"], "--benchmark answers one prompt"),
         (["prompt=x", "checkpoint={model}"], "is a model: name a FILE.yaml or --config-name=NAME"),
         (["prompt=x"], "checkpoint= is not given: name a FILE.yaml or --config-name=NAME"),
         (["prompt=x", "checkpoint=nowhere"], "nowhere is no directory"),

@@ -6,8 +6,6 @@ import numpy as np
 
 from dhp.data.balance.packs import Limits, Loads, Packs
 
-WINDOW_STEPS = 50  # steps whose samples are sorted together, as the usual group-by-length samplers do
-
 
 def random_batches(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
     """Samples in random order, `limits.samples` a pack."""
@@ -15,18 +13,18 @@ def random_batches(loads: Loads, limits: Limits, replicas: int, seed: int) -> Pa
 
 
 def length_group(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
-    """Samples of like text length in a pack: sorted inside windows of a random order, packs in random order again."""
+    """Samples of like lengths in a pack: sorted inside windows of a random order, packs in random order again."""
     rng = np.random.default_rng(seed)
-    order = _sorted_windows(loads, rng.permutation(len(loads)), limits.samples * replicas * WINDOW_STEPS)
+    order = _sorted_windows(loads, rng.permutation(len(loads)), limits.samples * replicas * limits.window)
     packs = _cut(order, limits.samples)
     return packs.reordered(rng.permutation(len(packs)))
 
 
 def device_group(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
-    """Samples of like text length on the devices of a step: each takes one of `replicas` neighbours, several times."""
+    """Samples of like lengths on the devices of a step: each takes one of `replicas` neighbours, several times."""
     rng = np.random.default_rng(seed)
     step = limits.samples * replicas
-    order = _sorted_windows(loads, rng.permutation(len(loads)), step * WINDOW_STEPS)
+    order = _sorted_windows(loads, rng.permutation(len(loads)), step * limits.window)
     whole = len(order) // step * step
     neighbours = order[:whole].reshape(-1, replicas)
     dealt = rng.permutation(neighbours).reshape(-1, limits.samples, replicas).transpose(0, 2, 1)
@@ -35,7 +33,7 @@ def device_group(loads: Loads, limits: Limits, replicas: int, seed: int) -> Pack
 
 def _sorted_windows(loads: Loads, order: np.ndarray, size: int) -> np.ndarray:
     windows = np.arange(len(order)) // size
-    return order[np.lexsort((loads.text[order], windows))]
+    return order[np.lexsort((loads.text[order], loads.vision[order], windows))]
 
 
 def _cut(order: np.ndarray, size: int) -> Packs:

@@ -1,4 +1,4 @@
-"""Iterative sampling and filtering (OmniBal, Yao et al. 2025, section 3.2): constant amounts of images and text.
+"""Iterative sampling and filtering (OmniBal, Yao et al. 2025, section 4.1): constant amounts of images and text.
 
 Each pass shuffles the samples that are left, fills packs in that order until a limit would be passed, keeps the packs
 that are full enough and gives the samples of the others back. The last pass keeps all its packs, as in the published
@@ -12,19 +12,17 @@ from numba import njit
 
 from dhp.data.balance.packs import Limits, Loads, Packs, from_groups
 
-PASSES = 10
 
-
-def isf(loads: Loads, limits: Limits, replicas: int, seed: int, passes: int = PASSES) -> Packs:
+def isf(loads: Loads, limits: Limits, replicas: int, seed: int) -> Packs:
     """Packs in random order, which hold all samples. replicas: unused, for the method knows no steps."""
     rng = np.random.default_rng(seed)
     group = np.full(len(loads), -1, dtype=np.int64)
     made = 0
     left = np.arange(len(loads))
-    for turn in range(passes):
+    for turn in range(limits.passes):
         left = rng.permutation(left)
         numbers, full = _fill(loads.vision[left], loads.text[left], limits.vision, limits.text, *limits.full)
-        keep = full[numbers] if turn < passes - 1 else np.ones(len(left), dtype=np.bool_)
+        keep = full[numbers] if turn < limits.passes - 1 else np.ones(len(left), dtype=np.bool_)
         group[left[keep]] = made + numbers[keep]
         made += len(full)
         left = left[~keep]

@@ -1,6 +1,6 @@
 """How well packs are balanced. All of them together: any one alone can be made small by itself.
 
-PadRatio and DistRatio as OmniBal (Yao et al. 2025, section 3.1) defines them: Σ_i (t_max − t_i) / (t_max B) inside a
+PadRatio and DistRatio as OmniBal (Yao et al. 2025, section 4.1) defines them: Σ_i (t_max − t_i) / (t_max B) inside a
 batch, pooled over all batches; Σ_i (T_max − T_i) / (T_max N) over the N devices of a step, averaged over steps.
 """
 

@@ -35,6 +35,8 @@ class Limits:
     full_vision, full_text: ISF keeps a pack that holds so much (Q'_v and Q'_t); None: see `full`.
 
     soft: `text` is a mean, not a bound: a pack may hold some tokens more if that makes all others even.
+
+    passes: of ISF, at most. window: steps whose samples are sorted together where like ones are put together.
     """
 
     vision: int
@@ -43,6 +45,8 @@ class Limits:
     full_vision: int | None = None
     full_text: int | None = None
     soft: bool = False
+    passes: int = 10
+    window: int = 50
 
     @property
     def full(self) -> tuple[int, int]:

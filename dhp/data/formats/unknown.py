@@ -15,6 +15,7 @@ KNOWN = {
     "alpaca": "instruction, input and output",
     "swift": "query and response (or prompt, question, problem, instruction and answer, completion, solution), "
     "messages, conversation or texts of user and assistant, images",
+    "text": "text",
 }
 
 
@@ -23,5 +24,6 @@ def read_unknown(raw: Fields, media: MediaResolver) -> NoReturn:
     known = "; ".join(f"{name} ({keys})" for name, keys in KNOWN.items())
     raise DataError(
         f"keys {sorted(map(str, raw))} are of no known format. Known are: {known}. If only names differ, say so in "
-        "the dataset's columns, as columns={messages: dialogue}. Text alone, preferences and classes are not read"
+        "the dataset's columns, as columns={messages: dialogue}. Text alone is read only where the dataset's format is "
+        "set to text; preferences and classes are not read"
     )

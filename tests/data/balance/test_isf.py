@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from dhp.data.balance.isf import _fill, isf
@@ -39,7 +41,7 @@ def test_passes_leave_few_packs_that_are_not_full() -> None:
     loads = mixture()
 
     def share_full(passes: int) -> float:
-        packs = isf(loads, LIMITS, 8, 0, passes)
+        packs = isf(loads, replace(LIMITS, passes=passes), 8, 0)
         full = (packs.sums(loads.vision) >= LIMITS.vision) | (packs.sums(loads.text) >= LIMITS.text - TEXT_ROOM)
         return float(full.mean())
 

@@ -155,7 +155,8 @@ def test_windows_of_bad_samples_at_the_end_of_an_epoch(bad: int) -> None:
 
 def test_a_state_of_other_rows_of_the_same_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = sampler(made(), "isf").state_dict()
-    monkeypatch.setitem(methods.METHODS, "isf", lambda *given: isf(*given, passes=3))
+    fewer = lambda loads, limits, *more: isf(loads, replace(limits, passes=3), *more)
+    monkeypatch.setitem(methods.METHODS, "isf", fewer)
     with pytest.raises(DataError, match=r"checksum of the rows was \d+ and is \d+ \(another release of dhp"):
         sampler(made(), "isf").load_state_dict(state)
 
@@ -250,4 +251,14 @@ def test_limits_come_from_the_lengths_or_are_given() -> None:
     given = BalanceSettings("isf", vision=9, text=8192, full_vision=8, full_text=8000)
     assert given.limits(loads, 4) == Limits(9, 8192, 4, 8, 8000)
     assert BalanceSettings("isf", vision=9, text=4096).limits(loads, 4).full == (9, 3968)  # as published
+
+
+def test_limits_by_the_papers_rule() -> None:
+    loads = Loads(np.array([9, 0, 18, 9]), np.array([600, 296, 4096, 1000]))  # 36 tiles of 5,992 tokens
+    paper = BalanceSettings("isf", rule="paper", isf_passes=3)
+    assert paper.limits(loads, 4) == Limits(25, 4096, 4, 25, 3968, passes=3)
+    assert replace(paper, text=2996).limits(loads, 4) == Limits(18, 2996, 4, 18, 2868, passes=3)
+    assert replace(paper, vision=7, full_vision=6, full_text=9).limits(loads, 1) == Limits(7, 4096, 1, 6, 9, passes=3)
+    few = Loads(np.zeros(2, np.int64), np.array([20, 30]))
+    assert paper.limits(few, 4) == Limits(1, 30, 4, 1, 1, passes=3)
     assert Limits(9, 4096).full == (9, 3968)
