@@ -22,7 +22,7 @@ from dhp.models.generic.decoder import run_layers
 from dhp.models.generic.forms import pack
 from dhp.models.generic.handover import Handover
 from dhp.models.generic.layers import experts_of, find_text_parts, find_vision_parts
-from dhp.models.generic.pictures import joined, row_values
+from dhp.models.generic.pictures import Picture, joined, row_values
 from dhp.models.generic.plan import complete_plan
 from dhp.models.generic.rows import generic_name, kinds_for
 from dhp.models.generic.structure import Structure, find_structure, refuse_unknown_layers, without_weights
@@ -161,24 +161,28 @@ def _batches(twin: Twin) -> bool:
 
 def _loops(twin: Twin) -> bool:
     """Whether some module is called once for each picture of a call, as a merger of pictures of many sizes may be."""
-    counts = []
-    for pictures in (twin.picture(0), joined([twin.picture(0), twin.picture(3)])):
-        calls = Counter[str]()
-        hooks = [
-            module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
-            for name, module in twin.model.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
-        ]
-        try:
-            with torch.no_grad():
-                twin.encode(pictures)
-        except Exception:  # an encoder of single pictures may fail anyhow
-            return True
-        finally:
-            for hook in hooks:
-                hook.remove()
-        counts.append(calls)
-    return counts[0] != counts[1]
+    try:
+        alone, together = twin.picture(0), joined([twin.picture(0), twin.picture(3)])
+        return _count_calls(twin, alone) != _count_calls(twin, together)
+    except Exception:  # an encoder of single pictures may fail anyhow
+        return True
+
+
+def _count_calls(twin: Twin, pictures: Picture) -> Counter[str]:
+    """How often an encoding calls each module that has parameters of its own."""
+    calls = Counter[str]()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+        for name, module in twin.model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+    try:
+        with torch.no_grad():
+            twin.encode(pictures)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
 
 
 def _embeds(twin: Twin) -> bool:
