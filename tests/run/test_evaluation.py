@@ -12,12 +12,13 @@ import pytest
 
 from dhp.__main__ import main
 from dhp.base.errors import DataError
+from dhp.base.messages import EvaluatedShare, StepInfo
 from dhp.checkpoint.folder import ABOUT, checkpoints
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
-from dhp.run.evaluation import due, misses, together
+from dhp.run.evaluation import _Done, _metrics, due, misses, together
 from dhp.run.held_out import of_evaluation
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.preflight import prepare
@@ -75,6 +76,30 @@ def test_together_each_token_counts_alike() -> None:
         seconds=3.0,
     )
     assert together([none]).loss is None
+
+
+def test_of_batches_each_token_counts_alike() -> None:
+    counts = {
+        "images": 0,
+        "tokens": 50,
+        "vision_tokens": 0,
+        "padded_tokens": 0,
+        "dist_ratio": {},
+        "flops": {},
+        "data_s": 0.0,
+        "measure_s": 0.0,
+    }
+    done = [
+        _Done(
+            StepInfo(step=0, epoch=0, done=0.0, samples=2, target_tokens=targets, skipped=("bad",), **counts),
+            (EvaluatedShare(loss / 2, 1, targets), EvaluatedShare(loss / 2, 2, 0)),
+        )
+        for targets, loss in ((10, 4.0), (30, 2.0))
+    ]
+    assert _metrics(7, "a", done, 1.5) == EvalMetrics(
+        step=7, dataset="a", loss=2.5, accuracy=6 / 40, target_tokens=40, tokens=100, samples=4, skipped_samples=2,
+        seconds=1.5,
+    )  # fmt: skip
 
 
 def kept(parent: Path, limit: int, metric: str | None) -> KeptCheckpoints:

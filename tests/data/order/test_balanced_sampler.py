@@ -251,3 +251,17 @@ def test_limits_come_from_the_lengths_or_are_given() -> None:
     assert given.limits(loads, 4) == Limits(9, 8192, 4, 8, 8000)
     assert BalanceSettings("isf", vision=9, text=4096).limits(loads, 4).full == (9, 3968)  # as published
     assert Limits(9, 4096).full == (9, 3968)
+
+
+def test_each_window_of_each_epoch_is_dealt_from_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def method(loads: Loads, limits: Limits, rows: int, seed: int) -> object:
+        seeds.append(seed)
+        return isf(loads, limits, rows, seed)
+
+    monkeypatch.setattr("dhp.data.order.window_planner.choose_method", lambda *_: method)
+    source = sampler(made(300), "isf", window=100)
+    for step in range(source.steps(2)):
+        source.batch(step)
+    assert len(set(seeds)) == len(seeds) == 6
