@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from experiments.mutants.mutations import Mutation
 
@@ -40,28 +41,34 @@ def try_mutation(copy: Path, mutation: Mutation, limit_s: float) -> Verdict:
     source = file.read_bytes()
     try:
         file.write_bytes(mutation.plant(source))
-        return Verdict(mutation, *_run(copy, _tests_of(copy, mutation.file), limit_s))
+        outcome, told = SURVIVED, ""
+        for tests in _tests_of(copy, mutation.file):  # one after another: pytest orders what it is given together
+            if outcome == SURVIVED:
+                outcome, told = _run(copy, tests, limit_s)
+        return Verdict(mutation, outcome, told)
     finally:
         file.write_bytes(source)
 
 
-def _tests_of(copy: Path, file: Path) -> list[str]:
+def _tests_of(copy: Path, file: Path) -> list[list[str]]:
     """The file's own tests, then those of its room: dhp/data/order/sampler.py has tests/data/order/test_sampler.py."""
     inside = file.relative_to("dhp")
     own, room = Path("tests") / inside.parent / f"test_{inside.name}", Path("tests") / inside.parts[0]
-    return [str(path) for path in (own, Path("tests") / inside.parent, room) if (copy / path).exists()]
+    return [[str(own)], [str(room), f"--ignore={own}"]] if (copy / own).exists() else [[str(room)]]
 
 
 def _run(copy: Path, tests: list[str], limit_s: float) -> tuple[str, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
     env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(
-        command, cwd=copy, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as running:
+    with TemporaryFile("w+") as said:  # no pipe: a process that outlives the tests would hold it open
+        running = subprocess.Popen(command, cwd=copy, env=env, stdout=said, stderr=said, start_new_session=True)
         try:
-            said, _ = running.communicate(timeout=limit_s)
+            running.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
             return LATE, ""
-    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        said.seek(0)
+        lines = said.read().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return _NO_FAILURE.get(running.returncode, KILLED), failed[0] if failed else ""
