@@ -17,7 +17,7 @@ install: $(VENV)/.installed  ## make .venv and install requirements.txt, once
 train: install  ## train the tiny model; ARGS='training.max_steps=10 run_dir=runs/mine' overrides its configuration
 	@$(VENV)/bin/python -m dhp.train_ray --config-name=tiny $(ARGS)
 
-test: install  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
+test: $(VENV)/.data-installed  ## run the tests in WORKERS=2 processes; ARGS='tests/config -x' chooses some
 	@$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup --durations=25 --durations-min=5 $(ARGS)
 
 fuzz: install  ## random layouts beside the plain model; ARGS='--fuzz-minutes=5 --fuzz-seed=1' says how long and which
@@ -31,6 +31,10 @@ lint: $(VENV)/.lint-installed  ## check format, style and types: ruff, and mypy 
 clean:  ## remove .venv, caches and the generated tiny model and data; runs/ stays
 	rm -rf $(VENV) assets/tiny build *.egg-info .pytest_cache
 	find dhp tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.data-installed: requirements-data.txt $(VENV)/.installed  # or tests of Parquet would fail
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements-data.txt
+	@touch $@
 
 $(VENV)/.lint-installed: requirements-dev.txt $(VENV)/.installed
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements-dev.txt

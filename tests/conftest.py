@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.runs import FIRST, Outcome, tiny, train
+from tests.helpers.skips import hold
 
 # One thread a process, as ranks have: what tests compute is small, and threads that wait for one another beside
 # several ranks on few cores take many times as long.
@@ -55,6 +56,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file = item.nodeid.partition("::")[0]
         group = next((folder for folder in _ONE_RAY if file.startswith(folder)), file)
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    hold(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    hold(report)
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

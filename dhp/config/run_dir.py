@@ -4,12 +4,13 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import yaml
 
 from dhp.base.errors import ConfigError
+from dhp.base.folder_lock import locked
 from dhp.base.removal import remove
 from dhp.config.mixing import read_datasets
 from dhp.config.parts import OPTIONAL, PARTS, parts
@@ -68,21 +69,29 @@ def make_run_dir(config: Config) -> Path:
 
 @contextmanager
 def run_directory(config: Config) -> Iterator[Path]:
-    """`make_run_dir` for the time of a run. One that is refused (ConfigError) before its first step leaves nothing in
-    it, and no new directory that is empty."""
-    run_dir = Path(config.run_dir)
-    existed = run_dir.exists()
-    try:
-        yield make_run_dir(config)
-    except BaseException as error:
-        if isinstance(error, ConfigError) and _never_began(run_dir):
-            for path in list(_record(run_dir)):
-                remove(path)
-        if not existed:
-            for folder in (run_dir / "logs", run_dir / "checkpoints", run_dir):
+    """Hold run_dir and training.checkpoint_dir for the time of a run, so that no other one writes there: ConfigError
+    where one does. `make_run_dir` is for the block to call.
+
+    A run that is refused (ConfigError) before its first step leaves nothing in run_dir, and no new directory that is
+    empty.
+    """
+    check_run_dir(config)
+    run_dir, existed = Path(config.run_dir), Path(config.run_dir).exists()
+    checkpoints = Path(config.training.checkpoint_dir or run_dir / "checkpoints")
+    with ExitStack() as stack:
+        stack.enter_context(locked(run_dir, "run_dir"))
+        if checkpoints.resolve() != run_dir.resolve():
+            stack.enter_context(locked(checkpoints, "training.checkpoint_dir"))
+        try:
+            yield run_dir
+        except BaseException as error:
+            if isinstance(error, ConfigError) and _never_began(run_dir):
+                for path in list(_record(run_dir)):
+                    remove(path)
+            if not existed:
                 with suppress(OSError):  # it is not empty, or was never made
-                    folder.rmdir()
-        raise
+                    (run_dir / "logs").rmdir()
+            raise
 
 
 def replaces_checkpoints(config: Config) -> bool:

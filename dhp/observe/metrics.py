@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -149,6 +149,9 @@ class AnswerMetrics:
     """Of the model's answer, the one that ended it included. Unit: tokens."""
 
 
+Line = StepMetrics | EvalMetrics | AnswerMetrics
+
+
 class MetricsWriter:
     """Appends each step to `<run_dir>/metrics.jsonl` and to TensorBoard event files in `<run_dir>/tb`.
 
@@ -204,24 +207,41 @@ class MetricsWriter:
         self.close()
 
 
-def keep_steps(run_dir: str | Path, last: int) -> list[StepMetrics]:
-    """Cut off metrics.jsonl whatever a stopped run wrote after step `last`, half a line included; what is left."""
+def keep_steps(run_dir: str | Path, last: int, evaluates: bool = False) -> list[Line]:
+    """Cut off metrics.jsonl whatever a stopped run wrote after step `last`, half a line included; what is left.
+
+    evaluates: step `last` is going to be evaluated once more, so what an evaluation then wrote goes too.
+    """
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
         return []
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_step_until(line, last)]
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_step_until(line, last, evaluates)]
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     unfinished.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     os.replace(unfinished, path)
-    return read_metrics(run_dir)
+    return read_record(run_dir)
 
 
 def read_metrics(run_dir: str | Path) -> list[StepMetrics]:
     """The steps of a run, oldest first, as written; lines of another kind are left out. Raises FileNotFoundError
     without a metrics.jsonl."""
-    with open(Path(run_dir) / "metrics.jsonl", encoding="utf-8") as lines:
-        found = [json.loads(line) for line in lines]
-    return [StepMetrics(**_from_json(line)) for line in found if line["kind"] == TRAIN]
+    return [line for line in read_record(run_dir) if isinstance(line, StepMetrics)]
+
+
+def read_record(run_dir: str | Path) -> list[Line]:
+    """All lines of a run, oldest first, as written, without a last one that is not whole. Raises FileNotFoundError
+    without a metrics.jsonl."""
+    lines = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    if lines and not _is_whole(lines[-1]):
+        lines.pop()
+    return [_line(json.loads(line)) for line in lines]
+
+
+def read_evaluations(lines: Sequence[Line], step: int | None = None) -> list[EvalMetrics]:
+    """The lines of the evaluation after `step`, or of the last one; empty where there was none."""
+    found = [line for line in lines if isinstance(line, EvalMetrics)]
+    wanted = step if step is not None or not found else found[-1].step
+    return [line for line in found if line.step == wanted]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -230,15 +250,26 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return dict(_scalars(prefix, {key: value for key, value in values.items() if key != "step"}))
 
 
-def _from_json(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value if key == "kind" else from_json(value) for key, value in line.items()}
+def _line(values: Mapping[str, Any]) -> Line:
+    if values["kind"] == ANSWER:
+        return AnswerMetrics(**values)  # all text as it is, "NaN" too
+    known = {key: value if key in ("kind", "dataset") else from_json(value) for key, value in values.items()}
+    return EvalMetrics(**known) if values["kind"] == EVAL else StepMetrics(**known)
 
 
-def _is_step_until(line: str, last: int) -> bool:
+def _is_whole(line: str) -> bool:
+    """Not so where the run was killed while it wrote this."""
     try:
-        return json.loads(line)["step"] <= last
-    except ValueError:  # the run was killed while it wrote this
+        return isinstance(json.loads(line), dict)
+    except ValueError:
         return False
+
+
+def _is_step_until(line: str, last: int, evaluates: bool) -> bool:
+    if not _is_whole(line):
+        return False
+    values = json.loads(line)
+    return values["step"] < last or values["step"] == last and (values["kind"] == TRAIN or not evaluates)
 
 
 def _event(step: int, numbers: Mapping[str, float]) -> Event:

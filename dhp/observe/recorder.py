@@ -12,7 +12,17 @@ from typing import Any
 from dhp.base.errors import ConfigError, RecordError
 from dhp.base.startup import say_line
 from dhp.observe.loggers.loggers import Loggers
-from dhp.observe.metrics import AnswerMetrics, EvalMetrics, MetricsWriter, StepMetrics, flat, keep_steps
+from dhp.observe.metrics import (
+    AnswerMetrics,
+    EvalMetrics,
+    Line,
+    MetricsWriter,
+    StepMetrics,
+    flat,
+    keep_steps,
+    read_evaluations,
+    read_record,
+)
 from dhp.observe.progress import Progress, answer_line, eval_line
 from dhp.observe.report import closing_table
 from dhp.observe.summary import Summary, write_summary
@@ -63,14 +73,18 @@ class Recorder:
             self._trace = TraceWriter(self.run_dir, groups)
         return self._trace
 
-    def begin(self, total_steps: int) -> None:
+    def begin(self, total_steps: int, evaluates: bool = False) -> None:
         """Training begins: from here on there is progress to show. The record of a run that is continued is left as it
-        was until now, when nothing can be refused any more."""
+        was until now, when nothing can be refused any more. evaluates: with the last step done, evaluated anew."""
         if self._metrics is None:
-            self._open()
+            self._open(evaluates)
         if self._loggers is not None:
             self._loggers.begin()
         self._progress = Progress(total_steps, self._log_interval, done=self._done)
+
+    def record_so_far(self) -> list[Line]:
+        """The lines of metrics.jsonl: of the run that is continued, before training begins all of them."""
+        return read_record(self.run_dir) if (self.run_dir / "metrics.jsonl").exists() else []
 
     def say(self, text: str) -> None:
         """A line to whoever is watching."""
@@ -95,7 +109,7 @@ class Recorder:
                 numbers = self._metrics.write_evaluation(metrics, alone=len(found) == 1)
             self.log(metrics.step, numbers)
             self.say(eval_line(metrics))
-        self._evaluated = {one.dataset or "all": one.loss for one in found}
+        self._evaluated = _losses(found)
 
     def record_answers(self, found: Sequence[AnswerMetrics]) -> None:
         """Answers were generated with an evaluation."""
@@ -112,10 +126,12 @@ class Recorder:
             for message in self._loggers.take_messages():
                 self.say(message)
 
-    def _open(self) -> None:
+    def _open(self, evaluates: bool = False) -> None:
         with self.writing():
             (self.run_dir / "config.yaml").write_text(self._config, encoding="utf-8")
-            self._steps = [_in_brief(metrics) for metrics in keep_steps(self.run_dir, self._done)]
+            kept = keep_steps(self.run_dir, self._done, evaluates)
+            self._steps = [_in_brief(line) for line in kept if isinstance(line, StepMetrics)]
+            self._evaluated = _losses(read_evaluations(kept))
             (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
             self._metrics = MetricsWriter(self.run_dir)
 
@@ -204,6 +220,10 @@ class Recorder:
             except RecordError as error:
                 lost = lost or error
         return lost
+
+
+def _losses(found: Sequence[EvalMetrics]) -> dict[str, float | None] | None:
+    return {one.dataset or "all": one.loss for one in found} or None
 
 
 def _in_brief(metrics: StepMetrics) -> StepMetrics:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from dhp.base.errors import ConfigError, DhpError
+from dhp.base.folder_lock import locked
 from dhp.base.new_folder import new_folder
 from dhp.checkpoint.folder import checkpoints, find_checkpoint
 from dhp.config.course import GROUP, TrainingStage, training_stages
@@ -89,8 +90,15 @@ def run_course(config: Config, train: Train, say: Callable[[str], None]) -> None
             say(f"\n{one.told}")
             train(one.prepared)
         return
-    record = CourseRecord(stages[0].folder.parent)
-    if config.overwrite:
+    folder = stages[0].folder.parent
+    with locked(folder, "run_dir"):
+        _train_stages(CourseRecord(folder), stages, config.overwrite, train, say)
+
+
+def _train_stages(
+    record: CourseRecord, stages: Sequence[CheckedStage], overwrite: bool, train: Train, say: Callable[[str], None]
+) -> None:
+    if overwrite:
         _remove(record, stages)
     _require_order(record, stages)
     before: CheckedStage | None = None
@@ -102,7 +110,7 @@ def run_course(config: Config, train: Train, say: Callable[[str], None]) -> None
         else:
             if not one.is_done:
                 say(f"{one.told}: in {one.folder}")
-                with _telling(one, config.overwrite, say):
+                with _telling(one, overwrite, say):
                     train(prepare(_from(one, before, say), say=say))
             record.end(name, _account(one))
         before = one

@@ -22,7 +22,7 @@ from dhp.config.parts import model_name
 from dhp.config.schema import Config
 from dhp.data.exchanged import OTHERS, OWN
 from dhp.models.registry import load_family
-from dhp.observe.metrics import AnswerMetrics, EvalMetrics
+from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_evaluations
 from dhp.run.chain import make_chain
 from dhp.run.held_out import HeldOut, of_evaluation
 from dhp.run.preflight import prepare
@@ -130,6 +130,18 @@ def due(config: Config, step: int, last: int, saves: bool = False) -> bool:
     every = training.eval_steps
     best = training.best_metric is not None and saves
     return step == last or best or (every is not None and step % every == 0)
+
+
+def misses(config: Config, step: int, record: Sequence[Line]) -> bool:
+    """Whether the record has `step` and lacks lines of the evaluation after it, its answers included. They are written
+    in order: where the last one is there, all are."""
+    if not any(isinstance(line, StepMetrics) and line.step == step for line in record):
+        return False
+    names = [split_share(name)[0] for name in config.data.eval_datasets]
+    last = names[0] if len(names) == 1 else TOGETHER
+    answered = {line.dataset for line in record if isinstance(line, AnswerMetrics) and line.step == step}
+    evaluated = {line.dataset for line in read_evaluations(record, step)}
+    return last not in evaluated or config.training.eval_answers > 0 and names[-1] not in answered
 
 
 def together(found: Sequence[EvalMetrics]) -> EvalMetrics:

@@ -29,8 +29,8 @@ class KeptCheckpoints:
             self._remove()
 
     def evaluated(self, found: Sequence[EvalMetrics]) -> None:
-        """The losses after a step. Where it has a checkpoint and is better than the best one, it is that now."""
-        if self._metric is None:
+        """The losses after a step, if any. Where it has a checkpoint and is better than the best, it is that now."""
+        if self._metric is None or not found:
             return
         step, value = found[0].step, _value(self._metric, found)
         if value is not None and math.isfinite(value) and step in map(step_of, checkpoints(self._parent)):

@@ -18,16 +18,17 @@ from dhp.cluster.watch import Watched, wait_all
 from dhp.config.load import to_yaml
 from dhp.config.parts import model_name
 from dhp.config.resolve import micro_batches
-from dhp.config.run_dir import replaces_checkpoints, run_directory
+from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.data.template import read_template
 from dhp.models.registry import auxiliary_files, load_family
 from dhp.observe.data_stall import DataStall
+from dhp.observe.metrics import read_evaluations
 from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
 from dhp.run.chain import make_chain
 from dhp.run.devices import device_memory, find_peak
-from dhp.run.evaluation import Evaluation, due
+from dhp.run.evaluation import Evaluation, due, misses
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.loggers import make_loggers
 from dhp.run.recipe import recipe
@@ -79,9 +80,10 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
     """Train as configured. `config` went through `dhp.run.preflight.prepare`. say: prints a line before there is
     progress. Raises DhpError; leaves no process."""
     checkpoint_dir = Path(str(config.training.checkpoint_dir))
-    start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
-    start.check(kept_settings(config))
     with interruptible(), run_directory(config) as run_dir:
+        start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
+        start.check(kept_settings(config))
+        make_run_dir(config)
         check_writable(checkpoint_dir)
         for line in [*start.put_aside(), *start.changes(recipe(config))]:
             say(line)
@@ -126,10 +128,15 @@ class TrainLoop:
     def run(self) -> None:
         """Start, train every step that is not done yet, save on the way and at the end, as is asked for."""
         plan = self._open_data()
+        missed = self._missed_evaluation()
         if self.start.step >= plan.steps:
             self.recorder.say(f"nothing is left to train: training.max_steps or num_epochs give {plan.steps} steps")
-            return
-        self._start_stages(plan)
+            if not missed:
+                return
+        self._start_stages(plan, missed)
+        if missed:
+            self.recorder.say(f"the evaluation after step {self.start.step} was not finished: it is made now")
+            self._evaluate(self.start.step)
         pending: deque[Pending] = deque()
         self._last_end = time.perf_counter()
         for step in range(self.start.step, plan.steps):
@@ -162,11 +169,20 @@ class TrainLoop:
         self._data_stall = DataStall(plan.workers, plan.ahead, self.config.data.balance_window is not None)
         return plan
 
+    def _missed_evaluation(self) -> bool:
+        """Whether the run that is continued ended in its evaluation. A whole one counts for the best checkpoint again:
+        it may have ended right behind it."""
+        step, record = self.start.step, self.recorder.record_so_far()
+        if due(self.config, step, self.plan.steps) and misses(self.config, step, record):
+            return True
+        self._checkpoints.evaluated(read_evaluations(record, step))
+        return False
+
     def _tell_measuring(self, done: int, parts: int) -> None:
         if done % max(1, parts // 10) == 0:
             self.recorder.say(f"measuring the samples' lengths: {done * 100 // parts}%")
 
-    def _start_stages(self, plan: DataPlan) -> None:
+    def _start_stages(self, plan: DataPlan, evaluates: bool) -> None:
         config, session = self.config, self.session
         *table, total = table_of_training(config, model_name(config))
         self.recorder.say("\n".join([total, *(f"{'':9}{line}" for line in table)]))
@@ -187,8 +203,9 @@ class TrainLoop:
             traced = session.groups | {"data": session.data}
             writer = self.recorder.open_trace({name: group.size for name, group in traced.items()})
             self.tracing = Tracing(traced, writer, config.cluster.start_timeout_s)
-        self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
-        self.recorder.begin(plan.steps)
+        if self.start.step < plan.steps:
+            self.recorder.say(f"training: step {self.start.step + 1} of {plan.steps}")
+        self.recorder.begin(plan.steps, evaluates)
 
     def _ends_before(self, pending: Pending, reading: list[Watched]) -> bool:
         """Wait for the data of the next step or the end of one that runs: whether the end came first."""

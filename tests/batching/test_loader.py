@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -23,6 +24,7 @@ from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
 from dhp.models.registry import load_family
 from dhp.models.tiny import make_tiny_model
+from dhp.parallel.attention.sequence_groups import SequenceGroups, choose_groups
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, make_feed
 from tests.helpers.tiny import make_sample
@@ -316,3 +318,20 @@ def test_an_empty_packed_place_is_one_padding_token(made_model: str) -> None:
     case = Case(Degrees(), Degrees(data=2), micro_batches=1, packing=True)
     data = deal(made_model, case, [make_sample([], 4, 2, 1, 505)])
     assert data.work["text"][0][1].lengths == (1,) and data.work["text"][0][1].tensors["targets"].tolist() == [[-100]]
+
+
+def test_rows_are_divided_from_where_attention_takes_as_long_as_the_matrices(
+    made_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many operations, of which causal attention sees half of the pairs."""
+    asked: list[float] = []
+
+    def choose(lengths: list[int], ring: int, ulysses: int, crossover: float) -> SequenceGroups:
+        asked.append(crossover)
+        return choose_groups(lengths, ring, ulysses, crossover)
+
+    monkeypatch.setattr("dhp.batching.scatter.choose_groups", choose)
+    deal(made_model, Case(Degrees(), Degrees(ring=2), 1, packing=True, sequence_groups="auto"), mixed_step())
+    work, tokens = load_family(made_model).decoder.work, round(asked[0])
+    matrices = replace(work, pair=0).flops([tokens], 0)
+    assert replace(work, token=0).flops([tokens], 0) == pytest.approx(matrices, rel=0.01)

@@ -62,6 +62,14 @@ def test_the_prompt_is_the_templates_own(tiny_assets: Path) -> None:
     assert shards[0].next_position == len(whole) - saved and saved > 0
 
 
+def test_each_prompt_draws_from_a_seed_of_its_own(tiny_assets: Path) -> None:
+    image = next((tiny_assets / "data" / "images").glob("*.png"))
+    records = [replace(ask(image), position=position) for position in (1, 2, 3)]
+    feed = make_prompt_feed(settings_of(tiny_assets), records, Sampling(7, seed=40))
+    dealt = [feed.read(feed.batch(step)).work["text"][0] for step in range(feed.steps)]
+    assert [{shard.sampling.seed for shard in shards} for shards in dealt] == [{40}, {41}, {42}]
+
+
 def test_held_out_prompts_are_those_of_the_first_answers(tiny_assets: Path) -> None:
     feed = make_held_out_feed(settings_of(tiny_assets), 3, Sampling(7))
     prompts = feed.prompts

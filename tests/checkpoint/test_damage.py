@@ -34,11 +34,17 @@ def write(parent: Path, step: int) -> Path:
         save_random_state(folder / part / "random", 0)
     config = parent / "config.json"
     config.write_text("{}")
-    return finish_checkpoint(folder, {"step": step, **ABOUT}, [config])
+    merges = parent / "merges.txt"
+    merges.write_text("a b\nc d\n")
+    return finish_checkpoint(folder, {"step": step, **ABOUT}, [config, merges])
 
 
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
+
+
+def longer(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\n")
 
 
 def empty(file: Path) -> None:
@@ -70,6 +76,8 @@ DAMAGE = [
     ("text/rank_00001.safetensors", zeros),
     ("vision/random/rank_00000.safetensors", cut),
     ("model/config.json", empty),
+    ("model/merges.txt", cut),
+    ("model/merges.txt", longer),
 ]
 
 
@@ -96,6 +104,18 @@ def test_lost_files_are_noticed(tmp_path: Path, pattern: str) -> None:
     for file in checkpoint.glob(pattern):
         file.unlink()
     with pytest.raises(CheckpointError, match=f"{checkpoint / pattern.rpartition('/')[0]}"):
+        check_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("folder", ["text", "vision/optimizer"])
+def test_lost_pieces_are_noticed_though_no_list_has_them(tmp_path: Path, folder: str) -> None:
+    checkpoint = write(tmp_path, 1)
+    about = json.loads((checkpoint / "checkpoint.json").read_text())
+    for file in sorted(checkpoint.glob(f"{folder}/rank_00001.*")):
+        del about["files"][str(file.relative_to(checkpoint))]
+        file.unlink()
+    (checkpoint / "checkpoint.json").write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match=f"{checkpoint / folder}: the pieces of weight hold 3 values of 6"):
         check_checkpoint(checkpoint)
 
 

@@ -6,6 +6,7 @@ from dhp.base.errors import ConfigError
 from dhp.config.checks import (
     check_autotp,
     check_balance,
+    check_cuts,
     check_expert_width,
     check_experts,
     check_stages,
@@ -135,6 +136,7 @@ def test_what_balanced_rows_need(data, steps, message):
         {"balance": "isf", "limits": LimitsConfig(text=4096)},
         {"balance": "isf", "limits": LimitsConfig(text=4096, full_text=4096, full_vision=9)},
         {"balance": "balanced", "balance_window": 64},
+        {"balance": "isf", "balance_window": 8},  # a step
     ],
 )
 def test_balanced_rows_that_have_it(data):
@@ -155,3 +157,21 @@ def test_each_run_of_layers_has_one(layers: int, pipeline: int, virtual: int, re
     with pytest.raises(ConfigError) as caught:
         check_stages(layers, pipeline, virtual)
     assert str(caught.value).endswith(f"> layers({layers}). Set {remedy}")
+
+
+def test_virtual_stages_have_as_many_layers_each():
+    with pytest.raises(ConfigError, match=r"layers\(6\) % \(pipeline\(2\) × virtual_stages\(2\) = 4\) = 2 != 0"):
+        check_stages(6, 2, 2)
+    check_stages(6, 2, 3)
+    check_stages(6, 4, 1)  # stages themselves may be uneven
+
+
+@pytest.mark.parametrize("cuts", [[1], [3], [1, 2], [1, 2, 3]])
+def test_cuts_that_leave_each_run_a_layer(cuts):
+    check_cuts(cuts, 4)
+
+
+@pytest.mark.parametrize("cuts", [[0], [4], [2, 2], [0, 2], [3, 2], [2, 5]])
+def test_cuts_that_leave_a_run_without_layers(cuts):
+    with pytest.raises(ConfigError, match="text.cuts=.* cannot cut the text decoder's 4 layers: 0 < .* Give layers"):
+        check_cuts(cuts, 4)

@@ -176,12 +176,33 @@ def test_a_refused_run_leaves_no_directory_and_a_failed_one_its_record(tmp_path)
         config = Config(run_dir=str(tmp_path / error.__name__))
         with pytest.raises(error), run_directory(config) as run_dir:
             leave_run(run_dir, "failed", metrics="")
-            (run_dir / "checkpoints").mkdir()
+            (run_dir / "logs").mkdir()
             raise error("refused")
         assert run_dir.exists() == left
     with pytest.raises(ConfigError), run_directory(Config(run_dir=str(tmp_path))):
         raise ConfigError("refused")
     assert tmp_path.is_dir()
+
+
+def test_a_directory_that_a_run_writes_is_refused_and_left_as_it_is(tmp_path):
+    run_dir, elsewhere = leave_run(tmp_path / "run", "failed", metrics=""), tmp_path / "checkpoints"
+    config = Config(run_dir=str(run_dir), overwrite=True)
+    config.training.checkpoint_dir = str(elsewhere)
+    other = Config(run_dir=str(tmp_path / "other"))
+    other.training.checkpoint_dir = str(elsewhere)
+    with run_directory(config):
+        for second, told in (
+            (config, f"run_dir={run_dir} is in"),
+            (other, f"training.checkpoint_dir={elsewhere} is in"),
+        ):
+            with pytest.raises(ConfigError, match=told), run_directory(second):
+                make_run_dir(second)
+        assert sorted(path.name for path in run_dir.iterdir()) == [
+            *(".running.json", "config.yaml", "metrics.jsonl", "summary.json")
+        ]
+    assert not elsewhere.exists() and not (tmp_path / "other").exists()
+    with run_directory(other):
+        pass
 
 
 def test_a_file_in_its_place_is_refused(tmp_path):

@@ -140,6 +140,13 @@ def test_templates_that_write_no_prompt_for_an_answer(tokenizer, header, marks, 
     assert found == [expected, expected.replace("Yes.", "ANSWER: no.")]
 
 
+def test_what_opens_an_answer_may_depend_on_the_turn_before(tokenizer):
+    template = "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    template += "{{ '<bot>' if loop.previtem['role'] == 'user' else '<more>' }}{{ m['content'][-1]['text'] + '</s>' }}"
+    template += "{% else %}{{ '<U>' + m['content'][-1]['text'] }}{% endif %}{% endfor %}"
+    assert answers(tokenizer, template, "Is it?", "Yes.", "Sure?", "No.") == ["Yes.</s>", "No.</s>"]
+
+
 def test_a_system_text_for_conversations_without_one():
     turns = (Turn("user", ("Hi?",)), Turn("assistant", ("Yes.",)))
     own = (Turn("system", ("Mine.",)), *turns)

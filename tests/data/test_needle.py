@@ -30,6 +30,7 @@ def test_a_needle_fills_one_step_in_time(tmp_path: Path, frames: int, depth: flo
     needle = next(one for one in coloured_needles() if one.answer == "green")
     path = write_needles(tmp_path, [Hidden(needle, frames, depth, 3)])
     seen = frames_of(tmp_path / "00000.mp4")
+    assert len(seen) == frames
     assert [number for number, frame in enumerate(seen) if coloured(frame)] == [first, first + 1]
     assert np.allclose(seen[first].mean((0, 1)), PALETTE["green"], atol=6)
     (line,) = map(json.loads, path.read_text().splitlines())

@@ -172,6 +172,8 @@ def test_replacing_moves_what_follows() -> None:
     found = replace_each(rendered, "X", ["long", ""])
     assert found.text == "ab long cd  ef"
     assert [found.text[start:stop] for start, stop in found.spans] == ["ab", "cd", "cd ", "ef"]
+    beside = replace_each(Rendered("abXcd", ((0, 2), (2, 3), (3, 5))), "X", ["long"])  # ends where one begins
+    assert [beside.text[start:stop] for start, stop in beside.spans] == ["ab", "long", "cd"]
 
 
 def test_groups_lie_between_their_first_and_last_frame() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,13 @@ def test_a_skipped_sample_leaves_its_place_empty_and_moves_no_other(dataset, pre
     assert steps[0].skipped[0].endswith("gone.png does not exist")
     assert "dataset 'pictures', element 4 of " in steps[0].skipped[1]
     assert "dataset 'words', line 3 of " in steps[1].skipped[0]
+
+
+def test_what_planning_left_out_is_skipped_too(dataset, preprocessor):
+    source = BatchSource(dataset, preprocessor(), in_file_order(dataset), on_bad_sample="skip")
+    batch = replace(source.sampler.batch(0), defects=("planning left it out",))
+    found = source.read(batch).skipped
+    assert found[0] == "planning left it out" and len(found) == 3 and "gone.png" in found[1]
 
 
 def test_a_bad_sample_ends_the_run_by_default(dataset, preprocessor):

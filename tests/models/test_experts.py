@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, DeepseekV3Config, Glm4MoeConfig, MixtralConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.auto.modeling_auto import AutoModel
 
 from dhp.base.errors import ConfigError
@@ -18,7 +26,9 @@ SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "
 SMALL |= {"vocab_size": 64, "num_hidden_layers": 3}
 DEEP = {"moe_intermediate_size": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 DEEP |= {"first_k_dense_replace": 1, "n_shared_experts": 2}
+EVERY_OTHER = {"num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 TEXTS = {
+    "qwen3_moe": Qwen3MoeConfig(**{**SMALL, **EVERY_OTHER}, decoder_sparse_step=2),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
     "glm4_moe": Glm4MoeConfig(**SMALL, **DEEP),
     "deepseek_v3": DeepseekV3Config(**SMALL, **DEEP),

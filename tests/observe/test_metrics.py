@@ -8,7 +8,17 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dhp.observe.metrics import MetricsWriter, StepMetrics, flat, keep_steps, read_metrics
+from dhp.observe.metrics import (
+    AnswerMetrics,
+    EvalMetrics,
+    MetricsWriter,
+    StepMetrics,
+    flat,
+    keep_steps,
+    read_evaluations,
+    read_metrics,
+    read_record,
+)
 
 FIELDS = (
     "kind, step, epoch, loss, grad_norm, lr, tokens, target_tokens, vision_tokens, samples, images, cached_images, "
@@ -85,9 +95,11 @@ def test_lines_of_another_kind_are_kept_and_are_no_steps(tmp_path):
         writer.write(StepMetrics(step=1))
         writer.write(StepMetrics(step=2))
     file = tmp_path / "metrics.jsonl"
-    file.write_text(file.read_text() + '{"kind": "eval", "step": 2, "accuracy": 0.5}\n{"kind": "eval", "step": 4}\n')
+    file.write_text(
+        file.read_text() + '{"kind": "eval", "step": 2, "dataset": ""}\n{"kind": "eval", "step": 4, "dataset": ""}\n'
+    )
     assert [step.step for step in read_metrics(tmp_path)] == [1, 2]
-    assert [step.step for step in keep_steps(tmp_path, 2)] == [1, 2]
+    assert [line.step for line in keep_steps(tmp_path, 2)] == [1, 2, 2]
     assert [(line["kind"], line["step"]) for line in lines(tmp_path)] == [("train", 1), ("train", 2), ("eval", 2)]
 
 
@@ -116,3 +128,21 @@ def test_what_came_after_a_checkpoint_is_cut_off(tmp_path):
     kept = keep_steps(tmp_path, 2)
     assert kept == read_metrics(tmp_path) == [StepMetrics(step=1, loss=math.inf), StepMetrics(step=2, loss=math.inf)]
     assert [line["loss"] for line in lines(tmp_path)] == ["Infinity", "Infinity"]
+
+
+def test_an_evaluation_that_is_made_anew_leaves_no_older_lines_of_it(tmp_path):
+    answer = AnswerMetrics(step=2, dataset="a", number=1, prompt="", reference="", answer="NaN", tokens=1)
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.write(StepMetrics(step=step))
+            writer.write_evaluation(EvalMetrics(step=step, dataset="a", loss=math.nan), alone=True)
+        writer.write_answer(answer)
+    assert math.isnan(read_evaluations(read_record(tmp_path), 1)[0].loss) and read_record(tmp_path)[-1] == answer
+    assert [line.step for line in read_evaluations(read_record(tmp_path))] == [2] and read_evaluations([]) == []
+    with open(tmp_path / "metrics.jsonl", "a") as lines:
+        lines.write('{"kind": "train", "st')
+    assert [(line.kind, line.step) for line in keep_steps(tmp_path, 2)] == [
+        *[("train", 1), ("eval", 1), ("train", 2), ("eval", 2), ("answer", 2)]
+    ]
+    kept = keep_steps(tmp_path, 2, evaluates=True)
+    assert [(line.kind, line.step) for line in kept] == [("train", 1), ("eval", 1), ("train", 2)]

@@ -147,6 +147,15 @@ def test_data_without_images_does_not_hold_up_text() -> None:
     assert set(planner.asked["text"]) != {"all"}
 
 
+def test_steps_without_any_work_measure_nothing() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    asked = planner.asked
+    for _ in range(PATIENCE + 8):
+        assert not planner.learn({"vision": None, "text": None})
+    assert planner.asked == asked and not planner.settled
+    assert settled(planner) <= 5
+
+
 def only_text(planner: Planner, steps: int) -> None:
     for _ in range(steps):
         planner.learn({"vision": None, "text": usage(REAL["text"], planner.asked["text"])})

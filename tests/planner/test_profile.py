@@ -81,6 +81,14 @@ def test_known_costs_are_refined_by_what_comes() -> None:
     assert profile.costs().peak_bytes(("mlp",) * 4) == pytest.approx(2 * known.peak_bytes(("mlp",) * 4))
 
 
+def test_seconds_that_are_known_are_of_a_step_whatever_its_micro_batches() -> None:
+    known = costs(4)
+    profile = Profile(known)
+    profile.add(usage(known, ("mlp",) * 4, rows=2 * ROWS), timed=True)
+    assert profile.costs().layer(0, "all").replay_s == known.layer(0, "all").replay_s > 0
+    assert profile.costs().layer(0, "all").held_bytes == 2 * known.layer(0, "all").held_bytes
+
+
 def test_the_fullest_rank_decides() -> None:
     small, large = (usage(costs(1), ("all",), rows=rows) for rows in (ROWS, 2 * ROWS))
     assert fullest([small, large, small]) is large

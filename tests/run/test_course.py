@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dhp.__main__ import main as command
 from dhp.base.errors import ConfigError
+from dhp.base.folder_lock import locked
 from dhp.config.load import compose_config
 from dhp.config.schema import Config, StageEntry
 from dhp.run.course import run_course
@@ -171,6 +172,16 @@ def test_overwriting_begins_anew_with_stages_that_never_ended_too(two_stages: Co
     trains, said = run_all(replace(two_stages, overwrite=True), "2_two")
     assert trains.begun == ["1_one", "2_two"]
     assert said[-1].endswith("the same command with this run_dir and overwrite=false goes on there")
+
+
+def test_a_course_that_is_going_on_is_left_as_it_is(two_stages: Config, tmp_path: Path) -> None:
+    run_all(two_stages, "2_two")
+    with locked(tmp_path / "run", "run_dir"):
+        for overwrite in (False, True):
+            with pytest.raises(ConfigError, match=f"run_dir={tmp_path / 'run'} is in use"):
+                run_all(replace(two_stages, overwrite=overwrite))
+        assert (tmp_path / "run" / "1_one" / "summary.json").is_file()
+    assert run_all(two_stages)[0].begun == ["2_two"]
 
 
 def test_overwriting_removes_nothing_that_the_course_reads(two_stages: Config, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,14 @@ import pytest
 
 from dhp.__main__ import main
 from dhp.base.errors import ConfigError, DataError
+from dhp.base.messages import EvaluatedShare, StepInfo
 from dhp.checkpoint.folder import ABOUT, checkpoints
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.data.order.sampler import BatchLayout, RandomSampler
-from dhp.observe.metrics import EvalMetrics, read_metrics
-from dhp.run.evaluation import due, together
+from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
+from dhp.run.evaluation import _Done, _metrics, due, misses, together
 from dhp.run.held_out import of_evaluation
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.loop import saves_after
@@ -26,6 +28,10 @@ from dhp.run.preflight import prepare
 from dhp.run.session import DataPlan, Session
 from dhp.run.settings import feed_settings
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
+
+
+def answer(step: int, dataset: str) -> AnswerMetrics:
+    return AnswerMetrics(step=step, dataset=dataset, number=1, prompt="", reference="", answer="", tokens=1)
 
 
 def config_of(*overrides: str) -> Config:
@@ -104,6 +110,30 @@ def test_together_each_token_counts_alike() -> None:
         seconds=3.0,
     )
     assert together([none]).loss is None
+
+
+def test_of_batches_each_token_counts_alike() -> None:
+    counts = {
+        "images": 0,
+        "tokens": 50,
+        "vision_tokens": 0,
+        "padded_tokens": 0,
+        "dist_ratio": {},
+        "flops": {},
+        "data_s": 0.0,
+        "measure_s": 0.0,
+    }
+    done = [
+        _Done(
+            StepInfo(step=0, epoch=0, done=0.0, samples=2, target_tokens=targets, skipped=("bad",), **counts),
+            (EvaluatedShare(loss / 2, 1, targets), EvaluatedShare(loss / 2, 2, 0)),
+        )
+        for targets, loss in ((10, 4.0), (30, 2.0))
+    ]
+    assert _metrics(7, "a", done, 1.5) == EvalMetrics(
+        step=7, dataset="a", loss=2.5, accuracy=6 / 40, target_tokens=40, tokens=100, samples=4, skipped_samples=2,
+        seconds=1.5,
+    )  # fmt: skip
 
 
 def kept(parent: Path, limit: int, metric: str | None) -> KeptCheckpoints:
@@ -192,6 +222,53 @@ def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> No
     assert again.status == 0, again.stderr
     told = json.loads(again.stdout)
     assert (told["step"], told["loss"]) == (best, found[best - 1]["loss"]) and again.left == ()
+    assert_an_evaluation_that_a_fault_ended_is_made(tiny_assets, tmp_path, [*asked, *run], lines)
+
+
+def assert_an_evaluation_that_a_fault_ended_is_made(
+    assets: Path, tmp_path: Path, asked: list[str], lines: list[dict]
+) -> None:
+    """The run as it is when killed in the evaluation after its last step, resumed."""
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "run", killed, symlinks=True)
+    (killed / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]) + '{"kind": "ev')
+    for file in ("summary.json", "checkpoints/best", "checkpoints/best.json"):
+        (killed / file).unlink()
+    ended = train(*tiny(assets, killed, *ONE_ACTOR_EACH, *asked, "training.resume=auto"))
+    assert ended.status == 0, ended.stderr
+    assert "the evaluation after step 2 was not finished: it is made now" in ended.stdout + ended.stderr
+    again = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert again[:-1] == lines[:-1]
+    assert {**again[-1], "seconds": 0} == {**lines[-1], "seconds": 0}
+    summary = json.loads((killed / "summary.json").read_text())
+    assert (summary["status"], summary["eval_loss"]) == ("completed", {"shapes": lines[-1]["loss"]})
+    assert (killed / "checkpoints" / "best").resolve().name == "step_2"
+
+
+STEP = StepMetrics(step=4)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "answers", "record", "missed"),
+    [
+        ("a", 0, [STEP], True),
+        ("a", 0, [STEP, EvalMetrics(step=2, dataset="a")], True),  # of an earlier step
+        ("a", 0, [STEP, EvalMetrics(step=4, dataset="a")], False),
+        ("a", 0, [], False),  # the record of another run: step 4 is not its own
+        ("a", 0, [StepMetrics(step=3)], False),
+        ("ab", 0, [STEP, EvalMetrics(step=4, dataset="a"), EvalMetrics(step=4, dataset="b")], True),
+        ("ab", 0, [STEP, *(EvalMetrics(step=4, dataset=name) for name in ("a", "b", ""))], False),
+        ("a", 1, [STEP, EvalMetrics(step=4, dataset="a")], True),
+        ("a", 1, [STEP, EvalMetrics(step=4, dataset="a"), answer(4, "a")], False),
+        ("a", 1, [STEP, EvalMetrics(step=4, dataset="a"), answer(2, "a")], True),
+    ],
+)
+def test_an_evaluation_is_missed_where_the_record_lacks_its_last_line(
+    datasets: str, answers: int, record: list[Line], missed: bool
+) -> None:
+    config = Config()
+    config.data.eval_datasets, config.training.eval_answers = [f"{name}%50" for name in datasets], answers
+    assert misses(config, 4, record) is missed
 
 
 def test_images_are_exchanged_in_one_start(tiny_assets: Path) -> None:

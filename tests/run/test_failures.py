@@ -80,14 +80,20 @@ def test_a_killed_rank_ends_the_run_by_name(tiny_assets: Path, tmp_path: Path) -
     assert outcome.left == ()
 
 
-@pytest.mark.parametrize(("number", "layout"), [(signal.SIGINT, ()), (signal.SIGTERM, ONE_ACTOR_EACH)])
-def test_an_interrupted_run_says_so(
-    tiny_assets: Path, tmp_path: Path, number: signal.Signals, layout: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("number", "layout", "again"),
+    [(signal.SIGINT, (), "training.resume=auto"), (signal.SIGTERM, ONE_ACTOR_EACH, "overwrite=true")],
+)
+def test_an_interrupted_run_says_so_and_nothing_that_a_second_one_did_in_its_directory(
+    tiny_assets: Path, tmp_path: Path, number: signal.Signals, layout: tuple[str, ...], again: str
 ) -> None:
     run_dir = tmp_path / "run"
 
     def interrupt(process: subprocess.Popen[str]) -> None:
         wait_for_steps(run_dir, 1)
+        holder = json.loads((run_dir / ".running.json").read_text())["pid"]
+        second = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000", *layout, again))
+        assert second.status == 1 and f"run_dir={run_dir} is in use: process {holder} on host " in second.stderr
         process.send_signal(number)
 
     outcome = train(*tiny(tiny_assets, run_dir, "training.max_steps=1000", *layout), meanwhile=interrupt, own_ray=True)
@@ -97,4 +103,6 @@ def test_an_interrupted_run_says_so(
     for log in (run_dir / "logs").glob("*.log"):
         assert "Warning" not in log.read_text()
     assert summary(run_dir)["status"] == "interrupted" and summary(run_dir)["steps"] >= 1
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, summary(run_dir)["steps"] + 1))
     assert outcome.left == ()

@@ -162,13 +162,13 @@ def test_features_that_enter_several_layers(qwen3_vl_model: str, tmp_path: Path)
 
 
 def test_a_picture_that_ranks_share_is_kept_whole(made_model: str, tmp_path: Path) -> None:
-    """Four ranks divide one picture by its windows; what is kept is what one rank alone would keep."""
-    steps = [[make_sample([(1, 16, 16), (1, 4, 4), (1, 14, 10)], 4, 2, 1, 505)]]
+    """Four ranks divide pictures by their windows; what is kept is what one rank alone would keep."""
+    steps = [[make_sample([(1, 16, 16), (1, 4, 4), (1, 14, 10), (1, 12, 16)], 4, 2, 1, 505)]]
     one, four = (Case(vision, ONE, 1, frozen=FROZEN) for vision in (ONE, Degrees(ring=2, ulysses=2)))
     ready = prepared(steps, none)
     shared = run(made_model, four, ready, tmp_path / "four")
     pictures = shared.data[0].work["vision"][0][0].to_keep
-    assert max(len({piece.rank for piece in picture.runs}) for picture in pictures) > 1
+    assert sum(len({piece.rank for piece in picture.runs}) > 1 for picture in pictures) == 3
     run(made_model, one, ready, tmp_path / "one")
     for features in ready[0][0].features:
         ours, theirs = (FeatureFolder(tmp_path / name).load(features.key) for name in ("four", "one"))
@@ -225,6 +225,14 @@ def test_no_more_is_written_than_there_is_room_for(made_model: str, tmp_path: Pa
     assert len(found.notes) in (1, 2) and set(found.notes) == {found.notes[0]}  # once a rank
     assert "no room left within data.cache_features_gib" in found.notes[0]
     assert_same(found, run(made_model, case, steps, None))
+
+
+def test_a_picture_that_is_written_again_takes_no_more_room(made_model: str, tmp_path: Path) -> None:
+    steps = prepared([[make_sample([(1, 8, 8)], 4, 2, 1, 505)]] * 2, none)  # the second had looked before the first
+    run(made_model, PLAIN, steps[:1], tmp_path / "measured")
+    (file,) = (tmp_path / "measured").rglob("*.safetensors")
+    found = run(made_model, PLAIN, steps, tmp_path / "kept", room=file.stat().st_size * 3 // 2)
+    assert found.notes == [] and len(list((tmp_path / "kept").rglob("*.safetensors"))) == 1
 
 
 def test_a_folder_that_cannot_be_written_ends_the_step(made_model: str, tmp_path: Path) -> None:

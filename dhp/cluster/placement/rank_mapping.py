@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise, permutations, product
+from functools import cached_property
+from itertools import combinations
 from math import gcd, prod
 
 from dhp.base.stages import part_of
@@ -17,6 +19,7 @@ AxisDegrees = Mapping[
 
 TENSOR = "tensor"
 INNER = (TENSOR, "ulysses")  # axes whose groups talk several times in every layer
+KEPT = 64  # ways to place the first stages that are followed further
 SHOWN_GROUPS = 3  # groups that a warning names
 
 
@@ -39,11 +42,32 @@ class Straddle:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Consecutive devices of stages that share some of them, and the sizes of the blocks to keep together."""
+    """Consecutive devices of stages that share some of them.
+
+    sizes: of the blocks to keep together, largest first. stages: of each, the places of its ranks within the stretch
+    and its degrees by axis. Stretches that differ in `first` alone are alike.
+    """
 
     first: int
     count: int
     sizes: tuple[int, ...]
+    stages: tuple[tuple[range, tuple[tuple[str, int], ...]], ...]
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Some stretches on nodes. nodes: of each device, by the first device of its stretch, in the order of placing.
+    left: free devices of each node. across: groups that lie across nodes, by axis, innermost first."""
+
+    nodes: Mapping[int, tuple[int, ...]]
+    left: tuple[int, ...]
+    across: tuple[int, ...]
+
+    @cached_property
+    def cost(self) -> tuple[int, ...]:
+        """Less is better: groups across nodes, then neighbours on different nodes."""
+        of_device = {first + place: node for first, own in self.nodes.items() for place, node in enumerate(own)}
+        return (*self.across, sum(of_device.get(device + 1, node) != node for device, node in of_device.items()))
 
 
 def map_ranks(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDegrees]) -> dict[str, tuple[Slot, ...]]:
@@ -53,12 +77,9 @@ def map_ranks(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDe
     that nodes are to be filled in. Ranks that shared a bundle still do. The same input gives the same order.
     """
     by_node = _bundles_by_node(slots, node_of)
-
-    def cost(order: tuple[int, ...]) -> tuple[int, ...]:
-        nodes = [node_of[bundle] for bundle in order]
-        return (*_across(slots, nodes, degrees), sum(a != b for a, b in pairwise(nodes)))
-
-    best = min(_orders(_stretches(slots, degrees), by_node), key=cost)
+    placed = _place(slots, [len(bundles) for bundles in by_node], degrees)
+    free = [iter(bundles) for bundles in by_node]
+    best = {first + place: next(free[node]) for first, own in placed.nodes.items() for place, node in enumerate(own)}
     return {stage: tuple(replace(s, bundle=best[s.bundle]) for s in of_stage) for stage, of_stage in slots.items()}
 
 
@@ -122,55 +143,97 @@ def _bundles_by_node(slots: Slots, node_of: Sequence[int]) -> list[list[int]]:
 
 def _stretches(slots: Slots, degrees: Mapping[str, AxisDegrees]) -> list[_Stretch]:
     """Runs of bundles that no stage reaches across, with the blocks of the stages on each."""
-    found: list[tuple[int, int, set[int]]] = []
+    found: list[tuple[int, int, list[str]]] = []
     for stage, of_stage in sorted(slots.items(), key=lambda item: item[1][0].bundle):
         first, end = of_stage[0].bundle, of_stage[-1].bundle + 1
-        blocks = {degrees[stage][axis] * _stride(degrees[stage], axis) for axis in degrees[stage]} | {end - first}
         if found and first < found[-1][1]:
-            begun, ended, known = found[-1]
-            found[-1] = (begun, max(ended, end), known | blocks)
+            begun, ended, stages = found[-1]
+            found[-1] = (begun, max(ended, end), [*stages, stage])
         else:
-            found.append((first, end, blocks))
-    return [
-        _Stretch(first, end - first, tuple(sorted((b for b in blocks if 1 < b < end - first), reverse=True)))
-        for first, end, blocks in found
-    ]
+            found.append((first, end, [stage]))
+    return [_stretch(slots, degrees, *found_one) for found_one in found]
 
 
-def _orders(stretches: Sequence[_Stretch], by_node: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Orders worth comparing: node after node, and for each choice of block sizes whole blocks before what is left."""
-    yield tuple(bundle for bundles in by_node for bundle in bundles)
-    for sequence in permutations(stretches):
-        for chosen in product(*(_subsets(stretch.sizes) for stretch in sequence)):
-            left = [list(bundles) for bundles in by_node]
-            filled = {s.first: _fill(s.count, sizes, left) for s, sizes in zip(sequence, chosen, strict=True)}
-            yield tuple(bundle for first in sorted(filled) for bundle in filled[first])
+def _stretch(slots: Slots, degrees: Mapping[str, AxisDegrees], first: int, end: int, names: Sequence[str]) -> _Stretch:
+    blocks = {degrees[name][axis] * _stride(degrees[name], axis) for name in names for axis in degrees[name]}
+    blocks |= {len(slots[name]) for name in names}
+    sizes = tuple(sorted((size for size in blocks if 1 < size <= end - first), reverse=True))
+    places = [range(slots[name][0].bundle - first, slots[name][-1].bundle + 1 - first) for name in names]
+    stages = tuple((own, tuple(degrees[name].items())) for own, name in zip(places, names, strict=True))
+    return _Stretch(first, end - first, sizes, stages)
+
+
+def _place(slots: Slots, free: Sequence[int], degrees: Mapping[str, AxisDegrees]) -> _Placed:
+    """Stretch after stretch, in each order of those that differ, with each choice of block sizes kept whole.
+
+    What has placed the same stretches and left the same devices can only go on alike: the best of them goes on, and of
+    all only the `KEPT` best, so that the time grows with the stages and not with their orders.
+    """
+    axes = tuple(dict.fromkeys(axis for stage in slots for axis in list(degrees[stage])[:0:-1]))
+    stretches = _stretches(slots, degrees)
+    reached = [_Placed({}, tuple(free), (0,) * len(axes))]
+    for _ in stretches:
+        best: dict[tuple[frozenset[int], tuple[int, ...]], _Placed] = {}
+        for placed in reached:
+            for further in _next(placed, stretches, axes):
+                key = frozenset(further.nodes), further.left
+                if key not in best or further.cost < best[key].cost:
+                    best[key] = further
+        reached = sorted(best.values(), key=lambda placed: placed.cost)[:KEPT]
+    return _exchange(reached[0], stretches)
+
+
+def _exchange(placed: _Placed, stretches: Sequence[_Stretch]) -> _Placed:
+    """With nodes exchanged between stretches that are alike, for as long as more neighbours share a node then."""
+    pairs = [(a.first, b.first) for a, b in combinations(stretches, 2) if replace(a, first=b.first) == b]
+    while pairs:
+        nodes = placed.nodes
+        others = [replace(placed, nodes={**nodes, a: nodes[b], b: nodes[a]}) for a, b in pairs if nodes[a] != nodes[b]]
+        best = min([placed, *others], key=lambda one: one.cost)
+        if best is placed:
+            break
+        placed = best
+    return placed
+
+
+def _next(placed: _Placed, stretches: Sequence[_Stretch], axes: Sequence[str]) -> Iterator[_Placed]:
+    """One stretch more: the first of those that are alike, with each choice of block sizes."""
+    waiting: dict[_Stretch, _Stretch] = {}
+    for stretch in stretches:
+        if stretch.first not in placed.nodes:
+            waiting.setdefault(replace(stretch, first=0), stretch)
+    for stretch in waiting.values():
+        for nodes in dict.fromkeys(_fill(stretch.count, sizes, placed.left) for sizes in _subsets(stretch.sizes)):
+            left = tuple(count - nodes.count(node) for node, count in enumerate(placed.left))
+            added = _across(stretch, nodes)
+            across = tuple(known + added.get(axis, 0) for axis, known in zip(axes, placed.across, strict=True))
+            yield _Placed({**placed.nodes, stretch.first: nodes}, left, across)
 
 
 def _subsets(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [chosen for length in range(len(sizes) + 1) for chosen in combinations(sizes, length)]
 
 
-def _fill(count: int, sizes: Sequence[int], left: list[list[int]]) -> list[int]:
-    """Take `count` bundles from the nodes: as many whole blocks of the largest size as there are, then smaller ones."""
+def _fill(count: int, sizes: Sequence[int], free: Sequence[int]) -> tuple[int, ...]:
+    """The nodes of `count` devices: as many whole blocks of the largest size as there are, then smaller ones."""
     taken: list[int] = []
+    left = list(free)
     for size in (*sizes, 1):
-        for node in left:
-            while len(node) >= size and len(taken) + size <= count:
-                taken += node[:size]
-                del node[:size]
-    return taken
+        for node in range(len(left)):
+            blocks = min(left[node], count - len(taken)) // size
+            taken += [node] * (blocks * size)
+            left[node] -= blocks * size
+    return tuple(taken)
 
 
-def _across(slots: Slots, nodes: Sequence[int], degrees: Mapping[str, AxisDegrees]) -> list[int]:
-    """How many groups lie across nodes, for each axis but the outermost, innermost first."""
-    counts: dict[str, int] = {}
-    for stage, of_stage in slots.items():
-        own = [nodes[slot.bundle] for slot in of_stage]
-        for axis in list(degrees[stage])[:0:-1]:
-            groups = ranks_by_group(degrees[stage], axis)
-            counts[axis] = counts.get(axis, 0) + sum(len({own[rank] for rank in group}) > 1 for group in groups)
-    return list(counts.values())
+def _across(stretch: _Stretch, nodes: Sequence[int]) -> Counter[str]:
+    """How many groups lie across nodes, for each axis but the outermost of its stage."""
+    counts: Counter[str] = Counter()
+    for places, axes in stretch.stages:
+        degrees, own = dict(axes), nodes[places.start : places.stop]
+        for axis in list(degrees)[1:]:
+            counts[axis] += sum(len({own[rank] for rank in group}) > 1 for group in ranks_by_group(degrees, axis))
+    return counts
 
 
 def _key(straddle: Straddle) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from itertools import chain, combinations, pairwise, permutations, product
 from math import prod
 
 import pytest
@@ -189,6 +192,87 @@ def test_stages_of_a_pipeline_keep_their_own_groups_inside_a_node(node_of: str) 
     found = {stage: "".join(node_of[slot.bundle] for slot in of_stage) for stage, of_stage in slots.items()}
     assert found == {"vision": "AABB", "text.0": "AA", "text.1": "BB"}
     assert find_straddles(slots, numbers, degrees) == []
+
+
+def random_layout(rng: random.Random) -> tuple[dict[str, range], dict[str, dict[str, int]], list[int]]:
+    """The devices and degrees of a tower and one to three alike stages, beside it or on its devices, and the node of
+    each device."""
+    tower, text = (
+        rng.choice([mesh(ulysses=2), mesh(data=3), mesh(data=2, tensor=2)]),
+        mesh(data=rng.choice([1, 2]), ulysses=rng.choice([1, 1, 3]), tensor=rng.choice([1, 2])),
+    )
+    size, first = prod(text.values()), prod(tower.values()) * rng.choice([0, 1])
+    stages = {f"text.{n}": range(first + n * size, first + (n + 1) * size) for n in range(rng.choice([1, 2, 3]))}
+    devices = {"vision": range(prod(tower.values())), **stages}
+    degrees = {"vision": tower, **dict.fromkeys(stages, text)}
+    nodes = [rng.randrange(3) for _ in range(max(own.stop for own in devices.values()))]
+    return devices, degrees, [sorted(set(nodes)).index(node) for node in nodes]
+
+
+def all_orders(devices: dict[str, range], degrees: dict[str, dict[str, int]], free: list[int]) -> Iterator[list[int]]:
+    """The node of each device, for every order of the stages that share no device and every choice of block sizes."""
+    ends = sorted({own.stop for own in devices.values()})
+    ends = [end for end in ends if all(end <= own.start or end >= own.stop for own in devices.values())]
+    runs = [range(begin, end) for begin, end in pairwise([0, *ends])]
+    sizes = {own: [d for s in devices if devices[s].start in own for d in blocks(degrees[s])] for own in runs}
+    for order in permutations(runs):
+        for chosen in product(*(subsets(sizes[own]) for own in order)):
+            left, found = list(free), dict[int, int]()
+            for own, kept in zip(order, chosen, strict=True):
+                places = iter(own)
+                remaining = len(own)
+                for size in (*sorted(kept, reverse=True), 1):
+                    for node in range(len(left)):
+                        while left[node] >= size and remaining >= size:
+                            found.update((next(places), node) for _ in range(size))
+                            left[node] -= size
+                            remaining -= size
+            yield [found[device] for device in sorted(found)]
+
+
+def blocks(degrees: dict[str, int]) -> list[int]:
+    """How many ranks hold a group of each axis."""
+    values = list(degrees.values())
+    return [prod(values[place:]) for place in range(len(values))]
+
+
+def subsets(sizes: list[int]) -> list[tuple[int, ...]]:
+    return list(chain.from_iterable(combinations(sorted(set(sizes)), n) for n in range(len(set(sizes)) + 1)))
+
+
+def groups_across(nodes: list[int], devices: dict[str, range], degrees: dict[str, dict[str, int]]) -> list[int]:
+    """How many groups of each axis lie across nodes, the innermost axis first; the outermost is left out."""
+    return [
+        sum(
+            len({nodes[devices[stage][rank]] for rank in group}) > 1
+            for stage in devices
+            for group in ranks_by_group(degrees[stage], axis)
+        )
+        for axis in AXES[:0:-1]
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_as_few_groups_lie_across_nodes_as_in_the_best_of_all_orders(seed: int) -> None:
+    devices, degrees, nodes = random_layout(random.Random(seed))
+    slots = map_ranks(plan_placement(devices, gpus=0).slots, nodes, degrees)
+    device_of = {d: slot.bundle for stage, own in devices.items() for d, slot in zip(own, slots[stage], strict=True)}
+    assert sorted(device_of.values()) == list(range(len(nodes)))
+    free = [nodes.count(node) for node in range(max(nodes) + 1)]
+    best = min(groups_across(order, devices, degrees) for order in all_orders(devices, degrees, free))
+    assert groups_across([nodes[device_of[d]] for d in sorted(device_of)], devices, degrees) == best
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_sixteen_stages_beside_a_tower_are_placed(nodes: int) -> None:
+    devices = {"vision": range(16), **{f"text.{n}": range(16 + 8 * n, 24 + 8 * n) for n in range(16)}}
+    degrees = {"vision": mesh(data=4, ulysses=4)} | {f"text.{n}": mesh(ulysses=2, tensor=4) for n in range(16)}
+    numbers = [place % nodes for place in range(144)]
+    slots = map_ranks(plan_placement(devices, gpus=0).slots, numbers, degrees)
+    used = [slot.bundle for stage in devices for slot in slots[stage]]
+    assert sorted(used) == list(range(144))
+    straddles = find_straddles(slots, numbers, degrees)
+    assert [s.axis for s in straddles] == ([] if nodes < 4 else ["ulysses"] * len(straddles))  # nodes of 36: 4 × 8 + 4
 
 
 def test_a_straddle_of_a_stage_is_told_by_the_key_of_its_part() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -224,3 +225,19 @@ def test_copies_into_locked_memory_do_not_hold_the_host_up(monkeypatch: pytest.M
     Outbox(pinned=True).send(torch.randn(40_000))
     Outbox().send(torch.randn(40_000))
     assert seen == [True, False]
+
+
+def test_what_was_lent_of_a_device_is_let_go_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stand:
+        """Of a tensor on a GPU, what sending asks for."""
+
+        nbytes, is_cuda = SMALLEST_BYTES, True
+
+    monkeypatch.setattr("dhp.cluster.transport.shared_memory.reduce_tensor", lambda tensor: (None, ()))
+    outbox, tensor = Outbox(on_device=True), Stand()
+    outbox.send(tensor)
+    lent = weakref.ref(tensor)
+    del tensor
+    assert lent() is not None  # receivers may still read it
+    outbox.end_step()
+    assert lent() is None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dhp.data.balance.best_fit import best_fit
-from dhp.data.balance.exchange import exchange
+from dhp.data.balance.exchange import _deal, exchange
 
 
 def items(count: int, seed: int = 0) -> np.ndarray:
@@ -49,6 +49,11 @@ def test_the_best_division_of_two_bins_is_found() -> None:
     loads = np.array([[7.0], [5.0], [4.0], [4.0], [3.0], [1.0]])  # 12 + 12 needs two exchanges at once from some deals
     packs = exchange(loads, 2, (12.0,), (1.0,), 0, 1)
     assert packs.sums(loads[:, 0]).tolist() == [12.0, 12.0]
+
+
+def test_items_are_dealt_back_and_forth() -> None:
+    held, counts = _deal(np.arange(8), 3)
+    assert [held[bin_, :n].tolist() for bin_, n in enumerate(counts)] == [[0, 5, 6], [1, 4, 7], [2, 3]]
 
 
 def test_fewer_items_than_bins_leave_no_empty_pack() -> None:

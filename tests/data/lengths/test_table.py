@@ -89,6 +89,17 @@ def test_chunks_are_learned_in_any_order_and_kept(make, monkeypatch: pytest.Monk
     assert one.text.any() and again.tables["pictures"].defects == table.tables["pictures"].defects
 
 
+def test_what_is_learned_twice_counts_once(make, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(length_table, "MEASURED_ROWS", 1)
+    table = make()
+    for chunk in table.missing(NONE)[:1] + table.missing(NONE)[-1:]:
+        for _ in table.tables[chunk.dataset].text:  # as often as it has rows
+            table.learn(chunk, table.measure(chunk))
+    indices = np.arange(len(dataset))
+    found, wanted = table.loads(indices, 0), make().loads(indices, 0)
+    assert found.text.tolist() == wanted.text.tolist() and found.text.min() == 0
+
+
 def test_an_image_that_came_later_is_found(make, images: Path) -> None:
     table = make()
     learn(table)

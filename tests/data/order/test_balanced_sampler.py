@@ -262,3 +262,17 @@ def test_limits_by_the_papers_rule() -> None:
     few = Loads(np.zeros(2, np.int64), np.array([20, 30]))
     assert paper.limits(few, 4) == Limits(1, 30, 4, 1, 1, passes=3)
     assert Limits(9, 4096).full == (9, 3968)
+
+
+def test_each_window_of_each_epoch_is_dealt_from_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def method(loads: Loads, limits: Limits, rows: int, seed: int) -> object:
+        seeds.append(seed)
+        return isf(loads, limits, rows, seed)
+
+    monkeypatch.setattr("dhp.data.order.window_planner.choose_method", lambda *_: method)
+    source = sampler(made(300), "isf", window=100)
+    for step in range(source.steps(2)):
+        source.batch(step)
+    assert len(set(seeds)) == len(seeds) == 6

@@ -1,0 +1,148 @@
+"""A lock on a directory that one run alone may write: held while the run lives, gone when its process is.
+
+The lock is the kernel's (flock) on a file in the directory, which says who holds it. Some network file systems keep
+flock within a host: so the holder touches its file again and again, and a file left by another host is watched before
+it is taken over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dhp.base.errors import ConfigError
+
+NAME = ".running.json"
+BEAT_S = 10.0  # from one touch of the file to the next
+WATCHED_BEATS = 3  # how long a file of another host is watched: attributes may be cached for some seconds
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a directory. since: when it took it, as text."""
+
+    host: str
+    pid: int
+    since: str
+
+
+@contextmanager
+def locked(folder: Path, key: str) -> Iterator[None]:
+    """Hold `folder`, which is made where it is not there, and goes again where it is empty at the end.
+
+    key: the configuration's, for messages. Raises ConfigError where another process holds it, or where it cannot be
+    written. What a dead process has left is no obstacle; of one on another host it takes `BEAT_S` × `WATCHED_BEATS`
+    to see that it is dead.
+    """
+    made = _make(folder, key)
+    path = folder.resolve() / NAME
+    try:
+        handle = _take(path, key, folder)
+        try:
+            ended = threading.Event()
+            threading.Thread(target=_beat, args=(handle, ended), daemon=True).start()
+            yield
+        finally:
+            ended.set()
+            path.unlink(missing_ok=True)  # before the lock is let go: nobody else's file goes
+            os.close(handle)
+    finally:
+        for one in made:
+            try:
+                one.rmdir()
+            except OSError:  # it is not empty
+                break
+
+
+def _make(folder: Path, key: str) -> list[Path]:
+    """Make `folder`; those of its parents and itself that were not there, innermost first."""
+    missing = [one for one in (folder.absolute(), *folder.absolute().parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key}={folder} cannot be created ({error.strerror}); choose another") from error
+    return missing
+
+
+def _take(path: Path, key: str, folder: Path) -> int:
+    """The open file of the lock, locked and written."""
+    while True:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{key}={folder} cannot be written ({error.strerror}); choose another") from error
+        try:
+            if _lock(handle, path, key, folder):
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _lock(handle: int, path: Path, key: str, folder: Path) -> bool:
+    """Lock the file and write into it who holds it. False: it was removed meanwhile, and another may be there."""
+    own, known = Holder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")), True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(_read(handle), key, folder) from None
+    except OSError:  # a file system without locks
+        known = False
+    other = _read(handle)
+    if other is not None and (other.host != own.host or not known) and _is_touched(handle):
+        raise _in_use(other, key, folder)
+    try:
+        if os.stat(path).st_ino != os.fstat(handle).st_ino:
+            return False
+    except FileNotFoundError:
+        return False
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(asdict(own)).encode(), 0)
+    os.fsync(handle)
+    return True
+
+
+def _read(handle: int) -> Holder | None:
+    """Who wrote the file; None: it is empty, or no lock's."""
+    try:
+        found = json.loads(os.pread(handle, 4096, 0))
+        return Holder(str(found["host"]), int(found["pid"]), str(found["since"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_touched(handle: int) -> bool:
+    """Whether somebody touches the file while it is watched. No clock is compared with another host's."""
+    before = os.fstat(handle).st_mtime_ns
+    for _ in range(WATCHED_BEATS):
+        time.sleep(BEAT_S)
+        if os.fstat(handle).st_mtime_ns != before:
+            return True
+    return False
+
+
+def _beat(handle: int, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        try:
+            os.utime(handle)
+        except OSError:  # the run has ended, or its file system is away, which the run itself tells of
+            return
+
+
+def _in_use(holder: Holder | None, key: str, folder: Path) -> ConfigError:
+    who = "another process" if holder is None else f"process {holder.pid} on host {holder.host}"
+    since = "" if holder is None else f" since {holder.since}"
+    end = "" if holder is None else f" (there: kill {holder.pid})"
+    return ConfigError(
+        f"{key}={folder} is in use: {who} trains there{since}, and two runs would destroy each other's record and "
+        f"checkpoints. Nothing was changed. Wait until it ends, end it{end}, or choose another {key}"
+    )
