@@ -168,6 +168,8 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "features": None,  # which a run alone looks for
         "text": Degrees(data=3, tensor=2),
         "sequence_groups": "one",
+        "even_calls": False,
+        "exchange": "",
     }
 
 
