@@ -12,7 +12,7 @@ from tests.helpers.tiny_families import FAMILIES
 # By what of a family has met with defects of layouts: each kind comes equally often, however many families it has.
 KINDS = {
     "state along the row": ("qwen3_5", "qwen3_5_moe"),
-    "head tied": ("gemma3", "paligemma2", "gemma4"),
+    "head tied": ("gemma3", "gemma3", "gemma3", "paligemma2", "gemma4"),
     "hears": ("qwen3_omni",),
     "pictures of many shapes": ("llava_next", "llava_onevision", "llava_pixtral", "mistral3", "minicpmv4_6"),
     "tower by patch": ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", "kimi_k25"),
@@ -73,10 +73,10 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
     axes = {"vision states": vision_states, "text states": text_states}
     axes["vision ranks"] = _ranks(rng, vision_states)
     axes["text ranks"] = _ranks(rng, text_states)
-    axes["stages"] = rng.choice(("1", "1", "2"))
+    axes["stages"] = rng.choice(("1", "2") if kind == "head tied" else ("1", "1", "2"))
     schedules = ("sequential", "vision_ahead") if axes["stages"] == "1" else ("1f1b", "gpipe", "interleaved")
     axes["schedule"] = "sequential" if "deepspeed 3" in (vision_states, text_states) else rng.choice(schedules)
-    axes["rows"] = rng.choice(("packed", "packed", "padded"))
+    axes["rows"] = rng.choice(("packed", "packed", "packed", "padded"))
     axes["micro-batches"] = rng.choice(("1", "2", "2"))
     for part in ("vision", "text"):
         axes[f"{part} recompute"] = rng.choice(("none", "none", "full", "mlp", "light"))
@@ -89,7 +89,7 @@ def _draw(rng: random.Random, kind: str, vision_states: str, text_states: str) -
 
 def _ranks(rng: random.Random, states: str) -> str:
     """Whose states are sharded has replicas mostly, which is what they are sharded over. DeepSpeed's have no slices."""
-    if states != "whole" and rng.random() < 0.6:
+    if states != "whole" and rng.random() < 0.7:
         return "data"
     return rng.choice([ranks for ranks in BY_RANKS if "deepspeed" not in states or "tensor" not in ranks])
 

@@ -22,7 +22,7 @@ from tests.trainers.test_declared_families import PICTURES_EVERYWHERE
 
 
 def test_every_family_is_of_one_kind() -> None:
-    assert sorted(name for names in KINDS.values() for name in names) == sorted(FAMILIES)
+    assert sorted(name for names in KINDS.values() for name in set(names)) == sorted(FAMILIES)
 
 
 def test_draws_depend_on_the_seed_alone() -> None:
