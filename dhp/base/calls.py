@@ -37,7 +37,8 @@ _UNEVEN = {"alltoall_base_", "alltoall_"}  # whose ranks may send and receive di
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as this rank begins it. number: in its group, from 1 on. tensors: type and shape of each."""
+    """A collective, or a message between two ranks of a group, as this rank begins it. number: of the group's
+    collectives so far. tensors: type and shape of each."""
 
     group: str
     ranks: int
@@ -48,8 +49,8 @@ class Call:
     def __str__(self) -> str:
         shapes = [tuple("*" if own < 0 else own for own in shape) for _, shape in self.tensors]
         kinds = [str(dtype).removeprefix("torch.") for dtype, _ in self.tensors]
-        told = ", ".join(f"{kind}[{', '.join(map(str, shape))}]" for kind, shape in zip(kinds, shapes))
-        return f"{self.operation}({told}), call {self.number} in group {self.group} of {self.ranks} ranks"
+        tensors = ", ".join(f"{kind}[{', '.join(map(str, shape))}]" for kind, shape in zip(kinds, shapes))
+        return f"{self.operation}({tensors}), call {self.number} in group {self.group} of {self.ranks} ranks"
 
 
 class CallRecord:
@@ -57,7 +58,7 @@ class CallRecord:
 
     def __init__(self) -> None:
         self.last: Call | None = None
-        self._numbers: Counter[str] = Counter()
+        self._numbers: Counter[str] = Counter()  # by group, without messages, which no two ranks need make alike
         self._store: Store | None = None
         self._timeout = timedelta(0)
         self._layer = ""
@@ -65,7 +66,8 @@ class CallRecord:
     def __str__(self) -> str:
         if self.last is None:
             return "no collective so far"
-        return f"{self._numbers.total()} collectives so far, the last one {self.last}"
+        groups = ", ".join(f"{count} in group {name}" for name, count in sorted(self._numbers.items()))
+        return f"collectives so far: {groups or 'none'}; the last call: {self.last}"
 
     @property
     def checks(self) -> bool:
@@ -79,12 +81,12 @@ class CallRecord:
     def note(self, operation: str, group: ProcessGroup, arguments: Sequence[Any]) -> None:
         """A call is about to begin. Raises PartFailed where it is checked and another rank makes another one, or none
         within the time-out."""
-        name = group.group_name
-        self._numbers[name] += 1
+        name, together = group.group_name, operation not in _MESSAGES
+        self._numbers[name] += together
         rows = (-1,) if operation in _UNEVEN else ()
         tensors = tuple((one.dtype, (*rows, *one.shape[len(rows) :])) for one in _tensors(arguments[:2]))
         self.last = Call(name, group.size(), self._numbers[name], operation, tensors)
-        if self._store is not None and operation not in _MESSAGES:
+        if self._store is not None and together:
             self._agree(group.rank(), self.last, f"{self.last} by {' < '.join(_find_origin()) or 'torch'}{self._layer}")
 
     @contextmanager
@@ -108,11 +110,9 @@ class CallRecord:
         try:
             store.wait(keys, self._timeout)
         except RuntimeError:  # what a store raises when time is out
-            missing = [other for other, key in enumerate(keys) if not store.check([key])]
             raise PartFailed(
-                f"rank {rank} waits in {own}; ranks {missing} of its group did not make that call within "
-                f"{self._timeout.total_seconds():g} s. A rank's collectives must not depend on its own data: see the "
-                "last call of each rank"
+                f"rank {rank} waits in {own}; {self._missing(keys)}. A rank's collectives must not depend on its own "
+                "data: see the last call of each rank"
             ) from None
         for other, key in enumerate(keys):
             theirs = store.get(key).decode()
@@ -123,6 +123,14 @@ class CallRecord:
                 )
         if call.number > _KEPT:
             store.delete_key(f"calls/{call.group}/{call.number - _KEPT}/{rank}")
+
+    def _missing(self, keys: Sequence[str]) -> str:
+        assert self._store is not None
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError:
+            return "and the store in which ranks meet is gone: its rank has ended"
+        return f"ranks {missing} of its group did not make that call within {self._timeout.total_seconds():g} s"
 
 
 RECORD = CallRecord()

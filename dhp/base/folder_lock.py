@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,11 +48,15 @@ def locked(folder: Path, key: str) -> Iterator[None]:
         handle = _take(path, key, folder)
         try:
             ended = threading.Event()
-            threading.Thread(target=_beat, args=(handle, ended), daemon=True).start()
+            beat = threading.Thread(target=_beat, args=(handle, ended), daemon=True)
+            beat.start()
             yield
         finally:
             ended.set()
-            path.unlink(missing_ok=True)  # before the lock is let go: nobody else's file goes
+            beat.join()
+            with suppress(OSError):  # how the run ended is what is told
+                if os.stat(path).st_ino == os.fstat(handle).st_ino:  # or it is somebody else's by now
+                    path.unlink()
             os.close(handle)
     finally:
         for one in made:
@@ -132,10 +136,8 @@ def _is_touched(handle: int) -> bool:
 
 def _beat(handle: int, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S):
-        try:
+        with suppress(OSError):  # its file system is away for a while
             os.utime(handle)
-        except OSError:  # the run has ended, or its file system is away, which the run itself tells of
-            return
 
 
 def _in_use(holder: Holder | None, key: str, folder: Path) -> ConfigError:

@@ -22,7 +22,7 @@ def keep_calls(path: str | None, describe: Callable[[], str], period_s: float = 
     if path is None:
         return
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)  # not what a link leads to
     except OSError:
         return  # the log says so already
     threading.Thread(target=_write_changes, args=(file, describe, period_s), name="calls", daemon=True).start()

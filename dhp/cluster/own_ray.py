@@ -54,7 +54,7 @@ def own_ray() -> Iterator[Path]:
 def own_token() -> Iterator[None]:
     """Ray started in here asks for a token that is in the environment of its processes alone. The file that Ray would
     make in the home directory can be read by others wherever they may enter it, and the agent that runs commands for
-    whoever has the token listens without a dashboard too."""
+    those who have the token listens without a dashboard too."""
     try:
         with changed_environment({AUTH_MODE_ENV_VAR: "token", TOKEN: secrets.token_hex(32)}):
             _read_anew()

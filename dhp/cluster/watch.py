@@ -122,10 +122,10 @@ def _stuck(waiting: Sequence[Watched], timeout_s: float) -> str:
     first = {entry.who: entry for entry in reversed(waiting)}
     shown = "; ".join(f"{who} in {first[who].what}" for who in sorted(first))
     calls = {who: read_calls(first[who].calls) for who in sorted(first)}
-    told = "".join(f"\n  {who}: {said}" for who, said in calls.items() if said)
+    quoted = "".join(f"\n  {who}: {said}" for who, said in calls.items() if said)
     return (
         f"no call finished for {timeout_s:g} s. Unfinished: {shown}. A slow step needs a larger "
-        "cluster.step_timeout_s (a slow start a larger cluster.start_timeout_s). Ranks of a group that began unequally "
-        "many collectives wait for one another: that is a defect, which cluster.check_collectives=true finds where it "
-        f"begins; see logs/{told}"
+        "cluster.step_timeout_s (a slow start a larger cluster.start_timeout_s). Ranks that share a group and began "
+        "unequally many collectives in it wait for one another: that is a defect, which cluster.check_collectives=true "
+        f"finds where it begins; see logs/{quoted}"
     )

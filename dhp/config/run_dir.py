@@ -19,7 +19,7 @@ from dhp.config.schema import Config
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
 _RECORD = (*_MARKS, "trace.json", "tb")
 _LOGGERS = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlog"}  # where each leaves a run, by its name
-_RANK_LOG = re.compile(rf"({'|'.join(PARTS)}|data)(\.\d+)?(-\w+)*\.log")
+_RANK_LOG = re.compile(rf"({'|'.join(PARTS)}|data)(\.\d+)?(-\w+)*\.(log|calls)")
 _CHECKPOINT = re.compile(r"step_\d+(\.(partial|removed))?|best(\.json)?(\.\d+\.tmp)?")
 # config.yaml of a run has all of them, that of an earlier release too.
 _SECTIONS = {"run_dir", *(name for name in PARTS if name not in OPTIONAL), "training", "data", "cluster"}
@@ -178,7 +178,7 @@ def _record(run_dir: Path) -> Iterator[Path]:
             if any(file.is_file() for file in own):
                 yield from (path for path in (*own, run_dir / folder) if os.path.lexists(path))
     if not (run_dir / "logs").is_symlink():
-        yield from (log for log in sorted((run_dir / "logs").glob("*.log")) if _RANK_LOG.fullmatch(log.name))
+        yield from (log for log in sorted((run_dir / "logs").glob("*.*")) if _RANK_LOG.fullmatch(log.name))
 
 
 def _is_run(run_dir: Path) -> bool:

@@ -7,6 +7,7 @@ long the longest chunk of its own sample is, and gives the same rows whatever go
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class AudioTower(Tower):
         """Rows of frames in, one clip behind another. Clips whose samples have chunks of one length go through the
         tower together."""
         clips = inputs.pixels.split([form.rows for form in inputs.forms])
-        found: list[Tensor] = list(clips)
+        found: list[Tensor] = [clips[0][:0]] * len(clips)  # of as many rows as nobody asks for
         for numbers in inputs.calls:
             if not numbers:
                 found += self._encode_together(model, [self.dummy_pixels(inputs.pixels)], [self.dummy_form])
@@ -133,6 +134,10 @@ class AudioTower(Tower):
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Attention stays the library's: windows are short."""
+
+    def call_modules_once(self, model: PreTrainedModel) -> None:
+        """See `Tower`: the library convolves so many chunks of sound at a time, to spare memory."""
+        model.get_submodule(PATH).conv_chunksize = sys.maxsize
 
     def _plan(self, frames: Sequence[int], longest: int, device: torch.device) -> _Plan:
         """How clips of so many frames go through the tower, chunks filled up to `longest`."""

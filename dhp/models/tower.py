@@ -112,6 +112,9 @@ class Tower(Part):
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make the tower call the registered attention function `name` once a layer, on all segments."""
 
+    def call_modules_once(self, model: PreTrainedModel) -> None:
+        """Let no module inside be called as often as a rank's data ask for, within one call of the tower."""
+
     def split_heads(self, model: PreTrainedModel, ranks: int) -> None:
         """Tell the tower's attention that it has 1 / ranks of the heads. For attention that takes as many as its
         projections give there is nothing to tell."""

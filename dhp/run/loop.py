@@ -173,7 +173,9 @@ class TrainLoop:
         """Whether the run that is continued ended in its evaluation. A whole one counts for the best checkpoint again:
         it may have ended right behind it."""
         step, record = self.start.step, self.recorder.record_so_far()
-        if due(self.config, step, self.plan.steps) and misses(self.config, step, record):
+        if not due(self.config, step, self.plan.steps, saves=self.start.checkpoint is not None):
+            return False
+        if misses(self.config, step, record):
             return True
         self._checkpoints.evaluated(read_evaluations(record, step))
         return False

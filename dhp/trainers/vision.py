@@ -73,6 +73,8 @@ class VisionTrainer(StageRank):
         tower.split_heads(model, self.spec.degrees.tensor)
         AttentionInterface.register(ATTENTION, self.attention(segment_attention))
         tower.use_attention(model, ATTENTION)
+        if self.settings.zero_stage == 3:  # which gathers a module's weights for each of its calls
+            tower.call_modules_once(model)
         self._position = MeshPosition.of(self.mesh)
         self._outputs: dict[int, tuple[dict[str, Tensor], _Sent]] = {}
         kept = self.settings.features

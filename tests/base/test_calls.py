@@ -28,10 +28,8 @@ def _alike() -> str:
 
 def test_the_last_call_and_the_number_of_all_are_known() -> None:
     for told in run_checked(_alike):
-        assert told.startswith(
-            "2 collectives so far, the last one _allgather_base_(float32[4, 2], float32[2, 2]), call 2"
-        )
-        assert told.endswith("of 2 ranks")
+        last = "_allgather_base_(float32[4, 2], float32[2, 2]), call 2 in group 0 of 2 ranks"
+        assert told == f"collectives so far: 2 in group 0; the last call: {last}"
 
 
 def test_before_the_first_call_there_is_none() -> None:
@@ -145,3 +143,19 @@ def _in_subgroups() -> int:
 
 def test_groups_beside_each_other_are_not_compared() -> None:
     assert run_checked(_in_subgroups, 4) == [1, 1, 2, 2]
+
+
+def _messages_between() -> int:
+    """What only some ranks send is no collective, and moves no number."""
+    from dhp.parallel.comm.collectives import exchange_rows
+
+    rank = dist.get_rank()
+    send, receive = ([0, 1], [0, 0]) if rank == 0 else ([0, 0], [1, 0])
+    exchange_rows(torch.ones(sum(send), 2), send, receive, dist.group.WORLD)
+    dist.all_reduce(torch.ones(3))
+    assert RECORD.last is not None
+    return RECORD.last.number
+
+
+def test_messages_are_not_counted_among_collectives() -> None:
+    assert run_checked(_messages_between) == [1, 1]

@@ -49,7 +49,11 @@ class LocalGroup(Group):
         self._ranks = [_start() for _ in range(size)]
         place = (_store().port, f"group {next(_GROUPS)}", size, AGREE_S if checked else 0)
         for number, rank in enumerate(self._ranks):
-            rank.send(("join", (*place, number, factory, arguments)))
+            try:
+                rank.send(("join", (*place, number, factory, arguments)))
+            except BaseException:
+                self.close()
+                raise
         self._gather()
 
     def execute_all_async(
@@ -96,7 +100,7 @@ class LocalGroup(Group):
                 number = pipes[pipe]
                 try:
                     kind, value = self._ranks[number].receive()
-                except EOFError:
+                except (EOFError, OSError):
                     kind, value = "error", "the process ended"
                 if kind == "error":
                     self.close()

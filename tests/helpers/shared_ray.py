@@ -28,7 +28,7 @@ def join() -> tuple[str, dict[str, str]]:
     holder = subprocess.Popen(
         [sys.executable, "-m", __name__], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    atexit.register(holder.communicate)
+    atexit.register(_end, holder)
     assert holder.stdout is not None
     said = holder.stdout.readline()
     if not said:
@@ -36,6 +36,13 @@ def join() -> tuple[str, dict[str, str]]:
     found = json.loads(said)
     # Or Ray would look for 127.0.0.1 under the host's other address.
     return found["address"], {**found["environment"], "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+def _end(holder: subprocess.Popen[bytes]) -> None:
+    try:
+        holder.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        holder.kill()
 
 
 def main() -> None:

@@ -5,12 +5,14 @@ Every case runs with its ranks' calls compared before they begin (`dhp.base.call
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
+from dhp.batching import scatter
 from dhp.batching.encoders import Encoder
 from dhp.data.sample import Sample
 from dhp.models import adapters
@@ -54,7 +56,6 @@ def test_the_steps_are_uneven(made: dict[str, Made]) -> None:  # noqa: F811
 ALWAYS = [
     ("llava_next", FSDP),  # a tower called once for each shape of pictures
     ("llava_next", DEEPSPEED),
-    ("qwen3_5", DEEPSPEED),  # layers called once for each length of a packed row's samples
 ]
 
 
@@ -109,3 +110,31 @@ def test_without_even_calls_it_is_seen_at_once(made: dict[str, Made], monkeypatc
     monkeypatch.setattr(ranks, "AGREE_S", 5)
     with pytest.raises(RuntimeError, match="different collectives|did not make that call"):
         check(made["llava_next"], FSDP, uneven_steps(made["llava_next"].folder))
+
+
+ROWS = replace(DEEPSPEED, micro_batches=1)  # two samples a row
+
+
+def rows_of_unlike_runs(model: str) -> list[list[Sample]]:
+    """A row of two samples of one length, which a delta net takes in one call, beside one of two lengths."""
+    make = Maker(model).sample
+    return [[make([], 1, 1), make([], 2, 2), make([0], 2, 3), make([1, 2], 2, 4)]] * 2
+
+
+def test_layers_that_take_each_sample_by_itself_are_called_alike(made: dict[str, Made]) -> None:  # noqa: F811
+    model = made["qwen3_5"]
+    steps = rows_of_unlike_runs(model.folder)
+    rows = make_dealer(model.folder, ROWS).deal(_slotted(0, ROWS, steps[0])).work["text"][0]
+    assert [len(set(row.lengths)) for row in rows] == [1, 2] and [row.segment_calls for row in rows] == [2, 2]
+    check(model, ROWS, steps)
+
+
+def test_without_even_calls_of_such_layers_it_is_seen(
+    made: dict[str, Made],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = made["qwen3_5"]
+    monkeypatch.setattr(scatter, "_count_runs", lambda lengths: 0)
+    monkeypatch.setattr(ranks, "AGREE_S", 5)
+    with pytest.raises(RuntimeError, match="different collectives|did not make that call"):
+        check(model, ROWS, rows_of_unlike_runs(model.folder))
