@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
@@ -41,7 +43,10 @@ def ask_agent(token: str) -> int:
     """Status of a question to the agent that runs commands for whoever has the token."""
     from ray._private.worker import global_worker
 
-    port = global_worker.node.dashboard_agent_listen_port
+    deadline = time.monotonic() + 60
+    while not (port := global_worker.node.dashboard_agent_listen_port):  # the agent of a busy machine starts late
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/api/job_agent/jobs/none", headers={"Authorization": f"Bearer {token}"}
     )
@@ -104,7 +109,7 @@ def test_a_long_folder_gives_way_to_one_in_which_sockets_have_names(
     with own_ray() as folder:
         assert folder.parent.parent == Path("/tmp")
     room = own._LONGEST - len("/dhp-ray-12345678")
-    (short := Path("/tmp") / ("y" * (room - len("/tmp/")))).mkdir()
+    (short := Path("/tmp") / uuid4().hex.ljust(room, "y")[: room - len("/tmp/")]).mkdir()
     try:
         monkeypatch.setenv(name, str(short))
         with own_ray() as folder:

@@ -41,7 +41,7 @@ def test_a_real_measurement_ends_and_is_a_speed() -> None:
 
 @pytest.mark.parametrize("allowed, expected", [(False, "float32"), (True, "tfloat32")])
 def test_gpus_are_told_apart_by_their_own_ids(monkeypatch: pytest.MonkeyPatch, allowed: bool, expected: str) -> None:
-    about = SimpleNamespace(name="NVIDIA H200", uuid="1234-ab")
+    about = SimpleNamespace(name="NVIDIA H200", uuid="1234-ab", total_memory=141 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
@@ -50,5 +50,5 @@ def test_gpus_are_told_apart_by_their_own_ids(monkeypatch: pytest.MonkeyPatch, a
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     assert (found.kind, found.name, found.device_id) == ("cuda", "NVIDIA H200", "GPU 1234-ab")
-    assert (found.format, found.measured) == (expected, None)
+    assert (found.format, found.measured, found.memory_bytes) == (expected, None, 141 * 2**30)
     assert describe_device(torch.device("cuda", 0), torch.bfloat16).format == "bfloat16"

@@ -163,7 +163,7 @@ def test_features_that_enter_several_layers(qwen3_vl_model: str, tmp_path: Path)
 
 def test_a_picture_that_ranks_share_is_kept_whole(made_model: str, tmp_path: Path) -> None:
     """Four ranks divide pictures by their windows; what is kept is what one rank alone would keep."""
-    steps = [[make_sample([(1, 16, 16), (1, 4, 4), (1, 14, 10), (1, 12, 16)], 4, 2, 1, 505)]]
+    steps = [[make_sample([(1, 20, 20), (1, 18, 18), (1, 16, 20)], 4, 2, 1, 505)]]
     one, four = (Case(vision, ONE, 1, frozen=FROZEN) for vision in (ONE, Degrees(ring=2, ulysses=2)))
     ready = prepared(steps, none)
     shared = run(made_model, four, ready, tmp_path / "four")
