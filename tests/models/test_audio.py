@@ -71,6 +71,25 @@ def test_a_short_chunk_alone_would_give_other_rows(tower: AudioTower, model: Pre
     assert (rows[0] - rows[1]).abs().max() > 1e-3
 
 
+def test_convolutions_are_called_once_however_many_chunks_there_are(
+    tower: AudioTower, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage 3 gathers their weights for each call, together with ranks that have fewer chunks."""
+    frames = (430, 60)
+    clips, forms, audio = sounds(frames), clip_forms(frames, tower.config), model.model.audio_tower
+    monkeypatch.setattr(audio, "conv_chunksize", 2)
+    calls: list[int] = []
+    hook = audio.conv2d2.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        parted = encode(tower, model, clips, forms)
+        assert len(calls) > 1  # or there would be nothing to mend
+        calls.clear()
+        tower.call_modules_once(model)
+        assert (encode(tower, model, clips, forms) - parted).abs().max() < 1e-12 and len(calls) == 1
+    finally:
+        hook.remove()
+
+
 def test_modules_are_held_by_one_part_each(family: Family) -> None:
     assert family.outside("vision") == ("model.audio_tower", "model.language_model", "lm_head")
     assert family.outside("text") == ("model.visual", "model.audio_tower")
