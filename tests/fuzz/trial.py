@@ -41,9 +41,10 @@ from tests.trainers.test_declared_families import ExactText, ExactVision
 
 STEPS = 2
 EQUAL, REFUSED, DEFECT = "equal", "refused", "DEFECT"
-# Of losses, of norms, and of updates. The plain model's own norms in float32 may be further off, of delta nets by 1e-3
-# of their value in float64: then it is that value which ranks must come as near as the plain model does.
+# Of losses, of norms, and of updates. What is further off in float32 must be as near the plain model's value in float64
+# as that model itself is in float32: a rounding of its weights moves norms of a delta net's gradients by 2e-3.
 LIMITS = {"float64": (1e-9, 1e-9, 1e-6), "float32": (2e-5, 1e-3, None)}
+NOISES = 2  # times the most that a few roundings make, which are a few samples of what one may make
 
 
 class ExactAudio(InspectedAudio):
@@ -166,23 +167,20 @@ def _compare(
     limit, of_norm, of_update = LIMITS[dtype]
     oracle = _plain(config, chain, folder, dtype)
     start = {name: weight.clone() for name, weight in oracle.weights().items()}
-    wrong, wanted = [], 0.0
-    for k, samples in enumerate(steps):
-        if k == 1:
-            wanted = oracle.evaluate(samples).loss
-        step = oracle.step(samples)
-        if _deviation(found.losses[k], step.loss) > limit:
-            wrong.append(f"loss of step {k}: {found.losses[k]:.12g}, plain {step.loss:.12g}")
-        worst = max(found.norms[k], key=lambda norm: _deviation(norm, step.norm))
-        if _deviation(worst, step.norm) > of_norm:
-            exact = step.norm if dtype == "float64" else _exact_norm(k, config, chain, folder, steps)
-            if _deviation(worst, exact) > max(of_norm, _deviation(step.norm, exact)):
-                wrong.append(f"norm of step {k}: {worst:.12g}, plain {step.norm:.12g}, in float64 {exact:.12g}")
-    if _deviation(found.evaluated, wanted) > limit:
-        wrong.append(f"evaluated: {found.evaluated:.12g}, plain {wanted:.12g}")
+    wanted = _values(oracle, steps)
+    held = _values_of(found, wanted)
+    wrong = {
+        name: f"{name}: {held[name]:.12g}, plain {value:.12g}"
+        for name, value in wanted.items()
+        if _deviation(held[name], value) > (of_norm if "norm" in name else limit)
+    }
     if of_update is not None:
-        wrong += _wrong_updates(found.weights, start, oracle.weights(), of_update)
-    return wrong
+        return [*wrong.values(), *_wrong_updates(found.weights, start, oracle.weights(), of_update)]
+    if wrong:
+        exact, noise = _noise(config, chain, folder, steps, wanted)
+        wrong = {n: told for n, told in wrong.items() if _deviation(held[n], exact[n]) > NOISES * noise[n]}
+        wrong = {n: f"{told}, in float64 {exact[n]:.12g}, noise {noise[n]:.2g}" for n, told in wrong.items()}
+    return [*wrong.values()]
 
 
 def _plain(config: Config, chain: Chain, folder: str, dtype: str) -> Oracle:
@@ -192,11 +190,42 @@ def _plain(config: Config, chain: Chain, folder: str, dtype: str) -> Oracle:
     return Oracle(folder, getattr(torch, dtype), update, "cpu", rules, adapters_of(config))
 
 
-def _exact_norm(number: int, config: Config, chain: Chain, folder: str, steps: list[list[Sample]]) -> float:
-    """The plain model's in float64, of the step of that number."""
+def _values(oracle: Oracle, steps: list[list[Sample]]) -> dict[str, float]:
+    """What the plain model has of each step, by its name."""
+    values = {}
+    for k, samples in enumerate(steps):
+        if k == 1:
+            values["evaluated"] = oracle.evaluate(samples).loss
+        step = oracle.step(samples)
+        values |= {f"loss of step {k}": step.loss, f"norm of step {k}": step.norm}
+    return values
+
+
+def _values_of(found: _Found, wanted: dict[str, float]) -> dict[str, float]:
+    """The same of ranks; of their norms the one that is furthest off."""
+    values = {"evaluated": found.evaluated}
+    for k, (loss, norms) in enumerate(zip(found.losses, found.norms, strict=True)):
+        plain = wanted[f"norm of step {k}"]
+        values |= {f"loss of step {k}": loss, f"norm of step {k}": max(norms, key=lambda own: _deviation(own, plain))}
+    return values
+
+
+def _noise(
+    config: Config, chain: Chain, folder: str, steps: list[list[Sample]], plain: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The plain model's values in float64, and how far from them it is in float32 at most: as it is, and with weights
+    that are off by a rounding."""
     with staying_double():
-        oracle = _plain(config, chain, folder, "float64")
-        return [oracle.step(samples).norm for samples in steps[: number + 1]][-1]
+        exact = _values(_plain(config, chain, folder, "float64"), steps)
+    samples = [plain]
+    for seed in range(3):
+        oracle = _plain(config, chain, folder, "float32")
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in oracle.model.parameters():
+            off = torch.rand(parameter.shape, generator=generator) * 2 - 1
+            parameter.data.mul_(1 + torch.finfo(torch.float32).eps * off)
+        samples.append(_values(oracle, steps))
+    return exact, {name: max(_deviation(values[name], exact[name]) for values in samples) for name in exact}
 
 
 def _wrong_updates(
