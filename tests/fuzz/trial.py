@@ -96,7 +96,7 @@ def configure(draw: Draw, folder: str) -> Config:
     """The run's configuration, after its checks. Raises ConfigError."""
     names = [f"{part}.model_name={folder}" for part in ("vision", "text")]
     own = [f"{part}.dtype={draw.dtype}" for part in ("vision", "text")]
-    fixed = ["training.dry_run=true", "training.max_steps=3", "training.learning_rate=1e-3", "training.eps=1e-6"]
+    fixed = ["training.dry_run=true", "training.max_steps=3", "training.learning_rate=1e-3", "training.eps=1e-3"]
     fixed += ["training.warmup_steps=0", "tiny_assets=null", "cluster.device=cpu", "training.max_grad_norm=1.0"]
     if draw.kind == "hears":
         fixed += [f"audio.dtype={draw.dtype}", f"audio.model_name={folder}"]
