@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from dhp.base.stages import Chain
 from dhp.batching.collate import Collator
 from dhp.batching.scatter import Dealer
 from dhp.config.load import compose_config
-from dhp.config.parts import parts
+from dhp.config.parts import decoder, parts
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.data.order.sampler import BatchLayout, slots
@@ -82,7 +83,8 @@ def try_draw(draw: Draw, folder: str, everywhere: bool) -> Verdict:
         return Verdict(DEFECT, f"checking fails: {traceback.format_exc()[-2500:]}")
     try:
         with staying_double() if draw.dtype == "float64" else nullcontext():
-            steps = make_steps(folder, draw.data_seed, everywhere, heard="audio" in parts(config))
+            layout = layout_of(config)
+            steps = make_steps(folder, draw.data_seed, everywhere, "audio" in parts(config), samples_of(layout))
             found = _run(config, chain, schedule, steps, draw.dtype)
             wrong = _compare(found, config, chain, folder, steps, draw.dtype)
     except DhpError as error:
@@ -103,12 +105,24 @@ def configure(draw: Draw, folder: str) -> Config:
     return prepare(compose_config("tiny", overrides=[*names, *own, *fixed, *draw.overrides]), new_run=False)
 
 
-def make_steps(folder: str, seed: int, everywhere: bool, heard: bool) -> list[list[Sample]]:
+def layout_of(config: Config) -> BatchLayout:
+    """How a step's samples become rows."""
+    micro, replicas = micro_batches(config), decoder(config).data
+    return BatchLayout(replicas, micro, SAMPLES // (micro * replicas))
+
+
+def samples_of(layout: BatchLayout) -> int:
+    """So many that rows can hold differing numbers of them."""
+    return SAMPLES + (2 if layout.micro_batch_size == 1 else 0)
+
+
+def make_steps(folder: str, seed: int, everywhere: bool, heard: bool, samples: int = SAMPLES) -> list[list[Sample]]:
     """Samples that differ between ranks on purpose: none to five pictures of any shapes, a token to nine."""
     rng, make = random.Random(seed), Maker(folder).sample
     steps = []
     for k in range(STEPS):
         shown = [[], rng.sample(range(5), 3), [rng.randrange(5)], rng.sample(range(5), rng.randrange(1, 5))]
+        shown += [rng.sample(range(5), rng.randrange(3)) for _ in range(samples - len(shown))]
         rng.shuffle(shown)
         shown = [pictures or [3] for pictures in shown] if everywhere else shown
         clips = [[rng.randrange(20, 300) for _ in range(rng.randrange(3))] if heard else [] for _ in shown]
@@ -119,6 +133,15 @@ def make_steps(folder: str, seed: int, everywhere: bool, heard: bool) -> list[li
             ]
         )
     return steps
+
+
+def deal_unevenly(samples: Sequence[Sample], layout: BatchLayout) -> tuple[tuple[tuple[Sample, ...], ...], ...]:
+    """[micro-batch][replica]: of each micro-batch the last replica has all that the others leave, which is more than
+    one of them has."""
+    most = len(samples) // layout.micro_batches
+    rows = [samples[number * most : (number + 1) * most] for number in range(layout.micro_batches)]
+    others = layout.replicas - 1
+    return tuple((*((sample,) for sample in row[:others]), tuple(row[others:])) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -135,8 +158,7 @@ def _run(config: Config, chain: Chain, schedule: Any, steps: list[list[Sample]],
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     packing = settings.packing or settings.text.sequence > 1
     dealer = Dealer(family, Collator(family, 0, packing), *division)
-    micro, replicas = micro_batches(config), settings.text.data
-    layout = BatchLayout(replicas, micro, SAMPLES // (micro * replicas))
+    layout = layout_of(config)
     rules = training_rules(config.training, family, adapters_of(config))
     losses, norms, evaluated = [], [], 0.0
     with ExitStack() as stack:
@@ -148,7 +170,8 @@ def _run(config: Config, chain: Chain, schedule: Any, steps: list[list[Sample]],
         stages = make_stages(chain, groups)
         last = chain.stages[-1].name
         for k, samples in enumerate(steps):
-            dealt = tuple(tuple(tuple(slot) for slot in row) for row in slots(samples, layout))
+            even = tuple(tuple(tuple(slot) for slot in row) for row in slots(samples, layout))
+            dealt = deal_unevenly(samples, layout) if config.data.packing else even
             data = dealer.deal(StepSamples(k, 0, dealt, ()))
             batch = Batch(data.info, data.work, data.routes)
             if k == 1:
