@@ -84,7 +84,8 @@ def try_draw(draw: Draw, folder: str, everywhere: bool) -> Verdict:
     try:
         with staying_double() if draw.dtype == "float64" else nullcontext():
             layout = layout_of(config)
-            steps = make_steps(folder, draw.data_seed, everywhere, "audio" in parts(config), samples_of(layout))
+            count = samples_of(layout) if config.data.packing else SAMPLES
+            steps = make_steps(folder, draw.data_seed, everywhere, "audio" in parts(config), count)
             found = _run(config, chain, schedule, steps, draw.dtype)
             wrong = _compare(found, config, chain, folder, steps, draw.dtype)
     except DhpError as error:
@@ -112,7 +113,7 @@ def layout_of(config: Config) -> BatchLayout:
 
 
 def samples_of(layout: BatchLayout) -> int:
-    """So many that rows can hold differing numbers of them."""
+    """So many that packed rows can hold differing numbers of them."""
     return SAMPLES + (2 if layout.micro_batch_size == 1 else 0)
 
 
