@@ -23,7 +23,7 @@ from dhp.config.schema import Config
 from dhp.data.template import read_template
 from dhp.models.registry import auxiliary_files, load_family
 from dhp.observe.data_stall import DataStall
-from dhp.observe.metrics import read_evaluations
+from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
 from dhp.run.chain import make_chain
@@ -119,6 +119,7 @@ class TrainLoop:
         self.config, self.start, self.chain = session.config, session.start, session.chain
         self._unfinished = unfinished or Unfinished()
         self._checkpoints = KeptCheckpoints(self.config, recorder.say)
+        self._judge(())
         self._timeout_s = self.config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
         self._skipped = self.start.skipped_samples
@@ -177,7 +178,7 @@ class TrainLoop:
             return False
         if misses(self.config, step, record):
             return True
-        self._checkpoints.evaluated(read_evaluations(record, step))
+        self._judge(read_evaluations(record, step))
         return False
 
     def _tell_measuring(self, done: int, parts: int) -> None:
@@ -270,8 +271,13 @@ class TrainLoop:
         found = self._evaluation.run(step)
         self.recorder.record_evaluation(found)
         self.recorder.record_answers(self._evaluation.answers(step))
-        self._checkpoints.evaluated(found)
+        self._judge(found)
         self._last_end = time.perf_counter()  # evaluating is no part of the next step's time
+
+    def _judge(self, found: Sequence[EvalMetrics]) -> None:
+        """Whether an evaluation makes a checkpoint the best one."""
+        self._checkpoints.evaluated(found)
+        self.recorder.best = self._checkpoints.best
 
     def _tell_skipped(self, info: StepInfo) -> None:
         for message in info.skipped[:SKIPPED_SHOWN]:
