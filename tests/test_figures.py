@@ -265,6 +265,12 @@ def layouts() -> Sentences:
     told = ", ".join(f"{step('DP', *run) / step('ddp', *run):.2f}" for run in beside)
     yield INDEX, f"DP takes {told} of DDP's step at 1k to 16k patches"
     yield PERFORMANCE, f"1k to 16k patches: {told} × its step"
+    for shape in ("vision-dominated", "balanced"):
+        seconds = {(row["layout"], row["patches"]): row["step_s"] for row in rows("layouts", shape=shape, steps=8)}
+        zero, split = ([seconds[layout, patches] for patches in (1024, 4096)] for layout in ("ZeRO-3", "SP+TP"))
+        for first, second in (zero, split):
+            between, end = (", ", "") if shape == "balanced" else (" and ", " s")
+            yield readme("layouts"), f"{first:.3f}{between}{second:.2f}{end}"
     links = [(1024, 3), (4096, 3)]
     to_ddp = [f"{step('DP', *run) / step('ddp', *run):.2f}" for run in links]
     to_tp = [step("TP", *run) / step("SP+TP", *run) for run in links]
