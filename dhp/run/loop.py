@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from dhp.base.interrupts import ending, ending_on_error, interruptible
-from dhp.base.messages import StageReport, StepInfo
+from dhp.base.messages import StepInfo
 from dhp.base.startup import say_line
 from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint
 from dhp.checkpoint.resume import find_start
@@ -32,7 +32,7 @@ from dhp.run.evaluation import Evaluation, due, misses
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.loggers import make_loggers
 from dhp.run.recipe import recipe
-from dhp.run.reports import Timing, step_metrics
+from dhp.run.reports import Timing, notes, step_metrics
 from dhp.run.session import DataPlan, Session
 from dhp.run.settings import kept_settings, resume_line, world
 from dhp.run.trace_collection import Refs as SpanRefs
@@ -249,8 +249,8 @@ class TrainLoop:
         info = self.session.info(pending.refs.info)
         self._tell_skipped(info)
         reports = {name: self.session.values(refs) for name, refs in pending.refs.reports.items()}
-        self._tell_notes(reports)
         metrics = step_metrics(info, reports, timing, self.session.stages, self._skipped)
+        self._tell_once(notes(reports, metrics, timing))
         self.recorder.record(metrics)
         if self.tracing is not None:
             with self.recorder.writing():
@@ -287,9 +287,8 @@ class TrainLoop:
             self.recorder.say(f"skipped: {more} more; `python -m dhp inspect data` lists them")
         self._skipped += len(info.skipped)
 
-    def _tell_notes(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
-        """What ranks tell, once for all of them."""
-        for note in (note for of in reports.values() for report in of for note in report.notes):
+    def _tell_once(self, notes: Iterable[str]) -> None:
+        for note in notes:
             if note not in self._told:
                 self.recorder.say(note)
                 self._told.add(note)
