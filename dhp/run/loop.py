@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from dhp.base.interrupts import ending, ending_on_error, interruptible
-from dhp.base.messages import StageReport, StepInfo
+from dhp.base.messages import StepInfo
 from dhp.base.startup import say_line
 from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint
 from dhp.checkpoint.resume import find_start
@@ -23,7 +23,7 @@ from dhp.config.schema import Config
 from dhp.data.template import read_template
 from dhp.models.registry import auxiliary_files, load_family
 from dhp.observe.data_stall import DataStall
-from dhp.observe.metrics import read_evaluations
+from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
 from dhp.run.chain import make_chain
@@ -32,7 +32,7 @@ from dhp.run.evaluation import Evaluation, due, misses
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.loggers import make_loggers
 from dhp.run.recipe import recipe
-from dhp.run.reports import Timing, step_metrics
+from dhp.run.reports import Timing, notes, step_metrics
 from dhp.run.session import DataPlan, Session
 from dhp.run.settings import kept_settings, resume_line, world
 from dhp.run.trace_collection import Refs as SpanRefs
@@ -119,6 +119,7 @@ class TrainLoop:
         self.config, self.start, self.chain = session.config, session.start, session.chain
         self._unfinished = unfinished or Unfinished()
         self._checkpoints = KeptCheckpoints(self.config, recorder.say)
+        self._judge(())
         self._timeout_s = self.config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
         self._skipped = self.start.skipped_samples
@@ -177,7 +178,7 @@ class TrainLoop:
             return False
         if misses(self.config, step, record):
             return True
-        self._checkpoints.evaluated(read_evaluations(record, step))
+        self._judge(read_evaluations(record, step))
         return False
 
     def _tell_measuring(self, done: int, parts: int) -> None:
@@ -248,8 +249,8 @@ class TrainLoop:
         info = self.session.info(pending.refs.info)
         self._tell_skipped(info)
         reports = {name: self.session.values(refs) for name, refs in pending.refs.reports.items()}
-        self._tell_notes(reports)
         metrics = step_metrics(info, reports, timing, self.session.stages, self._skipped)
+        self._tell_once(notes(reports, metrics, timing))
         self.recorder.record(metrics)
         if self.tracing is not None:
             with self.recorder.writing():
@@ -270,8 +271,13 @@ class TrainLoop:
         found = self._evaluation.run(step)
         self.recorder.record_evaluation(found)
         self.recorder.record_answers(self._evaluation.answers(step))
-        self._checkpoints.evaluated(found)
+        self._judge(found)
         self._last_end = time.perf_counter()  # evaluating is no part of the next step's time
+
+    def _judge(self, found: Sequence[EvalMetrics]) -> None:
+        """Whether an evaluation makes a checkpoint the best one."""
+        self._checkpoints.evaluated(found)
+        self.recorder.best = self._checkpoints.best
 
     def _tell_skipped(self, info: StepInfo) -> None:
         for message in info.skipped[:SKIPPED_SHOWN]:
@@ -281,9 +287,8 @@ class TrainLoop:
             self.recorder.say(f"skipped: {more} more; `python -m dhp inspect data` lists them")
         self._skipped += len(info.skipped)
 
-    def _tell_notes(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
-        """What ranks tell, once for all of them."""
-        for note in (note for of in reports.values() for report in of for note in report.notes):
+    def _tell_once(self, notes: Iterable[str]) -> None:
+        for note in notes:
             if note not in self._told:
                 self.recorder.say(note)
                 self._told.add(note)

@@ -159,6 +159,8 @@ def test_the_best_checkpoint_is_not_the_one_that_goes(tmp_path: Path) -> None:
         of_run.evaluated(evaluated(step, loss))
     assert [path.name for path in checkpoints(tmp_path)] == ["step_5", "step_2"]
     assert (tmp_path / "best").resolve().name == "step_2"
+    assert of_run.best == kept(tmp_path, 1, "eval_loss").best == "step_2: eval_loss 1.0000"
+    assert kept(tmp_path, 1, None).best is None
     again = kept(tmp_path, 1, "eval_loss")  # as a resumed run
     finish(tmp_path, 6)
     again.evaluated(evaluated(6, 1.5))
@@ -215,9 +217,13 @@ def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> No
     assert len(read_metrics(tmp_path / "run")) == 2
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval_loss"] == {"shapes": found[1]["loss"]}
+    assert summary["eval_accuracy"] == {"shapes": found[1]["accuracy"]}
     best = min(found, key=lambda line: line["loss"])["step"]
     best_one = tmp_path / "run" / "checkpoints" / "best"
     assert best_one.resolve().name == f"step_{best}"
+    rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if line.startswith(("held out ", "best ")))
+    assert rows["held out"].split() == f"shapes {found[1]['loss']:.4f} (accuracy {found[1]['accuracy']:.1%})".split()
+    assert rows["best"].split() == f"step_{best}: eval_loss {found[best - 1]['loss']:.4f}".split()
     again = train("evaluate", "loss", str(best_one), "--json", module="dhp")
     assert again.status == 0, again.stderr
     told = json.loads(again.stdout)
