@@ -45,7 +45,7 @@ EQUAL, REFUSED, DEFECT = "equal", "refused", "DEFECT"
 # Of losses, of norms, and of updates. What is further off in float32 must be as near the plain model's value in float64
 # as that model itself is in float32: a rounding of its weights moves norms of a delta net's gradients by 2e-3.
 LIMITS = {"float64": (1e-9, 1e-9, 1e-6), "float32": (2e-5, 1e-3, None)}
-NOISES = 2  # times the most that a few roundings make, which are a few samples of what one may make
+NOISES = 3  # times the most that some roundings make: a few samples of what one may make, whose tails are heavy
 
 
 class ExactAudio(InspectedAudio):
@@ -242,7 +242,7 @@ def _noise(
     with staying_double():
         exact = _values(_plain(config, chain, folder, "float64"), steps)
     samples = [plain]
-    for seed in range(3):
+    for seed in range(5):
         oracle = _plain(config, chain, folder, "float32")
         generator = torch.Generator().manual_seed(seed)
         for parameter in oracle.model.parameters():
