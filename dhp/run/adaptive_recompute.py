@@ -102,6 +102,7 @@ class Recomputing:
             self._stages[stage].group.execute_all_async(StageTrainer.set_recompute, plan[stage], returns=0)
         if not self._planner.settled:
             return
+        self._tell_untried()
         needed = self._planner.predicted_bytes()
         fits = "" if needed <= self._budget else _TOO_SMALL
         lines = [*plan_table(self._planner.costs(), plan), *self._as_configured(plan)]
@@ -111,6 +112,16 @@ class Recomputing:
         )
         for line in lines:
             self._say(f"recompute      {line}")
+
+    def _tell_untried(self) -> None:
+        by_stage: dict[str, list[str]] = {}
+        for stage, choice in sorted(self._planner.untried):
+            by_stage.setdefault(stage, []).append(choice)
+        for stage, choices in by_stage.items():
+            self._say(
+                f"recompute      {stage}: {', '.join(choices)} not tried, since the budget may not have room for one "
+                "layer that keeps so much"
+            )
 
     def _as_configured(self, plan: Plan) -> list[str]:
         """What each part's key would say: its stages' layers in the part's order."""
