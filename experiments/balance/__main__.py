@@ -1,4 +1,4 @@
-"""`python -m experiments.balance [--lengths FILE.csv …] [--methods NAME …]`: the balancing methods beside one another."""
+"""`python -m experiments.balance [--lengths FILE.csv …] [--methods NAME …]`: balancing methods beside one another."""
 
 from __future__ import annotations
 
