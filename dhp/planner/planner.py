@@ -4,8 +4,9 @@
 budget has room for whatever they keep, which (1) has measured. (3) From both, the bytes and seconds of a layer under
 each choice. (4) The best plan for the budget is tried; where it takes more than the budget, the measurement corrects
 the prediction, and a plan that keeps less is tried. All of them are ordinary training steps, whose gradients do not
-depend on what is recomputed. A step that runs out of memory is not survived, for other ranks may be inside a
-collective with the one that did: so no step is tried that could.
+depend on what is recomputed. A forward pass that runs out of memory is survived where no other rank can be inside a
+collective with the one that did, and more is recomputed then; elsewhere it is not. So nothing is tried that is known to
+be too much.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dhp.planner.probes import at_worst, probes
 from dhp.planner.profile import Profile
 from dhp.planner.search import best_plan, offloaded
 
+_SHORT = 1.1  # how much less of the budget counts after a step that ran out of memory
 PATIENCE = 16  # steps without work for a stage (no image), after which it is planned as if it had none
 
 
@@ -59,7 +61,7 @@ class Planner:
         kinds = {stage: self._kinds[stage] for stage in sorted(self._probed)}
 
         def fits(plan: Plan) -> bool:
-            return predicted_bytes(costs, plan, self._arrangement) <= self.budget_bytes
+            return predicted_bytes(costs, plan, self._arrangement) <= self.budget_bytes / self._correction
 
         plans, self.untried = probes(kinds, self._everything, fits)
         return plans
@@ -75,6 +77,15 @@ class Planner:
         if self.settled and any(usages[stage] is not None for stage in self._auto - self._planned if stage in usages):
             return self._begin_anew()
         return self._correct(usages) if self.settled else self._go_on()
+
+    def run_short(self) -> None:
+        """A step of `asked` has run out of memory somewhere: the budget counts for less from now on, and `asked` is
+        another plan, which recomputes more."""
+        self._correction *= _SHORT
+        if not self.settled:
+            self._probes, self.asked = None, self._everything
+        elif self.asked != offloaded(self.costs(), self._everything, self._auto):
+            self._recompute_more()
 
     @property
     def measures_everything(self) -> bool:
@@ -142,13 +153,17 @@ class Planner:
         least = offloaded(self.costs(), self._everything, self._auto)
         if measured <= self.budget_bytes or self.asked == least:
             return False
+        predicted = predicted_bytes(self.costs(), self.asked, self._arrangement)
+        self._correction = max(self._correction, measured / predicted)
+        self._recompute_more()
+        return True
+
+    def _recompute_more(self) -> None:
         before = self.asked
-        self._correction = max(self._correction, measured / predicted_bytes(self.costs(), before, self._arrangement))
         self.asked = self._best()
         while self.asked == before:  # the prediction was right, but still too much
             self._correction *= 1.02
             self.asked = self._best()
-        return True
 
     def _best(self) -> Plan:
         budget = self.budget_bytes / self._correction

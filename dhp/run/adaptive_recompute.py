@@ -80,6 +80,11 @@ class Recomputing:
     def learn(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
         """A step's reports of all ranks, by stage. Ranks are told when there is another plan, from the step after the
         last one submitted on."""
+        if short := [stage for stage, of_ranks in reports.items() if any(report.short for report in of_ranks)]:
+            self._say(f"recompute      {', '.join(short)} ran out of memory, so more is recomputed from now on")
+            self._planner.run_short()
+            self._apply()
+            return
         usages = {stage: usage_of(of_ranks) for stage, of_ranks in reports.items() if stage in self._planner.asked}
         if self._memory_bytes is not None and self._planner.measures_everything:
             self._budget = room(self._memory_bytes, self._arrangement.sharing, reports)

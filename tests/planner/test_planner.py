@@ -124,6 +124,36 @@ def test_what_turns_out_not_to_fit_goes_to_the_host_as_far_as_it_must() -> None:
     assert planner.predicted_bytes() <= 45 * MIB
 
 
+def peak(planner: Planner) -> float:
+    """Bytes that `asked` takes."""
+    return predicted_bytes(REAL, planner.asked, IN_TURNS)
+
+
+def test_a_measuring_step_that_runs_out_of_memory_is_answered_by_recomputing_more() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    step(planner)
+    everything, least = dict(planner.asked), peak(planner)
+    step(planner)
+    for times in range(1, 16):  # until hardly anything of the budget counts
+        planner.run_short()
+        assert planner.asked == everything and not planner.settled
+        step(planner)
+        assert peak(planner) <= max(least, 150 * MIB / 1.1**times)
+    settled(planner)
+    assert planner.untried and peak(planner) <= least
+
+
+def test_a_plan_that_runs_out_of_memory_is_answered_by_recomputing_more() -> None:
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    settled(planner)
+    offloaded = {stage: ("offload",) * len(of) for stage, of in KINDS.items()}
+    for _ in range(40):
+        before, asked = peak(planner), planner.asked
+        planner.run_short()
+        assert planner.settled and peak(planner) <= before and (planner.asked != asked or asked == offloaded)
+    assert planner.asked == offloaded
+
+
 def test_what_the_user_fixed_stays() -> None:
     planner = Planner(KINDS, {"vision": ("light",) * 6}, IN_TURNS, 180 * MIB)
     settled(planner)
