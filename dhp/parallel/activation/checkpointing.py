@@ -131,7 +131,9 @@ class _Layer:
 
         given = [flat[position] for position in positions]
         with self._host.keeping(given[0], self._index) if self.choice == OFFLOAD else nullcontext():
-            return checkpoint(layer, *given, use_reentrant=False)
+            # Generators are read and set anew around each layer, on GPUs too, where anything may draw from them.
+            draws = self._draws_on is not None
+            return checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=draws)
 
     @contextmanager
     def _replay(self) -> Iterator[None]:
