@@ -32,14 +32,14 @@ from dhp.parallel.activation.draws import device_of_draws, go_on_from, state_of_
 from dhp.parallel.activation.offload import Host
 from dhp.parallel.activation.saved_tensors import detached, note, noting, top_hooks
 
-ATTENTION, PROJECTIONS, MLP = "attention", "projections", "mlp"
-# What each choice keeps of a layer that is checkpointed.
+ATTENTION, PROJECTIONS, MLP, VISITS = "attention", "projections", "mlp", "visits"
+# What each choice keeps of a layer that is checkpointed. Who visits which experts: integers that the host waited for.
 _KEPT_BY_CHOICE = {
-    "light": {ATTENTION, PROJECTIONS, MLP},
-    "mlp": {ATTENTION, PROJECTIONS},
-    "linear": {ATTENTION},
-    "all": set(),
-    OFFLOAD: set(),
+    "light": {VISITS, ATTENTION, PROJECTIONS, MLP},
+    "mlp": {VISITS, ATTENTION, PROJECTIONS},
+    "linear": {VISITS, ATTENTION},
+    "all": {VISITS},
+    OFFLOAD: {VISITS},
 }
 
 _here = threading.local()  # on GPUs, backward runs layers again in threads of autograd's own
