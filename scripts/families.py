@@ -9,10 +9,11 @@ arguments are examined anew, and without any all that the file lacks; --page onl
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,19 @@ def main(names: Sequence[str]) -> None:
     """Examine what is asked for, or what is not known yet, and write the page."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    known = {one["name"]: one for one in map(json.loads, FOUND.read_text().splitlines())} if FOUND.exists() else {}
+    known = read_found() if FOUND.exists() else {}
     every = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     asked = [] if list(names) == ["--page"] else names or [name for name in every if name not in known]
     for name in asked:
         known[name] = {"name": name, **_examine(name)}
         print(name, json.dumps(known[name])[:160], flush=True)
         FOUND.write_text("".join(json.dumps(known[one]) + "\n" for one in sorted(known)))
-    PAGE.write_text(_page([known[name] for name in every if name in known], [n for n in every if n not in known]))
+    PAGE.write_text(page(known, every))
+
+
+def read_found() -> dict[str, dict[str, Any]]:
+    """What results/families.jsonl has, by name."""
+    return {one["name"]: one for one in map(json.loads, FOUND.read_text().splitlines())}
 
 
 def _examine(name: str) -> dict[str, Any]:
@@ -95,9 +101,11 @@ def _one(name: str) -> None:
     print(json.dumps({**found, "declared": bool(cases), "by_token": by_token}))
 
 
-def _page(found: Sequence[dict[str, Any]], unknown: Sequence[str]) -> str:
+def page(known: Mapping[str, dict[str, Any]], every: Sequence[str]) -> str:
+    """docs/families.md of what is known of these families."""
     import transformers
 
+    found, unknown = [known[name] for name in every if name in known], [name for name in every if name not in known]
     works = [one for one in found if one.get("trainable")]
     declared = [one for one in works if one.get("declared")]
     lines = [HEAD.format(version=transformers.__version__)]
@@ -131,6 +139,12 @@ def _reason(one: dict[str, Any]) -> str:
         return one["why"]
     refused = one["refused"]
     why = refused.get("family") or refused.get("padded rows") or "; ".join(refused.values())
+    wanted = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", why)
+    if wanted:  # of the machine that looked, and nothing about the family
+        return (
+            f"its small model asked for {int(wanted[1]) / 2**30:.1f} GiB at once, and the process that examined it may "
+            f"take {MEMORY >> 30} GiB in all, so nothing is known of it here"
+        )
     return " ".join(why.replace(f"model_type '{one['name']}': ", "").split())[:400]
 
 

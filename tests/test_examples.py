@@ -60,6 +60,19 @@ def test_the_workers_have_a_gpu_and_a_cpu_for_every_device_of_the_run(spec: dict
         assert gpus(pod) % config.text.tensor == 0 and gpus(pod) % config.vision.ulysses == 0
 
 
+def test_what_the_comments_say_of_the_run_is_so(config: Config) -> None:
+    text = (KUBERAY / "rayjob.yaml").read_text()
+    pods, each, of = map(
+        int, re.search(r"; (\d+) of (\d+) GPUs each do as well: .*groups of this run are of (\d+)", text).groups()
+    )
+    assert (pods * each, of) == (config.vision.num_actors, config.vision.ulysses) and each % of == 0
+    assert config.text.tensor == 1  # no groups of text that a pod would have to hold
+    assert (
+        f"on {config.vision.num_actors} GPUs" in text
+        and f"on {config.vision.num_actors} GPUs" in (KUBERAY / "README.md").read_text()
+    )
+
+
 def test_what_the_run_reads_and_writes_lies_on_the_disk_that_all_pods_mount(
     spec: dict[str, Any], config: Config
 ) -> None:

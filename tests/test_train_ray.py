@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from dhp.__main__ import main as dhp
+from dhp.run.reports import NO_MFU
 from tests.helpers.runs import FIRST, Outcome, tiny, train
 
 STEPS = 3
@@ -91,12 +92,16 @@ def test_each_part_is_busy_for_a_share_of_each_step(outcome: Outcome, run_dir: P
 
 
 def test_every_step_says_how_much_of_the_machine_it_used(outcome: Outcome, run_dir: Path) -> None:
-    """Four ranks on the CPUs of one machine: its peak is measured once, and counts once."""
-    peaks = []
-    for line in metrics(run_dir):
-        assert set(line["flops"]) == {"vision", "text"} and min(line["flops"].values()) > 10**6
-        peaks.append(sum(line["flops"].values()) / (line["step_s"] * line["mfu"]))
-    assert peaks == pytest.approx([peaks[0]] * STEPS) and peaks[0] > 1e7
+    """Four ranks on the CPUs of one machine: its peak is measured once, and counts once. On a busy machine it may be
+    measured so low that steps have no share, which is said once."""
+    lines = metrics(run_dir)
+    assert len(lines) == STEPS
+    assert all(set(line["flops"]) == {"vision", "text"} and min(line["flops"].values()) > 10**6 for line in lines)
+    shares = [line["mfu"] for line in lines if line["mfu"] is not None]
+    peaks = [sum(line["flops"].values()) / (line["step_s"] * line["mfu"]) for line in lines if line["mfu"] is not None]
+    assert peaks == pytest.approx(peaks[:1] * len(peaks)) and all(peak > 1e7 for peak in peaks)
+    assert all(0 < share <= 1 for share in shares)
+    assert (outcome.stdout + outcome.stderr).count(NO_MFU) == (len(shares) < STEPS)
 
 
 def test_every_step_says_what_its_ranks_sent(outcome: Outcome, run_dir: Path) -> None:

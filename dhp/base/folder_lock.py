@@ -13,12 +13,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dhp.base.errors import ConfigError
+from dhp.base.startup import say_nothing
 
 NAME = ".running.json"
 BEAT_S = 10.0  # from one touch of the file to the next
@@ -35,17 +36,17 @@ class Holder:
 
 
 @contextmanager
-def locked(folder: Path, key: str) -> Iterator[None]:
+def locked(folder: Path, key: str, say: Callable[[str], None] = say_nothing) -> Iterator[None]:
     """Hold `folder`, which is made where it is not there, and goes again where it is empty at the end.
 
-    key: the configuration's, for messages. Raises ConfigError where another process holds it, or where it cannot be
-    written. What a dead process has left is no obstacle; of one on another host it takes `BEAT_S` × `WATCHED_BEATS`
-    to see that it is dead.
+    key: the configuration's, for messages. say: is told what is waited for. Raises ConfigError where another process
+    holds it, or where it cannot be written. What a dead process has left is no obstacle; of one on another host it
+    takes `BEAT_S` × `WATCHED_BEATS` to see that it is dead.
     """
     made = _make(folder, key)
     path = folder.resolve() / NAME
     try:
-        handle = _take(path, key, folder)
+        handle = _take(path, key, folder, say)
         try:
             ended = threading.Event()
             beat = threading.Thread(target=_beat, args=(handle, ended), daemon=True)
@@ -76,7 +77,7 @@ def _make(folder: Path, key: str) -> list[Path]:
     return missing
 
 
-def _take(path: Path, key: str, folder: Path) -> int:
+def _take(path: Path, key: str, folder: Path, say: Callable[[str], None]) -> int:
     """The open file of the lock, locked and written."""
     while True:
         try:
@@ -84,7 +85,7 @@ def _take(path: Path, key: str, folder: Path) -> int:
         except OSError as error:
             raise ConfigError(f"{key}={folder} cannot be written ({error.strerror}); choose another") from error
         try:
-            if _lock(handle, path, key, folder):
+            if _lock(handle, path, key, folder, say):
                 return handle
         except BaseException:
             os.close(handle)
@@ -92,7 +93,7 @@ def _take(path: Path, key: str, folder: Path) -> int:
         os.close(handle)
 
 
-def _lock(handle: int, path: Path, key: str, folder: Path) -> bool:
+def _lock(handle: int, path: Path, key: str, folder: Path, say: Callable[[str], None]) -> bool:
     """Lock the file and write into it who holds it. False: it was removed meanwhile, and another may be there."""
     own, known = Holder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")), True
     try:
@@ -102,8 +103,13 @@ def _lock(handle: int, path: Path, key: str, folder: Path) -> bool:
     except OSError:  # a file system without locks
         known = False
     other = _read(handle)
-    if other is not None and (other.host != own.host or not known) and _is_touched(handle):
-        raise _in_use(other, key, folder)
+    if other is not None and (other.host != own.host or not known):
+        say(
+            f"{key}={folder} was last held by process {other.pid} on host {other.host}: watching for "
+            f"{BEAT_S * WATCHED_BEATS:g} s whether that run lives"
+        )
+        if _is_touched(handle):
+            raise _in_use(other, key, folder)
     try:
         if os.stat(path).st_ino != os.fstat(handle).st_ino:
             return False

@@ -203,6 +203,8 @@ class StageReport:
 
     notes: what whoever watches the run should know, each told once.
 
+    short: whether a forward pass ran out of memory, and all of it was recomputed instead; no usage then.
+
     busy_s: seconds of the step in which it computed. The worker that runs the rank measures and adds them.
     """
 
@@ -214,6 +216,7 @@ class StageReport:
     sent_bytes: Mapping[str, int]
     usage: StageUsage | None = None
     notes: tuple[str, ...] = ()
+    short: bool = False
     busy_s: float | None = None
 
 

@@ -20,6 +20,7 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from dhp.base.errors import CheckpointError, ConfigError, DataError
 
 TOKEN = "RAY_AUTH_TOKEN"
+NO_REPORTS = {"RAY_USAGE_STATS_ENABLED": "0"}  # whatever the user's own clusters send to Ray's makers
 LOOPBACK = ("127.0.0.1", "localhost")
 # A socket's path has 107 bytes at most, and below this folder Ray adds as much as here.
 _LONGEST = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
@@ -36,7 +37,7 @@ def own_ray() -> Iterator[Path]:
     """
     folder = Path(tempfile.mkdtemp(prefix="dhp-ray-", dir=_base()))  # 0700; Ray opens what it makes below to everybody
     try:
-        with own_token(), changed_environment(_without_proxy()):
+        with own_token(), changed_environment({**NO_REPORTS, **_without_proxy()}):
             yield folder / "ray"
     except _EXPECTED:
         _remove(folder)

@@ -37,12 +37,16 @@ def redirect_output(log_dir: str | None, name: str) -> None:
     try:
         # The run directory itself is not made: one of that name on another disk would hide where the logs are.
         Path(log_dir).mkdir(exist_ok=True)
-        log = open(Path(log_dir) / f"{name}.log", "a", buffering=1)  # open as long as the actor
+        if Path(log_dir).is_symlink():
+            raise OSError("it is a link")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # not to what a link leads to
+        log = os.open(Path(log_dir) / f"{name}.log", flags, 0o644)
     except OSError as error:
         print(f"{name}: the log stays here, because {log_dir} cannot be written on this host: {error}", flush=True)
         return
-    os.dup2(log.fileno(), sys.stdout.fileno())
-    os.dup2(log.fileno(), sys.stderr.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log, stream.fileno())
+    os.close(log)
 
 
 @contextmanager

@@ -94,8 +94,8 @@ class DataConfig:
     """Which samples share a row and which rows a step, so that devices do not wait for one another: random |
     length_group (samples of like length in a row) | device_group (on the devices of a step), all three of
     training.micro_batch_size samples a row; isf (iterative sampling and filtering: packs of constant vision and text) |
-    balanced (packs of constant text, steps of constant vision), of so many samples in the mean. All but random need
-    every sample's length, measured once from file headers and kept in cache_dir."""
+    balanced (packs of constant text, steps of constant vision), of about so many samples in the mean. All but random
+    need every sample's length, measured once from file headers and kept in cache_dir."""
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 

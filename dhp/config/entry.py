@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from dhp.base.errors import ConfigError, DhpError, raise_all
 from dhp.base.harmless import harmless
+from dhp.config.key_help import key_help
 from dhp.config.load import to_config, to_yaml
 from dhp.config.overrides import checked_overrides, wrong_flags
 from dhp.config.schema import Config
@@ -63,6 +64,10 @@ def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
     flags, rest = _config_flags(argv)
     named, rest = named_file(rest, flags.config_name, flags.config_path)
     source = ConfigSource.find(*named, tuple(flags.config_dir))
+    asked = _asked_keys(rest)
+    if asked:
+        print(key_help(asked, source))
+        return
     wrong = wrong_flags(rest, _FLAGS)
     if source.name is None and (wrong or not _HELP_FLAGS & set(rest)):
         names = ", ".join(source.names())
@@ -79,6 +84,12 @@ def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
             _exit_with(error)
 
     _call_hydra(job, _checked_arguments(rest, source))
+
+
+def _asked_keys(rest: list[str]) -> list[str]:
+    """The words behind --help: keys that are asked for. None with anything else on the command line."""
+    words = [part for part in rest if part not in ("--help", "-h")]
+    return [] if len(words) == len(rest) or any(part.startswith(("-", "~")) or "=" in part for part in words) else words
 
 
 def _config_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

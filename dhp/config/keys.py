@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
@@ -67,6 +68,13 @@ def type_words(annotation: Any) -> str:
         else:
             words.append("null" if option is type(None) else _TYPE_WORDS[option])
     return " or ".join(words)
+
+
+def default_words(key: Key) -> str:
+    """A key's default between backticks, as it is written in YAML; `to be set`, without them, where there is none."""
+    if key.default == "" and ANY_NAME in key.path:
+        return "to be set"
+    return f"`{key.default if isinstance(key.default, str) and key.default else json.dumps(key.default)}`"
 
 
 def _list_example(item: type) -> str:

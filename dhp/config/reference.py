@@ -1,10 +1,9 @@
 """The table of all keys in docs/configuration.md, made from the schema: `python -m dhp.config.reference` prints it."""
 
-import json
 from dataclasses import is_dataclass
 from typing import Any
 
-from dhp.config.keys import ANY_NAME, Key, schema_keys, type_words
+from dhp.config.keys import Key, default_words, schema_keys, type_words
 
 HEADING = "## All keys"
 
@@ -36,14 +35,9 @@ def _table(section: str, keys: list[Key]) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key in keys:
         name = key.path.removeprefix(f"{section}.") if section else key.path
-        rows.append(f"| `{name}` | {type_words(key.type)} | {_default(key)} | {key.doc.replace('|', chr(92) + '|')} |")
+        meaning = key.doc.replace("|", chr(92) + "|")
+        rows.append(f"| `{name}` | {type_words(key.type)} | {default_words(key)} | {meaning} |")
     return "\n".join(rows) + "\n"
-
-
-def _default(key: Key) -> str:
-    if key.default == "" and ANY_NAME in key.path:
-        return "to be set"
-    return f"`{key.default if isinstance(key.default, str) and key.default else json.dumps(key.default)}`"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import yaml
 from dhp.base.errors import ConfigError
 from dhp.base.folder_lock import locked
 from dhp.base.removal import remove
+from dhp.base.startup import say_nothing
 from dhp.config.mixing import read_datasets
 from dhp.config.parts import OPTIONAL, PARTS, parts
 from dhp.config.schema import Config
@@ -27,7 +28,7 @@ _SECTIONS = {"run_dir", *(name for name in PARTS if name not in OPTIONAL), "trai
 
 def check_run_dir(config: Config) -> None:
     """Raise ConfigError when run_dir is empty text or a file, holds a run that this one neither replaces nor
-    continues, or when replacing that run would remove what this one reads.
+    continues, when replacing that run would remove what this one reads, or when its logs would lie elsewhere.
 
     Changes nothing.
     """
@@ -47,7 +48,14 @@ def check_run_dir(config: Config) -> None:
         )
     if not continues and not _never_began(run_dir):
         _refuse_other_runs(run_dir, config.overwrite)
-    refuse_to_remove(list(_removed(config)), config)
+    removed = list(_removed(config))
+    refuse_to_remove(removed, config)
+    logs = run_dir / "logs"
+    if logs.is_symlink() and logs not in removed:
+        raise ConfigError(
+            f"{logs} is a link, and this run's ranks would write their logs into what it leads to "
+            f"({os.readlink(logs)}), maybe another run's. Put a directory in its place, or choose another run_dir"
+        )
 
 
 def make_run_dir(config: Config) -> Path:
@@ -68,9 +76,9 @@ def make_run_dir(config: Config) -> Path:
 
 
 @contextmanager
-def run_directory(config: Config) -> Iterator[Path]:
+def run_directory(config: Config, say: Callable[[str], None] = say_nothing) -> Iterator[Path]:
     """Hold run_dir and training.checkpoint_dir for the time of a run, so that no other one writes there: ConfigError
-    where one does. `make_run_dir` is for the block to call.
+    where one does. `make_run_dir` is for the block to call. say: is told what is waited for.
 
     A run that is refused (ConfigError) before its first step leaves nothing in run_dir, and no new directory that is
     empty.
@@ -79,9 +87,9 @@ def run_directory(config: Config) -> Iterator[Path]:
     run_dir, existed = Path(config.run_dir), Path(config.run_dir).exists()
     checkpoints = Path(config.training.checkpoint_dir or run_dir / "checkpoints")
     with ExitStack() as stack:
-        stack.enter_context(locked(run_dir, "run_dir"))
+        stack.enter_context(locked(run_dir, "run_dir", say))
         if checkpoints.resolve() != run_dir.resolve():
-            stack.enter_context(locked(checkpoints, "training.checkpoint_dir"))
+            stack.enter_context(locked(checkpoints, "training.checkpoint_dir", say))
         try:
             yield run_dir
         except BaseException as error:

@@ -14,6 +14,16 @@ from dhp.config.yaml_files import YamlFiles
 
 ENTRY = "_dhp_entry"  # primary config that Hydra composes: schema, then settings of Hydra, then the named YAML
 _SCHEMA = "_dhp_schema"
+_HELP = """usage: python -m dhp.train_ray FILE.yaml|--config-name=NAME key=value …
+
+--help KEY …   type, default and meaning of a key, as data.balance, or of all keys of a section, as text
+--hydra-help   the flags
+
+Configurations: {names}
+
+Keys and their values:
+
+$CONFIG"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class ConfigSource:
                     # Runs of one sweep lie side by side, numbered, below the run_dir of the unswept config.
                     "sweep": {"dir": "${run_dir}", "subdir": "${hydra:job.num}"},
                     "job": {"name": "train_ray", "chdir": False},
-                    "help": {"app_name": "dhp.train_ray"},
+                    "help": {"app_name": "dhp.train_ray", "template": _HELP.format(names=", ".join(self.names()))},
                 },
             },
         )

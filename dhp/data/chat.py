@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dhp.base.errors import DataError
+from dhp.base.time_limit import OutOfTime, time_limit
 from dhp.data.media.sources import Sound, Video
 from dhp.data.records import ANSWERS, Part, Turn
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 # {"role": …, "content": [{"type": "image" | "video" | "audio"} | {"type": "text", "text": …}, …]}
 Message = dict[str, Any]
+
+LIMIT_S = 60.0  # for a conversation, which takes milliseconds
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -59,17 +62,24 @@ def render(
     prompt for an answer in it, nor, unless learn_empty_thoughts, an empty block of thoughts that the template put
     before an answer without any. A conversation that ends before an answer is written with the prompt for it.
     learned: which answers have a span, in order; None: all.
-    DataError when the template refuses the conversation, rewrites earlier turns later on, or leaves thoughts out.
+    DataError when the template refuses the conversation, rewrites earlier turns later on, leaves thoughts out, or takes
+    more than LIMIT_S.
     """
     try:
-        if messages[-1]["role"] != ANSWERS:
-            return Rendered(_write(tokenizer, messages, prompt=True) + _opening(tokenizer, messages), ())
-        if _GENERATION.search(tokenizer.chat_template):
-            rendered = _render_marked(tokenizer, messages)
-        else:
-            rendered = _render_by_prefix(tokenizer, messages)
+        with time_limit(LIMIT_S):
+            if messages[-1]["role"] != ANSWERS:
+                return Rendered(_write(tokenizer, messages, prompt=True) + _opening(tokenizer, messages), ())
+            if _GENERATION.search(tokenizer.chat_template):
+                rendered = _render_marked(tokenizer, messages)
+            else:
+                rendered = _render_by_prefix(tokenizer, messages)
     except (DataError, MemoryError):
         raise
+    except OutOfTime as error:
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path!r} has not written it within {LIMIT_S:g} s: its loops may "
+            "never end. Look at it (chat_template.jinja in the model's folder), or name another in data.chat_template"
+        ) from error
     except Exception as error:  # a template is a program, and fails as any
         raise DataError(
             f"the chat template of {tokenizer.name_or_path!r} refuses it: {error or type(error).__name__}"

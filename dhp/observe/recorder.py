@@ -52,6 +52,7 @@ class Recorder:
         there is progress. loggers: get every step too."""
         self.run_dir, self._config = run_dir, config
         self.checkpoint = self._resumed_from = resumed_from
+        self.best: str | None = None  # which checkpoint is, by training.best_metric
         self._done, self._resume = done, resume
         self._say, self._loggers = say, loggers
         self._log_interval, self._world = log_interval, world
@@ -60,7 +61,7 @@ class Recorder:
         self._trace: TraceWriter | None = None
         self._metrics: MetricsWriter | None = None
         self._concluded = False
-        self._evaluated: dict[str, float | None] | None = None
+        self._evaluated: Sequence[EvalMetrics] = ()
 
     def __enter__(self) -> Recorder:
         if self._resumed_from is None or not (self.run_dir / "metrics.jsonl").exists():
@@ -109,7 +110,7 @@ class Recorder:
                 numbers = self._metrics.write_evaluation(metrics, alone=len(found) == 1)
             self.log(metrics.step, numbers)
             self.say(eval_line(metrics))
-        self._evaluated = _losses(found)
+        self._evaluated = found
 
     def record_answers(self, found: Sequence[AnswerMetrics]) -> None:
         """Answers were generated with an evaluation."""
@@ -131,7 +132,7 @@ class Recorder:
             (self.run_dir / "config.yaml").write_text(self._config, encoding="utf-8")
             kept = keep_steps(self.run_dir, self._done, evaluates)
             self._steps = [_in_brief(line) for line in kept if isinstance(line, StepMetrics)]
-            self._evaluated = _losses(read_evaluations(kept))
+            self._evaluated = read_evaluations(kept)
             (self.run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is being continued
             self._metrics = MetricsWriter(self.run_dir)
 
@@ -184,7 +185,8 @@ class Recorder:
             error=_told(failed),
             world=self._world,
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
-            eval_loss=self._evaluated,
+            eval_loss={one.dataset or "all": one.loss for one in self._evaluated} or None,
+            eval_accuracy={one.dataset or "all": one.accuracy for one in self._evaluated} or None,
         )
         try:
             with self.writing():
@@ -208,7 +210,7 @@ class Recorder:
     def _table(self, summary: Summary) -> str:
         stopped = summary.status != "completed" and (summary.steps or self.checkpoint is not None)
         more = {"resume": self._resume(self.checkpoint)} if self._resume and stopped else {}
-        return closing_table(summary, self.run_dir.absolute(), self.checkpoint, **more)
+        return closing_table(summary, self.run_dir.absolute(), self.checkpoint, self.best, **more)
 
     def _close(self) -> RecordError | None:
         """Close all files, whatever the others do; the first failure."""
@@ -220,10 +222,6 @@ class Recorder:
             except RecordError as error:
                 lost = lost or error
         return lost
-
-
-def _losses(found: Sequence[EvalMetrics]) -> dict[str, float | None] | None:
-    return {one.dataset or "all": one.loss for one in found} or None
 
 
 def _in_brief(metrics: StepMetrics) -> StepMetrics:

@@ -12,11 +12,13 @@ from dhp.observe.summary import Summary
 _DEGREES = ("data", "expert", "ulysses", "ring", "tensor")
 
 
-def closing_table(summary: Summary, run_dir: str | Path, checkpoint: str | Path | None = None, **more: str) -> str:
-    """Aligned lines `name  value`, at most 19 with two of `more` (further rows, name to text).
+def closing_table(
+    summary: Summary, run_dir: str | Path, checkpoint: str | Path | None = None, best: str | None = None, **more: str
+) -> str:
+    """Aligned lines `name  value`, at most 20 with two of `more` (further rows, name to text).
 
     `checkpoint` is the newest checkpoint's directory; without one there is nothing to export or to ask, and these rows
-    are left out.
+    are left out. best: which checkpoint is the best by training.best_metric, where one is.
     """
     run_dir = Path(run_dir)
     rows = {"status": summary.status}
@@ -29,7 +31,12 @@ def closing_table(summary: Summary, run_dir: str | Path, checkpoint: str | Path 
         "speed": f"{shown(summary.tokens_per_s, '.0f')} tokens/s",
     }
     if summary.eval_loss:
-        rows["held out"] = ", ".join(f"{name} {shown(loss, '.4f')}" for name, loss in summary.eval_loss.items())
+        accuracy = summary.eval_accuracy or {}
+        rows["held out"] = ", ".join(
+            _held_out(name, loss, accuracy.get(name)) for name, loss in summary.eval_loss.items()
+        )
+    if best:
+        rows["best"] = best
     if summary.idle_share:
         idle = ", ".join(f"{stage} {share:.0%}" for stage, share in summary.idle_share.items())
         rows["idle"] = f"{idle} of the steps' time"
@@ -43,6 +50,11 @@ def closing_table(summary: Summary, run_dir: str | Path, checkpoint: str | Path 
         rows["ask"] = shlex.join(["python", "-m", "dhp", "generate", f"checkpoint={checkpoint}", "prompt=TEXT"])
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _held_out(name: str, loss: float | None, accuracy: float | None) -> str:
+    told = f"{name} {shown(loss, '.4f')}"
+    return told if accuracy is None else f"{told} (accuracy {accuracy:.1%})"
 
 
 def _part(world: Mapping[str, Any]) -> str:

@@ -45,6 +45,9 @@ class Summary:
     eval_loss: Mapping[str, float | None] | None = None
     """Loss of the last evaluation, by dataset, and of `all` of several together. Unit: nats a token. Null: nothing was
     evaluated."""
+    eval_accuracy: Mapping[str, float | None] | None = None
+    """Share of the target tokens that were the likeliest ones in it, by the same names. Unit: a share of 1. Null:
+    nothing was evaluated."""
     median_step_s: float | None = None
     """Median of step_s over all steps. Unit: seconds. Null: no step was done."""
     tokens_per_s: float | None = None

@@ -1,9 +1,12 @@
 """Adaptive recomputation (OmniBal, Yao et al. 2025), step by step, from what each training step reports.
 
-(1) Everything is recomputed, and measured. (2) A few layers recompute less, and are measured. (3) From both, the bytes
-and seconds of a layer under each choice. (4) The best plan for the budget is tried; where it takes more than the
-budget, the measurement corrects the prediction, and a plan that keeps less is tried. All of them are ordinary training
-steps, whose gradients do not depend on what is recomputed.
+(1) Everything is recomputed, and measured. (2) A few layers recompute less, and are measured: as many at a time as the
+budget has room for whatever they keep, which (1) has measured. (3) From both, the bytes and seconds of a layer under
+each choice. (4) The best plan for the budget is tried; where it takes more than the budget, the measurement corrects
+the prediction, and a plan that keeps less is tried. All of them are ordinary training steps, whose gradients do not
+depend on what is recomputed. A forward pass that runs out of memory is survived where no other rank can be inside a
+collective with the one that did, and more is recomputed then; elsewhere it is not. So nothing is tried that is known to
+be too much.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ from collections.abc import Mapping
 
 from dhp.base.messages import Choices, StageUsage
 from dhp.planner.costs import Arrangement, Plan, StageCosts, predicted_bytes
-from dhp.planner.profile import Profile, probes
+from dhp.planner.probes import at_worst, probes
+from dhp.planner.profile import Profile
 from dhp.planner.search import best_plan, offloaded
 
+_SHORT = 1.1  # how much less of the budget counts after a step that ran out of memory
 PATIENCE = 16  # steps without work for a stage (no image), after which it is planned as if it had none
 
 
 class Planner:
     """Told what each step took, says what to recompute from now on. Decides only; others act.
 
-    asked: the plan that is to be in force. budget_bytes: may be set anew before there is a plan.
+    asked: the plan that is to be in force. budget_bytes: may be set anew before there is a plan. untried: (stage,
+    choice) that the budget had no room to measure.
     """
 
     def __init__(
@@ -42,18 +48,22 @@ class Planner:
         self._profiles = {stage: Profile((known or {}).get(stage)) for stage in kinds}
         self._correction = 1.0  # measured / predicted, at worst
         self._steps, self._idle = 0, 0
-        self._probes = [] if known else self._plan_probes()
+        self._probes: list[Plan] | None = [] if known else None  # None: not planned yet
+        self._probed, self.untried = frozenset[str](), frozenset[tuple[str, str]]()
         self.asked: Plan = self._best() if known else self._everything
         self.settled = bool(known)
         self._planned = frozenset(known or ())
 
     def _plan_probes(self) -> list[Plan]:
-        by_stage = {stage: probes(self._kinds[stage]) for stage in self._auto}
-        count = max(len(found) for found in by_stage.values())
-        plans: list[Plan] = []
-        for at in range(count):
-            tried = {stage: found[min(at, len(found) - 1)] for stage, found in by_stage.items()}
-            plans.append({**self._everything, **tried})
+        """Plans that show layers of the stages measured so far under each choice, as far as the budget allows."""
+        costs = at_worst(self.costs())
+        self._probed = self._auto & set(costs)
+        kinds = {stage: self._kinds[stage] for stage in sorted(self._probed)}
+
+        def fits(plan: Plan) -> bool:
+            return predicted_bytes(costs, plan, self._arrangement) <= self.budget_bytes / self._correction
+
+        plans, self.untried = probes(kinds, self._everything, fits)
         return plans
 
     def learn(self, usages: Mapping[str, StageUsage | None]) -> bool:
@@ -67,6 +77,15 @@ class Planner:
         if self.settled and any(usages[stage] is not None for stage in self._auto - self._planned if stage in usages):
             return self._begin_anew()
         return self._correct(usages) if self.settled else self._go_on()
+
+    def run_short(self) -> None:
+        """A step of `asked` has run out of memory somewhere: the budget counts for less from now on, and `asked` is
+        another plan, which recomputes more."""
+        self._correction *= _SHORT
+        if not self.settled:
+            self._probes, self.asked = None, self._everything
+        elif self.asked != offloaded(self.costs(), self._everything, self._auto):
+            self._recompute_more()
 
     @property
     def measures_everything(self) -> bool:
@@ -85,8 +104,7 @@ class Planner:
     def _begin_anew(self) -> bool:
         """A stage has its first work after the plan was made without it: its layers are measured now."""
         self.settled, self._idle = False, 0
-        self._probes = self._plan_probes()
-        self.asked = self._everything
+        self._probes, self.asked = None, self._everything
         return True
 
     def predicted_bytes(self) -> float:
@@ -120,11 +138,13 @@ class Planner:
         """The next measurement, or the plan. The first step's seconds do not count, so there are two of them."""
         if self._steps < 2:
             return False
+        if self._probes is None:
+            self._probes = self._plan_probes()
         if self._probes:
             self.asked = self._probes.pop(0)
             return True
         self.settled = True
-        self._planned = frozenset(self.costs())
+        self._planned = self._probed
         self.asked = self._best()
         return True
 
@@ -133,13 +153,17 @@ class Planner:
         least = offloaded(self.costs(), self._everything, self._auto)
         if measured <= self.budget_bytes or self.asked == least:
             return False
+        predicted = predicted_bytes(self.costs(), self.asked, self._arrangement)
+        self._correction = max(self._correction, measured / predicted)
+        self._recompute_more()
+        return True
+
+    def _recompute_more(self) -> None:
         before = self.asked
-        self._correction = max(self._correction, measured / predicted_bytes(self.costs(), before, self._arrangement))
         self.asked = self._best()
         while self.asked == before:  # the prediction was right, but still too much
             self._correction *= 1.02
             self.asked = self._best()
-        return True
 
     def _best(self) -> Plan:
         budget = self.budget_bytes / self._correction

@@ -11,35 +11,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from dhp.base.messages import Choices, LayerUsage, StageUsage
-from dhp.config.recompute import CHOICES
+from dhp.base.messages import LayerUsage, StageUsage
 from dhp.planner.costs import LayerCost, StageCosts
 
 
 def fullest(usages: Sequence[StageUsage]) -> StageUsage:
     """Of a part's ranks, the one that decides."""
     return max(usages, key=lambda usage: usage.peak_bytes)
-
-
-def probes(kinds: Sequence[str], base: str = "all") -> list[Choices]:
-    """Choices of a few steps in which each kind of layer is seen under each choice; most layers stay at `base`.
-
-    The last layers are the ones that change: backward comes to them first, so that what they keep is soon freed. The
-    first one changes only where its kind has no other: what all layers share is counted there.
-    """
-    of_kind: dict[str, list[int]] = defaultdict(list)
-    for index in reversed(range(len(kinds))):
-        of_kind[kinds[index]].append(index)
-    usable = [layers[:-1] if layers[-1] == 0 and len(layers) > 1 else layers for layers in of_kind.values()]
-    others = [choice for choice in CHOICES if choice != base]
-    found = []
-    for first in range(0, len(others), min(map(len, usable))):
-        choices = [base] * len(kinds)
-        for layers in usable:
-            for layer, choice in zip(layers, others[first:]):
-                choices[layer] = choice
-        found.append(tuple(choices))
-    return found
 
 
 class Profile:

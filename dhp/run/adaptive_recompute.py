@@ -80,6 +80,11 @@ class Recomputing:
     def learn(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
         """A step's reports of all ranks, by stage. Ranks are told when there is another plan, from the step after the
         last one submitted on."""
+        if short := [stage for stage, of_ranks in reports.items() if any(report.short for report in of_ranks)]:
+            self._say(f"recompute      {', '.join(short)} ran out of memory, so more is recomputed from now on")
+            self._planner.run_short()
+            self._apply()
+            return
         usages = {stage: usage_of(of_ranks) for stage, of_ranks in reports.items() if stage in self._planner.asked}
         if self._memory_bytes is not None and self._planner.measures_everything:
             self._budget = room(self._memory_bytes, self._arrangement.sharing, reports)
@@ -102,6 +107,7 @@ class Recomputing:
             self._stages[stage].group.execute_all_async(StageTrainer.set_recompute, plan[stage], returns=0)
         if not self._planner.settled:
             return
+        self._tell_untried()
         needed = self._planner.predicted_bytes()
         fits = "" if needed <= self._budget else _TOO_SMALL
         lines = [*plan_table(self._planner.costs(), plan), *self._as_configured(plan)]
@@ -111,6 +117,16 @@ class Recomputing:
         )
         for line in lines:
             self._say(f"recompute      {line}")
+
+    def _tell_untried(self) -> None:
+        by_stage: dict[str, list[str]] = {}
+        for stage, choice in sorted(self._planner.untried):
+            by_stage.setdefault(stage, []).append(choice)
+        for stage, choices in by_stage.items():
+            self._say(
+                f"recompute      {stage}: {', '.join(choices)} not tried, since the budget may not have room for one "
+                "layer that keeps so much"
+            )
 
     def _as_configured(self, plan: Plan) -> list[str]:
         """What each part's key would say: its stages' layers in the part's order."""

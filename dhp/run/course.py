@@ -91,7 +91,7 @@ def run_course(config: Config, train: Train, say: Callable[[str], None]) -> None
             train(one.prepared)
         return
     folder = stages[0].folder.parent
-    with locked(folder, "run_dir"):
+    with locked(folder, "run_dir", say):
         _train_stages(CourseRecord(folder), stages, config.overwrite, train, say)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,6 +76,10 @@ class Evaluation:
         """What the model answers after `step` optimizer steps, where that is asked for."""
         return [one for data in self._datasets if data.held_out is not None for one in data.held_out.answers(step)]
 
+    def prompts(self) -> Counter[str]:
+        """By dataset, how many prompts are answered in each evaluation."""
+        return Counter({data.name: len(data.held_out) for data in self._datasets if data.held_out is not None})
+
     def _open(self, name: str) -> EvalData:
         actor = self._session.open_reader(of_evaluation(self._session.config, name), self._exchange)
         batches = actor.ask("steps", 1, timeout_s=self._timeout_s)
@@ -132,16 +136,15 @@ def due(config: Config, step: int, last: int, saves: bool = False) -> bool:
     return step == last or best or (every is not None and step % every == 0)
 
 
-def misses(config: Config, step: int, record: Sequence[Line]) -> bool:
-    """Whether the record has `step` and lacks lines of the evaluation after it, its answers included. They are written
-    in order: where the last one is there, all are."""
+def misses(config: Config, step: int, record: Sequence[Line], prompts: Counter[str]) -> bool:
+    """Whether the record has `step` and lacks lines of the evaluation after it: of losses, which are written in order,
+    the last one, or any of the answers to `prompts`, counted by dataset."""
     if not any(isinstance(line, StepMetrics) and line.step == step for line in record):
         return False
     names = [split_share(name)[0] for name in config.data.eval_datasets]
     last = names[0] if len(names) == 1 else TOGETHER
-    answered = {line.dataset for line in record if isinstance(line, AnswerMetrics) and line.step == step}
-    evaluated = {line.dataset for line in read_evaluations(record, step)}
-    return last not in evaluated or config.training.eval_answers > 0 and names[-1] not in answered
+    answered = Counter(line.dataset for line in record if isinstance(line, AnswerMetrics) and line.step == step)
+    return last not in {line.dataset for line in read_evaluations(record, step)} or not prompts <= answered
 
 
 def together(found: Sequence[EvalMetrics]) -> EvalMetrics:

@@ -22,6 +22,12 @@ class KeptCheckpoints:
         self._metric, self._say = config.training.best_metric, say
         self._best = None if self._metric is None else self._read(self._metric)
 
+    @property
+    def best(self) -> str | None:
+        """Which checkpoint is the best so far, by what, in words; None where none is known."""
+        best = self._best
+        return None if best is None else f"step_{best.step}: {best.metric} {best.value:.4f}"
+
     def finished(self, step: int) -> None:
         """The checkpoint of `step` is complete. With a best one to be found, old ones go after its evaluation: the one
         that would go may be the best."""
@@ -52,7 +58,7 @@ class KeptCheckpoints:
         except OSError as error:
             self._say(f"warning: {self._parent / BEST} cannot be made to lead to step_{best.step}: {_reason(error)}")
         else:
-            self._say(f"of the checkpoints, step_{best.step} is the best so far: {best.metric} {best.value:.4f}")
+            self._say(f"the best of the checkpoints so far is {self.best}")
 
     def _remove(self) -> None:
         if self._limit is None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from dhp.base.interrupts import ending, ending_on_error, interruptible
-from dhp.base.messages import StageReport, StepInfo
+from dhp.base.messages import StepInfo
 from dhp.base.startup import say_line
-from dhp.checkpoint.folder import Unfinished, check_writable, finish_checkpoint, open_checkpoint
+from dhp.checkpoint.folder import Unfinished, check_writable
 from dhp.checkpoint.resume import find_start
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.load import to_yaml
@@ -20,39 +20,28 @@ from dhp.config.parts import model_name
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
 from dhp.config.schema import Config
-from dhp.data.template import read_template
-from dhp.models.registry import auxiliary_files, load_family
+from dhp.models.registry import load_family
 from dhp.observe.data_stall import DataStall
-from dhp.observe.metrics import read_evaluations
+from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
 from dhp.run.chain import make_chain
 from dhp.run.devices import device_memory, find_peak
 from dhp.run.evaluation import Evaluation, due, misses
-from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.loggers import make_loggers
 from dhp.run.recipe import recipe
-from dhp.run.reports import Timing, step_metrics
+from dhp.run.reports import Timing, notes, step_metrics
+from dhp.run.saving import Saver, Saving, saves_after
 from dhp.run.session import DataPlan, Session
 from dhp.run.settings import kept_settings, resume_line, world
 from dhp.run.trace_collection import Refs as SpanRefs
 from dhp.run.trace_collection import Tracing
 from dhp.run.training import table_of_training
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import StageTrainer
 from dhp.step.step import StepRefs, train_step
 
 SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run loop
-
-
-@dataclass(frozen=True)
-class Saving:
-    """A submitted checkpoint: the directory that ranks write into after `step` optimizer steps, and their calls."""
-
-    step: int
-    folder: Path
-    watched: list[Watched]
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,7 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
     """Train as configured. `config` went through `dhp.run.preflight.prepare`. say: prints a line before there is
     progress. Raises DhpError; leaves no process."""
     checkpoint_dir = Path(str(config.training.checkpoint_dir))
-    with interruptible(), run_directory(config) as run_dir:
+    with interruptible(), run_directory(config, say) as run_dir:
         start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
         start.check(kept_settings(config))
         make_run_dir(config)
@@ -103,13 +92,6 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
                 TrainLoop(session, recorder, unfinished).run()
 
 
-def saves_after(config: Config, step: int, plan: DataPlan) -> bool:
-    """Whether there is a checkpoint after `step` optimizer steps."""
-    training = config.training
-    on_the_way = training.save_steps is not None and step % training.save_steps == 0
-    return on_the_way or step in plan.epoch_ends or (step == plan.steps and training.save_final)
-
-
 class TrainLoop:
     """One run in a started session. Holds refs, never tensors."""
 
@@ -117,13 +99,12 @@ class TrainLoop:
         """unfinished: is told of each checkpoint, while it is written."""
         self.session, self.recorder = session, recorder
         self.config, self.start, self.chain = session.config, session.start, session.chain
-        self._unfinished = unfinished or Unfinished()
-        self._checkpoints = KeptCheckpoints(self.config, recorder.say)
+        self._saver = Saver(session, recorder.say, unfinished or Unfinished())
+        self._judge(())
         self._timeout_s = self.config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
         self._skipped = self.start.skipped_samples
         self._told: set[str] = set()
-        self._template = read_template(session.config.data.chat_template)
 
     def run(self) -> None:
         """Start, train every step that is not done yet, save on the way and at the end, as is asked for."""
@@ -175,9 +156,10 @@ class TrainLoop:
         step, record = self.start.step, self.recorder.record_so_far()
         if not due(self.config, step, self.plan.steps, saves=self.start.checkpoint is not None):
             return False
-        if misses(self.config, step, record):
+        assert self._evaluation is not None  # or none would be due
+        if misses(self.config, step, record, self._evaluation.prompts()):
             return True
-        self._checkpoints.evaluated(read_evaluations(record, step))
+        self._judge(read_evaluations(record, step))
         return False
 
     def _tell_measuring(self, done: int, parts: int) -> None:
@@ -220,25 +202,13 @@ class TrainLoop:
         refs = train_step(session.stages, self.schedule, self.chain.ties, session.take_batch(step))
         watched = session.take_watched()
         spans = self._submit_spans()
-        return Pending(step, refs, data_ready, watched, self._submit_saving(step + 1), spans)
+        return Pending(step, refs, data_ready, watched, self._saver.submit(step + 1, self.plan), spans)
 
     def _submit_spans(self) -> Spans | None:
         if self.tracing is None:
             return None
         refs = self.tracing.submit()
         return Spans(refs, [*self.session.take_watched(), *self.session.data.take_watched()])
-
-    def _submit_saving(self, step: int) -> Saving | None:
-        """Ask each rank to write what it holds after `step` optimizer steps, if a checkpoint is due then.
-
-        The calls queue behind the step's own, so the next step may be submitted at once and still comes after them.
-        """
-        if not saves_after(self.config, step, self.plan):
-            return None
-        folder = self._unfinished.add(open_checkpoint(Path(str(self.config.training.checkpoint_dir)), step))
-        for stage in self.session.stages.values():
-            stage.group.execute_all_async(StageTrainer.save, str(folder / stage.spec.part), returns=0)
-        return Saving(step, folder, self.session.take_watched())
 
     def _finish(self, pending: Pending) -> None:
         wait_all(pending.watched, self._timeout_s)
@@ -248,8 +218,8 @@ class TrainLoop:
         info = self.session.info(pending.refs.info)
         self._tell_skipped(info)
         reports = {name: self.session.values(refs) for name, refs in pending.refs.reports.items()}
-        self._tell_notes(reports)
         metrics = step_metrics(info, reports, timing, self.session.stages, self._skipped)
+        self._tell_once(notes(reports, metrics, timing))
         self.recorder.record(metrics)
         if self.tracing is not None:
             with self.recorder.writing():
@@ -261,7 +231,8 @@ class TrainLoop:
             self.recomputing.learn(reports)
         self._write_spans(pending.spans)
         if pending.saving is not None:
-            self._finish_saving(pending.saving)
+            self.recorder.checkpoint = self._saver.finish(pending.saving, self.plan, self._skipped)
+            self._saver.kept.finished(pending.saving.step)
             self._last_end = time.perf_counter()  # writing is no part of the next step's time
 
     def _evaluate(self, step: int) -> None:
@@ -270,8 +241,13 @@ class TrainLoop:
         found = self._evaluation.run(step)
         self.recorder.record_evaluation(found)
         self.recorder.record_answers(self._evaluation.answers(step))
-        self._checkpoints.evaluated(found)
+        self._judge(found)
         self._last_end = time.perf_counter()  # evaluating is no part of the next step's time
+
+    def _judge(self, found: Sequence[EvalMetrics]) -> None:
+        """Whether an evaluation makes a checkpoint the best one."""
+        self._saver.kept.evaluated(found)
+        self.recorder.best = self._saver.kept.best
 
     def _tell_skipped(self, info: StepInfo) -> None:
         for message in info.skipped[:SKIPPED_SHOWN]:
@@ -281,9 +257,8 @@ class TrainLoop:
             self.recorder.say(f"skipped: {more} more; `python -m dhp inspect data` lists them")
         self._skipped += len(info.skipped)
 
-    def _tell_notes(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
-        """What ranks tell, once for all of them."""
-        for note in (note for of in reports.values() for report in of for note in report.notes):
+    def _tell_once(self, notes: Iterable[str]) -> None:
+        for note in notes:
             if note not in self._told:
                 self.recorder.say(note)
                 self._told.add(note)
@@ -294,21 +269,3 @@ class TrainLoop:
             of_ranks = {name: self.session.values(refs) for name, refs in spans.refs.items()}
             with self.recorder.writing():
                 self.tracing.write(of_ranks)
-
-    def _finish_saving(self, saving: Saving) -> None:
-        """Once every rank has written, give the checkpoint its name."""
-        if saving.step == self.plan.steps:
-            self.recorder.say("saving the final checkpoint")
-        wait_all(saving.watched, self._timeout_s)
-        name = model_name(self.config)
-        about = {
-            "step": saving.step,
-            "model_name": name,
-            "parts": list(self.chain.parts()),
-            "skipped_samples": self._skipped,
-            "settings": self.plan.kept,
-            "data": self.session.data_state(saving.step),
-        }
-        self.recorder.checkpoint = finish_checkpoint(saving.folder, about, auxiliary_files(name), self._template)
-        self._unfinished.discard(saving.folder)
-        self._checkpoints.finished(saving.step)

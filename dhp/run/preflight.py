@@ -52,17 +52,7 @@ def prepare(
     if new_run and not config.training.dry_run:
         require_loggers(config)
     if config.tiny_assets is not None:
-        from dhp.run.tiny_assets import FURTHER, make_tiny_assets
-
-        folder = Path(config.tiny_assets)
-        read = [Path(config.data.data_registry[name].annotation_path).parent for name in read_datasets(config.data)]
-        further = [name for name in FURTHER if folder / name in read]
-        try:
-            make_tiny_assets(folder, say, further)
-        except OSError as error:
-            raise ConfigError(
-                f"tiny_assets={config.tiny_assets} cannot be written ({error}); choose another"
-            ) from error
+        _make_tiny(config, config.tiny_assets, say)
     check_model_dir(model_name(config))
     read_template(config.data.chat_template)
     if not config.training.dry_run:
@@ -70,26 +60,36 @@ def prepare(
             raise ConfigError(missing)
     _fix_paths(config)
     say(f"checking the model {model_name(config)}")
-    _check_model(config)
-    if new_run and Path(model_name(config)).is_dir():
-        from dhp.models.registry import auxiliary_files
-
-        auxiliary_files(model_name(config))  # or the first checkpoint would be the first to say so
+    _check_model(config, saves=new_run)
     _check_packages(config)
     if config.data.cache_features is not None and not config.training.dry_run:
         from dhp.run.features import check_folder
 
         check_folder(config)
     if new_run and not config.training.dry_run:
-        from dhp.data.probe import check_some_samples
-
-        looked = [*config.data.datasets, *config.data.eval_datasets]
-        say(f"looking at some samples of {', '.join(looked)}")
-        hears = HEARING in parts(config)
-        data, skips = config.data, config.data.on_bad_sample == "skip"
-        for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips):
-            say(note)
+        _look_at_samples(config, say)
     return config
+
+
+def _make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
+    from dhp.run.tiny_assets import FURTHER, make_tiny_assets
+
+    read = [Path(config.data.data_registry[name].annotation_path).parent for name in read_datasets(config.data)]
+    try:
+        make_tiny_assets(Path(folder), say, [name for name in FURTHER if Path(folder) / name in read])
+    except OSError as error:
+        raise ConfigError(f"tiny_assets={folder} cannot be written ({error}); choose another") from error
+
+
+def _look_at_samples(config: Config, say: Callable[[str], None]) -> None:
+    from dhp.data.probe import check_some_samples
+
+    looked = [*config.data.datasets, *config.data.eval_datasets]
+    say(f"looking at some samples of {', '.join(looked)}")
+    hears = HEARING in parts(config)
+    data, skips = config.data, config.data.on_bad_sample == "skip"
+    for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips):
+        say(note)
 
 
 def _also_wrong(config: Config, told: str) -> list[ConfigError]:
@@ -164,8 +164,9 @@ def missing_data(config: Config) -> list[str]:
     return missing
 
 
-def _check_model(config: Config) -> None:
-    """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages."""
+def _check_model(config: Config, saves: bool) -> None:
+    """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages. saves: what
+    checkpoints take along too."""
     from dhp.models.positions import find_positions
     from dhp.models.registry import load_family
 
@@ -191,6 +192,10 @@ def _check_model(config: Config) -> None:
     check_row_length(config.data.max_tokens, find_positions(family.config))
     _check_rules(config, family, source)
     _check_stages(config, family, source)
+    if saves and Path(model_name(config)).is_dir():
+        from dhp.models.registry import auxiliary_files
+
+        auxiliary_files(model_name(config))  # or the first checkpoint would be the first to say so
 
 
 def check_row_length(max_tokens: int | None, positions: PositionRange | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhp.base.messages import StageReport, StepInfo
@@ -11,6 +11,8 @@ from dhp.observe.metrics import StepMetrics
 from dhp.observe.mfu import utilisation
 from dhp.run.adaptive_recompute import activation_bytes
 from dhp.step.stages import Stages
+
+NO_MFU = "mfu is left out where it would be above 100%: the machine was busy when the peak of its devices was measured"
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,13 @@ def step_metrics(
         sp_ratio=info.sp_ratio,
         skipped_samples=skipped,
     )
+
+
+def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, timing: Timing) -> Iterator[str]:
+    """What is to be said of the step once in a run: by its ranks, and why it has no mfu where there is a peak."""
+    yield from (note for of in reports.values() for report in of for note in report.notes)
+    if metrics.mfu is None and timing.peak_flops is not None:
+        yield NO_MFU
 
 
 def _busy(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, float] | None:

@@ -39,6 +39,7 @@ from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
 from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.trainers.evaluating import EvaluatingRank
+from dhp.trainers.measuring import Measuring, Output
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
 from dhp.trainers.recipe import freeze, make_optimizer, put_adapters, quantize_frozen, tie_weight, trained_groups
 from dhp.trainers.settings import StageSettings
@@ -139,24 +140,27 @@ class StageRank(EvaluatingRank):
                 "Lower training.learning_rate, set training.max_grad_norm, or look at the step's data with "
                 f"`python -m dhp inspect batch step={info.step + 1}`."
             )
-        usage = None
-        if self.meter is not None:
-            usage = self.meter.take(self.layers.choices, self.optimizer.gradient_bytes())
+        usage, short = None, False
+        if self.measuring is not None:
+            usage, short = self.measuring.take(self.optimizer.gradient_bytes())
         if self.is_active(info):
             self.optimizer.step(rates, coefficient)
         else:
             self.optimizer.drop()
         loss, peak = self.take_loss(), self._peak_memory()
-        return StageReport(self.rank, loss, norm, rates, peak, take_sent(), usage, self.take_notes())
+        return StageReport(self.rank, loss, norm, rates, peak, take_sent(), usage, self.take_notes(), short)
 
     def take_notes(self) -> tuple[str, ...]:
         """What whoever watches the run should know and was not told yet."""
         return ()
 
-    def metered_forward(self, rows: int, micro_batch: int) -> AbstractContextManager[None]:
-        """Around a forward pass of a micro-batch of `rows` patches or tokens."""
-        unmetered = self.meter is None or not torch.is_grad_enabled()
-        return nullcontext() if unmetered else self.meter.forward(rows, micro_batch)
+    def forward(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:
+        """The forward pass of a micro-batch of `rows` patches or tokens, measured where that is asked for."""
+
+        def run() -> Output:
+            return self.optimizer.forward(compute)
+
+        return run() if self.measuring is None else self.measuring.forward(rows, micro_batch, run)
 
     def metered_backward(self) -> AbstractContextManager[None]:
         """Around the backward pass of a micro-batch."""
@@ -164,7 +168,7 @@ class StageRank(EvaluatingRank):
 
     def set_recompute(self, choices: Choices) -> None:
         """What each layer recomputes from the next forward on. For stages that measure."""
-        self.layers.choose(choices)
+        self.measuring.choose(choices)
 
     def describe_device(self, measure: bool) -> DeviceInfo:
         """What this rank computes on. measure: and how fast it is, where it is no GPU."""
@@ -247,6 +251,7 @@ class StageRank(EvaluatingRank):
             watch_layers(dict(zip((f"layer {n}" for n in self.spec.layers), self._present_layers())))
         if self.meter is not None or set(self.settings.recompute) != {"none"}:
             self.layers = RecomputedLayers(self._present_layers(), parts, self.settings.recompute, self.meter)
+        self.measuring = None if self.meter is None else Measuring(self.layers, self.meter, self.device)
 
     def _present_layers(self) -> list[torch.nn.Module]:
         """The layers that this stage holds, in the order of its chunks."""

@@ -128,8 +128,7 @@ class TextTrainer(StageRank):
                 share = share_of_objective(head, states, targets, work.target_tokens, rule)
             return share + self._share_of_balance(logits, work) if logits and work.samples else share
 
-        with self.metered_forward(inputs.input_ids.numel(), micro_batch):
-            output = self.optimizer.forward(compute)
+        output = self.forward(inputs.input_ids.numel(), micro_batch, compute)
         if part.last:
             self._losses.append(output.detach())
         self._flights[micro_batch, chunk] = _Flight(output, flying)

@@ -97,9 +97,10 @@ class VisionTrainer(StageRank):
         order = () if work.order is None else (work.order,)
         (positions, *order), (windows, frames) = move_with_plans((work.positions, *order), plans, self.device)
         sent = _Sent(work.rows, order[0] if order else None)
-        with self.metered_forward(len(pixels), micro_batch):
-            inputs = TowerInputs(pixels, positions, windows, frames, work.forms, work.calls)
-            output: dict[str, Tensor] = self.optimizer.forward(lambda: self.tower.encode(self.model, inputs))
+        inputs = TowerInputs(pixels, positions, windows, frames, work.forms, work.calls)
+        output: dict[str, Tensor] = self.forward(
+            len(pixels), micro_batch, lambda: self.tower.encode(self.model, inputs)
+        )
         if self.spec.trains:
             self._outputs[micro_batch] = (output, sent)
         if not self.sends:

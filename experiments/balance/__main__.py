@@ -1,4 +1,4 @@
-"""`python -m experiments.balance [--lengths FILE.csv …] [--dp 4 8 16 64]`: the balancing methods beside one another."""
+"""`python -m experiments.balance [--lengths FILE.csv …] [--methods NAME …]`: balancing methods beside one another."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ MADE = "made 1.2M"
 PER_MODALITY = "balanced"  # its images go to any vision rank of the step
 
 
-def rows(source: str, loads: Loads, limits: Limits, replicas: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
-    """One for each method and number of replicas."""
+def rows(
+    source: str, loads: Loads, limits: Limits, replicas: Sequence[int], seed: int, names: Sequence[str] = tuple(METHODS)
+) -> Iterator[dict[str, Any]]:
+    """One for each number of replicas and method of these names."""
     least = least_packs(loads, limits)
-    for method in METHODS.values():  # compiled before anything is timed
-        method(Loads(loads.vision[:1000], loads.text[:1000]), limits, 2, seed)
+    for name in names:  # compiled before anything is timed
+        METHODS[name](Loads(loads.vision[:1000], loads.text[:1000]), limits, 2, seed)
     for dp in replicas:
-        for name, method in METHODS.items():
+        for name in names:
             begin = time.perf_counter()
-            packs = method(loads, limits, dp, seed)
+            packs = METHODS[name](loads, limits, dp, seed)
             seconds = time.perf_counter() - begin
             found = measure_balance(packs, loads, dp, padded=name in PADDED, dispatched=name == PER_MODALITY)
             yield {
@@ -46,6 +48,7 @@ def main() -> None:
     """Print a JSON line for each row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", nargs="+", type=Path, default=[])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--dp", nargs="+", type=int, default=[4, 8, 16, 64])
     parser.add_argument("--vision", type=int, default=9, help="most tiles a pack")
     parser.add_argument("--text", type=int, default=4096, help="most tokens a pack")
@@ -54,7 +57,8 @@ def main() -> None:
     given = parser.parse_args()
     source = ", ".join(file.stem for file in given.lengths) or MADE
     loads = read(given.lengths) if given.lengths else made(given.seed)
-    for row in rows(source, loads, Limits(given.vision, given.text, given.samples), given.dp, given.seed):
+    limits = Limits(given.vision, given.text, given.samples)
+    for row in rows(source, loads, limits, given.dp, given.seed, given.methods):
         print(json.dumps(row), flush=True)
 
 

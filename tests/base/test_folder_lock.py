@@ -80,8 +80,21 @@ def test_a_file_that_no_lock_wrote_is_no_obstacle(tmp_path: Path, text: str) -> 
 
 def test_a_dead_holder_on_another_host_is_no_obstacle(tmp_path: Path) -> None:
     leave(tmp_path, "elsewhere")
-    with locked(tmp_path, "run_dir"):
+    told: list[str] = []
+    with locked(tmp_path, "run_dir", told.append):
         assert json.loads((tmp_path / NAME).read_text())["host"] == socket.gethostname()
+    last = (
+        f"run_dir={tmp_path} was last held by process 7 on host elsewhere: watching for 0.15 s whether that run lives"
+    )
+    assert told == [last]  # and it does not stand silent meanwhile
+
+
+def test_where_nothing_is_waited_for_nothing_is_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    leave(tmp_path, socket.gethostname())
+    with locked(tmp_path, "run_dir", told.append):
+        pass
+    assert told == []
 
 
 def test_a_living_holder_on_another_host_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

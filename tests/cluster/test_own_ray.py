@@ -10,6 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from ray._common.usage.usage_lib import usage_stats_enabled
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.utils import validate_socket_filepath
 from ray._raylet import AuthenticationTokenLoader
@@ -130,6 +131,14 @@ def test_no_proxy_is_asked_for_loopback(given: str, found: str, monkeypatch: pyt
         assert os.environ["no_proxy"].startswith(found)
         assert urllib.request.proxy_bypass_environment("127.0.0.1")
     assert os.environ["no_proxy"] == given and "NO_PROXY" not in os.environ
+
+
+def test_nothing_is_reported_whatever_the_user_allows_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    assert usage_stats_enabled()  # or nothing was asked
+    with own_ray():
+        assert not usage_stats_enabled()
+    assert usage_stats_enabled()
 
 
 def test_the_environment_is_as_before_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

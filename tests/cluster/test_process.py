@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
+import pytest
 import ray._private.tensor_serialization_utils as tensors
 import torch
 
@@ -25,3 +29,39 @@ def test_only_warnings_that_are_understood_are_left_out() -> None:
 
 def test_ray_still_says_it_in_these_words() -> None:
     assert "Zero-copy tensor serialization is enabled" in inspect.getsource(tensors)
+
+
+REDIRECTED = """
+import sys
+from dhp.cluster.process import redirect_output
+redirect_output(sys.argv[1], "text-0")
+print("what the rank says")
+"""
+
+
+def redirected(log_dir: Path) -> str:
+    """What a process says on its own stdout whose output goes to a log there."""
+    return subprocess.run(
+        [sys.executable, "-c", REDIRECTED, log_dir], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_a_log_is_appended_to(tmp_path: Path) -> None:
+    assert redirected(tmp_path / "logs") == redirected(tmp_path / "logs") == ""
+    assert (tmp_path / "logs" / "text-0.log").read_text() == "what the rank says\n" * 2
+
+
+@pytest.mark.parametrize("linked", ["logs", "logs/text-0.log"])
+def test_no_log_goes_to_what_a_link_leads_to(tmp_path: Path, linked: str) -> None:
+    """Of another run, say, whose log it would be mixed with."""
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "text-0.log"
+    other.write_text("of another run")
+    if linked == "logs":
+        (tmp_path / "logs").symlink_to(tmp_path / "other")
+    else:
+        (tmp_path / "logs").mkdir()
+        (tmp_path / linked).symlink_to(other)
+    said = redirected(tmp_path / "logs")
+    assert said.startswith("text-0: the log stays here") and said.endswith("what the rank says\n")
+    assert other.read_text() == "of another run"

@@ -178,7 +178,25 @@ def test_help_needs_no_config_name(capsys):
     with pytest.raises(SystemExit) as caught:
         enter("--help")
     assert not caught.value.code
-    assert "micro_batch_size: 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "micro_batch_size: 1" in printed
+    assert "--help KEY" in printed and "qwen2_5_vl_7b, tiny\n" in printed
+
+
+@pytest.mark.parametrize("arguments", [["--help", "seed"], ["-h", "seed"], ["--config-name=tiny", "seed", "--help"]])
+def test_help_of_a_key_runs_nothing(capsys, arguments):
+    assert enter(*arguments) == []
+    assert capsys.readouterr().out.startswith("seed: a whole number; default `0`\n    Seed of ")
+
+
+def test_help_of_no_key_is_refused(capsys):
+    assert refused(capsys, "--help", "sed") == "ConfigError: sed is not a key; did you mean seed?\n"
+
+
+def test_help_beside_settings_is_of_the_whole_configuration(capsys):
+    with pytest.raises(SystemExit):
+        enter("--config-name=tiny", "--help", "seed=17")
+    assert "seed: 17\n" in capsys.readouterr().out
 
 
 def test_multirun_numbers_the_jobs_below_run_dir(tmp_path):

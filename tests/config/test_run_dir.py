@@ -86,6 +86,23 @@ def test_logs_that_are_a_link_are_unlinked_not_emptied(tmp_path, folder, file):
     assert (other / file).read_text() == "of another run" and not (run_dir / folder).exists()
 
 
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_logs_are_not_written_into_what_a_link_leads_to(tmp_path, resume):
+    other = tmp_path / "other"
+    other.mkdir()
+    run_dir = leave_run(tmp_path / "run") if resume == "auto" else tmp_path / "new"
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "logs").symlink_to(other)
+    config = Config(run_dir=str(run_dir))
+    config.training.resume = resume
+    with pytest.raises(ConfigError, match=f"{run_dir}/logs is a link.*into what it leads to \\({other}\\)"):
+        check_run_dir(config)
+    assert (run_dir / "logs").is_symlink() and list(other.iterdir()) == []
+    (run_dir / "logs").unlink()
+    (run_dir / "logs").mkdir()
+    check_run_dir(config)
+
+
 def test_what_no_run_left_is_not_removed(tmp_path):
     for name in ("checkpoints/pretrained", "checkpoints/step_2", "logs", "tb"):
         (tmp_path / name).mkdir(parents=True)

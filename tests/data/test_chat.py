@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from dhp.base.errors import DataError
+from dhp.data import chat
 from dhp.data.chat import Rendered, render, to_messages
 from dhp.data.records import Turn
 
@@ -154,6 +155,21 @@ def test_a_system_text_for_conversations_without_one():
     for given in ("Be brief.", ""):
         assert to_messages(turns, given) == to_messages((Turn("system", (given,)), *turns))
     assert to_messages(own, "Be brief.") == to_messages(own)
+
+
+@pytest.mark.parametrize("block", ["", "{% generation %}{% endgeneration %}"])
+@pytest.mark.parametrize("end", ["", "m['role'] == 'assistant' and "])
+def test_a_template_whose_loops_do_not_end_is_a_defect(tokenizer, monkeypatch, block, end):
+    """Ten thousand million rounds, with which a foreign model would hold up a run for an hour a sample."""
+    monkeypatch.setattr(chat, "LIMIT_S", 0.2)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = f"{{% for m in messages if {end}true %}}{loops}{{% endfor %}}{block}"
+    turns = (Turn("user", ("Hi?",)), Turn("assistant", ("Yes.",)))
+    with pytest.raises(DataError, match="has not written it within 0.2 s: its loops may never end"):
+        render(tokenizer, to_messages(turns))
+    monkeypatch.setattr(chat, "LIMIT_S", 600)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'][-1]['text'] }}{% endfor %}"
+    assert render(tokenizer, to_messages(turns)).text == "Hi?Yes."  # and the next one is written
 
 
 @pytest.mark.parametrize(

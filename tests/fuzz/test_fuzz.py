@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from dhp.data.order.sampler import BatchLayout
 from dhp.models import adapters
 from tests.fuzz.draws import KINDS, STATES, Draw, count_met, draws
-from tests.fuzz.trial import DEFECT, try_draw
+from tests.fuzz.trial import DEFECT, deal_unevenly, samples_of, try_draw
 from tests.helpers import ranks
 from tests.helpers.layouts import FIRST_OUT
 from tests.helpers.tiny_families import FAMILIES, save_family
@@ -30,6 +31,22 @@ def test_draws_depend_on_the_seed_alone() -> None:
     assert first == again and first != other
     pairs = {(draw.kind, draw.axes["text states"]) for draw in first[: len(KINDS) * len(STATES)]}
     assert len(pairs) == len(KINDS) * len(STATES)  # each once in the first round
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [
+        (BatchLayout(2, 1, 2), [[1, 3]]),
+        (BatchLayout(2, 2, 1), [[1, 2], [1, 2]]),
+        (BatchLayout(1, 2, 2), [[2], [2]]),
+        (BatchLayout(1, 1, 4), [[4]]),
+    ],
+    ids=str,
+)
+def test_ranks_have_rows_of_differing_numbers_of_samples(layout: BatchLayout, counts: list[list[int]]) -> None:
+    dealt = deal_unevenly(range(samples_of(layout)), layout)
+    assert [[len(row) for row in micro_batch] for micro_batch in dealt] == counts
+    assert [sample for micro_batch in dealt for row in micro_batch for sample in row] == [*range(samples_of(layout))]
 
 
 @pytest.mark.fuzz

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from dhp.base.stages import Chain
 from dhp.batching.collate import Collator
 from dhp.batching.scatter import Dealer
 from dhp.config.load import compose_config
-from dhp.config.parts import parts
+from dhp.config.parts import decoder, parts
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.data.order.sampler import BatchLayout, slots
@@ -41,8 +42,10 @@ from tests.trainers.test_declared_families import ExactText, ExactVision
 
 STEPS = 2
 EQUAL, REFUSED, DEFECT = "equal", "refused", "DEFECT"
-# Of losses, of norms, and of updates. Norms of a delta net's gradients differ by 2e-4 in float32, on one rank too.
+# Of losses, of norms, and of updates. What is further off in float32 must be as near the plain model's value in float64
+# as that model itself is in float32: a rounding of its weights moves norms of a delta net's gradients by 2e-3.
 LIMITS = {"float64": (1e-9, 1e-9, 1e-6), "float32": (2e-5, 1e-3, None)}
+NOISES = 3  # times the most that some roundings make: a few samples of what one may make, whose tails are heavy
 
 
 class ExactAudio(InspectedAudio):
@@ -80,7 +83,9 @@ def try_draw(draw: Draw, folder: str, everywhere: bool) -> Verdict:
         return Verdict(DEFECT, f"checking fails: {traceback.format_exc()[-2500:]}")
     try:
         with staying_double() if draw.dtype == "float64" else nullcontext():
-            steps = make_steps(folder, draw.data_seed, everywhere, heard="audio" in parts(config))
+            layout = layout_of(config)
+            count = samples_of(layout) if config.data.packing else SAMPLES
+            steps = make_steps(folder, draw.data_seed, everywhere, "audio" in parts(config), count)
             found = _run(config, chain, schedule, steps, draw.dtype)
             wrong = _compare(found, config, chain, folder, steps, draw.dtype)
     except DhpError as error:
@@ -94,19 +99,31 @@ def configure(draw: Draw, folder: str) -> Config:
     """The run's configuration, after its checks. Raises ConfigError."""
     names = [f"{part}.model_name={folder}" for part in ("vision", "text")]
     own = [f"{part}.dtype={draw.dtype}" for part in ("vision", "text")]
-    fixed = ["training.dry_run=true", "training.max_steps=3", "training.learning_rate=1e-3", "training.eps=1e-6"]
+    fixed = ["training.dry_run=true", "training.max_steps=3", "training.learning_rate=1e-3", "training.eps=1e-3"]
     fixed += ["training.warmup_steps=0", "tiny_assets=null", "cluster.device=cpu", "training.max_grad_norm=1.0"]
     if draw.kind == "hears":
         fixed += [f"audio.dtype={draw.dtype}", f"audio.model_name={folder}"]
     return prepare(compose_config("tiny", overrides=[*names, *own, *fixed, *draw.overrides]), new_run=False)
 
 
-def make_steps(folder: str, seed: int, everywhere: bool, heard: bool) -> list[list[Sample]]:
+def layout_of(config: Config) -> BatchLayout:
+    """How a step's samples become rows."""
+    micro, replicas = micro_batches(config), decoder(config).data
+    return BatchLayout(replicas, micro, SAMPLES // (micro * replicas))
+
+
+def samples_of(layout: BatchLayout) -> int:
+    """So many that packed rows can hold differing numbers of them."""
+    return SAMPLES + (2 if layout.micro_batch_size == 1 else 0)
+
+
+def make_steps(folder: str, seed: int, everywhere: bool, heard: bool, samples: int = SAMPLES) -> list[list[Sample]]:
     """Samples that differ between ranks on purpose: none to five pictures of any shapes, a token to nine."""
     rng, make = random.Random(seed), Maker(folder).sample
     steps = []
     for k in range(STEPS):
         shown = [[], rng.sample(range(5), 3), [rng.randrange(5)], rng.sample(range(5), rng.randrange(1, 5))]
+        shown += [rng.sample(range(5), rng.randrange(3)) for _ in range(samples - len(shown))]
         rng.shuffle(shown)
         shown = [pictures or [3] for pictures in shown] if everywhere else shown
         clips = [[rng.randrange(20, 300) for _ in range(rng.randrange(3))] if heard else [] for _ in shown]
@@ -117,6 +134,15 @@ def make_steps(folder: str, seed: int, everywhere: bool, heard: bool) -> list[li
             ]
         )
     return steps
+
+
+def deal_unevenly(samples: Sequence[Sample], layout: BatchLayout) -> tuple[tuple[tuple[Sample, ...], ...], ...]:
+    """[micro-batch][replica]: of each micro-batch the last replica has all that the others leave, which is more than
+    one of them has."""
+    most = len(samples) // layout.micro_batches
+    rows = [samples[number * most : (number + 1) * most] for number in range(layout.micro_batches)]
+    others = layout.replicas - 1
+    return tuple((*((sample,) for sample in row[:others]), tuple(row[others:])) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -133,8 +159,7 @@ def _run(config: Config, chain: Chain, schedule: Any, steps: list[list[Sample]],
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     packing = settings.packing or settings.text.sequence > 1
     dealer = Dealer(family, Collator(family, 0, packing), *division)
-    micro, replicas = micro_batches(config), settings.text.data
-    layout = BatchLayout(replicas, micro, SAMPLES // (micro * replicas))
+    layout = layout_of(config)
     rules = training_rules(config.training, family, adapters_of(config))
     losses, norms, evaluated = [], [], 0.0
     with ExitStack() as stack:
@@ -146,7 +171,8 @@ def _run(config: Config, chain: Chain, schedule: Any, steps: list[list[Sample]],
         stages = make_stages(chain, groups)
         last = chain.stages[-1].name
         for k, samples in enumerate(steps):
-            dealt = tuple(tuple(tuple(slot) for slot in row) for row in slots(samples, layout))
+            even = tuple(tuple(tuple(slot) for slot in row) for row in slots(samples, layout))
+            dealt = deal_unevenly(samples, layout) if config.data.packing else even
             data = dealer.deal(StepSamples(k, 0, dealt, ()))
             batch = Batch(data.info, data.work, data.routes)
             if k == 1:
@@ -163,26 +189,67 @@ def _compare(
 ) -> list[str]:
     """What differs from the plain model."""
     limit, of_norm, of_update = LIMITS[dtype]
+    oracle = _plain(config, chain, folder, dtype)
+    start = {name: weight.clone() for name, weight in oracle.weights().items()}
+    wanted = _values(oracle, steps)
+    held = _values_of(found, wanted)
+    wrong = {
+        name: f"{name}: {held[name]:.12g}, plain {value:.12g}"
+        for name, value in wanted.items()
+        if _deviation(held[name], value) > (of_norm if "norm" in name else limit)
+    }
+    if of_update is not None:
+        return [*wrong.values(), *_wrong_updates(found.weights, start, oracle.weights(), of_update)]
+    if wrong:
+        exact, noise = _noise(config, chain, folder, steps, wanted)
+        wrong = {n: told for n, told in wrong.items() if _deviation(held[n], exact[n]) > NOISES * noise[n]}
+        wrong = {n: f"{told}, in float64 {exact[n]:.12g}, noise {noise[n]:.2g}" for n, told in wrong.items()}
+    return [*wrong.values()]
+
+
+def _plain(config: Config, chain: Chain, folder: str, dtype: str) -> Oracle:
     family = load_family(folder).having(parts(config))
     rules = training_rules(config.training, family, adapters_of(config))
     update = stage_settings(config, chain, chain.stages[0], "cpu", 3, rules=rules).update
-    oracle = Oracle(folder, getattr(torch, dtype), update, "cpu", rules, adapters_of(config))
-    start = {name: weight.clone() for name, weight in oracle.weights().items()}
-    wrong, wanted = [], 0.0
+    return Oracle(folder, getattr(torch, dtype), update, "cpu", rules, adapters_of(config))
+
+
+def _values(oracle: Oracle, steps: list[list[Sample]]) -> dict[str, float]:
+    """What the plain model has of each step, by its name."""
+    values = {}
     for k, samples in enumerate(steps):
         if k == 1:
-            wanted = oracle.evaluate(samples).loss
+            values["evaluated"] = oracle.evaluate(samples).loss
         step = oracle.step(samples)
-        if _deviation(found.losses[k], step.loss) > limit:
-            wrong.append(f"loss of step {k}: {found.losses[k]:.12g}, plain {step.loss:.12g}")
-        worst = max(found.norms[k], key=lambda norm: _deviation(norm, step.norm))
-        if _deviation(worst, step.norm) > of_norm:
-            wrong.append(f"norm of step {k}: {worst:.12g}, plain {step.norm:.12g}")
-    if _deviation(found.evaluated, wanted) > limit:
-        wrong.append(f"evaluated: {found.evaluated:.12g}, plain {wanted:.12g}")
-    if of_update is not None:
-        wrong += _wrong_updates(found.weights, start, oracle.weights(), of_update)
-    return wrong
+        values |= {f"loss of step {k}": step.loss, f"norm of step {k}": step.norm}
+    return values
+
+
+def _values_of(found: _Found, wanted: dict[str, float]) -> dict[str, float]:
+    """The same of ranks; of their norms the one that is furthest off."""
+    values = {"evaluated": found.evaluated}
+    for k, (loss, norms) in enumerate(zip(found.losses, found.norms, strict=True)):
+        plain = wanted[f"norm of step {k}"]
+        values |= {f"loss of step {k}": loss, f"norm of step {k}": max(norms, key=lambda own: _deviation(own, plain))}
+    return values
+
+
+def _noise(
+    config: Config, chain: Chain, folder: str, steps: list[list[Sample]], plain: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The plain model's values in float64, and how far from them it is in float32 at most: as it is, and with weights
+    that are off by a rounding."""
+    with staying_double():
+        exact = _values(_plain(config, chain, folder, "float64"), steps)
+    samples = [plain]
+    for seed in range(5):
+        oracle = _plain(config, chain, folder, "float32")
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in oracle.model.parameters():
+            off = torch.rand(parameter.shape, generator=generator) * 2 - 1
+            parameter.data.mul_(1 + torch.finfo(torch.float32).eps * off)
+        samples.append(_values(oracle, steps))
+    return exact, {name: max(_deviation(values[name], exact[name]) for values in samples) for name in exact}
 
 
 def _wrong_updates(

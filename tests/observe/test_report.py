@@ -19,15 +19,17 @@ def test_a_completed_run():
         tokens_per_s=1532.4,
         idle_share={"vision": 0.714, "text": 0.3},
         world=WORLD,
-        eval_loss={"shapes": 3.745, "letters": None},
+        eval_loss={"shapes": 3.745, "letters": None, "all": 3.5},
+        eval_accuracy={"shapes": 0.909, "letters": None},
     )
-    assert closing_table(summary, "runs/x", "runs/x/checkpoints/step_60").splitlines() == [
+    assert closing_table(summary, "runs/x", "runs/x/checkpoints/step_60", "step_40: eval_loss 3.1000").splitlines() == [
         "status         completed",
         "steps          60",
         "loss           6.0000 → 2.5000",
         "median step    0.411 s",
         "speed          1532 tokens/s",
-        "held out       shapes 3.7450, letters -",
+        "held out       shapes 3.7450 (accuracy 90.9%), letters -, all 3.5000",
+        "best           step_40: eval_loss 3.1000",
         "idle           vision 71%, text 30% of the steps' time",
         "vision         2 actors: ulysses 2, zero_stage 1",
         "text           4 actors: data 4, expert 2",
@@ -46,4 +48,10 @@ def test_a_failed_run_without_a_checkpoint():
     assert "error            rank 1 died\n" in table
     assert "steps            3 (resumed from step_2)" in table
     assert "skipped samples  2 (a.png, b.png)" in table
-    assert "export" not in table and "generate" not in table and "held out" not in table and "Traceback" not in table
+    assert (
+        "export" not in table
+        and "generate" not in table
+        and "held out" not in table
+        and "best " not in table
+        and "Traceback" not in table
+    )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dhp.base.messages import Choices, LayerUsage, StageUsage
 from dhp.planner.costs import Arrangement, LayerCost, StageCosts
+from dhp.planner.probes import probes
 
 MIB = 2**20
 # held, added while recomputing (MiB) and seconds, of a layer like those of transformers
@@ -51,3 +52,10 @@ def usage(known: StageCosts, choices: Choices, rows: int = ROWS, factor: float =
     peak = round(known.peak_bytes(choices) * scale * factor)
     before, after = round(known.before_bytes * scale), round(known.after_bytes * scale)
     return StageUsage(peak, before, after, rows, 4 * rows, 1.0, 2.0, tuple(layers))
+
+
+def probed(kinds: Sequence[str]) -> list[Choices]:
+    """What a stage of such layers recomputes in the steps that measure, where there is memory for all of them."""
+    plans, untried = probes({"text": kinds}, {"text": ("all",) * len(kinds)}, lambda plan: True)
+    assert not untried
+    return [plan["text"] for plan in plans]

@@ -106,9 +106,11 @@ def plan(
     late: int = 0,
     memory: int | None = None,
     beside: int | None = None,
+    short: bool = False,
 ) -> tuple[str, dict[str, Told]]:
     """What a run of 20 steps says, and its parts at the end. late: steps before them in which vision has no work.
-    memory: bytes of the device. beside: those of each part that are no activations."""
+    memory: bytes of the device. beside: those of each part that are no activations.
+    short: in the last step, a rank of text has no room."""
     budget = f"memory.budget_gib={'null' if budget_mib is None else budget_mib * MIB / 2**30}"
     overrides = [*tiny(assets, folder / "run")[1:], *SETTINGS, budget, f"memory.cache_dir={folder}"]
     config = prepare(compose_config("tiny", overrides=overrides))
@@ -123,6 +125,9 @@ def plan(
         if step < late:
             reports["vision"] = [replace(report, usage=None) for report in reports["vision"]]
         recomputing.learn(reports)
+    if short:
+        fine, (report,) = parts["vision"].report(), parts["text"].report()
+        recomputing.learn({"vision": fine, "text": [report, replace(report, usage=None, short=True)]})
     return "\n".join(said), parts
 
 
@@ -163,6 +168,15 @@ def test_without_a_budget_it_is_read_from_the_steps_that_recompute_everything(
     assert "of 100.0 MiB expected" in said and "of 100.0 MiB expected" in given
     with pytest.raises(ConfigError, match="recompute=auto without memory.budget_gib"):
         plan(tiny_assets, tmp_path, None)
+
+
+def test_a_step_that_ran_out_of_memory_is_said_and_all_ranks_recompute_more(tiny_assets: Path, tmp_path: Path) -> None:
+    """The rank that did recomputes everything by itself, and gets a plan again with the others."""
+    said, parts = plan(tiny_assets, tmp_path, 100)
+    again, same = plan(tiny_assets, tmp_path, 100, short=True)
+    assert "text ran out of memory, so more is recomputed from now on" in again and "ran out" not in said
+    held = [sum(part.known.held_bytes(part.choices) for part in of.values()) for of in (parts, same)]
+    assert held[1] < held[0]
 
 
 def test_a_budget_that_nothing_fits_is_said(tiny_assets: Path, tmp_path: Path) -> None:

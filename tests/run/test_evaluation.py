@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +24,8 @@ from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, r
 from dhp.run.evaluation import _Done, _metrics, due, misses, together
 from dhp.run.held_out import of_evaluation
 from dhp.run.kept_checkpoints import KeptCheckpoints
-from dhp.run.loop import saves_after
 from dhp.run.preflight import prepare
+from dhp.run.saving import saves_after
 from dhp.run.session import DataPlan, Session
 from dhp.run.settings import feed_settings
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
@@ -159,6 +160,8 @@ def test_the_best_checkpoint_is_not_the_one_that_goes(tmp_path: Path) -> None:
         of_run.evaluated(evaluated(step, loss))
     assert [path.name for path in checkpoints(tmp_path)] == ["step_5", "step_2"]
     assert (tmp_path / "best").resolve().name == "step_2"
+    assert of_run.best == kept(tmp_path, 1, "eval_loss").best == "step_2: eval_loss 1.0000"
+    assert kept(tmp_path, 1, None).best is None
     again = kept(tmp_path, 1, "eval_loss")  # as a resumed run
     finish(tmp_path, 6)
     again.evaluated(evaluated(6, 1.5))
@@ -215,9 +218,13 @@ def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> No
     assert len(read_metrics(tmp_path / "run")) == 2
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval_loss"] == {"shapes": found[1]["loss"]}
+    assert summary["eval_accuracy"] == {"shapes": found[1]["accuracy"]}
     best = min(found, key=lambda line: line["loss"])["step"]
     best_one = tmp_path / "run" / "checkpoints" / "best"
     assert best_one.resolve().name == f"step_{best}"
+    rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if line.startswith(("held out ", "best ")))
+    assert rows["held out"].split() == f"shapes {found[1]['loss']:.4f} (accuracy {found[1]['accuracy']:.1%})".split()
+    assert rows["best"].split() == f"step_{best}: eval_loss {found[best - 1]['loss']:.4f}".split()
     again = train("evaluate", "loss", str(best_one), "--json", module="dhp")
     assert again.status == 0, again.stderr
     told = json.loads(again.stdout)
@@ -248,27 +255,35 @@ def assert_an_evaluation_that_a_fault_ended_is_made(
 STEP = StepMetrics(step=4)
 
 
+ONE = EvalMetrics(step=4, dataset="a")
+BOTH = [EvalMetrics(step=4, dataset=name) for name in ("a", "b", "")]
+
+
 @pytest.mark.parametrize(
-    ("datasets", "answers", "record", "missed"),
+    ("datasets", "prompts", "record", "missed"),
     [
-        ("a", 0, [STEP], True),
-        ("a", 0, [STEP, EvalMetrics(step=2, dataset="a")], True),  # of an earlier step
-        ("a", 0, [STEP, EvalMetrics(step=4, dataset="a")], False),
-        ("a", 0, [], False),  # the record of another run: step 4 is not its own
-        ("a", 0, [StepMetrics(step=3)], False),
-        ("ab", 0, [STEP, EvalMetrics(step=4, dataset="a"), EvalMetrics(step=4, dataset="b")], True),
-        ("ab", 0, [STEP, *(EvalMetrics(step=4, dataset=name) for name in ("a", "b", ""))], False),
-        ("a", 1, [STEP, EvalMetrics(step=4, dataset="a")], True),
-        ("a", 1, [STEP, EvalMetrics(step=4, dataset="a"), answer(4, "a")], False),
-        ("a", 1, [STEP, EvalMetrics(step=4, dataset="a"), answer(2, "a")], True),
+        ("a", {}, [STEP], True),
+        ("a", {}, [STEP, EvalMetrics(step=2, dataset="a")], True),  # of an earlier step
+        ("a", {}, [STEP, ONE], False),
+        ("a", {}, [], False),  # the record of another run: step 4 is not its own
+        ("a", {}, [StepMetrics(step=3)], False),
+        ("ab", {}, [STEP, ONE, EvalMetrics(step=4, dataset="b")], True),
+        ("ab", {}, [STEP, *BOTH], False),
+        ("a", {"a": 1}, [STEP, ONE], True),
+        ("a", {"a": 1}, [STEP, ONE, answer(4, "a")], False),
+        ("a", {"a": 1}, [STEP, ONE, answer(2, "a")], True),
+        ("a", {"a": 3}, [STEP, ONE, answer(4, "a"), answer(4, "a")], True),  # it ended between two answers
+        ("a", {"a": 0}, [STEP, ONE], False),  # none of its samples asks anything
+        ("ab", {"a": 2, "b": 1}, [STEP, *BOTH, answer(4, "a"), answer(4, "a")], True),
+        ("ab", {"a": 2, "b": 1}, [STEP, *BOTH, answer(4, "a"), answer(4, "a"), answer(4, "b")], False),
     ],
 )
-def test_an_evaluation_is_missed_where_the_record_lacks_its_last_line(
-    datasets: str, answers: int, record: list[Line], missed: bool
+def test_an_evaluation_is_missed_where_the_record_lacks_lines_of_it(
+    datasets: str, prompts: dict[str, int], record: list[Line], missed: bool
 ) -> None:
     config = Config()
-    config.data.eval_datasets, config.training.eval_answers = [f"{name}%50" for name in datasets], answers
-    assert misses(config, 4, record) is missed
+    config.data.eval_datasets = [f"{name}%50" for name in datasets]
+    assert misses(config, 4, record, Counter(prompts)) is missed
 
 
 def test_images_are_exchanged_in_one_start(tiny_assets: Path) -> None:

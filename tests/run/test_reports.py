@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from dhp.base.messages import StageReport, StepInfo
 from dhp.observe.metrics import StepMetrics
-from dhp.run.reports import Timing, step_metrics
+from dhp.run.reports import NO_MFU, Timing, notes, step_metrics
 
 COUNTS: dict[str, Any] = {
     **{"samples": 2, "images": 1, "tokens": 90, "target_tokens": 30, "vision_tokens": 64, "padded_tokens": 100},
@@ -38,3 +39,14 @@ def test_a_stage_is_as_busy_as_its_ranks_in_the_mean() -> None:
 
 def test_busy_is_not_told_where_a_stage_was_not_measured() -> None:
     assert told([report(0, None)], [report(0, 1.0)]).busy_s is None
+
+
+@pytest.mark.parametrize(
+    ("peak", "mfu", "said"), [(100.0, 0.25, []), (25.0, 1.0, []), (20.0, None, [NO_MFU]), (None, None, [])]
+)
+def test_why_a_step_has_no_mfu_is_said(peak: float | None, mfu: float | None, said: list[str]) -> None:
+    reports = {"vision": [report(0, 0.25)], "text": [replace(report(0, 1.25, loss=1.0), notes=("of a rank",))]}
+    timing = Timing(2.0, 0.5, peak)
+    metrics = step_metrics(INFO, reports, timing, STAGES, 4)
+    assert metrics.mfu == mfu
+    assert list(notes(reports, metrics, timing)) == ["of a rank", *said]

@@ -253,6 +253,15 @@ def test_limits_come_from_the_lengths_or_are_given() -> None:
     assert BalanceSettings("isf", vision=9, text=4096).limits(loads, 4).full == (9, 3968)  # as published
 
 
+@pytest.mark.parametrize(("method", "least"), [("balanced", 3.95), ("isf", 3.6)])
+def test_rows_hold_about_so_many_samples_in_the_mean(method: str, least: float) -> None:
+    """As docs/data.md says: isf a little less."""
+    dataset = made(20_000)
+    loads = Loads(dataset.vision, dataset.text)
+    packs = methods.METHODS[method](loads, BalanceSettings(method).limits(loads, 4), 2, 0)
+    assert least <= len(dataset) / len(packs) <= 4
+
+
 def test_limits_by_the_papers_rule() -> None:
     loads = Loads(np.array([9, 0, 18, 9]), np.array([600, 296, 4096, 1000]))  # 36 tiles of 5,992 tokens
     paper = BalanceSettings("isf", rule="paper", isf_passes=3)

@@ -1,0 +1,155 @@
+"""The tables in the experiments' READMEs have the figures of the rows in results/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.helpers.figures import Row, cells, fixed, missing, one, rows, short
+
+Lines = Iterator[str]
+
+
+def families() -> Lines:
+    for row in rows("families_speed"):
+        speeds = [f"{row[key]:.2f}" for key in ("ratio", "dhp_samples_s", "plain_samples_s")]
+        tokens = (row["tokens"], row["image_tokens"], f"{row['padding']:.2f}")
+        yield cells(f"`{row['family']}`", *speeds, *tokens)
+    for row in rows("families_speed_even"):
+        yield f"`{row['family']}` {row['ratio']:.2f}"
+
+
+def compile_() -> Lines:
+    qwen, llava = (f"{one('compile', family=name)['ratio']:.2f}" for name in ("qwen2_5_vl", "llava_clip"))
+    yield f"a step of Qwen2.5-VL is {qwen} times as fast, one of LLaVA {llava} times"
+
+
+def tensor_host() -> Lines:
+    for row in rows("tensor_host"):
+        times = [f"{row[f'{way}_ms_a_layer']:.2f}" for way in ("forward", "backward")]
+        way = row["way"].replace("library's", "transformers'")
+        yield cells(row["recompute"], way, *times, format(row["ratio"], ".3g"))
+
+
+def experts() -> Lines:
+    for row in rows("experts"):
+        name = f"`{row['text'].replace('expert', 'data 2, expert')}`"
+        sent = [f"{row['all_reduce_mb']:.1f} MB", f"{row['all_to_all_mb']:.1f} MB".replace("0.0 MB", "0")]
+        yield cells(row["tokens"], name, format(row["step_ratio"], ".2g"), *sent, f"{row['expert_mb']:.1f} MB")
+
+
+def finetuning() -> Lines:
+    for row in rows("finetuning", question="features"):
+        speeds = [f"{row[key]:.2f}" if row["train"] != "all" else "1" for key in ("speed_ratio", "bound_ratio")]
+        seconds = [f"{row[key]:.3f} s" for key in ("step_s", "reading_s", "vision_s", "text_s")]
+        yield cells(row["train"], *speeds, *seconds)
+    ways = {"all": "all", "lora_text": "text's adapters", "lora_both": "both parts' adapters"}
+    for question, lengths in (("lora", "mixed"), ("lora_even", "one length")):
+        for row in rows("finetuning", question=question):
+            speed = "1" if row["train"] == "all" else f"{row['speed_ratio']:.2f}"
+            seconds = [f"{row[key]:.2f} s" for key in ("step_s", "plain_step_s")]
+            sizes = [f"{row[key] / 1e6:.1f} MB" for key in ("optimizer_bytes", "gradient_bytes")]
+            yield cells(lengths, ways[row["train"]], speed, fixed(row["to_plain"]), *seconds, *sizes)
+
+
+def driver_scale() -> Lines:
+    for row in rows("driver_scale"):
+        seconds = [f"{row[key]:.2f}" for key in ("submit_s", "step_s")]
+        yield cells(row["ranks"], row["routes"], row["calls"], row["refs"], *seconds)
+
+
+def two_hosts() -> Lines:
+    titles = {
+        "ring": "ring of 4",
+        "ulysses": "Ulysses over both hosts",
+        "2d": "2D: ring of 2 across, Ulysses inside",
+        "2d_gather": "2D, gathered",
+    }
+    for layout, title in titles.items():
+        found = [one("two_hosts", layout=layout, heads=32, direction="both", kv_ratio=share) for share in (1.0, 0.25)]
+        yield cells(title, *(f"{row['measured_s']:.2f} ({row['ratio']:.2f})" for row in found))
+
+
+def long_context() -> Lines:
+    ways = {"ulysses 4": "ulysses 4", "ring 4": "ring 4 (two-ended)", "ring 2 × ulysses 2": "ring 2 × ulysses 2"}
+    for way, title in ways.items():
+        found = rows("long_context", question="steps", way=way)
+        yield cells(title, *(f"{row['seconds']:.3g} s, {row['speed_to_peer']:.2f}" for row in found))
+    for row in rows("long_context", question="longest", ranks=4)[:1]:
+        yield f"{row['tokens']:,} ({row['to_one_rank']:.2f})"
+    for way in ("dhp, ulysses 2", "dhp, ring 2", "dhp, tensor 2", "dhp, ulysses 4", "dhp, ring 4"):
+        found = rows("long_context", question="inference", way=way)
+        first, decode = (
+            [f"{row[f'{what}_speed_to_plain']:.2f}" for row in found] for what in ("first_token", "decode")
+        )
+        yield cells(way, *first, *decode)
+
+
+def longest_sequence() -> Lines:
+    for recompute in ("none", "full"):
+        for counted in ("device", "vision"):
+            for layout in ("SP+TP", "TP", "ZeRO-3"):
+                found = rows("longest_sequence", layout=layout, counted=counted, recompute=recompute)
+                told = [str(found[0]["patches"])]
+                told += [f"{row['patches']} ({row['ratio_to_one_rank']:.2f})" for row in found[1:]]
+                yield cells(layout, *told)
+
+
+def layouts() -> Lines:
+    def step(layout: str, wanted: Row) -> float:
+        return rows("layouts", layout=layout, **wanted)[0]["step_s"]
+
+    for patches, steps in ((1024, 8), (4096, 8), (9216, 3), (16384, 2)):
+        wanted = {"shape": "balanced", "patches": patches, "steps": steps}
+        plain, ddp, dp, both, tp = (step(layout, wanted) for layout in ("plain", "ddp", "DP", "SP+TP", "TP"))
+        beside = [f"{dp / ddp:.2f}", f"{plain / dp:.2f}", f"{both:#.3g}", f"{tp:#.3g}", f"{tp / both:.2f}"]
+        seconds = [f"{plain:#.3g}", f"{ddp:#.3g}", f"{dp:#.3g}", *beside]
+        yield cells(patches, str(steps), *seconds)
+    for shape, between, end in (("vision-dominated", " and ", " s"), ("balanced", ", ", "")):
+        for layout in ("ZeRO-3", "SP+TP"):
+            small, large = (step(layout, {"shape": shape, "patches": n, "steps": 8}) for n in (1024, 4096))
+            yield f"{small:.3f}{between}{large:.2f}{end}"
+    for patches in (1024, 4096):
+        wanted = {"shape": "vision-dominated", "patches": patches, "steps": 3}
+        ddp, dp, both, tp = (step(layout, wanted) for layout in ("ddp", "DP", "SP+TP", "TP"))
+        ratios = (f"{dp / ddp:.2f}", f"{both:.3f}", f"{tp:.3f}", f"{tp / both:.2f}")
+        yield cells(patches, f"{ddp:.3f}", f"{dp:.3f}", *ratios)
+
+
+def balance() -> Lines:
+    for row in rows("balance", source="made 1.2M"):
+        if row["method"] in ("balanced", "balanced_stages"):
+            dist = [short(row[key], 4) for key in ("dist_vision", "dist_text", "dist_flops")]
+            spread = [short(row[key], 3) for key in ("cv_vision", "cv_text", "stage_idle")]
+            yield cells(row["dp"], *dist, *spread)
+            yield cells(row["packs"], fixed(row["seconds"]))
+    isf = one("balance", source="made 1.2M", method="isf", dp=8)
+    spread = [short(isf[key], 3) for key in ("dist_text", "dist_flops", "cv_vision", "cv_text", "stage_idle")]
+    yield cells("isf", 8, short(isf["dist_vision"], 4), *spread, fixed(isf["bias"], 1), isf["packs"])
+    for source in ("ai2d", "chartqa"):
+        for row in rows("balance", source=source, dp=8):
+            if row["method"] in ("balanced", "balanced_stages"):
+                dist = [short(row[key], 4) for key in ("dist_vision", "dist_text", "dist_flops")]
+                spread = [short(row[key], 3) for key in ("cv_vision", "cv_text")]
+                yield cells(row["method"], *dist, *spread, fixed(row["bias"]), row["packs"])
+
+
+def convergence() -> Lines:
+    for row in rows("convergence"):
+        if "summary" in row:
+            steps = "–".join(map(str, sorted({*row["steps"]})))
+            ends = (f"{row['heldout_mean']:.3f}", f"{row['heldout_sd']:.3f}")
+            yield cells(f"`{row['summary']}`", len(row["seeds"]), steps, *ends)
+
+
+TABLES: list[Callable[[], Lines]] = [
+    families, compile_, tensor_host, experts, finetuning, driver_scale, two_hosts, long_context, longest_sequence,
+    layouts, balance, convergence,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_tables_have_the_figures_of_the_rows(table: Callable[[], Lines]) -> None:
+    page = f"experiments/{table.__name__.strip('_')}/README.md"
+    assert missing((page, line) for line in table()) == []

@@ -1,0 +1,300 @@
+"""Figures in the documents are those of the rows in results/: each sentence here is made of rows and must be there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.helpers.figures import ROOT, Sentences, missing, one, rows, short, span
+
+INDEX, PERFORMANCE, LONG = "experiments/EXPERIMENTS.md", "docs/performance.md", "docs/long-context.md"
+
+# Experiments whose figures have no rows, and what the index says of them.
+WITHOUT_ROWS = {
+    "gpu_check": "not yet measured",
+    "beside_plain": "its figures belong to the data it is given",
+    "mutants": "were seen",
+    "host_memory": "no rows kept",
+    "overlap": "no rows kept",
+    "ring_or_gather": "no rows kept",
+}
+
+
+def overhead() -> Sentences:
+    single, four = ([row["ratio"] for row in rows("overhead", micro_batches=n)] for n in (1, 4))
+    yield INDEX, f"takes {span(single)} × the plain loop's time, {span(four)} × at 4 micro-batches"
+    yield PERFORMANCE, f"over all rounds on record {span(single)} ×"
+    asked = "python -m experiments.overhead --rounds"
+    row = one("overhead", command=f"{asked} 3")
+    yield (
+        PERFORMANCE,
+        f"{row['ratio']:.2f} × the plain one's time ({row['dhp_step_s']:.2f} s, {row['hf_step_s']:.2f} s)",
+    )
+    for rounds, end in ((7, ";"), (3, ":")):
+        row = one("overhead", command=f"{asked} {rounds} --micro-batches 4")
+        yield PERFORMANCE, f"({row['dhp_step_s']:.2f} s, {row['hf_step_s']:.2f} s){end}"
+
+
+def families() -> Sentences:
+    mixed, even = rows("families_speed"), rows("families_speed_even")
+    yield INDEX, f"{span([row['ratio'] for row in mixed])} × the plain loop's ({len(mixed)} models"
+    yield INDEX, f"{span([row['ratio'] for row in even])} × with samples of one length"
+
+
+def compile_() -> Sentences:
+    qwen, llava = (f"{one('compile', family=name)['ratio']:.2f}" for name in ("qwen2_5_vl", "llava_clip"))
+    yield INDEX, f"{qwen} × (Qwen2.5-VL) and {llava} × (LLaVA) as fast"
+
+
+def tensor_host() -> Sentences:
+    ratio = {(row["recompute"], row["way"]): row["ratio"] for row in rows("tensor_host")}
+    ours, theirs = ([ratio[how, way] for how in ("none", "all")] for way in ("tensor 2", "tensor 2, library's styles"))
+    yield (
+        INDEX,
+        f"{ours[0]:.1f} × as much as a whole one ({ours[1]:.1f} × recomputed); by transformers' own styles ",
+    )
+    told = f"by transformers' own styles {theirs[0]:.1f} × ({theirs[1]:.1f} ×)"
+    yield INDEX, told
+    yield PERFORMANCE, f"{ours[0]:.2f} × ({ours[1]:.2f} × with everything recomputed); {told}"
+
+
+def experts() -> Sentences:
+    yield INDEX, f"takes {rows('experts', text='expert 2')[0]['step_ratio']:.2f} of two tensor ranks' time"
+    yield PERFORMANCE, f"a step took {rows('experts', text='expert 2')[0]['step_ratio']:.2f} of the time"
+
+
+def finetuning() -> Sentences:
+    frozen = {row["train"]: row for row in rows("finetuning", question="frozen")}
+    speeds = [f"{frozen[name]['speed_ratio']:.2f}" for name in ("nothing", "projector")]
+    bounds = [f"{frozen[name]['bound_ratio']:.2f}" for name in ("nothing", "projector")]
+    yield INDEX, f"{speeds[0]} × and {speeds[1]} × as fast as full training (bounds {bounds[0]}, {bounds[1]})"
+    yield PERFORMANCE, f"tower frozen {speeds[0]} × as fast, its projector alone trained {speeds[1]} × "
+    yield PERFORMANCE, f"({bounds[0]} × and {bounds[1]} × by what must remain)"
+    features = {row["train"]: row for row in rows("finetuning", question="features")}
+    still, cached = features["nothing"], features["nothing, cached"]
+    yield (
+        PERFORMANCE,
+        f"{still['speed_ratio']:.2f} × as fast as full training ({still['bound_ratio']:.2f} × by what ",
+    )
+    yield PERFORMANCE, f"read from disk {cached['speed_ratio']:.2f} × ({cached['bound_ratio']:.2f} ×)"
+    yield PERFORMANCE, f"{one('finetuning', question='evaluation')['evaluation_to_step']:.2f} × the time of a step"
+    text, both = (one("finetuning", question="lora", train=f"lora_{part}") for part in ("text", "both"))
+    even, both_even = (one("finetuning", question="lora_even", train=f"lora_{part}") for part in ("text", "both"))
+    plain = [f"{row['to_plain']:.2f}" for row in (text, even, both, both_even)]
+    yield (
+        INDEX,
+        f"adapters on text {text['speed_ratio']:.2f} ×, in {plain[0]} × the plain loop's time ({plain[1]} × ",
+    )
+    yield INDEX, f"on both parts {both['speed_ratio']:.2f} × and {plain[2]} × ({plain[3]} ×)"
+    yield PERFORMANCE, f"{plain[0]} × the time of peft in a plain loop ({plain[1]} ×), on both parts {plain[2]} × "
+    yield PERFORMANCE, f"({plain[3]} ×)"
+    speed = [f"{row['speed_ratio']:.2f}" for row in (text, even, both, both_even)]
+    yield PERFORMANCE, f"{speed[0]} × as fast as full training (samples of one length: {speed[1]} ×)"
+    yield PERFORMANCE, f"on both parts {speed[2]} × ({speed[3]} ×)"
+
+
+def driver_scale() -> Sentences:
+    sparse, dense, apart = (one("driver_scale", ranks=64, routes=f"{r}") for r in ("sparse", "dense", "dense, apart"))
+    to_dense, to_apart = (f"{sparse['step_s'] / row['step_s']:.2f}" for row in (dense, apart))
+    yield INDEX, f"at 64 + 64 ranks {to_dense} × with sparse routes, {to_apart} × that with a call for each action"
+    yield PERFORMANCE, f"{to_dense} × with routes that the data need than from everyone to everyone, {to_apart} × that "
+
+
+def handoff() -> Sentences:
+    shared, store, nixl = rows("handoff", megabytes=64)
+    step = one("handoff", transport="shared_memory", patches=17356)
+    yield (
+        INDEX,
+        f"64 MB: {shared['ratio']:.1f} × one copy of them; {step['transfer_share']:.1%} of a step at 17k ",
+    )
+    yield PERFORMANCE, f"{shared['ratio']:.1f} × one copy of them ({1000 * shared['handoff_s']:.1f} ms)"
+    yield PERFORMANCE, f"object store {store['ratio']:.1f} ×, NIXL {nixl['ratio']:.1f} ×"
+    yield PERFORMANCE, f"at 17,356 patches: {step['transfer_share']:.1%} of it"
+
+
+def two_hosts() -> Sentences:
+    whole, quarter = ([row for row in rows("two_hosts", kv_ratio=ratio, direction="both") if "ring_over_2d" in row][0]
+                      for ratio in (1.0, 0.25))  # fmt: skip
+    yield INDEX, f"{whole['ring_over_2d']:.0f} × as fast as a ring"
+    of_ring, of_ulysses = (
+        [f"{1 / row[f'{name}_over_2d']:.2f} ×" for row in (whole, quarter)] for name in ("ring", "ulysses")
+    )
+    yield PERFORMANCE, f"takes {of_ring[0]} a ring's time and {of_ulysses[0]} Ulysses' ({of_ring[1]}, {of_ulysses[1]} "
+
+
+def long_context() -> Sentences:
+    longest = {row["way"]: row for row in rows("long_context", question="longest")}
+    ring, ulysses = (longest[f"offload, mlp_chunks 16, {way} 4"]["to_one_rank"] for way in ("ring", "ulysses"))
+    yield INDEX, f"one rank {longest['offload, mlp_chunks 16']['to_plain']:.1f} × plain transformers"
+    for page in (INDEX, PERFORMANCE):
+        yield page, f"{ring:.2f} × (ring) and {ulysses:.2f} × (Ulysses) one rank's"
+    ways = ("plain transformers, full checkpointing", "full", "full, mlp_chunks 16", "offload, mlp_chunks 16")
+    plain, full, chunks, offload = (f"{longest[way]['tokens']:,}" for way in ways)
+    yield (
+        PERFORMANCE,
+        f"{plain} tokens; one rank {full}, with `mlp_chunks=16` {chunks}, and `recompute=offload` {offload}",
+    )
+    steps: dict[str, list[float]] = {}
+    for row in rows("long_context", question="steps"):
+        steps.setdefault(row["way"], []).append(row["speed_to_peer"])
+    yield INDEX, f"{span(steps['ulysses 4'] + steps['ring 4'])} × as fast as DeepSpeed's Ulysses"
+    yield PERFORMANCE, f"Ulysses {span(steps['ulysses 4'])}, two-ended ring {span(steps['ring 4'])} (plain ring "
+    yield (
+        PERFORMANCE,
+        f"(plain ring {span(steps['ring 4, each the next part'])}), 2D {span(steps['ring 2 × ulysses 2'])}",
+    )
+    yield PERFORMANCE, f"ring × tensor {span(steps['ring 2 × tensor 2'])}"
+    two = [row for row in rows("long_context", question="inference", ranks=2) if row["way"].startswith("dhp")]
+    prefill = span([row["first_token_speed_to_plain"] for row in two], 1)
+    yield INDEX, f"prefill of two ranks {prefill} × as fast as transformers"
+    yield PERFORMANCE, f"{prefill} × as fast as transformers in one process"
+    ratios = [row["one_to_two"] for row in rows("long_context", question="two_stages") if "row" in row]
+    whole = one("long_context", question="two_stages", way="all rows")["one_to_two"]
+    yield PERFORMANCE, f"{whole:.2f} × as fast ({span(ratios)})"
+    for way in ("balanced", "balanced, long ones apart"):
+        row = one("long_context", question="sampler", way=way)
+        figures = f"{row['sp_ratio_step']:.3f} | {row['sp_ratio_auto']:.3f} | {row['dist_flops']:.3f}"
+        yield LONG, f"| {way} | {figures} |"
+    peaks = [f"{row['peak_mb']:,.0f} MB |" for row in rows("long_context", question="video")]
+    for title, peak in zip(("(`data.video_whole_frames=null`)", "one vision actor", "two", "four"), peaks, strict=True):
+        yield LONG, f"{title} | {peak}"
+
+
+def longest_sequence() -> Sentences:
+    def ratio(layout: str, recompute: str = "none", counted: str = "device") -> float:
+        found = one("longest_sequence", layout=layout, ranks=4, counted=counted, recompute=recompute)
+        return found["ratio_to_one_rank"]
+
+    yield INDEX, f"SP+TP on 4 ranks {ratio('SP+TP'):.1f} × one rank's"
+    yield INDEX, f"({ratio('SP+TP', 'full'):.1f} × with full recomputing; the tower alone "
+    yield INDEX, f"the tower alone {ratio('SP+TP', counted='vision'):.0f} ×), TP {ratio('TP'):.1f} ×"
+    plain = f"SP+TP {ratio('SP+TP'):.2f} ×, TP {ratio('TP'):.2f} ×, ZeRO-3 {ratio('ZeRO-3'):.0f} ×"
+    full = f"{ratio('SP+TP', 'full'):.2f} ×, {ratio('TP', 'full'):.2f} ×, {ratio('ZeRO-3', 'full'):.0f} ×"
+    yield PERFORMANCE, f"{plain} (`--recompute full --budget-mib 24`: {full})"
+
+
+def recompute() -> Sentences:
+    whole, chosen = rows("recompute", mode="speed")
+    yield (
+        INDEX,
+        f"{chosen['auto_vs_full']:.2f} × as fast as recomputing everything, of {chosen['none_vs_full']:.2f} ×",
+    )
+    yield INDEX, f"(whole layers alone: {whole['auto_vs_full']:.2f} ×)"
+    alone = f"with whole layers alone {whole['auto_vs_full']:.2f} × ({whole['bound']:.2f} ×)"
+    yield PERFORMANCE, f"keeping everything gives {chosen['none_vs_full']:.2f} ×); {alone}"
+    yield PERFORMANCE, f"{chosen['auto_vs_full']:.2f} × as fast (operations allow {chosen['bound']:.2f} ×"
+    shares = [row["of_a_share"] for row in rows("recompute", mode="sequence")]
+    yield PERFORMANCE, f"the fullest keeps {span(shares)} × a quarter"
+    assert [row["peak_error"] for row in rows("recompute", mode="peaks", configs=10)] == [0.0]
+    yield PERFORMANCE, "10 configurations with batches that stay the same: equal"
+
+
+def jsonl_index() -> Sentences:
+    (row,) = rows("jsonl_index")
+    peak, before = (
+        f"{row['peak_rss_opened_mib']:.0f} MiB at the peak",
+        f"{row['rss_before_mib']:.0f} of them before",
+    )
+    yield (
+        INDEX,
+        f"{row['seconds']:.1f} s ({row['file_mib'] / 1024:.1f} GiB in the page cache) and {peak}, {before}",
+    )
+
+
+def layouts() -> Sentences:
+    beside = [(1024, 30), (4096, 30), (9216, 9), (16384, 4)]  # patches, steps of the runs that are told of
+
+    def step(layout: str, patches: int, steps: int) -> float:
+        found = rows("layouts", layout=layout, patches=patches, steps=steps, shape="vision-dominated")
+        return found[0]["step_s"]
+
+    told = ", ".join(f"{step('DP', *run) / step('ddp', *run):.2f}" for run in beside)
+    yield INDEX, f"DP takes {told} of DDP's step at 1k to 16k patches"
+    yield PERFORMANCE, f"1k to 16k patches: {told} × its step"
+    links = [(1024, 3), (4096, 3)]
+    to_ddp = [f"{step('DP', *run) / step('ddp', *run):.2f}" for run in links]
+    to_tp = [step("TP", *run) / step("SP+TP", *run) for run in links]
+    yield (
+        PERFORMANCE,
+        f"(`--links`, 1k and 4k): {to_ddp[0]}, {to_ddp[1]} ×, and SP+TP {to_tp[0]:.2f}, {to_tp[1]:.2f} ×",
+    )
+    yield INDEX, f"SP+TP is {to_tp[1]:.1f} × as fast as TP ({span(_one_host())} × in one host's memory)"
+
+
+def _one_host() -> list[float]:
+    """TP's step to SP+TP's, of each run without links."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows("layouts"):
+        if "layout" in row and "--links" not in row["command"]:
+            run = (row["command"], row["shape"], str(row["patches"]))
+            found.setdefault(run, {})[row["layout"]] = row["step_s"]
+    return [steps["TP"] / steps["SP+TP"] for steps in found.values() if {"TP", "SP+TP"} <= set(steps)]
+
+
+def balance() -> Sentences:
+    ours, isf = (one("balance", source="made 1.2M", method=name, dp=8) for name in ("balanced", "isf"))
+    yield (
+        INDEX,
+        f"1.27M samples in {ours['seconds']:.1f} s, {ours['seconds'] / isf['seconds']:.0f} × ISF's time",
+    )
+    dist = f"Dist {short(ours['dist_vision'], 4)} vision, {short(ours['dist_text'], 4)} text at DP 8"
+    yield INDEX, f"{dist} (ISF: {short(isf['dist_vision'], 2)}, {short(isf['dist_text'], 2)})"
+    yield INDEX, f"FLOPs {short(ours['dist_flops'], 3)} ({short(isf['dist_flops'], 2)})"
+
+
+def balance_effect() -> Sentences:
+    by = {row["method"]: row for row in rows("balance_effect") if "method" in row}
+    speed = {name: f"{row['speedup']:.2f} ×" for name, row in by.items()}
+    yield INDEX, f"`balanced` {speed['balanced']}, ISF {speed['isf']} the samples/s of random padded batches"
+    yield INDEX, f"packing alone {speed['random_packed']}"
+    yield INDEX, f"padding {short(by['random']['pad_ratio'], 2)} → 0"
+    text = [by[name]["dist_ratio"]["text"] for name in ("random", "balanced")]
+    yield INDEX, f"text Dist {short(text[0], 2)} → {short(text[1], 3)}"
+
+
+def convergence() -> Sentences:
+    by = {row["summary"]: row for row in rows("convergence") if "summary" in row}
+    below = [f"{-by[name]['difference']:.2f}".removeprefix("0") for name in ("isf", "balanced")]
+    noise = [f"{-by[name]['difference_in_sd']:.1f}" for name in ("isf", "balanced")]
+    yield INDEX, f"ISF and of `balanced` {below[0]} and {below[1]} below random batches'"
+    yield INDEX, f"({noise[0]} and {noise[1].removeprefix('0')} of the noise of 3 seeds)"
+
+
+def make_train() -> Sentences:
+    """Of README's own run; no file of results/ has it."""
+    shown = (ROOT / "README.md").read_text(encoding="utf-8")
+    median, speed = (re.search(pattern, shown)[1] for pattern in (r"median step +([\d.]+) s", r"speed +(\d+) tokens/s"))
+    yield PERFORMANCE, f"median step {median} s; {speed} tokens/s: the run that README shows"
+
+
+HELD: list[Callable[[], Sentences]] = [
+    overhead, families, compile_, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
+    longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, make_train,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("held", HELD, ids=lambda held: held.__name__)
+def test_figures_are_those_of_the_rows(held: Callable[[], Sentences]) -> None:
+    assert missing(held()) == []
+
+
+def test_a_figure_that_the_rows_do_not_have_is_seen() -> None:
+    page, words = next(overhead())
+    assert missing([(page, words)]) == [] and missing([(page, words.replace("0.72", "0.73"))])
+
+
+def test_every_experiment_has_rows_or_says_that_it_has_none() -> None:
+    held = {function.__name__.strip("_") for function in HELD}
+    lines = re.findall(r"^\| \[(\w+)\]\(.*$", (ROOT / INDEX).read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(lines) == (held - {"make_train"}) | set(WITHOUT_ROWS)
+    for name, told in WITHOUT_ROWS.items():
+        (line,) = re.findall(rf"^\| \[{name}\]\(.*$", (ROOT / INDEX).read_text(encoding="utf-8"), re.MULTILINE)
+        assert told in line, f"{name}: {told}"
+
+
+def test_every_file_of_results_is_held() -> None:
+    files = {file.stem for file in (ROOT / "results").glob("*.jsonl")} - {"families", "families_speed_even"}
+    held = {function.__name__.strip("_") for function in HELD} - {"make_train"}
+    assert {name.replace("families_speed", "families") for name in files} == held
