@@ -65,9 +65,17 @@ class LayerMap(Protocol):
 class RecomputedLayers:
     """Layers of a model, each of which recomputes what its choice says. Choices may change between steps."""
 
-    def __init__(self, layers: Sequence[nn.Module], parts: LayerMap, choices: Choices, watcher: Watcher | None = None):
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        parts: LayerMap,
+        choices: Choices,
+        watcher: Watcher | None = None,
+        device: torch.device | None = None,
+    ):
+        """device: where layers will compute, if they are elsewhere now."""
         host = Host()
-        self._layers = [_Layer(layer, parts, index, watcher, host) for index, layer in enumerate(layers)]
+        self._layers = [_Layer(layer, parts, index, watcher, host, device) for index, layer in enumerate(layers)]
         self.choose(choices)
 
     @property
@@ -87,10 +95,18 @@ class RecomputedLayers:
 
 
 class _Layer:
-    def __init__(self, module: nn.Module, parts: LayerMap, index: int, watcher: Watcher | None, host: Host):
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: LayerMap,
+        index: int,
+        watcher: Watcher | None,
+        host: Host,
+        device: torch.device | None,
+    ):
         self.choice = "none"
         self._index, self._watcher, self._host = index, watcher, host
-        self._draws_on = device_of_draws(module)
+        self._draws_on = device_of_draws(module, device)
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
             for inner in _found(module, names):
                 inner.forward = save_output(what, inner.forward)
