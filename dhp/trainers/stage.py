@@ -37,6 +37,7 @@ from dhp.parallel.fused import fuse_elementwise
 from dhp.parallel.optimizer.precision import exact_dtype, widen
 from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
+from dhp.parallel.tensor.alike import require_alike
 from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.trainers.evaluating import EvaluatingRank
 from dhp.trainers.measuring import Measuring, Output
@@ -188,8 +189,10 @@ class StageRank(EvaluatingRank):
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the part below `folder`: weights, optimizer state, random state.
 
-        What several ranks hold alike, the first of them writes. Names of the files of weights.
+        What several ranks hold alike, the first of them writes. Names of the files of weights. Raises PartFailed where
+        tensor ranks hold alike no more what none of them cuts.
         """
+        require_alike(self.model, self.mesh.get_group("tensor"))
         names = self._write(Path(folder))
         take_sent()  # saving belongs to no step
         return names
