@@ -25,7 +25,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
-    timer.start()
+    with lock:  # what starts a thread must not be left half way
+        timer.start()
     try:
         yield
     finally:

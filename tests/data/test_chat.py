@@ -162,6 +162,7 @@ def test_a_system_text_for_conversations_without_one():
 def test_a_template_whose_loops_do_not_end_is_a_defect(tokenizer, monkeypatch, block, end):
     """Ten thousand million rounds, with which a foreign model would hold up a run for an hour a sample."""
     monkeypatch.setattr(chat, "LIMIT_S", 0.2)
+    tokenizer = copy.deepcopy(tokenizer)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer.chat_template = f"{{% for m in messages if {end}true %}}{loops}{{% endfor %}}{block}"
     turns = (Turn("user", ("Hi?",)), Turn("assistant", ("Yes.",)))

@@ -61,6 +61,21 @@ def test_all_four_steps() -> None:
     assert not step(planner)  # it fits, so it stays
 
 
+def test_everything_is_measured_before_the_probes_and_never_after() -> None:
+    """Only then may the budget still be measured."""
+    planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)
+    assert planner.measures_everything
+    step(planner)
+    assert planner.measures_everything
+    step(planner)
+    assert not planner.measures_everything
+    settled(planner)
+    assert not planner.measures_everything
+    tight = Planner(KINDS, {}, IN_TURNS, 1 * MIB)  # its plan may be to recompute everything
+    settled(tight)
+    assert not tight.measures_everything
+
+
 def test_seconds_of_the_first_step_do_not_count_and_its_bytes_do() -> None:
     """Whatever is compiled, mapped or found out in the first step would make what it recomputes look dear."""
     planner = Planner(KINDS, {}, IN_TURNS, 150 * MIB)

@@ -19,7 +19,7 @@ def test_costs_come_back() -> None:
         profile.add(usage(known, choices), timed=True)
     found = profile.costs()
     for choices in (("none",) * 6, ("all", "light", "mlp", "none", "none", "linear")):
-        assert found.peak_bytes(choices) == pytest.approx(known.peak_bytes(choices))
+        assert found.peak_bytes(choices) == pytest.approx(known.peak_bytes(choices), abs=0.01)  # not a byte off
         assert found.replay_s(choices) == pytest.approx(known.replay_s(choices))
 
 
@@ -41,8 +41,8 @@ def test_what_all_layers_share_is_counted_once() -> None:
     profile = Profile()
     profile.add(replace(seen, layers=(first, *seen.layers[1:])), timed=True)
     found = profile.costs()
-    assert found.before_bytes == pytest.approx(known.before_bytes + 7 * MIB)
-    assert found.layer(0, "all").held_bytes == pytest.approx(known.layer(0, "all").held_bytes)
+    assert found.before_bytes == pytest.approx(known.before_bytes + 7 * MIB, abs=0.01)
+    assert found.layer(0, "all").held_bytes == pytest.approx(known.layer(0, "all").held_bytes, abs=0.01)
 
 
 def test_seconds_of_a_first_step_do_not_count() -> None:

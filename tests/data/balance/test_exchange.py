@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dhp.data.balance.best_fit import best_fit
-from dhp.data.balance.exchange import _deal, exchange
+from dhp.data.balance.exchange import _deal, _is_even, exchange
 
 
 def items(count: int, seed: int = 0) -> np.ndarray:
@@ -68,3 +68,11 @@ def test_best_fit_keeps_the_limit_and_leaves_the_too_large_alone() -> None:
     rng = np.random.default_rng(0)
     many = rng.integers(1, 4000, 5000).astype(float)
     assert np.bincount(best_fit(many, 4096.0), many).max() <= 4096
+
+
+def test_bins_are_even_where_both_are_near_one_in_each_feature() -> None:
+    sums = np.array([[1.0, 0.97], [1.02, 1.0], [1.0, 2.0]])
+    assert _is_even(sums, 0, 1, 0.031)
+    assert not _is_even(sums, 0, 1, 0.029)  # one is 0.03 below in the second
+    assert not _is_even(sums, 1, 0, 0.019)
+    assert not _is_even(sums, 0, 2, 0.5)
