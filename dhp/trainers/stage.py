@@ -33,6 +33,7 @@ from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, require
 from dhp.parallel.comm.mesh import build_mesh
 from dhp.parallel.comm.traffic import count_collectives, trace_collectives
 from dhp.parallel.compiled import compile_layers, eager
+from dhp.parallel.deterministic import compute_alike
 from dhp.parallel.fused import fuse_elementwise
 from dhp.parallel.optimizer.precision import exact_dtype, widen
 from dhp.parallel.optimizer.protocol import StageOptimizer
@@ -221,6 +222,8 @@ class StageRank(EvaluatingRank):
 
     def _set_up_torch(self) -> None:
         torch.manual_seed(self.settings.seed)
+        if self.settings.deterministic:
+            compute_alike()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan, tens of milliseconds, for each new length
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
