@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import torch
 
@@ -44,6 +45,24 @@ def expand_segments(transport: str) -> bool:
     os.environ[ALLOCATOR] = EXPANDABLE
     torch._C._accelerator_setAllocatorSettings(EXPANDABLE)  # torch may have read the environment when it was imported
     return True
+
+
+def record_nccl(log_dir: str | None, name: str) -> None:
+    """Let torch write what NCCL was doing beside the log of the rank `name` when a collective waits too long
+    (`name-nccl-RANK`, its flight recorder's own format), and NCCL begin collectives of several groups in the order of
+    the program. What the environment says already stays."""
+    for variable, value in (_NCCL if log_dir is None else _NCCL | _dump_to(Path(log_dir), name)).items():
+        os.environ.setdefault(variable, value)
+
+
+_NCCL = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+
+
+def _dump_to(log_dir: Path, name: str) -> dict[str, str]:
+    prefix = str(log_dir / f"{name}-nccl-")  # torch adds the rank
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the second is the older one
+    sizes = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # collectives that are kept
+    return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | dict.fromkeys(names, prefix) | dict.fromkeys(sizes, "2000")
 
 
 def require_fixed_segments(transport: str, where: str) -> None:

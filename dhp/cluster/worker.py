@@ -34,7 +34,13 @@ from dhp.cluster.busy import BusyTime
 from dhp.cluster.call_file import call_file, keep_calls
 from dhp.cluster.clock import ClockReading, read_clock
 from dhp.cluster.elsewhere import Elsewhere
-from dhp.cluster.environment import expand_segments, own_local_rank, require_fixed_segments, require_own_gpu
+from dhp.cluster.environment import (
+    expand_segments,
+    own_local_rank,
+    record_nccl,
+    require_fixed_segments,
+    require_own_gpu,
+)
 from dhp.cluster.gpus import check_gpus, read_gpus
 from dhp.cluster.host_memory import keep_freed_memory
 from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
@@ -55,6 +61,7 @@ _KINDS = {
 }
 _END_STEP = {"optimizer_step", "end_evaluation"}
 FLOAT_BYTES = 8  # the norm of a stage
+NCCL = "nccl"
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ class Worker:
         own_local_rank()
         if settings.cuda:
             expand_segments(settings.transport)
+            record_nccl(settings.log_dir, f"{settings.stage}-{rank}")
         torch.set_num_threads(settings.threads)
         if settings.keep_memory:
             keep_freed_memory()
@@ -222,8 +230,15 @@ class Worker:
         store = dist.TCPStore(
             host, port, self.settings.size, self.rank == 0, timeout=timeout, wait_for_workers=False, **handed
         )
+        # With its device known, NCCL connects now: what fails at it fails at the start, not in the first step's time.
+        device = torch.device("cuda", 0) if NCCL in self.settings.backend else None
         dist.init_process_group(
-            self.settings.backend, store=store, rank=self.rank, world_size=self.settings.size, timeout=timeout
+            self.settings.backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.settings.size,
+            timeout=timeout,
+            device_id=device,
         )
         keep_calls(call_file(self.settings.log_dir, self.settings.stage, self.rank), RECORD.__str__)
         if self.settings.check_collectives:

@@ -82,6 +82,10 @@ class TrainingConfig:
     max_grad_norm: Optional[float] = None
     """Largest global gradient norm, over all stages; larger gradients are scaled to it. Null or 0: no clipping."""
 
+    deterministic: bool = False
+    """true: kernels that give the same bits each time alone, so that a run, resumed or not, is repeatable to the bit
+    on GPUs too, as it is on CPUs anyway. Slower; an operation without such a kernel ends the run with its name."""
+
     log_interval: int = 1
     """Steps between two printed lines; metrics.jsonl has every step all the same."""
 

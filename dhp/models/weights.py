@@ -1,9 +1,13 @@
-"""How much a model's parts read when they start, and how long that may take."""
+"""How much a model's parts read when they start, in which format, and how long that may take."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dhp.base.errors import ModelError
 from dhp.models.config_source import shapes_directory
 
 SLOW_DISK = 100_000_000  # bytes a second that even a slow disk, shared by nodes, gives
@@ -24,6 +28,25 @@ def weight_bytes(model_name: str, checkpoint: Path | None = None) -> int:
     from dhp.models.shape import part_shape  # brings modeling code along, which takes a second
 
     return continued + PUBLISHED_BYTES * part_shape(str(shape), ()).total
+
+
+def stored_dtype(model_name: str) -> torch.dtype | None:
+    """The widest number format of the weights in a model's directory; None where there is none, as of a hub id.
+
+    Raises ModelError for a file that cannot be read.
+    """
+    found = {torch.float8_e4m3fn}  # narrower than what any weight here has
+    for file in sorted(Path(model_name).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= {_FORMATS.get(opened.get_slice(name).get_dtype()) for name in opened.keys()}
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file}: the weights cannot be read: {error}") from error
+    widest = max(found - {None}, key=lambda dtype: dtype.itemsize)
+    return None if widest.itemsize == 1 else torch.float32 if {torch.float16, torch.bfloat16} <= found else widest
+
+
+_FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def start_limit_s(base_s: float, nbytes: int) -> float:

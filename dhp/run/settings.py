@@ -208,6 +208,7 @@ def stage_settings(
         resume_from=None if checkpoint is None else str(checkpoint / stage.part),
         features=features,
         resume_states=states,
+        deterministic=config.training.deterministic,
     )
 
 

@@ -64,9 +64,9 @@ def share_of_objective(
     states = hidden.flatten(0, 1)
     if not len(targets.tokens):
         # One row keeps the head, its collectives and every parameter in the graph.
-        return token_loss_sum(head, states[:1], targets.tokens.new_zeros(1), rule=rule) * 0.0
+        return token_loss_sum(head, states[:1], targets.tokens.new_zeros(1), rule=rule, factor=0.0)
     chosen = states.index_select(0, targets.positions)
-    return token_loss_sum(head, chosen, targets.tokens, rule=rule) / max(target_tokens, 1)
+    return token_loss_sum(head, chosen, targets.tokens, rule=rule, factor=1 / max(target_tokens, 1))
 
 
 def judge_rows(head: nn.Linear, hidden: Tensor, targets: Targets, target_tokens: int, rule: LogitRule) -> Judged:

@@ -13,9 +13,11 @@ from dhp.base.parameters import Group
 from dhp.models.adapters import adapted_modules, add_adapters, find_targets
 from dhp.models.family import LayerParts
 from dhp.models.part import Part
+from dhp.models.weights import stored_dtype
 from dhp.parallel.comm.mesh import replicas_mesh
 from dhp.parallel.optimizer.frozen import Frozen
 from dhp.parallel.optimizer.fsdp import FullySharded
+from dhp.parallel.optimizer.precision import exact_dtype
 from dhp.parallel.optimizer.protocol import StageOptimizer, TiedOptimizer
 from dhp.parallel.optimizer.replicated import MakeOptimizer, Replicated
 from dhp.parallel.optimizer.zero import ZeroSharded
@@ -53,6 +55,21 @@ def quantize_frozen(
     from dhp.models.quantized import quantize
 
     quantize(model, layers, asked, settings.rules.trains, dtype, device, f"{settings.spec.part}.lora.quantization")
+
+
+def cuts_first(settings: StageSettings) -> bool:
+    """Whether the stage's weights are cut on the host, before they are moved: FSDP2 takes a layer at a time to the
+    device. Whole, 32 billion weights in float32 have no place on any."""
+    return settings.spec.trains and settings.zero_stage > 0 and settings.zero_engine != DEEPSPEED
+
+
+def dtype_to_load(settings: StageSettings, dtype: torch.dtype) -> torch.dtype:
+    """The format in which the stage's weights are read: the files' where they have what the stage computes in.
+    Master weights are `exact_dtype(dtype)`, widened on the device or behind the cut; what is not widened on the host is
+    not copied there either, so ranks of a host share the pages of the model's files. Adapters' first values are no
+    file's and need the wide format."""
+    as_stored = settings.adapters is None and stored_dtype(settings.model_name) is dtype
+    return dtype if as_stored else exact_dtype(dtype)
 
 
 def make_optimizer(

@@ -49,7 +49,7 @@ class StageSettings:
 
     compiled: each layer's forward goes through torch.compile.
 
-    trace: keep the collectives as spans.
+    trace: keep the collectives as spans. deterministic: kernels that give the same bits each time alone.
 
     rules: what is trained, and how. adapters: beside the part's matrices; None: none.
 
@@ -82,3 +82,4 @@ class StageSettings:
     features: KeepSettings | None = None
     mlp_chunks: int = 1
     resume_states: bool = True
+    deterministic: bool = False

@@ -33,15 +33,26 @@ from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, require
 from dhp.parallel.comm.mesh import build_mesh
 from dhp.parallel.comm.traffic import count_collectives, trace_collectives
 from dhp.parallel.compiled import compile_layers, eager
+from dhp.parallel.deterministic import compute_alike
 from dhp.parallel.fused import fuse_elementwise
-from dhp.parallel.optimizer.precision import exact_dtype
+from dhp.parallel.optimizer.precision import exact_dtype, widen
 from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
+from dhp.parallel.tensor.alike import require_alike
 from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.trainers.evaluating import EvaluatingRank
 from dhp.trainers.measuring import Measuring, Output
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
-from dhp.trainers.recipe import freeze, make_optimizer, put_adapters, quantize_frozen, tie_weight, trained_groups
+from dhp.trainers.recipe import (
+    cuts_first,
+    dtype_to_load,
+    freeze,
+    make_optimizer,
+    put_adapters,
+    quantize_frozen,
+    tie_weight,
+    trained_groups,
+)
 from dhp.trainers.settings import StageSettings
 
 TIED = "gradient"  # the one tensor of a bundle between stages that share a weight
@@ -63,7 +74,9 @@ class StageRank(EvaluatingRank):
         freeze(self.model, settings.rules.trains)
         quantize_frozen(self.model, self.layer_parts(), settings, self.dtype, self.device)
         self._groups = trained_groups(self.model, settings) if settings.spec.trains else ()
-        self.model.to(self.device)
+        if not cuts_first(settings):
+            self.model.to(self.device)
+            widen(self.model, exact_dtype(self.dtype))
         self._resume_weights()
         self._kept = None if settings.adapters is None else frozenset(self._saved())
         self._fuse()
@@ -79,7 +92,7 @@ class StageRank(EvaluatingRank):
 
     @abstractmethod
     def load_slice(self) -> PreTrainedModel:
-        """This stage's weights in `master_dtype` on the host, cut for this tensor rank, calling our attention."""
+        """This stage's weights in `loaded_dtype` on the host, cut for this tensor rank, calling our attention."""
 
     def adapt(self) -> None:
         """Put adapters beside the matrices that are to have some, cut as those are."""
@@ -177,8 +190,10 @@ class StageRank(EvaluatingRank):
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the part below `folder`: weights, optimizer state, random state.
 
-        What several ranks hold alike, the first of them writes. Names of the files of weights.
+        What several ranks hold alike, the first of them writes. Names of the files of weights. Raises PartFailed where
+        tensor ranks hold alike no more what none of them cuts.
         """
+        require_alike(self.model, self.mesh.get_group("tensor"))
         names = self._write(Path(folder))
         take_sent()  # saving belongs to no step
         return names
@@ -207,10 +222,12 @@ class StageRank(EvaluatingRank):
 
     def _set_up_torch(self) -> None:
         torch.manual_seed(self.settings.seed)
+        if self.settings.deterministic:
+            compute_alike()
         torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan, tens of milliseconds, for each new length
         self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
-        self.master_dtype = exact_dtype(self.dtype)
+        self.loaded_dtype = dtype_to_load(self.settings, self.dtype)
         self.device = torch.device(self.settings.device)
         self.rank = dist.get_rank()
         if self.settings.attention_backend == FLASH_ATTENTION_2:
@@ -250,7 +267,9 @@ class StageRank(EvaluatingRank):
         if RECORD.checks:
             watch_layers(dict(zip((f"layer {n}" for n in self.spec.layers), self._present_layers())))
         if self.meter is not None or set(self.settings.recompute) != {"none"}:
-            self.layers = RecomputedLayers(self._present_layers(), parts, self.settings.recompute, self.meter)
+            self.layers = RecomputedLayers(
+                self._present_layers(), parts, self.settings.recompute, self.meter, self.device
+            )
         self.measuring = None if self.meter is None else Measuring(self.layers, self.meter, self.device)
 
     def _present_layers(self) -> list[torch.nn.Module]:

@@ -212,7 +212,7 @@ class TextTrainer(StageRank):
 
     def _load(self, plan: dict[str, str], mesh: DeviceMesh | None, read_plan: ReadPlan) -> PreTrainedModel:
         dropped = (*self.family.outside(self.spec.part), *self.family.decoder.absent(self._chunks))
-        return load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan or None, read_plan)
+        return load_part(self.settings.model_name, dropped, self.loaded_dtype, mesh, plan or None, read_plan)
 
     def _leaves(
         self, chunk: int, received: Sequence[Bundle]

@@ -66,7 +66,7 @@ class VisionTrainer(StageRank):
         tower, mesh = self.tower, self.mesh["tensor"]
         plan = with_fused(tower.tensor_plan, tower.fused)
         dropped = self.family.outside(self.spec.part)
-        model = load_part(self.settings.model_name, dropped, self.master_dtype, mesh, plan, local_plan)
+        model = load_part(self.settings.model_name, dropped, self.loaded_dtype, mesh, plan, local_plan)
         use_local_slices(model)
         tower.freeze_unused(model)
         freeze(model, lambda name: not is_inside(name, self.family.idle))

@@ -1,10 +1,13 @@
-"""Row: what there is. Deviates where two processes may not share the GPU."""
+"""Row: what there is, and whether it serves. Deviates where two processes may not share the GPU."""
 
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +15,23 @@ import torch
 from experiments.gpu_check import older_torch
 from experiments.gpu_check.setting import Setting
 
+NEEDED = ("torch", "transformers")
+USED = ("dhp.trainers.vision", "dhp.trainers.text", "dhp.batching.scatter", "dhp.run.chain", "dhp.models.flops")
 PACKAGES = ("transformers", "tokenizers", "safetensors", "numpy", "triton", "deepspeed", "ray", "hydra-core", "av")
 
 
 def check(setting: Setting) -> dict[str, Any]:
-    """Versions, device, driver, compute mode, and by which way attention over segments goes."""
+    """Versions, device, driver, compute mode, and by which way attention over segments goes. With "serves" false no
+    other row can run: "error" says what there is and what is wanted."""
+    lacking = _find_lacking()
+    if lacking is not None:
+        return {"error": lacking, "serves": False}
     found = {
         "ok": True,
+        "serves": True,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "wanted": _wanted(),
         "packages": {name: _version(name) for name in PACKAGES},
         "varlen_attn": older_torch.WAY,
     }
@@ -40,6 +51,26 @@ def check(setting: Setting) -> dict[str, Any]:
         "driver": driver,
         "compute_mode": mode,
     }
+
+
+def _find_lacking() -> str | None:
+    """What keeps dhp from being imported, once for all rows."""
+    try:
+        for name in USED:
+            import_module(name)
+    except ImportError as error:
+        wanted = _wanted()
+        told = ", ".join(f"{name} {_version(name)} is here, {wanted[name]} is wanted" for name in NEEDED)
+        return (
+            f"dhp cannot be imported: {told} ({error}). Bring the wheel along, pip install --no-index --no-deps "
+            "--target SITE, and set PYTHONPATH=SITE; an older torch serves where dhp can be imported"
+        )
+    return None
+
+
+def _wanted() -> dict[str, str]:
+    pins = (Path(__file__).parents[2] / "requirements.txt").read_text(encoding="utf-8")
+    return {name: re.search(rf"^{name}==(\S+)", pins, re.MULTILINE)[1] for name in NEEDED}
 
 
 def _version(name: str) -> str | None:

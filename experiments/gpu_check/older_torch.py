@@ -43,10 +43,23 @@ class StandIn(torch.autograd.Function):
 
 
 def varlen_attn(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, _: Tensor, longest: int, *__: int, **named: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    longest: int,
+    longest_key: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """As torch's, as far as `dhp.parallel.attention.kernels` calls it: queries and keys of the same segments."""
-    return StandIn.apply(query, key, value, bounds, longest, named["window_size"] == (-1, 0), named["scale"])
+    """As torch's, as far as `dhp.parallel.attention.kernels` calls it: queries and keys of the same segments. Named as
+    torch names them, since dhp looks at the names. Raises NotImplementedError for a window: torch's kernel is newer."""
+    if window_size not in ((-1, -1), (-1, 0)):
+        raise NotImplementedError(f"the stand-in for varlen_attn has no windows, and {window_size} is one")
+    return StandIn.apply(query, key, value, bounds, longest, window_size == (-1, 0), scale)
 
 
 def _provide() -> str:

@@ -3,6 +3,7 @@ the next row after some failures, and neither is a process that waits in a colle
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -21,6 +22,8 @@ from typing import Any
 from experiments.gpu_check.rows import Row
 
 SERVE = "--serve"
+_SET_PARENT_DEATH_SIGNAL = 1
+_MISSING = ("ImportError", "ModuleNotFoundError")  # leave a process as good as it was
 TAIL = 2000  # characters of what a dead process said
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -52,7 +55,7 @@ class Workshop:
             found = {"error": f"the process ended with status {process.wait()}; {self._last_words()}"}
         else:
             found = json.loads(line)
-        if "error" in found:
+        if "error" in found and not found["error"].startswith(_MISSING):
             self.close()
         return found | {"seconds": round(time.perf_counter() - begin, 2)}
 
@@ -64,6 +67,8 @@ class Workshop:
             except ProcessLookupError:
                 pass
             self._process.wait()
+            self._process.stdin.close()
+            self._process.stdout.close()
             self._process = None
 
     def _start(self) -> None:
@@ -80,6 +85,12 @@ class Workshop:
 
     def _last_words(self) -> str:
         return "it said last: " + self._said.read_text(errors="replace")[-TAIL:]
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process when the one that started it does, however that ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _ask(process: subprocess.Popen[bytes], question: bytes, limit_s: float) -> bytes | None:
@@ -107,7 +118,8 @@ def _read_line(descriptor: int, limit_s: float) -> bytes | None:
 
 
 def serve(device: str, folder: Path) -> None:
-    """In the process: answer rows until there are no more."""
+    """In the process: answer rows until there are no more, or who asks is gone."""
+    end_with_parent()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print
     for line in sys.stdin:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from dhp.base.errors import ConfigError
-from dhp.cluster.environment import expand_segments, require_fixed_segments, require_own_gpu
+from dhp.cluster.environment import expand_segments, record_nccl, require_fixed_segments, require_own_gpu
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 WHERE = "node 10.0.0.6, where text rank 0 runs"
@@ -76,3 +77,32 @@ def test_ray_may_be_told_to_show_each_process_its_own_gpu(value: str, monkeypatc
     require_own_gpu(WHERE)
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", value)
     require_own_gpu(WHERE)
+
+
+NCCL_VARIABLES = (
+    "NCCL_LAUNCH_ORDER_IMPLICIT",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+)
+
+
+def test_what_nccl_did_is_written_beside_the_ranks_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NCCL_VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    record_nccl(None, "text-3")
+    assert {name: os.environ[name] for name in NCCL_VARIABLES if name in os.environ} == {NCCL_VARIABLES[0]: "1"}
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    record_nccl("/runs/a/logs", "text-3")
+    prefix = "/runs/a/logs/text-3-nccl-"
+    assert [os.environ[name] for name in NCCL_VARIABLES] == ["1", "1", "7", "2000", prefix, prefix]
+
+
+def test_this_torch_knows_the_names_of_its_recorder() -> None:
+    """A canary: what the pinned torch's library asks the environment for."""
+    library = (Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").read_bytes()
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        assert f"{name}\0".encode() in library

@@ -176,3 +176,16 @@ def test_a_rank_on_a_gpu_lets_its_memory_grow(monkeypatch: pytest.MonkeyPatch) -
     (worker,) = made(cuda=True, transport=CUDA_IPC)
     with pytest.raises(ConfigError, match="^node 10.0.0.6, where vision rank 0 runs: cluster.transport=cuda_ipc with"):
         worker.join("127.0.0.1", 1)
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", None), ("cpu:gloo,cuda:nccl", torch.device("cuda", 0))])
+def test_nccl_connects_as_the_rank_joins(
+    backend: str, device: torch.device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the first collective, whose step would have to wait for it, and for its failure."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(worker_module.dist, "init_process_group", lambda *_, **named: given.update(named))
+    monkeypatch.setattr(worker_module.dist, "TCPStore", lambda *_, **__: None)
+    worker = Worker(GroupSettings("vision", 1, backend, torch.get_num_threads(), 60.0, None, True), 0)
+    worker.join("127.0.0.1", 1)
+    assert given["device_id"] == device

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.attention import varlen
 
 from dhp.parallel.attention import kernels
-from experiments.gpu_check import older_torch
+from experiments.gpu_check import environment, older_torch
 from experiments.gpu_check.__main__ import NO_DEVICE, WRONG, check_rows, main
 from experiments.gpu_check.rows import ROWS, Row
+from experiments.gpu_check.setting import Setting
+from experiments.gpu_check.workshop import Workshop
 
 ROOT = Path(__file__).parents[2]
 PLANTED = "tests.experiments.test_gpu_check"
@@ -51,6 +56,29 @@ def hanging(_: Any) -> dict[str, Any]:
     return {}
 
 
+def lacking(_: Any) -> dict[str, Any]:
+    return {"error": "dhp cannot be imported", "serves": False}
+
+
+def who(_: Any) -> dict[str, Any]:
+    return {"ok": True, "pid": os.getpid()}
+
+
+def telling(_: Any, file: str) -> dict[str, Any]:
+    """Says which process it is, whole at once, and hangs."""
+    Path(f"{file}.new").write_text(str(os.getpid()))
+    os.rename(f"{file}.new", file)
+    return hanging(_)
+
+
+def is_running(pid: int) -> bool:
+    """A process that nobody waited for counts as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def deviating(_: Any) -> dict[str, Any]:
     return {"ok": False, "error_of_loss": 1.0}
 
@@ -82,7 +110,8 @@ def test_rows_are_found_on_a_bare_machine(tmp_path: Path) -> None:
     for part in ("vision", "text"):  # whose gradients, in float32 on one rank, stay where autograd puts them
         memory = found[f"memory of {part}"]
         assert memory["between_steps_bytes"] == memory["weights_bytes"] + memory["optimizer_bytes"]
-    assert found["totals"]["right"] == 5
+    assert found["environment"]["serves"] and found["environment"]["wanted"]["transformers"] == transformers.__version__
+    assert found["totals"]["right"] == 6
     assert found["totals"]["status"] == 0
 
 
@@ -104,6 +133,51 @@ def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path: Path) -> None:
     assert totals["failed"] == ["raising", "absent", "dying"]
     assert totals["deviating"] == ["deviating"]
     assert (totals["right"], totals["status"]) == (0, WRONG)
+
+
+def test_what_cannot_be_imported_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first row, with what is here and what is wanted; no other row is tried."""
+    monkeypatch.setattr(environment, "USED", ("json", "no_such_module"))
+    found = environment.check(Setting("cpu", tmp_path))
+    assert found["serves"] is False
+    wanted = (
+        f"dhp cannot be imported: torch {torch.__version__.partition('+')[0]}\\S* is here, \\S+ is wanted, transformers"
+    )
+    assert re.match(wanted, found["error"]) and "No module named 'no_such_module'" in found["error"]
+    out = tmp_path / "gpu.jsonl"
+    assert check_rows([Row("lacking", PLANTED, "lacking"), named("environment")], "cpu", out) == WRONG
+    assert [row["row"] for row in read(out)] == ["lacking", "totals"]
+
+
+def test_a_row_that_lacks_a_module_costs_no_process(tmp_path: Path) -> None:
+    workshop = Workshop("cpu", tmp_path)
+    try:
+        first = workshop.run(Row("who", PLANTED, "who"), 60.0)["pid"]
+        assert workshop.run(Row("absent", "experiments.gpu_check.no_such_module"), 60.0)["error"]
+        assert workshop.run(Row("who", PLANTED, "who"), 60.0)["pid"] == first
+        assert workshop.run(Row("raising", PLANTED, "raising"), 60.0)["error"]
+        assert workshop.run(Row("who", PLANTED, "who"), 60.0)["pid"] != first
+    finally:
+        workshop.close()
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_ended_from_outside_it_leaves_no_process(by: signal.Signals, tmp_path: Path) -> None:
+    """SIGTERM is what `timeout` sends."""
+    program = (
+        "import sys; from experiments.gpu_check import __main__ as check; from experiments.gpu_check.rows import Row;"
+        f"check.ROWS = (Row('telling', {PLANTED!r}, 'telling', ({str(tmp_path / 'pid')!r},)),);"
+        f"sys.argv[1:] = ['--device', 'cpu', '--out', {str(tmp_path / 'gpu.jsonl')!r}]; check.main()"
+    )
+    running = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    while not (tmp_path / "pid").exists():
+        assert running.poll() is None
+        time.sleep(0.05)
+    row = int((tmp_path / "pid").read_text())
+    running.send_signal(by)
+    running.wait()
+    while is_running(row):  # the kernel takes a moment; the test's own limit is the end of it
+        time.sleep(0.05)
 
 
 def test_a_row_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -135,12 +209,16 @@ def test_an_older_torch_gets_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernels, "varlen_attn", of_2_10)
     monkeypatch.setattr(varlen, "varlen_attn", of_2_10)
     assert older_torch._provide() == "a stand-in for torch's, which lacks enable_gqa, scale, window_size"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert kernels.has_varlen(torch.device("cuda"), torch.bfloat16)  # the product takes it
     make = lambda heads: torch.empty(9, heads, 128, device="meta", dtype=torch.bfloat16, requires_grad=True)
     states = [make(16), make(2), make(2)]
     bounds = torch.empty(3, device="meta", dtype=torch.int32)
     output = kernels.attend_varlen(*states, bounds, 5, True, 0.1)
     gradients = torch.autograd.grad(output, states, torch.empty_like(output))
     assert [t.shape for t in (output, *gradients)] == [states[0].shape, *(state.shape for state in states)]
+    with pytest.raises(NotImplementedError, match="no windows, and \\(4, 0\\) is one"):
+        kernels.attend_varlen(*states, bounds, 5, True, 0.1, window=5)
 
 
 def test_names_of_rows_are_their_own() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dhp.base.degrees import Degrees
+from dhp.models.weights import stored_dtype
 from tests.helpers import layouts
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import Case, InspectedText, InspectedVision, chain_of, compare_rounding, settings
@@ -36,6 +40,17 @@ def test_rounding_is_that_of_one_process(case: Case, made_model: str) -> None:
     assert ratios.loss < 2.5, ratios
     assert ratios.gradient < 2.5, ratios
     assert ratios.update < 2.5, ratios
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[8]], ids=str)
+def test_weights_stored_in_16_bits_are_read_as_they_are(case: Case, made_model: str, tmp_path: Path) -> None:
+    """And widened where they are cut: every rank's masters begin as the same numbers as those of one process."""
+    folder = Path(shutil.copytree(made_model, tmp_path / "rounded"))
+    for file in folder.glob("*.safetensors"):
+        save_file({n: w.bfloat16() for n, w in load_file(file).items()}, file, {"format": "pt"})
+    assert stored_dtype(str(folder)) is torch.bfloat16
+    ratios = compare_rounding(str(folder), case, awkward_steps())
+    assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
 
 
 class Watched:

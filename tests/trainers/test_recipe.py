@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
+from dhp.base.adapters import AdapterSettings
 from dhp.base.parameters import ALL, Group, GroupRule, Selector, TrainingRules
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
+from dhp.models.weights import stored_dtype
 from dhp.run.settings import stage_settings
-from dhp.trainers.recipe import freeze, optimizer_maker, trained_groups
+from dhp.trainers.recipe import cuts_first, dtype_to_load, freeze, optimizer_maker, trained_groups
 from dhp.trainers.settings import OptimizerSettings, StageSettings
 from tests.helpers.chains import make_chain
 
@@ -80,3 +85,38 @@ def test_what_is_configured_reaches_every_stage() -> None:
     for stage in chain.stages:
         settings = stage_settings(config, chain, stage, "cpu", 40)
         assert settings.spec == stage and settings.update == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed", "adapted", "loaded"),
+    [
+        (torch.bfloat16, torch.bfloat16, False, torch.bfloat16),  # the pages of the file itself
+        (torch.bfloat16, torch.bfloat16, True, torch.float32),
+        (torch.float32, torch.bfloat16, False, torch.float32),  # which has more than the stage computes in
+        (torch.bfloat16, torch.float32, False, torch.float32),
+        (torch.float16, torch.bfloat16, False, torch.float32),
+    ],
+    ids=str,
+)
+def test_weights_are_read_as_they_are_stored(
+    stored: torch.dtype, computed: torch.dtype, adapted: bool, loaded: torch.dtype, tmp_path: Path
+) -> None:
+    save_file(
+        {"a": torch.zeros(2, dtype=stored), "counts": torch.zeros(2, dtype=torch.int64)}, tmp_path / "a.safetensors"
+    )
+    adapters = AdapterSettings(2, 2.0) if adapted else None
+    given = replace(settings(), model_name=str(tmp_path), adapters=adapters)
+    assert dtype_to_load(given, computed) is loaded
+
+
+def test_of_a_hub_id_nothing_is_stored_here() -> None:
+    assert stored_dtype("Qwen/Qwen2.5-VL-3B-Instruct") is None
+    assert dtype_to_load(replace(settings(), model_name="Qwen/Qwen2.5-VL-3B-Instruct"), torch.bfloat16) is torch.float32
+
+
+def test_only_fsdp2_cuts_first() -> None:
+    cut = {
+        (stage, engine): cuts_first(replace(settings(), zero_stage=stage, zero_engine=engine))
+        for stage, engine in ((0, "fsdp"), (2, "fsdp"), (3, "fsdp"), (3, "deepspeed"))
+    }
+    assert cut == {(0, "fsdp"): False, (2, "fsdp"): True, (3, "fsdp"): True, (3, "deepspeed"): False}

@@ -32,14 +32,14 @@ from dhp.parallel.activation.draws import device_of_draws, go_on_from, state_of_
 from dhp.parallel.activation.offload import Host
 from dhp.parallel.activation.saved_tensors import detached, note, noting, top_hooks
 
-ATTENTION, PROJECTIONS, MLP = "attention", "projections", "mlp"
-# What each choice keeps of a layer that is checkpointed.
+ATTENTION, PROJECTIONS, MLP, VISITS = "attention", "projections", "mlp", "visits"
+# What each choice keeps of a layer that is checkpointed. Who visits which experts: integers that the host waited for.
 _KEPT_BY_CHOICE = {
-    "light": {ATTENTION, PROJECTIONS, MLP},
-    "mlp": {ATTENTION, PROJECTIONS},
-    "linear": {ATTENTION},
-    "all": set(),
-    OFFLOAD: set(),
+    "light": {VISITS, ATTENTION, PROJECTIONS, MLP},
+    "mlp": {VISITS, ATTENTION, PROJECTIONS},
+    "linear": {VISITS, ATTENTION},
+    "all": {VISITS},
+    OFFLOAD: {VISITS},
 }
 
 _here = threading.local()  # on GPUs, backward runs layers again in threads of autograd's own
@@ -65,9 +65,17 @@ class LayerMap(Protocol):
 class RecomputedLayers:
     """Layers of a model, each of which recomputes what its choice says. Choices may change between steps."""
 
-    def __init__(self, layers: Sequence[nn.Module], parts: LayerMap, choices: Choices, watcher: Watcher | None = None):
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        parts: LayerMap,
+        choices: Choices,
+        watcher: Watcher | None = None,
+        device: torch.device | None = None,
+    ):
+        """device: where layers will compute, if they are elsewhere now."""
         host = Host()
-        self._layers = [_Layer(layer, parts, index, watcher, host) for index, layer in enumerate(layers)]
+        self._layers = [_Layer(layer, parts, index, watcher, host, device) for index, layer in enumerate(layers)]
         self.choose(choices)
 
     @property
@@ -87,10 +95,18 @@ class RecomputedLayers:
 
 
 class _Layer:
-    def __init__(self, module: nn.Module, parts: LayerMap, index: int, watcher: Watcher | None, host: Host):
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: LayerMap,
+        index: int,
+        watcher: Watcher | None,
+        host: Host,
+        device: torch.device | None,
+    ):
         self.choice = "none"
         self._index, self._watcher, self._host = index, watcher, host
-        self._draws_on = device_of_draws(module)
+        self._draws_on = device_of_draws(module, device)
         for what, names in ((PROJECTIONS, parts.projections), (MLP, parts.mlp)):
             for inner in _found(module, names):
                 inner.forward = save_output(what, inner.forward)
@@ -131,7 +147,9 @@ class _Layer:
 
         given = [flat[position] for position in positions]
         with self._host.keeping(given[0], self._index) if self.choice == OFFLOAD else nullcontext():
-            return checkpoint(layer, *given, use_reentrant=False)
+            # Generators are read and set anew around each layer, on GPUs too, where anything may draw from them.
+            draws = self._draws_on is not None
+            return checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=draws)
 
     @contextmanager
     def _replay(self) -> Iterator[None]:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 
-def device_of_draws(layer: nn.Module) -> torch.device | None:
-    """The device whose generator the layer draws from in training; None where it draws nothing."""
+def device_of_draws(layer: nn.Module, device: torch.device | None = None) -> torch.device | None:
+    """The device whose generator the layer draws from in training; None where it draws nothing. device: where the layer
+    will be; where its parameters are, if None."""
     if any(isinstance(module, nn.Dropout) and module.p for module in layer.modules()):
-        return next(layer.parameters()).device
+        return device or next(layer.parameters()).device
     return None
 
 

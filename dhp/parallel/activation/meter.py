@@ -53,10 +53,10 @@ class _Allocated:
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
-        self._between_steps = torch.cuda.memory_allocated()
+        self._between_steps = _allocated()
 
     def now(self) -> int:
-        return torch.cuda.memory_allocated() - self._between_steps
+        return _allocated() - self._between_steps
 
     def take_peak(self, gradient_bytes: int) -> int:
         # The budget is for what comes on top of weights, gradients and optimizer state.
@@ -65,6 +65,11 @@ class _Allocated:
     @contextmanager
     def counting(self) -> Iterator[None]:
         yield
+
+
+def _allocated() -> int:
+    # Twice a layer: `torch.cuda.memory_allocated` first puts all of the allocator's counts into a flat dictionary.
+    return torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"]
 
 
 class _Stopwatch:

@@ -113,7 +113,8 @@ class FlashAttention2:
 
 def _told(query: Tensor, key: Tensor, block: Block) -> dict[str, Any]:
     """What both directions are told of one segment."""
-    bounds = (torch.tensor([0, len(s)], dtype=torch.int32, device=s.device) for s in (query, key))
+    # Made on the device: a copy of numbers from the host would hold it up.
+    bounds = (torch.arange(2, dtype=torch.int32, device=s.device) * len(s) for s in (query, key))
     return {
         **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, strict=True)),
         "max_seqlen_q": len(query),

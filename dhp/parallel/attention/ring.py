@@ -7,8 +7,9 @@ them, in float32, from the first other rank on until they are home: what the own
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ class Ring:
     causal: bool
     gather: bool = False
     backend: str = AUTO
+    _pairs: dict[tuple[int, LayerRule], list[Pair]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def keeps(self) -> bool:
@@ -70,8 +72,12 @@ class Ring:
         return count_tokens(self.chunks[rank])
 
     def pairs(self, source: int, layer: LayerRule = PLAIN) -> list[Pair]:
-        """What this rank's queries see of the keys of rank `source`."""
-        return list(visible_pairs(self.chunks[self.rank], self.chunks[source], self.causal, layer))
+        """What this rank's queries see of the keys of rank `source`. Listed once, for all layers of the same rule and
+        both directions: with hundreds of segments that takes as long as a layer's kernels."""
+        if (source, layer) not in self._pairs:
+            pairs = visible_pairs(self.chunks[self.rank], self.chunks[source], self.causal, layer)
+            self._pairs[source, layer] = list(pairs)
+        return self._pairs[source, layer]
 
     def source(self, step: int) -> int:
         """Whose keys are here in the given step."""
@@ -84,9 +90,12 @@ def visible_pairs(queries: Shard, keys: Shard, causal: bool, layer: LayerRule = 
 
     Raises ValueError for ranges that overlap without being the same: no token lies on two ranks.
     """
+    of_segment = defaultdict(list)
+    for key, columns in _with_rows(keys):
+        of_segment[key.segment].append((key, columns))
     for query, rows in _with_rows(queries):
-        for key, columns in _with_rows(keys):
-            if query.segment != key.segment or (causal and key.first >= query.end):
+        for key, columns in of_segment.get(query.segment, ()):
+            if causal and key.first >= query.end:
                 continue
             same = query == key
             if not same and query.first < key.end and key.first < query.end:

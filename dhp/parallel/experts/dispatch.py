@@ -5,6 +5,9 @@ dropped: each pair of a token and an expert that it visits is a row, rows go to 
 all-to-all with split sizes, and the experts' outputs come back by the inverse one. Rows are sorted by expert, and those
 of one expert by the rank and the order in which they come from it, so that every sum has one order whatever arrives
 first. A rank whose experts nobody visits computes with no rows and takes part all the same.
+
+The host waits once a layer and forward, for the sizes of the exchange. A recomputed layer keeps them, and who visits
+whom, whatever it recomputes: neither is exchanged or waited for again.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp.parallel.activation.checkpointing import VISITS, save_output
 from dhp.parallel.comm.collectives import AllToAll, exchange_rows
+from dhp.parallel.experts.product import Groups
 
-# Rows sorted by own expert, and how many each has → the experts' outputs.
-Compute = Callable[[Tensor, list[int]], Tensor]
+# Rows sorted by own expert, and which are whose → the experts' outputs.
+Compute = Callable[[Tensor, Groups], Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,14 @@ class Visits:
 
     order: the pairs of a token and an expert (token × visits + number of the visit) in the order in which they are
     sent. send, receive: rows for and from each rank. by_expert: of the rows received, which come one behind another
-    when they are sorted by own expert. counts: rows of each own expert.
+    when they are sorted by own expert. groups: the rows of each own expert.
     """
 
     order: Tensor
     send: list[int]
     receive: list[int]
     by_expert: Tensor
-    counts: list[int]
+    groups: Groups
 
 
 def find_visits(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Visits:
@@ -52,7 +57,11 @@ def find_visits(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Visi
     numbers = torch.arange(experts, device=visited.device).repeat(ranks)
     own = numbers.repeat_interleave(coming.flatten(), output_size=sum(receive))
     counts = [sum(of_expert) for of_expert in zip(*arriving, strict=True)]
-    return Visits(order, send, receive, torch.argsort(own, stable=True), counts)
+    ends = coming.sum(0).cumsum(0, dtype=torch.int32)
+    return Visits(order, send, receive, torch.argsort(own, stable=True), Groups(counts, ends))
+
+
+_find_visits_once = save_output(VISITS, find_visits)
 
 
 def visit(states: Tensor, visited: Tensor, weights: Tensor, experts: int, group: Any, compute: Compute) -> Tensor:
@@ -64,10 +73,10 @@ def visit(states: Tensor, visited: Tensor, weights: Tensor, experts: int, group:
     if torch.is_grad_enabled() and not states.requires_grad:
         # Others may have states that need a gradient, and all have to come by on the way back.
         states = states.detach().requires_grad_()
-    visits = find_visits(visited, experts, group)
+    visits = _find_visits_once(visited, experts, group)
     sent = Gather.apply(states, visits.order, visited.shape[1])
     received = AllToAll.apply(sent, visits.send, visits.receive, group)
-    output = compute(Permute.apply(received, visits.by_expert), visits.counts)
+    output = compute(Permute.apply(received, visits.by_expert), visits.groups)
     answer = Permute.apply(output, inverse(visits.by_expert))
     returned = Permute.apply(AllToAll.apply(answer, visits.receive, visits.send, group), inverse(visits.order))
     of_tokens = returned.view(*visited.shape, states.shape[1]) * weights[..., None].to(returned.dtype)

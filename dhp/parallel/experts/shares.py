@@ -67,7 +67,7 @@ def share_out(model: nn.Module, group: dist.ProcessGroup, copies: dist.ProcessGr
 
 def _visit_group(experts: nn.Module, group: dist.ProcessGroup) -> None:
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        compute = lambda rows, counts: run_experts(experts, rows, counts)
+        compute = lambda rows, groups: run_experts(experts, rows, groups)
         held = next(experts.parameters()).shape[0]
         return visit(hidden_states, top_k_index, top_k_weights, held, group, compute)
 

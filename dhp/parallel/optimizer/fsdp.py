@@ -24,7 +24,7 @@ from dhp.parallel.comm.collectives import sum_in_place
 from dhp.parallel.optimizer.clipped_step import Rates, clipped_step
 from dhp.parallel.optimizer.fsdp_blocks import RowBlock, held_blocks, shard_rows
 from dhp.parallel.optimizer.fsdp_entry import Computation
-from dhp.parallel.optimizer.precision import exact_dtype
+from dhp.parallel.optimizer.precision import exact_dtype, widen
 from dhp.parallel.optimizer.replicated import MakeOptimizer, sum_of_squares
 from dhp.parallel.optimizer.state import MASTER, MOMENTS, STEP, StateSink, StateSource, step_for, steps_taken
 from dhp.parallel.tensor.local_shards import Cut, cut_of, owned_parameters
@@ -62,8 +62,11 @@ class FullySharded:
 
     tensor_rank: this rank's number among those that hold other slices.
 
-    dtype: in which weights are gathered. The module's parameters come in `exact_dtype(dtype)` and stay so as master
-    weights.
+    dtype: in which weights are gathered. The module's parameters come in `exact_dtype(dtype)`, or in a narrower format
+    that it holds exactly, as files have them, and are master weights in `exact_dtype(dtype)` once they are cut.
+
+    The module comes on the host: a layer at a time is widened, moved to the mesh's device and cut there, so that
+    neither the host nor any device ever holds the part in float32.
     """
 
     def __init__(
@@ -212,7 +215,9 @@ def _shard_fully(
         param_dtype=dtype if dtype != exact else None, reduce_dtype=exact, cast_forward_inputs=False
     )
     for layer in layers:
+        widen(layer, exact)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
+    widen(root, exact)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for unit in _units(root):
         unit.set_gradient_divide_factor(1.0)

@@ -1,6 +1,6 @@
 """16-bit training: what computes is 16 bits wide, what accumulates is not.
 
-Weights are loaded in float32 and kept so by the optimizer (master weights, Micikevicius et al. 2018, section 3.1);
+Weights are widened to float32 and kept so by the optimizer (master weights, Micikevicius et al. 2018, section 3.1);
 the module computes with a rounded copy. Buffers are left alone: rounding RoPE's frequencies to bfloat16 turns the
 positions of long sequences by up to a radian.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 _EXACT = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 
@@ -16,6 +17,14 @@ _EXACT = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.flo
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     """The format of master weights, gradient sums and optimizer state for a module that computes in `dtype`."""
     return _EXACT[dtype]
+
+
+def widen(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put parameters that are whole, or plain slices, into `dtype`, that of master weights, where they lie. Those that
+    FSDP2 has cut are so already."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(dtype)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

@@ -25,17 +25,25 @@ PLAIN = LogitRule()
 
 
 def token_loss_sum(
-    head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows: int = CHUNK_ROWS, rule: LogitRule = PLAIN
+    head: nn.Linear,
+    states: Tensor,
+    targets: Tensor,
+    chunk_rows: int = CHUNK_ROWS,
+    rule: LogitRule = PLAIN,
+    factor: float = 1.0,
 ) -> Tensor:
-    """Σ −log softmax(logits)[targets] of the logits that `rule` makes of head(states), a scalar in float32 (float64 for
-    float64 states).
+    """factor × Σ −log softmax(logits)[targets] of the logits that `rule` makes of head(states), a scalar in float32
+    (float64 for float64 states).
 
     states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]. `head.weight` is whole, or this rank's
     slice of the vocabulary (`dhp.parallel.tensor.local_shards`, or a DTensor). Raises ValueError for any other split,
     and for a head with a bias, which no known family has.
+
+    The result may be added to, but not multiplied: its gradient must be 1, and whatever the loss is multiplied by is
+    given as `factor`. So nothing passes over the head's gradient a second time. Backward raises otherwise.
     """
     weight, first, group, _ = _own_head(head)
-    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule)
+    return _TokenLossSum.apply(states, weight, targets, first, group, chunk_rows, rule, factor)
 
 
 @torch.no_grad()
@@ -107,52 +115,66 @@ class _TokenLossSum(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk_rows: int,
         rule: LogitRule,
+        factor: float,
     ) -> Tensor:
         exact = torch.float64 if states.dtype == torch.float64 else torch.float32
         total = states.new_zeros((), dtype=exact)
-        grad_states = torch.empty_like(states)
-        grad_weight = torch.zeros_like(weight, dtype=exact)
+        grad_states, grad_weight = torch.empty_like(states), None
         for rows, target, grad in zip(
             states.split(chunk_rows), targets.split(chunk_rows), grad_states.split(chunk_rows), strict=True
         ):
-            loss, slopes = _chunk(rows, weight, target - first, group, exact, rule)
+            loss, slopes = _chunk(rows, weight, target - first, group, exact, rule, factor)
             total += loss
             slopes = slopes.to(rows.dtype)
-            grad.copy_(slopes @ weight)
-            grad_weight += slopes.T @ rows
+            torch.mm(slopes, weight, out=grad)
+            # A single chunk's product is rounded once, as autograd's own is; several are summed before they are.
+            grad_weight = _added(grad_weight, slopes.T, rows, exact if len(rows) < len(states) else weight.dtype)
         ctx.group = group
         ctx.save_for_backward(grad_states, grad_weight.to(weight.dtype))
-        return total
+        return total * factor
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        torch._assert_async(gradient == 1, "the sum of token losses was multiplied; give what by as `factor`")
         grad_states, grad_weight = ctx.saved_tensors
-        grad_states = grad_states * scale
         if ctx.group is not None:  # each rank has the part that its own vocabulary gives
-            sum_in_place(grad_states, ctx.group)
-        return grad_states, grad_weight * scale, None, None, None, None, None
+            grad_states = sum_in_place(grad_states.clone(), ctx.group)
+        return grad_states, grad_weight, None, None, None, None, None, None
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + left @ right, in `dtype`; the first product is the total."""
+    # torch multiplies 16-bit matrices into 32 bits on GPUs alone.
+    wide = left.is_cuda and left.dtype.itemsize == 2 and dtype == torch.float32
+    product = torch.mm(left, right, out_dtype=dtype) if wide else torch.mm(left, right)
+    return product.to(dtype) if total is None else total.add_(product)
 
 
 def _chunk(
-    rows: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, exact: torch.dtype, rule: LogitRule
+    rows: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: dist.ProcessGroup | None,
+    exact: torch.dtype,
+    rule: LogitRule,
+    factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of a chunk over the whole vocabulary, and d loss / d output of this rank's part of the head, [rows, own
-    vocabulary].
+    """Loss of a chunk over the whole vocabulary, and factor × d loss / d output of this rank's part of the head, [rows,
+    own vocabulary].
 
     target: relative to this rank's first token, so out of range on the ranks that do not hold it.
     """
     logits, highest, mine, column = _found(rows, weight, target, group, exact, rule)
-    exponentials = (logits - highest[:, None]).exp()
+    exponentials = (logits - highest[:, None]).exp_()
     wanted = torch.where(mine, logits.gather(1, column)[:, 0] - highest, 0.0)
     sums = torch.stack([exponentials.sum(-1), wanted])  # [2, rows]
     if group is not None:
         sum_in_place(sums, group)
-    slopes = exponentials / sums[0][:, None]
-    slopes.scatter_add_(1, column, -mine.to(exact)[:, None])
+    factor *= rule.factor
+    slopes = exponentials.mul_((factor / sums[0])[:, None])
+    slopes.scatter_add_(1, column, mine.to(exact)[:, None] * -factor)
     if rule.softcap is not None:
         slopes *= 1 - (logits / rule.softcap).square_()
-    if rule.factor != 1.0:
-        slopes *= rule.factor
     return (sums[0].log() - sums[1]).sum(), slopes
 
 

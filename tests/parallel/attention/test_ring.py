@@ -15,7 +15,7 @@ from torch import Tensor
 from dhp.base.geometry import TokenRange
 from dhp.parallel.attention import ring
 from dhp.parallel.attention.kernels import Block, CpuFlash, Dense
-from dhp.parallel.attention.ring import Pair, merge, visible_pairs
+from dhp.parallel.attention.ring import Pair, Ring, merge, visible_pairs
 from dhp.parallel.attention.shard_plan import contiguous_plan, given_plan, zigzag_plan
 from dhp.parallel.attention.ulysses import key_copies
 from dhp.parallel.attention.visibility import LayerRule
@@ -64,6 +64,17 @@ def test_under_a_window_a_rank_computes_with_the_keys_its_queries_see_alone() ->
         (slice(256, 300), slice(156, 300)),
     ]
     assert not list(visible_pairs((mine,), (before,), True, LayerRule(chunk=300)))
+
+
+def test_pairs_are_listed_once_for_all_layers_of_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = []
+    monkeypatch.setattr(ring, "visible_pairs", lambda *given: listed.append(given) or visible_pairs(*given))
+    plan = zigzag_plan((64, 32), 2, 1)
+    one = Ring((plan.chunk(0), plan.chunk(1)), 0, None, True)
+    rules = (LayerRule(), LayerRule(window=5))
+    found = [[one.pairs(source, rule) for rule in rules for source in (0, 1)] for _ in range(3)]
+    assert len(listed) == 4 and found[0] == found[1] == found[2]
+    assert found[0][0] != found[0][1] != found[0][2]
 
 
 @pytest.mark.parametrize("far", [150.0, -150.0, 1e4, -1e4])

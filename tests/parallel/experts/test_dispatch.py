@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from dhp.parallel.activation.checkpointing import RecomputedLayers
+from dhp.parallel.experts import dispatch
 from dhp.parallel.experts.dispatch import find_visits, inverse, visit
+from dhp.parallel.experts.product import Groups
 from tests.helpers.ranks import run_on_ranks
 
 EXPERTS, HIDDEN, VISITS = 6, 5, 2
@@ -36,8 +44,9 @@ def _by_ranks(only: int | None) -> tuple[Tensor, ...]:
     states, visited, weights = _visits(rank, only)
     held = _matrices()[rank * own : (rank + 1) * own].requires_grad_()
 
-    def compute(rows: Tensor, counts: list[int]) -> Tensor:
-        return torch.cat([part.sin() @ w for part, w in zip(rows.split(counts), held.unbind(0), strict=True)])
+    def compute(rows: Tensor, groups: Groups) -> Tensor:
+        assert groups.ends.tolist() == [*accumulate(groups.counts)]
+        return torch.cat([part.sin() @ w for part, w in zip(rows.split(groups.counts), held.unbind(0), strict=True)])
 
     output = visit(states, visited, weights, own, dist.group.WORLD, compute)
     (output.cos() * (1 + rank)).sum().backward()
@@ -76,7 +85,7 @@ def _visits_by_hand() -> tuple[list[int], list[int], list[int], list[int]]:
     rank = dist.get_rank()
     visited = torch.tensor([[[3, 0], [1, 2]], [[0, 3], [0, 1], [2, 3]]][rank])
     visits = find_visits(visited, 2, dist.group.WORLD)
-    return visits.order.tolist(), visits.send, visits.receive, visits.counts
+    return visits.order.tolist(), visits.send, visits.receive, visits.groups.counts
 
 
 def test_visits_by_hand() -> None:
@@ -89,3 +98,27 @@ def test_visits_by_hand() -> None:
 def test_an_order_and_its_inverse() -> None:
     order = torch.tensor([2, 0, 3, 1])
     assert order[inverse(order)].tolist() == [0, 1, 2, 3]
+
+
+class _Layer(nn.Module):
+    def forward(self, states: Tensor, visited: Tensor, weights: Tensor) -> Tensor:
+        return visit(states, visited, weights, EXPERTS // 3, dist.group.WORLD, lambda rows, groups: rows.sin())
+
+
+def _sizes_exchanged(choice: str) -> tuple[int, Tensor]:
+    """How often ranks exchange sizes in a layer's forward and backward, and the gradient of its states."""
+    layer, (states, visited, weights) = _Layer(), _visits(dist.get_rank(), None)
+    RecomputedLayers([layer], SimpleNamespace(projections=(), mlp=()), (choice,))
+    with mock.patch.object(dispatch, "exchange_rows", wraps=dispatch.exchange_rows) as exchanged:
+        layer(states, visited, weights).cos().sum().backward()
+    return exchanged.call_count, states.grad
+
+
+@pytest.mark.parametrize("choice", ["linear", "all"])
+def test_a_recomputed_layer_keeps_who_visits_whom(choice: str) -> None:
+    """The rows go and come again; how many do is neither exchanged nor waited for again."""
+    once = run_on_ranks(_sizes_exchanged, 3, "none")
+    again = run_on_ranks(_sizes_exchanged, 3, choice)
+    assert [count for count, _ in [*once, *again]] == [1] * 6
+    for (_, gradient), (_, wanted) in zip(again, once, strict=True):
+        assert torch.equal(gradient, wanted)

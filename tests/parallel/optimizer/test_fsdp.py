@@ -70,6 +70,23 @@ def _update(stage: int, dtype: torch.dtype = torch.float32) -> tuple[_Net, Fully
     return net, FullySharded(net, list(net.layers), made, mesh, 0, stage, dtype)
 
 
+def _masters() -> list[tuple[torch.dtype, float]]:
+    """Of a module that comes in 16 bits: the format of each master weight, and how far it is from what came."""
+    net, mesh = _Net().to(torch.bfloat16), init_device_mesh("cpu", (dist.get_world_size(),))
+    came = {name: parameter.detach().float() for name, parameter in net.named_parameters()}
+    made = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+    update = FullySharded(net, list(net.layers), made, mesh, 0, 3, torch.bfloat16)
+    (loss := update.forward(lambda: net.head(net.states(torch.ones(1, 4).bfloat16())).float().sum())).backward()
+    assert loss.isfinite()
+    whole = {shard.name: shard.parameter.full_tensor() for shard in update._shards}
+    return [(shard.weight.dtype, float((whole[shard.name] - came[shard.name]).abs().max())) for shard in update._shards]
+
+
+def test_what_comes_in_16_bits_is_widened_before_it_is_cut(on_ranks: RunOnRanks) -> None:
+    for of_rank in on_ranks(_masters, 2):
+        assert of_rank == [(torch.float32, 0.0)] * 5
+
+
 def _divided() -> tuple[float, float]:
     """A gradient of ones on each of two ranks: as FSDP leaves it by itself, and as the adapter does."""
     mesh, alone = init_device_mesh("cpu", (2,)), nn.Linear(4, 4, bias=False)

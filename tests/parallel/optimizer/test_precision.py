@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dhp.parallel.optimizer.precision import cast_parameters, exact_dtype
+from dhp.parallel.optimizer.precision import cast_parameters, exact_dtype, widen
 from dhp.parallel.optimizer.replicated import Replicated
 from tests.helpers.ranks import run_on_ranks
 
@@ -27,6 +27,16 @@ class Tied(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.embedding(ids) + self.frozen.to(self.embedding.weight))
+
+
+def test_parameters_are_widened_where_they_are_and_shared_ones_stay_shared() -> None:
+    module = Tied().to(torch.bfloat16)
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in module.named_parameters()}
+    widen(module, torch.float32)
+    for name, parameter in module.named_parameters():
+        same, rounded = before[name]
+        assert parameter is same and parameter.dtype == torch.float32 and torch.equal(parameter, rounded.float())
+    assert module.head.weight is module.embedding.weight and module.frequencies.dtype == torch.bfloat16
 
 
 def test_parameters_are_rounded_once_and_shared_ones_stay_shared() -> None:

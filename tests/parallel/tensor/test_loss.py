@@ -51,7 +51,7 @@ def ours(
         head.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement or Shard(0)]))
         if local:
             use_local_slices(head)
-    loss = token_loss_sum(head, states, targets, chunk) / 7
+    loss = token_loss_sum(head, states, targets, chunk, factor=1 / 7)
     loss.backward()
     cut, grad = cut_of(head, "weight"), head.weight.grad
     grad = grad if cut is None else cut.around(grad)
@@ -173,3 +173,12 @@ def test_scaled_and_soft_capped_logits_equal_autograd(rule: LogitRule) -> None:
     for result in found:
         for ours_, plain in zip(result, wanted, strict=True):
             torch.testing.assert_close(ours_, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_that_is_multiplied_has_no_way_back() -> None:
+    """Its gradients are made in forward: what they are multiplied by has to be known there."""
+    head = nn.Linear(HIDDEN, 11, bias=False)
+    states, _, targets = inputs(5, 11, torch.float32)
+    with pytest.raises(RuntimeError, match="give what by as `factor`"):
+        (token_loss_sum(head, states, targets) / 7).backward()
+    (token_loss_sum(head, states, targets, factor=1 / 7) + states.sum()).backward()
