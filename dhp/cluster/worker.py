@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dhp.base.byte_counter import HANDOFF, add_sent
 from dhp.base.calls import RECORD
+from dhp.base.cores import count_cores
 from dhp.base.messages import Bundle, StageReport
 from dhp.base.spans import (
     BACKWARD,
@@ -123,7 +124,8 @@ class Worker:
         if settings.cuda:
             expand_segments(settings.transport)
             record_nccl(settings.log_dir, f"{settings.stage}-{rank}")
-        torch.set_num_threads(settings.threads)
+        # Ray's CPUs may be more than there are cores (`ray start --num-cpus`), and threads that wait for one spin.
+        torch.set_num_threads(min(settings.threads, count_cores()))
         if settings.keep_memory:
             keep_freed_memory()
         self._listener: socket.socket | None = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from dataclasses import asdict, dataclass
 
 import torch
 import transformers
 
+from dhp.base.cores import count_cores
 from dhp.parallel.extras import Extra, find_extras
 
 
@@ -47,7 +47,7 @@ def look_around() -> Machine:
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=count_cores(),
         gpus=tuple(map(_gpu, range(torch.cuda.device_count()))),
         extras=find_extras(),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from dhp.base.cores import count_cores
 from dhp.base.messages import DeviceInfo
 
 LARGEST_ROWS = 2048  # rows of the matrices that are multiplied
@@ -33,7 +33,7 @@ def describe_device(device: torch.device, dtype: torch.dtype, measure: bool = Fa
 def measure_speed(dtype: torch.dtype) -> float:
     """Operations a second of the fastest of several products of matrices with all CPUs of the machine."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(_cpus())
+    torch.set_num_threads(count_cores())
     try:
         size, best = LARGEST_ROWS // 8, 0.0
         while True:
@@ -55,7 +55,3 @@ def _fastest(size: int, dtype: torch.dtype, budget_s: float) -> float:
         torch.mm(left, right)
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

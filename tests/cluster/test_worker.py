@@ -189,3 +189,14 @@ def test_nccl_connects_as_the_rank_joins(
     worker = Worker(GroupSettings("vision", 1, backend, torch.get_num_threads(), 60.0, None, True), 0)
     worker.join("127.0.0.1", 1)
     assert given["device_id"] == device
+
+
+def test_threads_are_no_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts Ray may give a node more CPUs than it has: threads without a core of their own make steps six
+    times as long."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(worker_module, "count_cores", lambda: 3)
+    for asked, taken in ((64, 3), (2, 2)):
+        Worker(GroupSettings("vision", 1, "gloo", asked, 60.0, None, True), 0)
+        assert torch.get_num_threads() == taken
+    torch.set_num_threads(before)

@@ -56,6 +56,8 @@ def train(
     if starts_ray and not (real or own_ray or any("cluster.address" in word for word in arguments)):
         address, joining = shared_ray.join()
         start, arguments = {**start, **joining}, (*arguments, f"cluster.address={address}")
+        if not any("threads_per_actor" in word for word in arguments):
+            arguments = (*arguments, "cluster.threads_per_actor=1")  # its CPUs are no cores
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
