@@ -53,6 +53,7 @@ NOTHING_AS_BY_DEFAULT = [
         "vision.dtype=float64",
         "vision.zero_stage=0",
         "vision.recompute=light",
+        "training.deterministic=true",
         "vision.mlp_chunks=4",
     ),
     *("vision.attention_backend=sdpa", "training.frozen=[vision]", "vision.lora.rank=4", "vision.lora.rslora=true"),
@@ -78,7 +79,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     rules = TrainingRules(frozen=(Selector("vision", ("model.visual",), ("model.visual.merger",)),))
     found = {s.name: stage_settings(config, chain, s, "cuda", 40, Path("step_7"), rules) for s in chain.stages}
     shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
-    shared |= {"rules": rules, "features": None, "resume_states": True}
+    shared |= {"rules": rules, "features": None, "resume_states": True, "deterministic": True}
     shared |= {"compiled": False}  # as it must be with what else is asked for
     shared |= {"exclusive_sums": True}  # stages that share GPUs
     shared |= {"chain": chain, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
