@@ -6,5 +6,5 @@ import os
 
 
 def count_cores() -> int:
-    """How many: those of a container or a job's share where the system says, else all of the machine."""
+    """How many: those that the system lets it run on, where it says (Linux), else all of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -71,7 +71,7 @@ class ClusterConfig:
 
     threads_per_actor: Optional[int] = None
     """CPU threads of one actor's PyTorch. Null: a node's cores divided by its actors of the larger part
-    (parts take turns); the smallest such number of all nodes."""
+    (parts take turns); the smallest such number of all nodes. No actor takes more than its node has cores."""
 
 
 @dataclass

@@ -31,19 +31,19 @@ def weight_bytes(model_name: str, checkpoint: Path | None = None) -> int:
 
 
 def stored_dtype(model_name: str) -> torch.dtype | None:
-    """The widest number format of the weights in a model's directory; None where there is none, as of a hub id.
+    """The number format of all weights in a model's directory; None where they have several, and of a hub id.
 
     Raises ModelError for a file that cannot be read.
     """
-    found = {torch.float8_e4m3fn}  # narrower than what any weight here has
+    found = set()
     for file in sorted(Path(model_name).glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
                 found |= {_FORMATS.get(opened.get_slice(name).get_dtype()) for name in opened.keys()}
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file}: the weights cannot be read: {error}") from error
-    widest = max(found - {None}, key=lambda dtype: dtype.itemsize)
-    return None if widest.itemsize == 1 else torch.float32 if {torch.float16, torch.bfloat16} <= found else widest
+    found.discard(None)  # integers
+    return found.pop() if len(found) == 1 else None
 
 
 _FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -109,6 +109,13 @@ def test_weights_are_read_as_they_are_stored(
     assert dtype_to_load(given, computed) is loaded
 
 
+def test_of_several_formats_none_is_the_stored_one(tmp_path: Path) -> None:
+    for name, dtype in (("a", torch.bfloat16), ("b", torch.float32)):
+        save_file({name: torch.zeros(2, dtype=dtype)}, tmp_path / f"{name}.safetensors")
+    assert stored_dtype(str(tmp_path)) is None
+    assert dtype_to_load(replace(settings(), model_name=str(tmp_path)), torch.bfloat16) is torch.float32
+
+
 def test_of_a_hub_id_nothing_is_stored_here() -> None:
     assert stored_dtype("Qwen/Qwen2.5-VL-3B-Instruct") is None
     assert dtype_to_load(replace(settings(), model_name="Qwen/Qwen2.5-VL-3B-Instruct"), torch.bfloat16) is torch.float32
