@@ -1,4 +1,4 @@
-"""Random numbers that a layer draws: of what is trained here, modules for dropout beside adapters draw some."""
+"""Random numbers that a layer draws: for dropout beside adapters, and where a model's configuration asks for some."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from torch import Tensor, nn
 def device_of_draws(layer: nn.Module, device: torch.device | None = None) -> torch.device | None:
     """The device whose generator the layer draws from in training; None where it draws nothing. device: where the layer
     will be; where its parameters are, if None."""
-    if any(isinstance(module, nn.Dropout) and module.p for module in layer.modules()):
+    if any(map(_may_draw, layer.modules())):
         return device or next(layer.parameters()).device
     return None
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Whether it is one for dropout, or has a share to drop, as those have that call the function: `attention_dropout`,
+    `drop_prob`."""
+    drops = "drop" in type(module).__name__.lower()
+    shares = (value for name, value in vars(module).items() if "drop" in name or (drops and name == "p"))
+    return any(isinstance(share, (int, float)) and share > 0 for share in shares)
 
 
 def state_of_draws(device: torch.device | None) -> Tensor | None:

@@ -13,6 +13,7 @@ from dhp.config.recompute import CHOICES
 from dhp.parallel.activation import checkpointing
 from dhp.parallel.activation import meter as meter_module
 from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, save_output
+from dhp.parallel.activation.draws import device_of_draws
 from dhp.parallel.activation.meter import Meter
 from dhp.parallel.activation.saved_tensors import SavedTensors
 
@@ -244,3 +245,26 @@ def test_without_gradients_nothing_is_checkpointed() -> None:
     with torch.no_grad():
         states = model(torch.randn(ROWS, WIDTH))
     assert not states.requires_grad
+
+
+class _Functional(nn.Module):
+    """Drops by the function, as towers of sound do, not by a module."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.dropout, self.weight = share, nn.Parameter(torch.ones(64))
+
+    def forward(self, states: Tensor) -> Tensor:
+        return F.dropout(states * self.weight, self.dropout, self.training)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_a_function_drops_is_dropped_again(share: float) -> None:
+    layer = _Functional(share)
+    assert (device_of_draws(layer) is None) == (share == 0)
+    RecomputedLayers([layer], Parts(projections=(), mlp=()), ("all",))
+    torch.manual_seed(0)
+    output = layer(torch.ones(64, requires_grad=True))
+    torch.rand(3)  # others draw in between
+    output.sin().sum().backward()
+    assert torch.allclose(layer.weight.grad, output.detach().cos() * output.detach())  # output = weight × kept, of ones
