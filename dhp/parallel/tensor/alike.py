@@ -52,8 +52,7 @@ def hash_bits(tensor: Tensor) -> Tensor:
     bits = local.contiguous().view(_INTEGERS[local.dtype.itemsize]).flatten()
     total = torch.full((), len(bits), dtype=torch.int64, device=bits.device)
     for number, chunk in enumerate(bits.split(_CHUNK)):
-        places = (
-            torch.arange(len(chunk), device=bits.device) * 2 + 1 + 2 * number * _CHUNK
-        )  # odd: none is lost mod 2^64
-        total += (chunk.long() * (places * 0x9E3779B97F4A7C1 + 1)).sum()
+        # Odd factors: by an even one, the sign of a float64 would be lost modulo 2^64.
+        places = torch.arange(len(chunk), device=bits.device) * 2 + 1 + 2 * number * _CHUNK
+        total += (chunk.long() * (places * 0x9E3779B97F4A7C1)).sum()
     return total

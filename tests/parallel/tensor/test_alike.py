@@ -46,6 +46,14 @@ def test_a_hash_depends_on_values_and_places() -> None:
     assert same[0] == same[1] and same[0] not in [hash_bits(other) for other in others]
 
 
+def test_the_sign_of_any_place_counts() -> None:
+    values = torch.arange(1.0, 6.0, dtype=torch.float64)
+    for place in range(5):
+        other = values.clone()
+        other[place] *= -1
+        assert hash_bits(other) != hash_bits(values)
+
+
 def test_long_tensors_are_hashed_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = hash_bits(values)
