@@ -11,7 +11,8 @@ MARK = "DHP_TEST_RUN"
 
 
 def marked_processes(mark: str, forked: Path | None = None) -> dict[int, str]:
-    """Running processes that inherited the mark: command line by process id.
+    """Running processes that inherited the mark: command line by process id. Marks have to differ between workers of
+    pytest-xdist: the name of tmp_path does not, its whole path does.
 
     forked: the folder in which the server of tests/helpers/forks names its forks.
     """
@@ -21,7 +22,7 @@ def marked_processes(mark: str, forked: Path | None = None) -> dict[int, str]:
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
         try:
-            if int(folder.name) in forks or f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+            if int(folder.name) in forks or f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                 found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue  # it ended while we looked

@@ -37,7 +37,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
                 install(tmp_path / "packages", name, more.get(name, ""))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
         monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-        monkeypatch.setenv(MARK, tmp_path.name)
+        monkeypatch.setenv(MARK, str(tmp_path))
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
         found = Loggers(names, about(tmp_path, resumed))
         found.begin()
@@ -209,7 +209,7 @@ def test_a_logger_that_hangs_is_not_waited_for(begin: Begin, tmp_path: Path, mon
         said += found.take_messages()
     assert "logging to wandb has stopped, training goes on: it is 5 steps behind; see" in "".join(said)
     assert "wandb lacks 12 steps between 1 and 29; metrics.jsonl has every step" in ended(found)
-    assert not marked_processes(tmp_path.name)
+    assert not marked_processes(str(tmp_path))
 
 
 @pytest.mark.parametrize("does", [HANGING, STAYING], ids=["hangs", "does not leave"])
@@ -222,7 +222,7 @@ def test_nothing_of_a_logger_is_left_behind(
         time.sleep(0.02)
     said = ended(found)
     assert ("it did not end in time" in "".join(said)) == (does == HANGING)
-    assert not marked_processes(tmp_path.name)
+    assert not marked_processes(str(tmp_path))
 
 
 def test_a_run_that_is_killed_takes_its_loggers_along(begin: Begin, tmp_path: Path) -> None:
