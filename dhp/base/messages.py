@@ -237,6 +237,20 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True)
+class KernelUse:
+    """Which kernel serves a kind of layer in a stage.
+
+    kind: attention, norm, rotary, gate, loss or patches. count: of modules; 0 where none are counted. faster: a kernel
+    that would be faster there, and what it needs.
+    """
+
+    kind: str
+    kernel: str
+    count: int = 0
+    faster: str | None = None
+
+
+@dataclass(frozen=True)
 class StepData:
     """One step, dealt out.
 

@@ -1,7 +1,7 @@
 """Rules between keys of several sections, and between degrees and a model's shape, which come as plain numbers."""
 
 from dhp.base.errors import ConfigError
-from dhp.config.kernels import FLASH_ATTENTION_2
+from dhp.config.kernels import FLASH_ATTENTION_2, ON_GPUS, read_kernels
 from dhp.config.parts import parts
 from dhp.config.recompute import read_choices
 from dhp.config.resolved import resolved
@@ -52,6 +52,12 @@ def check_backends(config: Config) -> None:
                 f"{name}.attention_backend=flash_attention_2 with cluster.device=cpu: its kernels run on GPUs. Set "
                 f"{name}.attention_backend=auto, PyTorch's own kernels, or cluster.device=cuda."
             )
+        for kind, kernel in read_kernels(name, part.kernels).items():
+            if kernel in ON_GPUS and config.cluster.device == "cpu":
+                raise ConfigError(
+                    f"{name}.kernels={part.kernels} with cluster.device=cpu: {kind}:{kernel} runs on GPUs. Set "
+                    f"{name}.kernels=auto, which takes what is proved on this device, or cluster.device=cuda."
+                )
         quantized = f"{name}.lora.quantization={part.lora.quantization}"
         if part.lora.quantization is not None and config.cluster.device != "cuda":
             raise ConfigError(

@@ -1,12 +1,39 @@
-"""What a part computes with: its number format, attention_backend and compile."""
+"""What a part computes with: its number format, attention_backend, kernels and compile."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from dhp.base.errors import ConfigError
+from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.ranges import require_choice
 from dhp.config.schema import PartConfig
 
 FLASH_ATTENTION_2 = "flash_attention_2"
 _DTYPES = ("bfloat16", "float32", "float64")
 _BACKENDS = ("auto", "sdpa", FLASH_ATTENTION_2)
+AUTO, PLAIN = "auto", "plain"
+TORCH, COMPILED, WRITTEN = "torch", "compiled", "written"
+# Kinds of elementwise work of a layer, and the kernels for it, the fastest first; beside these, plain: the module's own
+# code. torch: a kernel of PyTorch's. compiled: ours, by torch.compile. written: ours, operation by operation.
+KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"norm": (TORCH, COMPILED, WRITTEN), "rotary": (COMPILED, WRITTEN), "gate": (COMPILED,)}
+)
+ON_GPUS = (TORCH, COMPILED)  # on CPUs PyTorch's norm is made of pieces, and compiling takes longer than it saves
+
+
+def read_kernels(name: str, text: str) -> dict[str, str]:
+    """Who computes each kind of elementwise work, as `norm:written,gate:plain` or `auto` says. Raises ConfigError."""
+    found = dict.fromkeys(KERNELS, AUTO)
+    for item in () if text == AUTO else text.split(","):
+        kind, _, kernel = (word.strip() for word in item.partition(":"))
+        if kind not in KERNELS or kernel not in (AUTO, PLAIN, *KERNELS[kind]):
+            known = [f"{k}:{one}" for k, own in KERNELS.items() for one in (*own, PLAIN)]
+            raise ConfigError(
+                f"{name}.kernels={text}: {item!r} names no kernel. Give auto, or some of {', '.join(known)}, with "
+                f"commas between them{did_you_mean([nearest(item.strip(), known)])}"
+            )
+        found[kind] = kernel
+    return found
 
 
 def check_formats(name: str, part: PartConfig) -> None:
@@ -18,6 +45,7 @@ def check_formats(name: str, part: PartConfig) -> None:
         )
     require_choice(f"{name}.dtype", part.dtype, _DTYPES)
     require_choice(f"{name}.attention_backend", part.attention_backend, _BACKENDS)
+    read_kernels(name, part.kernels)
     if part.attention_backend == FLASH_ATTENTION_2 and part.dtype != "bfloat16":
         raise ConfigError(
             f"{name}.attention_backend=flash_attention_2 with {name}.dtype={part.dtype}: its kernels have 16-bit "

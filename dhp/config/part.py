@@ -95,6 +95,12 @@ class PartConfig:
     """Attention kernel: auto | sdpa, both PyTorch's own, with flash attention in them | flash_attention_2, the package
     flash-attn (2.7 or newer, installed on each node; GPUs from Ampere on, bfloat16)."""
 
+    kernels: str = "auto"
+    """Who computes what a layer does elementwise: auto, the fastest that is proved on the device at start to give what
+    the library's own code gives | by kind, as norm:written,gate:plain. Norms: torch (PyTorch's, on GPUs) | compiled |
+    written | plain; rotary positions: compiled | written | plain; gates of MLPs: compiled | plain. compiled: by
+    torch.compile, on GPUs; written: operation by operation, in few passes; plain: the library's own code."""
+
     compile: bool = False
     """true: each layer's forward goes through torch.compile, which fuses its small operations; attention stays as it
     is. With recompute=none, tensor=1, expert=1 and zero_stage=0, and without memory.accounting."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dhp.base.messages import DeviceInfo
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dispatch import PerRank, per_rank
+from dhp.observe.kernels import kernel_lines
 from dhp.observe.mfu import TABLE, peak_flops, unknown_devices, who_measures
 
 
@@ -28,6 +29,15 @@ def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[
         told = ", ".join(unknown_devices(devices))
         say(f"mfu is not told: no peak of {told} is known. Add it to configs/{TABLE}, from the vendor's data sheet")
     return peak
+
+
+def name_kernels(groups: Mapping[str, ActorGroup], timeout_s: float) -> list[str]:
+    """A line a stage: which kernel serves each kind of layer there, by its first rank, and what would be faster."""
+    return [
+        line
+        for name, group in groups.items()
+        for line in kernel_lines(name, group.execute_all("describe_kernels", timeout_s=timeout_s)[0])
+    ]
 
 
 def device_memory(groups: Mapping[str, ActorGroup], timeout_s: float) -> int | None:

@@ -17,6 +17,7 @@ from dhp.base.passes import Passes
 from dhp.base.stages import Chain, StageSpec
 from dhp.batching.encoders import Split
 from dhp.batching.loader import FeedSettings
+from dhp.config.kernels import read_kernels
 from dhp.config.mixing import read_datasets, split_share
 from dhp.config.parts import DECODER, decoder, encoders, model_name, parts
 from dhp.config.recompute import read_choices
@@ -200,6 +201,7 @@ def stage_settings(
         seed=config.seed,
         exclusive_sums=chain.sharing() > 1 and device == "cuda",
         attention_backend=part.attention_backend,
+        kernels=read_kernels(stage.part, part.kernels),
         compiled=part.compile,
         mlp_chunks=part.mlp_chunks,
         trace=config.training.trace,

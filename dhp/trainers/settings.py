@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dhp.base.adapters import AdapterSettings
 from dhp.base.features import KeepSettings
@@ -47,6 +48,8 @@ class StageSettings:
 
     attention_backend: whose kernels compute attention: auto, or flash_attention_2.
 
+    kernels: who computes norms, rotary positions and gates, by kind (`dhp.config.kernels.KERNELS`); none: auto.
+
     compiled: each layer's forward goes through torch.compile.
 
     trace: keep the collectives as spans. deterministic: kernels that give the same bits each time alone.
@@ -83,3 +86,4 @@ class StageSettings:
     mlp_chunks: int = 1
     resume_states: bool = True
     deterministic: bool = False
+    kernels: Mapping[str, str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from dhp.base.byte_counter import take_sent
 from dhp.base.calls import RECORD, watch_layers
 from dhp.base.errors import PartFailed
-from dhp.base.messages import Bundle, Choices, DeviceInfo, StageReport, StepInfo
+from dhp.base.messages import Bundle, Choices, DeviceInfo, KernelUse, StageReport, StepInfo
 from dhp.base.stages import Edge, Node
 from dhp.checkpoint.folder import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
@@ -34,13 +34,14 @@ from dhp.parallel.comm.mesh import build_mesh
 from dhp.parallel.comm.traffic import count_collectives, trace_collectives
 from dhp.parallel.compiled import compile_layers, eager
 from dhp.parallel.deterministic import compute_alike
-from dhp.parallel.fused import fuse_elementwise
+from dhp.parallel.kernels.replace import require_compiler
 from dhp.parallel.optimizer.precision import exact_dtype, widen
 from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
 from dhp.parallel.tensor.alike import require_alike
 from dhp.parallel.tensor.local_shards import as_dtensors
 from dhp.trainers.evaluating import EvaluatingRank
+from dhp.trainers.kernels import place_kernels
 from dhp.trainers.measuring import Measuring, Output
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
 from dhp.trainers.recipe import (
@@ -79,7 +80,7 @@ class StageRank(EvaluatingRank):
             widen(self.model, exact_dtype(self.dtype))
         self._resume_weights()
         self._kept = None if settings.adapters is None else frozenset(self._saved())
-        self._fuse()
+        self._kernels = self.place_kernels()
         if settings.mlp_chunks > 1:
             tile_mlps(self._present_layers(), self.layer_parts().mlp, settings.mlp_chunks)
         if settings.compiled:
@@ -97,6 +98,10 @@ class StageRank(EvaluatingRank):
     def adapt(self) -> None:
         """Put adapters beside the matrices that are to have some, cut as those are."""
         put_adapters(self.model, self.family.parts[self.spec.part], self.settings, self.mesh)
+
+    def place_kernels(self) -> tuple[KernelUse, ...]:
+        """Put in kernels for what modules do elementwise; which kernel serves each kind of layer."""
+        return place_kernels(self.model, self.settings, self.dtype, True)
 
     @abstractmethod
     def layer_parts(self) -> LayerParts:
@@ -187,6 +192,10 @@ class StageRank(EvaluatingRank):
         """What this rank computes on. measure: and how fast it is, where it is no GPU."""
         return describe_device(self.device, self.dtype, measure)
 
+    def describe_kernels(self) -> tuple[KernelUse, ...]:
+        """Which kernel serves each kind of layer of this stage."""
+        return self._kernels
+
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the part below `folder`: weights, optimizer state, random state.
 
@@ -232,6 +241,7 @@ class StageRank(EvaluatingRank):
         self.rank = dist.get_rank()
         if self.settings.attention_backend == FLASH_ATTENTION_2:
             require(f"{self.spec.part}.attention_backend", self.device)
+        require_compiler(self.spec.part, self.settings.kernels)
         count_collectives()
         if self.settings.trace:
             trace_collectives()
@@ -252,11 +262,6 @@ class StageRank(EvaluatingRank):
             folder = Path(self.settings.resume_from)
             self.optimizer.load_state(ShardReader(folder / OPTIMIZER))
             load_random_state(folder / RANDOM, self._part_rank())
-
-    def _fuse(self) -> None:
-        fused = fuse_elementwise(self.model, self.device, self.dtype, dist.group.WORLD)
-        if fused:
-            print(f"{self.spec.name}: fused kernels, proved on this device, for {fused}", flush=True)
 
     def _watch_layers(self) -> None:
         """Let layers recompute what they should, and measure what they take."""

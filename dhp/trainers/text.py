@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.base.generation import Answer, PromptInput
 from dhp.base.geometry import SOUND
-from dhp.base.messages import Bundle, StepInfo, TextInput
+from dhp.base.messages import Bundle, KernelUse, StepInfo, TextInput
 from dhp.base.stages import HIDDEN_STATES
 from dhp.models.adapters import without_dropout
 from dhp.models.audio import AUDIO_EMBEDDINGS
@@ -42,6 +42,7 @@ from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import shared_heads_style
 from dhp.trainers.generation import Generator
+from dhp.trainers.kernels import place_kernels
 from dhp.trainers.moving import gradient_of, joined, move_with_plans, to_device
 from dhp.trainers.objective import (
     Targets,
@@ -164,6 +165,10 @@ class TextTrainer(StageRank):
             answer = self.optimizer.forward(lambda: self._answering.answer(work, inputs, extra["segments"]))
         self.optimizer.rest()
         return answer
+
+    def place_kernels(self) -> tuple[KernelUse, ...]:
+        placed = place_kernels(self.model, self.settings, self.dtype, True, self.family.decoder.mixers)
+        return (*placed, KernelUse("loss", "chunked")) if any(chunk.last for chunk in self._chunks) else placed
 
     def take_loss(self) -> float | None:
         """This replica's share of the objective, at the stage that has the head."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.base.errors import CheckpointError
-from dhp.base.messages import Bundle, StepInfo, VisionInput
+from dhp.base.messages import Bundle, KernelUse, StepInfo, VisionInput
 from dhp.base.parameters import is_inside
 from dhp.models.family import LayerParts
 from dhp.models.split import load_part
@@ -32,6 +32,7 @@ from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import with_fused
 from dhp.trainers.features import FeatureKeeper
+from dhp.trainers.kernels import place_kernels
 from dhp.trainers.moving import joined, move_with_plans, to_device
 from dhp.trainers.recipe import freeze
 from dhp.trainers.stage import StageRank
@@ -83,6 +84,9 @@ class VisionTrainer(StageRank):
 
     def layer_parts(self) -> LayerParts:
         return self.tower.layers
+
+    def place_kernels(self) -> tuple[KernelUse, ...]:
+        return place_kernels(self.model, self.settings, self.dtype, self.tower.takes_attention)
 
     def is_active(self, info: StepInfo) -> bool:
         return info.images > 0 and info.target_tokens > 0

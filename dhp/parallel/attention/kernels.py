@@ -157,6 +157,13 @@ def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     return sixteen and complete and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def segment_kernel(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The name of what computes attention over segments of several lengths."""
+    if backend == FLASH_ATTENTION_2:
+        return FLASH_ATTENTION_2
+    return "varlen" if has_varlen(device, dtype) else "sdpa by length"
+
+
 def takes_varlen(query: Tensor) -> bool:
     """Whether that kernel takes heads of this width: flash attention has none wider than 256."""
     return query.shape[-1] <= 256

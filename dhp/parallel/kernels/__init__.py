@@ -1,0 +1,1 @@
+"""What layers compute with beside attention: norms, rotary positions and gates in few passes over memory."""

@@ -1,0 +1,201 @@
+"""Puts kernels in the place of what modules of a model do elementwise, where they are proved to give the same.
+
+Norms, rotary positions and gates written out in float32 pieces, and their backward, move ten times the bytes that they
+must. A replacement is put in only where it is proved at start, on the very device and number format, to give what the
+module's own code gives, forward and backward; otherwise the module stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dhp.base.errors import PartFailed
+from dhp.base.messages import KernelUse
+from dhp.config.kernels import AUTO, COMPILED, KERNELS, ON_GPUS, PLAIN
+from dhp.parallel.comm.collectives import largest_in_place
+from dhp.parallel.kernels import gate, norm, rotary
+from dhp.parallel.kernels.proof import is_proved
+
+Forward = Callable[..., Any]
+Make = Callable[[nn.Module], Forward]  # a module's new forward
+
+
+class Candidate(NamedTuple):
+    """A kernel for all modules of a class. find: proves it, and answers with the way to a module's new forward, or with
+    None. Nothing is tried before."""
+
+    kernel: str
+    find: Callable[[], Make | None]
+
+
+def replace_kernels(
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    wanted: Mapping[str, str] | None = None,
+) -> tuple[KernelUse, ...]:
+    """Replace the forward of norms, gated MLPs and modules that turn by rotary positions; which kernel serves which.
+
+    group: all ranks of the part, of which all replace the same or none: what they hold alike must stay alike. wanted:
+    by kind, a kernel of `KERNELS`, plain or auto. Parameters, names and hooks stay. All of the group together. Raises
+    PartFailed where a wanted kernel does not serve.
+    """
+    wanted = dict.fromkeys(KERNELS, AUTO) | dict(wanted or {})
+    classes = _classes(model)
+    tried = [
+        (name, candidate.kernel, _try(name, candidate))
+        for name, (kind, modules) in classes.items()
+        for candidate in _candidates(kind, modules[0], device, dtype)
+        if wanted[kind] in (AUTO, candidate.kernel)
+    ]
+    agreed = _agree([make is not None for *_, make in tried], device, group)
+    served = dict.fromkeys(classes, PLAIN)
+    for (name, kernel, make), all_have in zip(tried, agreed, strict=True):
+        if all_have and make is not None and served[name] == PLAIN:
+            served[name] = kernel
+            for module in classes[name][1]:
+                module.forward = make(module)
+    for name, (kind, _) in classes.items():
+        _require(name, wanted[kind], served[name], device)
+    return _uses({name: (kind, served[name], len(modules)) for name, (kind, modules) in classes.items()}, device)
+
+
+def left_to_compiler(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Where whole layers are compiled: their rotary positions and gates stay as they are, unless a kernel is asked for,
+    since the compiler fuses them with what is beside."""
+    return {"rotary": PLAIN, "gate": PLAIN} | {kind: kernel for kind, kernel in wanted.items() if kernel != AUTO}
+
+
+def require_compiler(part: str, wanted: Mapping[str, str]) -> None:
+    """Raises PartFailed where a compiled kernel is asked for and nothing makes kernels here. Before anything is
+    loaded."""
+    if COMPILED in wanted.values() and not _can_compile():
+        raise PartFailed(
+            f"{part}.kernels={','.join(f'{kind}:{kernel}' for kind, kernel in wanted.items())}: triton, with which "
+            f"torch.compile makes GPU kernels, is not installed on this node. Install it, or leave {part}.kernels out"
+        )
+
+
+def _can_compile() -> bool:
+    return find_spec("triton") is not None
+
+
+def _uses(served: Mapping[str, tuple[str, str, int]], device: torch.device) -> tuple[KernelUse, ...]:
+    """Modules counted by kind and kernel."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for kind, kernel, count in served.values():
+        counts[kind, kernel] += count
+    return tuple(
+        KernelUse(kind, kernel, count, _faster(kind, kernel, device))
+        for (kind, kernel), count in sorted(counts.items())
+    )
+
+
+def _faster(kind: str, kernel: str, device: torch.device) -> str | None:
+    """What would be faster on this device, where a compiler is all that it lacks."""
+    best = KERNELS[kind][0]
+    if device.type != "cuda" or best != COMPILED or kernel == COMPILED:
+        return None
+    return f"{kind} {COMPILED}, which needs triton and a C compiler on each node, and its proof to hold"
+
+
+def _classes(model: nn.Module) -> dict[str, tuple[str, list[nn.Module]]]:
+    """Modules by what they do and their class, in the model's order: kind, and all modules. Those whose forward was
+    replaced before are left alone."""
+    found: dict[str, tuple[str, list[nn.Module]]] = {}
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue
+        kinds = {"norm": norm.is_norm(module), "gate": gate.is_gated(module), "rotary": bool(_rotaries(module))}
+        for kind in (kind for kind, is_one in kinds.items() if is_one):
+            found.setdefault(f"{kind} of {type(module).__name__}", (kind, []))[1].append(module)
+    return found
+
+
+def _candidates(kind: str, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Candidate]:
+    """The same ones on all ranks, whether or not their nodes can compile: they have to agree on them."""
+    for kernel in KERNELS[kind]:
+        if device.type == "cuda" or kernel not in ON_GPUS:
+            yield Candidate(kernel, partial(_FINDS[kind], module, kernel, device, dtype))
+
+
+def _find_norm(module: nn.Module, kernel: str, device: torch.device, dtype: torch.dtype) -> Make | None:
+    for number, forward in enumerate(norm.forwards(module, kernel)):
+        if is_proved(norm.trial(module, forward), device, dtype):
+            return lambda other, number=number: norm.forwards(other, kernel)[number]
+    return None
+
+
+def _find_gate(module: nn.Module, kernel: str, device: torch.device, dtype: torch.dtype) -> Make | None:
+    return gate.forward if is_proved(gate.trial(module), device, dtype) else None
+
+
+def _find_rotary(module: nn.Module, kernel: str, device: torch.device, dtype: torch.dtype) -> Make | None:
+    own = _rotaries(module)
+    found = {name: rotary.in_one_pass(function, device, dtype, kernel == COMPILED) for name, function in own.items()}
+    proved = {name: function for name, function in found.items() if function is not None}
+    return partial(_calling, proved) if proved else None
+
+
+_FINDS: Mapping[str, Callable[..., Make | None]] = {"norm": _find_norm, "gate": _find_gate, "rotary": _find_rotary}
+
+
+def _rotaries(module: nn.Module) -> dict[str, Forward]:
+    """Functions of the library that turn by rotary positions, which the forward of the module's class calls by name."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return {}
+    named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names if "rot" in name}
+    return {
+        name: function for name, function in named.items() if inspect.isfunction(function) and _takes_angles(function)
+    }
+
+
+def _takes_angles(function: Forward) -> bool:
+    return {"cos", "sin"} <= inspect.signature(function).parameters.keys()
+
+
+def _calling(functions: Mapping[str, Forward], module: nn.Module) -> Forward:
+    """The forward of the module's class, which calls these functions in the place of those of its own file. The file,
+    and other models' modules, keep theirs."""
+    own = type(module).forward
+    code, names = own.__code__, own.__globals__ | dict(functions)
+    forward = FunctionType(code, names, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__, forward.__annotations__ = own.__kwdefaults__, own.__annotations__
+    return MethodType(forward, module)
+
+
+def _try(name: str, candidate: Candidate) -> Make | None:
+    """A kernel that fails is one that is not there, and says so in the rank's log."""
+    if candidate.kernel == COMPILED and not _can_compile():
+        return None
+    try:
+        return candidate.find()
+    except Exception as error:
+        print(f"{name}: no {candidate.kernel} kernel ({type(error).__name__}: {str(error)[:200]})", flush=True)
+        return None
+
+
+def _agree(proved: Sequence[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:
+    """Which are proved on all ranks. All of them together."""
+    refused = torch.tensor([0.0 if one else 1.0 for one in proved], device=device)
+    return [not refuses for refuses in largest_in_place(refused, group).tolist()] if proved else []
+
+
+def _require(name: str, wanted: str, served: str, device: torch.device) -> None:
+    if wanted not in (AUTO, served):
+        raise PartFailed(
+            f"{name}: its kernel {wanted} was asked for and does not serve on {device.type}: it is not there, or does "
+            "not give what the module's own code gives; the rank's log says more. Set kernels to auto."
+        )

@@ -1,0 +1,191 @@
+"""Kernels in the place of what modules do: put in where they are proved on the device, left out where they are not."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForImageTextToText
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4v.modeling_glm4v import Glm4vTextMLP
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
+
+from dhp.base.errors import PartFailed
+from dhp.base.messages import KernelUse
+from dhp.parallel.kernels import gate, replace
+from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels, require_compiler
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.tiny_families import FAMILIES, make_config
+
+CPU = torch.device("cpu")
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config: Any = SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act="silu")
+        self.norm, self.mlp = Qwen2RMSNorm(16), Qwen2MLP(config)
+        self.together, self.other = Glm4vTextMLP(config), Gemma3RMSNorm(16)  # its weight is an offset from one
+        self.norm.weight.data.normal_()
+        self.other.weight.data.normal_()
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.other(self.together(self.mlp(self.norm(states))))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for GPUs run on CPUs too, graphs of the compiler operation by operation; only nothing is gained."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    monkeypatch.setattr(replace, "_can_compile", lambda: True)
+    monkeypatch.setattr(replace, "_agree", lambda proved, *_: list(proved))
+    monkeypatch.setattr(gate, "_KEPT", {})
+    proved = replace.is_proved
+    monkeypatch.setattr(replace, "is_proved", lambda trial, _, dtype: proved(trial, CPU, dtype))
+
+
+def on_a_gpu(model: nn.Module, dtype: torch.dtype = torch.float32, **wanted: str) -> dict[tuple[str, str], int]:
+    uses = replace_kernels(model, torch.device("cuda"), dtype, None, wanted)
+    return {(use.kind, use.kernel): use.count for use in uses}
+
+
+def on_a_cpu(model: nn.Module, dtype: torch.dtype = torch.float32, **wanted: str) -> dict[tuple[str, str], int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replace, "_agree", lambda proved, *_: list(proved))
+        return {(u.kind, u.kernel): u.count for u in replace_kernels(model, CPU, dtype, None, wanted)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_proved_is_replaced_and_gives_the_same(dtype: torch.dtype, as_on_a_gpu: None) -> None:
+    layer, states = _Layer(), torch.randn(5, 16)
+    wanted = layer(states)
+    grads = torch.autograd.grad(wanted.sum(), list(layer.parameters()))
+    assert on_a_gpu(layer, dtype) == {("gate", "compiled"): 2, ("norm", "compiled"): 1, ("norm", "torch"): 1}
+    assert {p.dtype for p in layer.parameters()} == {torch.float32}  # the proof gives the weights back
+    found = layer(states)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), list(layer.parameters())), grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_kernel_that_deviates_or_fails_is_left_out(
+    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    layer = _Layer()
+    monkeypatch.setattr(gate, "_compiled", lambda act: lambda gate, up: F.gelu(gate) * up)
+    monkeypatch.setattr(F, "rms_norm", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel")))
+    assert on_a_gpu(layer)[("gate", "plain")] == 2
+    assert "norm of Qwen2RMSNorm: no torch kernel (RuntimeError: no kernel)" in capsys.readouterr().out
+    assert "forward" not in vars(layer.mlp)
+    with pytest.raises(PartFailed, match="gate of Qwen2MLP: its kernel compiled was asked for and does not serve"):
+        on_a_gpu(_Layer(), gate="compiled")
+
+
+def test_what_is_asked_for_is_taken_and_plain_leaves_all_as_it_is(as_on_a_gpu: None) -> None:
+    assert on_a_gpu(_Layer(), norm="written", gate="plain") == {("gate", "plain"): 2, ("norm", "written"): 2}
+    layer = _Layer()
+    assert on_a_gpu(layer, norm="plain", gate="plain") == {("gate", "plain"): 2, ("norm", "plain"): 2}
+    assert not any("forward" in vars(module) for module in layer.modules())
+
+
+def test_on_cpus_what_is_written_out_serves_and_nothing_is_compiled() -> None:
+    assert on_a_cpu(_Layer()) == {("gate", "plain"): 2, ("norm", "written"): 2}
+
+
+def test_where_nothing_compiles_the_line_says_what_would_be_faster(
+    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replace, "_can_compile", lambda: False)
+    uses = replace_kernels(_Layer(), torch.device("cuda"), torch.float32, None)
+    (own,) = (use for use in uses if use.kind == "gate")
+    assert own.kernel == "plain" and own.faster is not None and own.faster.startswith("gate compiled, which needs")
+    with pytest.raises(PartFailed, match="text.kernels=gate:compiled: triton"):
+        require_compiler("text", {"gate": "compiled"})
+    require_compiler("text", {"gate": "plain", "norm": "auto"})
+
+
+def test_ranks_without_a_compiler_name_the_same_kernels(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or ranks of nodes that have one would wait for an answer of another length."""
+    asked: list[list[bool]] = []
+    monkeypatch.setattr(replace, "_agree", lambda proved, *_: asked.append(list(proved)) or list(proved))
+    on_a_gpu(_Layer())
+    monkeypatch.setattr(replace, "_can_compile", lambda: False)
+    on_a_gpu(_Layer())
+    (with_one, without) = asked
+    assert len(with_one) == len(without) and sum(with_one) > sum(without)
+
+
+def _agreed() -> list[bool]:
+    """Three kernels, of which the second fails on one rank."""
+    return replace._agree([True, dist.get_rank() != 1, False], CPU, dist.group.WORLD)
+
+
+def test_a_kernel_that_fails_on_one_rank_is_replaced_on_none() -> None:
+    assert run_on_ranks(_agreed, 2) == [[True, False, False]] * 2
+
+
+def test_gates_are_tried_without_matrices(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their matrices may sum over ranks: one that fails in between would leave the others waiting."""
+    layer = _Layer()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        monkeypatch.setattr(getattr(layer.mlp, name), "forward", None)
+    assert on_a_gpu(layer)[("gate", "compiled")] == 2
+
+
+def test_a_gate_that_does_more_between_its_matrices_is_left_alone(as_on_a_gpu: None) -> None:
+    class Capped(Qwen2MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(max=0.5))
+
+    config: Any = SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act="silu")
+    assert on_a_gpu(nn.Sequential(Capped(config))) == {("gate", "plain"): 1}
+
+
+def test_a_modules_own_file_keeps_its_rotary_positions() -> None:
+    config = modeling_qwen2.Qwen2Config(hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
+    config._attn_implementation = "eager"
+    ours, theirs = (Qwen2Attention(config, 0) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    own = modeling_qwen2.apply_rotary_pos_emb
+    assert on_a_cpu(ours) == {("rotary", "written"): 1}
+    assert modeling_qwen2.apply_rotary_pos_emb is own and "forward" not in vars(theirs)
+    states, angles = torch.randn(1, 5, 16), (torch.randn(1, 5, 8), torch.randn(1, 5, 8))
+    for one, other in zip(*(_outputs(module, states, angles) for module in (ours, theirs)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _outputs(module: nn.Module, states: torch.Tensor, angles: Any) -> list[torch.Tensor]:
+    output, _ = module(states, position_embeddings=angles, attention_mask=None)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), list(module.parameters()))]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_norms_and_rotary_positions_of_each_declared_family_are_served(name: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(make_config(name))
+    for dtype in (torch.float32, torch.bfloat16):
+        found = on_a_cpu(copy.deepcopy(model), dtype)
+        assert set(found) <= {("norm", "written"), ("rotary", "written"), ("gate", "plain")}
+        assert ("rotary", "written") in found
+
+
+def test_compiled_layers_keep_their_own_but_for_what_is_asked_for() -> None:
+    assert left_to_compiler({}) == {"rotary": "plain", "gate": "plain"}
+    assert left_to_compiler({"rotary": "written", "norm": "auto"}) == {"rotary": "written", "gate": "plain"}
+
+
+def test_uses_are_counted_by_kind_and_kernel() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replace, "_agree", lambda proved, *_: list(proved))
+        uses = replace_kernels(nn.ModuleList(_Layer() for _ in range(3)), CPU, torch.float32, None)
+    assert uses == (KernelUse("gate", "plain", 6), KernelUse("norm", "written", 6))
