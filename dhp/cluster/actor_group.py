@@ -63,6 +63,12 @@ class ActorGroup:
         results = [ray.get(of_rank) for of_rank in refs]
         return [of_rank[0] for of_rank in results] if returns == 1 else results
 
+    def look_ahead(self, of_ranks: Sequence[Sequence[Any]]) -> None:
+        """Let each rank fetch its refs of the next step's data beside the step that is submitted now."""
+        # Inside a list, for Ray resolves only what stands for itself: nobody waits for them here.
+        refs = [actor.look_ahead.remote(list(own)) for actor, own in zip(self._actors, of_ranks, strict=True)]
+        self._submit("looking ahead", refs)
+
     def take_spans_async(self) -> list[Any]:
         """For each rank, the ref of what it did since the last time; empty lists when the run is not traced."""
         refs = [actor.take_spans.remote() for actor in self._actors]

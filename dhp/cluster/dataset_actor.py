@@ -219,13 +219,25 @@ class DatasetActor:
     def take(self, step: int) -> DataRefs:
         """A requested step, whose calls have ended."""
         info, routes, *pieces = self._ahead.pop(step).refs
+        return DataRefs(info, ray.get(routes), self._work(pieces))
+
+    def coming(self, step: int) -> Mapping[str, list[list[Any]]]:
+        """Refs of the work of a step that is not read yet, which begins to be read; none behind the last step."""
+        if self._steps is not None and step >= self._steps:
+            return {}
+        self.request(step)
+        _, _, *pieces = self._ahead[step].refs
+        return self._work(pieces)
+
+    def _work(self, pieces: Sequence[Any]) -> dict[str, list[list[Any]]]:
+        """Refs of each part's work, [micro-batch][shard]."""
         work: dict[str, list[list[Any]]] = {}
         begin = 0
         for part, shards in self._shards.items():
             starts = range(begin, begin + self._micro_batches * shards, shards)
-            work[part] = [pieces[start : start + shards] for start in starts]
+            work[part] = [list(pieces[start : start + shards]) for start in starts]
             begin = starts.stop
-        return DataRefs(info, ray.get(routes), work)
+        return work
 
     def take_spans_async(self) -> list[Any]:
         """For each process the ref of what it read when, as `ActorGroup.take_spans_async` has one for each rank."""

@@ -45,9 +45,11 @@ from dhp.cluster.environment import (
 from dhp.cluster.gpus import check_gpus, read_gpus
 from dhp.cluster.host_memory import keep_freed_memory
 from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
+from dhp.cluster.lookahead import Lookahead
 from dhp.cluster.paths import require_beacon, require_paths, whereabouts
 from dhp.cluster.process import named_errors, redirect_output
 from dhp.cluster.transport.nixl import Exchange
+from dhp.cluster.transport.pinned import take_refusals
 from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL, SHARED_MEMORY, Inbox, Outbox
 
 # What belongs to a step: other verbs, as saving, are no part of its time.
@@ -134,6 +136,7 @@ class Worker:
         self._outbox: Outbox | Exchange | None = None
         if settings.transport in (SHARED_MEMORY, CUDA_IPC):
             self._outbox = Outbox(settings.transport == CUDA_IPC, settings.pinned)
+        self._lookahead = Lookahead()
         self._idle_since = time.perf_counter_ns()
         self._busy = BusyTime(settings.cuda)
         if settings.trace:
@@ -185,7 +188,7 @@ class Worker:
             with span(name, _KINDS.get(method, OPTIMIZER)), in_step:
                 result = getattr(self._trainer, method)(*given)
             if isinstance(result, StageReport):
-                result = replace(result, busy_s=self._busy.take())
+                result = replace(result, busy_s=self._busy.take(), notes=(*result.notes, *take_refusals()))
             results = result if isinstance(result, tuple) else () if result is None else (result,)
             with span("send", TRANSFER):
                 results = tuple(self._hand_over(value) for value in results)
@@ -195,6 +198,11 @@ class Worker:
             self._outbox.end_step()
         self._idle_since = time.perf_counter_ns()
         return results
+
+    def look_ahead(self, refs: list[Any]) -> None:
+        """Fetch the next step's data beside the step that runs. refs: of this rank's work, in its order; the calls that
+        need it name it by `Elsewhere`."""
+        self._lookahead.begin(refs)
 
     def take_spans(self) -> list[Span]:
         """What this rank did since the last time, if the run is traced."""
@@ -207,7 +215,7 @@ class Worker:
     def _open(self, value: Any) -> Any:
         """An argument as the trainer takes it."""
         if isinstance(value, Elsewhere):
-            value = value.fetch()
+            value = self._lookahead.take(value)
         if isinstance(value, Bundle):
             return Bundle({name: self._inbox.open(tensor) for name, tensor in value.tensors.items()})
         return self._inbox.open(value)

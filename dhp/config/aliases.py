@@ -71,7 +71,6 @@ ALIASES: tuple[Alias, ...] = (
     Alias("training.gradient_accumulation_steps", instead=_LARGER),
     Alias("training.clip_grad_norm", ("training.max_grad_norm",), False, None),
     Alias("training.clip_grad_norm", why="training.max_grad_norm says it"),
-    Alias("data.pin_memory", why="samples come from an actor through shared memory, which cannot be pinned"),
     Alias("data.data_flatten", ("data.packing",)),
     Alias("data.force_fixed_size", value=False, why="images keep their shape"),
     Alias("data.force_fixed_size", instead="data.min_pixels and data.max_pixels alike: the area is fixed then"),

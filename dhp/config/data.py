@@ -154,6 +154,10 @@ class DataConfig:
     video_max_pixels: Optional[int] = None
     """Largest area of a video's frame, pixels; larger ones are reduced. Null: as max_pixels."""
 
+    pin_memory: bool = True
+    """On GPUs, vision and sound actors fetch the next step's patches into page-locked memory while a step runs, so that
+    their copy to the GPU waits for nothing and goes on beside what the GPU computes. It holds one step's patches."""
+
     video_whole_frames: Optional[int] = 256
     """Most frames of a video that one process decodes whole. Of a longer one each vision actor's share is decoded
     apart, from the key frames before it, by any of num_workers, so no process holds it all. Null: every

@@ -130,7 +130,8 @@ FOREIGN: dict[str, tuple[Foreign, ...]] = {
         Foreign("lazy_tokenize remove_unused_columns label_names dataloader_drop_last dataloader_in_order accelerator_config dispatch_batches", "STM", "", "samples are preprocessed as steps need them, and none is dropped"),
         Foreign("dataloader_num_workers preprocessing_num_workers dataset_num_proc num_workers", "LSTM", "data.num_workers"),
         Foreign("dataloader_prefetch_factor prefetch_factor", "STM", "data.prefetch", "in steps, over all workers"),
-        Foreign("dataloader_pin_memory dataloader_persistent_workers dataloader_multiprocessing_context", "ST", "", "samples come from actors through shared memory"),
+        Foreign("dataloader_pin_memory", "ST", "data.pin_memory"),
+        Foreign("dataloader_persistent_workers dataloader_multiprocessing_context", "ST", "", "samples come from actors through shared memory"),
         Foreign("ignore_data_skip", "ST", "", "a resumed run goes on with the sample after the last one"),
     ),
     "Pictures, videos, sound": (

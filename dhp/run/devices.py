@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from dhp.base.messages import DeviceInfo
+from dhp.base.stages import Chain
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dispatch import PerRank, per_rank
+from dhp.config.schema import Config
 from dhp.observe.kernels import kernel_lines
 from dhp.observe.mfu import TABLE, peak_flops, unknown_devices, who_measures
 
@@ -50,3 +52,17 @@ def device_memory(groups: Mapping[str, ActorGroup], timeout_s: float) -> int | N
     ]
     sizes = [device.memory_bytes for device in found]
     return None if None in sizes else min(size for size in sizes if size is not None)
+
+
+def overlap_warning(config: Config, chain: Chain, device: str) -> str | None:
+    """What to know where stages on one GPU go on at once and both exchange: each spins on parts of the GPU that the
+    other one computes on. The results are the same."""
+    schedule = config.training.schedule
+    sharing = device == "cuda" and chain.sharing() > 1 and schedule != "sequential"
+    if not sharing or sum(stage.degrees.world > 1 for stage in chain.stages) < 2:
+        return None
+    return (
+        f"warning: training.schedule={schedule} with cluster.collocate=true lets collectives of several stages run at "
+        "once on the same GPUs, where they take each other's time. Compare with training.schedule=sequential, or with "
+        "cluster.collocate=false"
+    )

@@ -26,7 +26,7 @@ from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
 from dhp.run.chain import make_chain
-from dhp.run.devices import device_memory, find_peak, name_kernels
+from dhp.run.devices import device_memory, find_peak, name_kernels, overlap_warning
 from dhp.run.evaluation import Evaluation, due, misses
 from dhp.run.loggers import make_loggers
 from dhp.run.recipe import recipe
@@ -172,7 +172,8 @@ class TrainLoop:
         self.recorder.say("\n".join([total, *(f"{'':9}{line}" for line in table)]))
         self.recorder.say(session.describe_loading())
         session.start_stages(plan.steps)
-        for line in name_kernels(session.groups, config.cluster.start_timeout_s):
+        warning = overlap_warning(config, self.chain, session.device)
+        for line in ([warning] if warning else []) + name_kernels(session.groups, config.cluster.start_timeout_s):
             self.recorder.say(line)
         self._peak = find_peak(session.groups, config.cluster.start_timeout_s, self.recorder.say)
         self.schedule = make_schedule(config.training.schedule, self.chain, micro_batches(config))

@@ -30,6 +30,7 @@ from dhp.models.registry import load_family
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.run.features import feature_settings, keep_settings
 from dhp.run.locality import find_localities
+from dhp.run.lookahead import look_ahead, named_elsewhere
 from dhp.run.recipe import held_files, recipe
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
 from dhp.run.training import adapters_of, training_rules
@@ -64,6 +65,7 @@ class Session:
         self.config, self.chain, self.start, self._say = config, chain, start, say
         self._cluster = Cluster(_layout(config, chain, run_dir, start), say)
         self._timeout_s = config.cluster.step_timeout_s
+        self._held: frozenset[Any] = frozenset()  # refs of the next step's work that ranks fetch beside this one
 
     def __enter__(self) -> Session:
         self._cluster.__enter__()
@@ -179,8 +181,13 @@ class Session:
         return Batch(found.info, found.work, found.routes)
 
     def take_batch(self, step: int) -> Batch:
-        """The data of a step that was requested and has been read."""
-        return self.batch(self.data.take(step))
+        """The data of a step that was requested and has been read. Where `data.pin_memory` says so, the encoders' ranks
+        begin to fetch the next step's beside this one."""
+        batch = self.batch(self.data.take(step))
+        if not (self.config.data.pin_memory and self.device == "cuda"):
+            return batch
+        held, self._held = self._held, look_ahead(self.groups, self.chain, self.data.coming(step + 1))
+        return replace(batch, work=named_elsewhere(batch.work, held))
 
     def take_watched(self) -> list[Watched]:
         """Calls of all stages that were submitted since the last time."""

@@ -17,6 +17,7 @@ from dhp.base.errors import DataError, ModelError, PartFailed, UnreadableVideo
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.dispatch import Call, per_rank
+from dhp.cluster.elsewhere import Elsewhere
 from dhp.cluster.placement.reservation import plan_placement, reserve
 from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
@@ -124,6 +125,18 @@ def test_verbs_go_in_one_call_in_turn(group: ActorGroup) -> None:
     refs = group.execute_in_turn_async(*calls)
     assert [ray.get(of_rank) for of_rank in refs] == [[30, 31, 0], [30, 31, 0, 1]]
     assert [w.what for w in group.take_watched()] == ["nothing, then several, then spread"] * 2
+
+
+def test_what_a_rank_looked_ahead_for_is_handed_over_by_its_name(group: ActorGroup) -> None:
+    """Each rank fetches refs of its own; a ref that nobody looked ahead for is fetched where it is needed."""
+    import ray
+
+    early, late = ray.put(4), ray.put(6)
+    group.look_ahead([[early], []])
+    for ref, wanted in ((early, 40), (late, 60)):
+        (found, other) = group.execute_all_async("several", Elsewhere(ref), 1)
+        assert ray.get([*found, *other]) == [wanted, wanted]
+    assert {w.what for w in group.take_watched()} == {"looking ahead", "several"}
 
 
 def test_calls_are_named_alike_in_every_step(group: ActorGroup, monkeypatch: pytest.MonkeyPatch) -> None:

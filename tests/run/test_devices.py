@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-from dhp.base.messages import DeviceInfo
+import pytest
+
+from dhp.base.degrees import Degrees
+from dhp.base.messages import DeviceInfo, KernelUse
 from dhp.cluster.dispatch import spread
-from dhp.run.devices import find_peak
+from dhp.run.devices import find_peak, name_kernels, overlap_warning
+from tests.helpers.chains import make_chain
 
 
 class Group:
@@ -47,3 +52,32 @@ def test_gpus_are_looked_up_and_an_unknown_one_is_told_once() -> None:
         "vendor's data sheet"
     ]
     assert not groups["text"].measured
+
+
+def test_each_stage_names_its_kernels_and_what_would_be_faster() -> None:
+    uses = (KernelUse("attention", "varlen", 2), KernelUse("gate", "plain", 2, "gate compiled, which needs triton"))
+    group = SimpleNamespace(execute_all=lambda verb, timeout_s: {"describe_kernels": [uses, ()]}[verb])
+    loss = SimpleNamespace(execute_all=lambda *_, timeout_s: [(KernelUse("loss", "chunked"),)])
+    assert name_kernels({"vision": group, "text": loss}, 9.0) == [
+        "kernels of vision: attention varlen ×2, gate plain ×2",
+        "faster in vision: gate compiled, which needs triton",
+        "kernels of text: loss chunked",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "device", "tensor", "warns"),
+    [
+        ("vision_ahead", "cuda", 2, True),
+        ("sequential", "cuda", 2, False),
+        ("vision_ahead", "cpu", 2, False),
+        ("vision_ahead", "cuda", 1, False),
+    ],
+)
+def test_overlapping_collectives_on_shared_gpus_are_warned_of(
+    schedule: str, device: str, tensor: int, warns: bool
+) -> None:
+    chain = make_chain(Degrees(ulysses=tensor), Degrees(tensor=tensor))
+    config: Any = SimpleNamespace(training=SimpleNamespace(schedule=schedule))
+    warning = overlap_warning(config, chain, device)
+    assert (warning is not None) == warns and (not warns or "training.schedule=vision_ahead" in warning)

@@ -9,14 +9,27 @@ import mmap
 
 import torch
 
+REFUSED = (
+    "host memory between the stages cannot be locked for a GPU (cudaHostRegister refuses, as some containers make it "
+    "do): each hand-over waits for its copies. Allow locked memory (ulimit -l unlimited), or run outside of gVisor"
+)
+_refusals: set[str] = set()
+
 
 def pin(memory: mmap.mmap) -> bool:
     """Lock mapped memory for this process's GPU; False where the driver refuses: transfers take the slow way then."""
     if int(torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)) == 0:
         return True
-    print("memory between the parts cannot be locked for the GPU: hand-overs take the slow way", flush=True)
+    _refusals.add(REFUSED)
     _forget_error()
     return False
+
+
+def take_refusals() -> tuple[str, ...]:
+    """What the user has to know since the last time: for the rank's report of the step."""
+    taken = tuple(_refusals)
+    _refusals.clear()
+    return taken
 
 
 def unpin(memory: mmap.mmap) -> None:

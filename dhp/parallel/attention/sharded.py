@@ -283,7 +283,8 @@ def segment_attention(
     """
     plan = cu_seq_lens_q if segments is None else segments
     assert isinstance(plan, SegmentPlan)
-    states = (s[0].transpose(0, 1) for s in (query, key, value))  # [tokens, heads, dim]
+    # [tokens, heads, dim]. As views all through: the gradient of an index is a whole tensor of zeros, filled in.
+    states = (s.squeeze(0).transpose(0, 1) for s in (query, key, value))
     return attend_segments(*states, plan, scaling)[None], None
 
 

@@ -31,7 +31,7 @@ def attend_whole(states: States, plan: SegmentPlan, scale: float, layer: LayerRu
     if layer.softcap is not None or (spans and (layer.bounds or not solid)):
         return list(_attend_bands(states, plan, scale, layer, spans))
     if plan.bounds is not None and takes_varlen(states[0]):
-        query, key, value = (s[: plan.whole] for s in states)
+        query, key, value = (_begin(s, plan.whole) for s in states)
         bounds = plan.bounds if layer.chunk is None else _cut(plan, layer.chunk)
         longest = min(longest, layer.chunk or longest)
         rule = (bounds, longest, plan.causal, scale, layer.window)
@@ -41,10 +41,15 @@ def attend_whole(states: States, plan: SegmentPlan, scale: float, layer: LayerRu
     return [_look_ahead(outputs, states, plan, scale, spans)] if spans else outputs
 
 
+def _begin(states: Tensor, count: int) -> Tensor:
+    """The first `count` of them; all of them as they are, whose gradient then needs no copy."""
+    return states if len(states) == count else states[:count]
+
+
 def _groups(states: States, plan: SegmentPlan) -> Iterator[States]:
     """Query, key and value of each group, [segments, tokens, heads, dim]."""
     sizes = [length * count for length, count in plan.groups]
-    parts = (s[: plan.whole].split(sizes) for s in states)
+    parts = (_begin(s, plan.whole).split(sizes) for s in states)
     for (length, count), *group in zip(plan.groups, *parts, strict=True):
         query, key, value = (s.reshape(count, length, *s.shape[1:]) for s in group)
         yield query, key, value

@@ -8,10 +8,12 @@ module's own code gives, forward and backward; otherwise the module stays as it 
 from __future__ import annotations
 
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from shutil import which
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -82,13 +84,15 @@ def require_compiler(part: str, wanted: Mapping[str, str]) -> None:
     loaded."""
     if COMPILED in wanted.values() and not _can_compile():
         raise PartFailed(
-            f"{part}.kernels={','.join(f'{kind}:{kernel}' for kind, kernel in wanted.items())}: triton, with which "
-            f"torch.compile makes GPU kernels, is not installed on this node. Install it, or leave {part}.kernels out"
+            f"{part}.kernels={','.join(f'{kind}:{kernel}' for kind, kernel in wanted.items())}: triton and a "
+            "C compiler, with which torch.compile makes GPU kernels, are not both on this node. Install them, or leave "
+            f"{part}.kernels out"
         )
 
 
 def _can_compile() -> bool:
-    return find_spec("triton") is not None
+    """triton makes the kernels, and builds what launches them with a C compiler, on each node."""
+    return find_spec("triton") is not None and any(map(which, (os.environ.get("CC") or "cc", "gcc", "clang")))
 
 
 def _uses(served: Mapping[str, tuple[str, str, int]], device: torch.device) -> tuple[KernelUse, ...]:

@@ -28,8 +28,8 @@ class _Bucket:
         self.begun: dist.Work | None = None
 
     def open(self, shapes: Sequence[torch.Size], like: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Take memory for the gradients: each member and its gradient's slice of it."""
-        self.flat = like.new_zeros(sum(self.sizes), dtype=dtype)
+        """Take memory for the gradients, not yet written: each member and its gradient's slice of it."""
+        self.flat = like.new_empty(sum(self.sizes), dtype=dtype)
         self.missing = len(self.members)
         for member, shape, own in zip(self.members, shapes, self.flat.split(list(self.sizes)), strict=True):
             yield member, own.view(shape)
@@ -112,11 +112,16 @@ class Gradients:
             like = self._parameters[bucket.members[0]].detach()
             slices |= bucket.open([shapes[m] for m in bucket.members], like, self._dtype)
         self._sums = [slices[index] for index in range(len(self._parameters))]
+        self._unwritten = set(range(len(self._parameters)))
         self._next = 0
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
         """Autograd has finished a parameter's gradient: add it to its sum, and forget it."""
-        self._sums[index] += _gradient_of(parameter)
+        if index in self._unwritten:  # zeros to add it to would be written and read for nothing
+            self._unwritten.remove(index)
+            self._sums[index].copy_(_gradient_of(parameter))
+        else:
+            self._sums[index] += _gradient_of(parameter)
         parameter.grad = None
         if self._reducing:
             self._buckets[self._bucket_of[index]].missing -= 1
@@ -129,6 +134,9 @@ class Gradients:
             self._next += 1
 
     def _begin(self, bucket: _Bucket) -> None:
+        for index in self._unwritten.intersection(bucket.members):
+            self._unwritten.remove(index)
+            self._sums[index].zero_()
         if bucket.over is not None:
             sum_in_place(bucket.flat, bucket.over)
         bucket.begun = begin_sum(bucket.flat, self._group if bucket.group is None else bucket.group)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dhp.base.errors import ConfigError, PartFailed
 from dhp.cluster.cluster import choose_transport
+from dhp.cluster.transport.pinned import REFUSED, take_refusals
 from dhp.cluster.transport.shared_memory import PAGE, SMALLEST_BYTES, Inbox, Outbox, Parcel
 from tests.helpers.ranks import context
 
@@ -212,6 +213,7 @@ def test_memory_is_locked_once_and_waited_for_once_a_call(refuses: bool, monkeyp
     outbox.flush()
     assert len(driver.locked) == (0 if refuses else 4)
     assert len(forgotten) == (6 if refuses else 0)  # or the next kernel would be blamed for each refusal
+    assert take_refusals() == ((REFUSED,) if refuses else ()) and take_refusals() == ()  # said once, in the report
 
 
 def test_copies_into_locked_memory_do_not_hold_the_host_up(monkeypatch: pytest.MonkeyPatch) -> None:

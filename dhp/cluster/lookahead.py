@@ -1,0 +1,50 @@
+"""The next step's data, fetched and pinned beside the step that runs: its first copy to the GPU waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from dhp.cluster.elsewhere import Elsewhere
+from dhp.cluster.transport.shared_memory import SMALLEST_BYTES
+
+
+class Lookahead:
+    """Values by the refs that name them. One thread fetches them one behind another and puts their large tensors into
+    page-locked memory, while the rank's own thread computes: copying lets the interpreter go."""
+
+    def __init__(self, prepare: Callable[[Any], Any] | None = None):
+        """prepare: what is done to each value; None: `pin_tensors`."""
+        self._prepare = pin_tensors if prepare is None else prepare
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lookahead")
+        self._begun: dict[Any, Future[Any]] = {}
+
+    def begin(self, refs: Sequence[Any]) -> None:
+        """Fetch these in this order, as soon as each is there. What was begun before and not taken is forgotten: the
+        run went on without it."""
+        self._begun = {ref: self._thread.submit(self._fetch, ref) for ref in refs}
+
+    def take(self, elsewhere: Elsewhere) -> Any:
+        """The value, waited for where it is under way, fetched here where it is not. Raises what fetching raised."""
+        begun = self._begun.pop(elsewhere.ref, None)
+        return elsewhere.fetch() if begun is None else begun.result()
+
+    def _fetch(self, ref: Any) -> Any:
+        value = Elsewhere(ref).fetch()
+        while isinstance(value, Elsewhere):
+            value = value.fetch()
+        return self._prepare(value)
+
+
+def pin_tensors(value: Any) -> Any:
+    """A dataclass with its large tensors in page-locked memory; anything else as it is. Small ones travel together with
+    others, from memory of their own."""
+    if not is_dataclass(value):
+        return value
+    held = {field.name: getattr(value, field.name) for field in fields(value)}
+    large = {name: one for name, one in held.items() if isinstance(one, Tensor) and one.nbytes >= SMALLEST_BYTES}
+    return replace(value, **{name: tensor.pin_memory() for name, tensor in large.items()}) if large else value
