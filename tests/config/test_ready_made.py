@@ -8,8 +8,8 @@ from dhp.config.resolve import micro_batches, resolve
 # name → actors of each part, (vision data, vision ulysses), (text data, text tensor)
 READY = {
     "qwen2_5_vl_3b": (4, (1, 4), (4, 1)),
-    "qwen2_5_vl_7b": (8, (2, 4), (8, 1)),
-    "qwen2_5_vl_32b": (16, (2, 8), (2, 8)),
+    "qwen2_5_vl_7b": (4, (1, 4), (4, 1)),
+    "qwen2_5_vl_32b": (16, (2, 8), (16, 1)),
     "qwen2_5_vl_72b": (64, (8, 8), (8, 8)),
 }
 
@@ -27,8 +27,8 @@ def test_degrees_model_and_groups(name):
 
 
 def test_a_group_is_exchanged_on_the_command_line():
-    config = compose_config("qwen2_5_vl_7b", overrides=["vision=data_zero1", "vision.data=8", "model=qwen2_5_vl_3b"])
-    assert (config.vision.parallelism, config.vision.num_actors) == ("data", 8)
+    config = compose_config("qwen2_5_vl_7b", overrides=["vision=data_zero1", "vision.data=4", "model=qwen2_5_vl_3b"])
+    assert (config.vision.parallelism, config.vision.num_actors) == ("data", 4)
     assert config.text.model_name == "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
@@ -43,5 +43,5 @@ def test_groups_are_exchanged_as_the_page_says(name):
 
 
 def test_a_section_is_still_a_section_where_a_group_has_its_name():
-    config = compose_config("qwen2_5_vl_7b", overrides=["vision={num_actors: 4}", "text.data=1"])
-    assert (config.vision.num_actors, config.vision.data, config.text.data) == (4, 2, 1)
+    config = compose_config("qwen2_5_vl_7b", overrides=["vision={num_actors: 2}", "text.data=1"])
+    assert (config.vision.num_actors, config.vision.data, config.text.data) == (2, None, 1)
