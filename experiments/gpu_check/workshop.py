@@ -45,6 +45,8 @@ class Workshop:
     def run(self, row: Row, limit_s: float) -> dict[str, Any]:
         """The row's fields, with what it raised as "error" and why it was left out as "skipped"; "seconds" it took."""
         begin = time.perf_counter()
+        if row.fresh:
+            self.close()
         if self._process is None:
             self._start()
         process = self._process
@@ -55,7 +57,7 @@ class Workshop:
             found = {"error": f"the process ended with status {process.wait()}; {self._last_words()}"}
         else:
             found = json.loads(line)
-        if "error" in found and not found["error"].startswith(_MISSING):
+        if row.fresh or ("error" in found and not found["error"].startswith(_MISSING)):
             self.close()
         return found | {"seconds": round(time.perf_counter() - begin, 2)}
 
@@ -79,7 +81,7 @@ class Workshop:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=said,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | {"DS_ACCELERATOR": self._device},
                 start_new_session=True,
             )
 

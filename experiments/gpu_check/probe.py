@@ -1,4 +1,4 @@
-"""Row: what there is, and whether it serves. Deviates where two processes may not share the GPU."""
+"""Rows: what there is, and whether it serves; and which kernel computes what of a model here."""
 
 from __future__ import annotations
 
@@ -7,22 +7,46 @@ import re
 import subprocess
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from experiments.gpu_check import older_torch
 from experiments.gpu_check.setting import Setting
 
+LAYERS = 2  # of the parts that are asked which kernels they got
 NEEDED = ("torch", "transformers")
-USED = ("dhp.trainers.vision", "dhp.trainers.text", "dhp.batching.scatter", "dhp.run.chain", "dhp.models.flops")
-PACKAGES = ("transformers", "tokenizers", "safetensors", "numpy", "triton", "deepspeed", "ray", "hydra-core", "av")
+USED = (
+    "dhp.trainers.vision",
+    "dhp.trainers.text",
+    "dhp.batching.scatter",
+    "dhp.planner.planner",
+    "dhp.run.footprint",
+    "dhp.doctor.samples",
+    "experiments.gpu_check.ray_stand_in",
+    "dhp.cluster.worker",
+)
+PACKAGES = (
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "triton",
+    "deepspeed",
+    "ray",
+    "hydra-core",
+    "av",
+    "peft",
+    "bitsandbytes",
+)
 
 
-def check(setting: Setting) -> dict[str, Any]:
-    """Versions, device, driver, compute mode, and by which way attention over segments goes. With "serves" false no
-    other row can run: "error" says what there is and what is wanted."""
+def check_machine(setting: Setting) -> dict[str, Any]:
+    """Versions, device, driver, compute mode, free memory. Deviates where two processes may not share the GPU. With
+    "serves" false no other row can run: "error" says what there is and what is wanted."""
     lacking = _find_lacking()
     if lacking is not None:
         return {"error": lacking, "serves": False}
@@ -33,23 +57,54 @@ def check(setting: Setting) -> dict[str, Any]:
         "torch": torch.__version__,
         "wanted": _wanted(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "varlen_attn": older_torch.WAY,
     }
     if not setting.cuda:
         return found | {"device": "cpu"}
     about = torch.cuda.get_device_properties(0)
+    unused, whole = torch.cuda.mem_get_info()
     driver, mode = _ask_driver("driver_version", "compute_mode")
     return found | {
         "ok": mode in ("Default", ""),
         "device": about.name,
         "capability": f"{about.major}.{about.minor}",
-        "memory_bytes": about.total_memory,
+        "memory_bytes": whole,
+        "free_bytes": unused,
         "multiprocessors": about.multi_processor_count,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "driver": driver,
         "compute_mode": mode,
+    }
+
+
+def check_registry(setting: Setting) -> dict[str, Any]:
+    """Which kernel serves each kind of layer of both parts of the model with real layers, as the product asks. Deviates
+    on a GPU where attention is not in one call, or norm or gate is not fused though their compiler is there."""
+    from dhp.parallel.attention.kernels import choose_kernel, has_varlen
+    from dhp.parallel.fused import fuse_elementwise
+    from experiments.gpu_check.pair import start
+    from experiments.gpu_check.shape import make_shape
+
+    device, folder = torch.device(setting.device), make_shape(setting, LAYERS)
+    varlen, fused = has_varlen(device, setting.dtype), {}
+    for part in ("vision", "text"):
+        model = start(setting, part, folder).model
+        again = fuse_elementwise(model, device, setting.dtype, dist.group.WORLD)  # as its start did, which only prints
+        fused[part] = again
+    kinds = {kind.partition(" ")[0] for counts in fused.values() for kind in counts}
+    wanted = {"norm", "gate"} if find_spec("triton") else {"norm"}
+    block = choose_kernel(torch.empty(1, 16, 128, device=device, dtype=setting.dtype))
+    return {
+        "ok": not setting.cuda or (varlen and kinds >= wanted),
+        "attention": f"one call for all segments ({older_torch.WAY})" if varlen else "SDPA, length by length",
+        "ring_block": type(block).__name__,
+        "norm": "fused" if "norm" in kinds else "the model's own",
+        "gate": "compiled" if "gate" in kinds else "the model's own",
+        "rotary": "the model's own",
+        "patch_embedding": "matrix product",
+        "loss": "in chunks of the vocabulary's rows",
+        "fused": fused,
     }
 
 
