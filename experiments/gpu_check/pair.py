@@ -95,7 +95,7 @@ _SHARED: dict[tuple[Setting, bool], Pair] = {}
 def shared_pair(setting: Setting, compiled: bool = False) -> Pair:
     """The model at full depth, which rows that follow one another share: a device has room for one. A compiled one
     recomputes nothing. Raises NotHere without a compiler."""
-    if compiled and find_spec("triton") is None and setting.cuda:
+    if compiled and find_spec("triton") is None:
         raise NotHere("triton, by which torch.compile makes kernels, is not installed")
     if (setting, compiled) not in _SHARED:
         free()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
-from dhp.base.parameters import Selector, TrainingRules
 from dhp.base.messages import StepData
+from dhp.base.parameters import Selector, TrainingRules
 from dhp.base.stages import HIDDEN_STATES, Chain, Edge, Node
 from dhp.batching.collate import Collator
 from dhp.batching.encoders import Split
@@ -47,8 +47,8 @@ MICRO_BATCHES = 2
 EXACT = {"loss": 1e-5, "norm": 1e-5, "update": 1e-3}  # relative, of a float32 layout to the plain float32 model
 ROUNDED = 2.5  # times the error of one plain process in 16 bits
 CHANCE = 2e-4  # an error of the plain process below this is one that happened to be small
-# With so large an eps AdamW's update is the gradient, scaled: what weights move by is as exact as that, where they would
-# move by its sign otherwise.
+# With so large an eps AdamW's update is the gradient, scaled: what weights move by is as exact as that. They would move
+# by its sign otherwise.
 UPDATE = OptimizerSettings(30.0, (0.0, 0.0), 100.0, 0.0, "constant", 0, 10, 1.0)
 
 
@@ -79,8 +79,8 @@ def read_layout(name: str) -> Layout:
 
 
 def check(setting: Setting, name: str, dtype: str) -> dict[str, Any]:
-    """Two steps of made samples in a layout by its name. In float32 deviations from the plain model; in bfloat16 from double precision, as
-    multiples of the plain 16-bit process's."""
+    """Two steps of made samples in a layout by its name. In float32 deviations from the plain model; in bfloat16 from
+    double precision, as multiples of the plain 16-bit process's."""
     layout = read_layout(name)
     require_packages(setting, layout)
     torch.backends.cudnn.allow_tf32 = False

@@ -57,7 +57,8 @@ def train_plain(
     exact = torch.float32 if dtype == torch.bfloat16 else dtype
     # The model as it was written, rounded to what computes only behind these.
     masters = {n: p.detach().to(exact, copy=True).requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
-    model.to(dtype)
+    for parameter in model.parameters():  # buffers stay: rounded frequencies would turn positions
+        parameter.data = parameter.data.to(dtype)
     trained = [master for master in masters.values() if master.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, update.learning_rate, update.betas, update.eps, update.weight_decay, fused=True

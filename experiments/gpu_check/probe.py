@@ -30,18 +30,9 @@ USED = (
     "dhp.cluster.worker",
 )
 PACKAGES = (
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "triton",
-    "deepspeed",
-    "ray",
-    "hydra-core",
-    "av",
-    "peft",
+    "transformers", "tokenizers", "safetensors", "numpy", "triton", "deepspeed", "ray", "hydra-core", "av", "peft",
     "bitsandbytes",
-)
+)  # fmt: skip
 
 
 def check_machine(setting: Setting) -> dict[str, Any]:
@@ -83,15 +74,16 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     on a GPU where attention is not in one call, or norm or gate is not fused though their compiler is there."""
     from dhp.parallel.attention.kernels import choose_kernel, has_varlen
     from dhp.parallel.fused import fuse_elementwise
+    from dhp.parallel.tensor.loss import CHUNK_ROWS
     from experiments.gpu_check.pair import start
     from experiments.gpu_check.shape import make_shape
 
     device, folder = torch.device(setting.device), make_shape(setting, LAYERS)
-    varlen, fused = has_varlen(device, setting.dtype), {}
+    varlen, fused, patches = has_varlen(device, setting.dtype), {}, False
     for part in ("vision", "text"):
         model = start(setting, part, folder).model
-        again = fuse_elementwise(model, device, setting.dtype, dist.group.WORLD)  # as its start did, which only prints
-        fused[part] = again
+        fused[part] = fuse_elementwise(model, device, setting.dtype, dist.group.WORLD)  # as its start did, and printed
+        patches |= any("forward" in vars(one) for one in model.modules() if isinstance(one, torch.nn.Conv3d))
     kinds = {kind.partition(" ")[0] for counts in fused.values() for kind in counts}
     wanted = {"norm", "gate"} if find_spec("triton") else {"norm"}
     block = choose_kernel(torch.empty(1, 16, 128, device=device, dtype=setting.dtype))
@@ -102,8 +94,8 @@ def check_registry(setting: Setting) -> dict[str, Any]:
         "norm": "fused" if "norm" in kinds else "the model's own",
         "gate": "compiled" if "gate" in kinds else "the model's own",
         "rotary": "the model's own",
-        "patch_embedding": "matrix product",
-        "loss": "in chunks of the vocabulary's rows",
+        "patch_embedding": "matrix product" if patches else "the library's convolution",
+        "loss": f"in chunks of {CHUNK_ROWS} rows",
         "fused": fused,
     }
 

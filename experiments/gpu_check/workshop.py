@@ -33,6 +33,12 @@ ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # or asking for a GPU takes one, and processes could not be forked any more
 }
 
+OF_DEVICE = {
+    "cuda": {"DS_ACCELERATOR": "cuda"},
+    # Rows are tried there, not timed, and threads that wait for a core spin.
+    "cpu": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+}
+
 
 class Workshop:
     """Runs rows one by one on `device`; what they leave for one another lies in `folder`."""
@@ -81,7 +87,7 @@ class Workshop:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=said,
-                env=os.environ | ENVIRONMENT | {"DS_ACCELERATOR": self._device},
+                env=os.environ | ENVIRONMENT | OF_DEVICE[self._device],
                 start_new_session=True,
             )
 
