@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What dhp does on one GPU of this machine: kernels, parity with the plain model, speed, memory, waits. Rows are
+# What dhp does on one GPU of this machine: kernels, speed at full depth, parity with the plain model, waits. Rows are
 # appended to results/gpu.jsonl as soon as they are there. Status 0: all is right; 1: something deviates; 2: no device.
 #
 # It needs Python 3.11 or newer with torch, transformers (whose pins are in requirements.txt; the first row says which

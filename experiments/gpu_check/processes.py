@@ -6,14 +6,20 @@ from __future__ import annotations
 import mmap
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import experiments.gpu_check.ray_stand_in  # noqa: F401
 from dhp.base.messages import Bundle
 from dhp.base.spans import TRANSFER
+from dhp.cluster.elsewhere import Elsewhere
 from dhp.cluster.transport.pinned import pin, unpin
 from dhp.cluster.transport.shared_memory import CUDA_IPC
 from dhp.config.schema import PartConfig
@@ -58,9 +64,10 @@ def check_steps(setting: Setting, transport: str, samples: int) -> dict[str, Any
             ranks = Ranks(stage, 1, setting.device, Built, own, backend=_backend(setting), transport=transport)
             groups[stage] = stack.enter_context(ranks)
         stages, schedule = make_stages(chain, groups), make_schedule("sequential", chain, 1)
+        batch = as_batch(data, lambda value: Stored.put(value, Path(stack.enter_context(TemporaryDirectory()))))
         for _ in range(STEPS):
             begin = time.perf_counter()
-            losses.append(train_step(stages, schedule, chain.ties, as_batch(data)).reports[TEXT][0].loss)
+            losses.append(train_step(stages, schedule, chain.ties, batch).reports[TEXT][0].loss)
             times.append((time.perf_counter() - begin) * 1e3)
         used = _used(setting)
         memory = {stage: group.first("memory") for stage, group in groups.items()}
@@ -99,6 +106,27 @@ def check_hand_over(setting: Setting, transport: str) -> dict[str, Any]:
     nbytes = shape[0] * shape[1] * setting.dtype.itemsize
     gbps = {f"{name}_gb_s": round(nbytes / 1e6 / medians[f"{name}_ms"], 3) for name in ("send", "take")}
     return {"ok": True, "bytes": nbytes, "host_register": locks, **medians, **gbps}
+
+
+@dataclass(frozen=True)
+class Stored(Elsewhere):
+    """A value in a file, which each process reads once: patches reach a run's ranks by mapped memory, not by a pipe."""
+
+    @classmethod
+    def put(cls, value: Any, folder: Path) -> Stored:
+        """Write it."""
+        file = folder / "value"
+        torch.save(value, file)
+        return cls(str(file))
+
+    def fetch(self) -> Any:
+        """The value, the same each time."""
+        return _read(self.ref)
+
+
+@cache
+def _read(file: str) -> Any:
+    return torch.load(file, weights_only=False, mmap=True)
 
 
 class Built:

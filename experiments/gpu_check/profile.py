@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from experiments.gpu_check.pair import shared_pair
@@ -33,7 +34,11 @@ def watch(setting: Setting, call: Callable[[], Any]) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA if setting.cuda else ProfilerActivity.CPU]) as seen:
         call()
         setting.wait()
-    done = [(event.name, (event.time_range.start, event.time_range.end)) for event in seen.events()]
+    on = DeviceType.CUDA if setting.cuda else DeviceType.CPU  # the driver's calls are events too
+    events = [
+        event for event in seen.events() if event.device_type == on and not getattr(event, "is_user_annotation", False)
+    ]
+    done = [(event.name, (event.time_range.start, event.time_range.end)) for event in events]
     if not setting.cuda:
         return {"kernels": _longest(done)}
     kernels = [one for one in done if not one[0].startswith(COPIES)]

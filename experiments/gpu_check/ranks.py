@@ -65,8 +65,8 @@ class Ranks(Group):
         return [list((answer or (None,))[1:]) for answer in self._ask(range(self.size), "call", calls)]
 
     def first(self, method: str, *arguments: Any) -> Any:
-        """The first rank's first answer."""
-        return self.execute_all_async(method, *arguments)[0][0]
+        """The first rank's first answer; None where it has none."""
+        return next(iter(self.execute_all_async(method, *arguments)[0]), None)
 
     def spans(self) -> list[list[Any]]:
         """What each rank did since the last time (`dhp.base.spans`)."""

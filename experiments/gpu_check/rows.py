@@ -92,6 +92,7 @@ SECTIONS = (
         "kernels",
         50.0,
         (
+            _row("gate in a fresh process", "elementwise.check_gate", fresh=True),
             _row("varlen, head dim 80", "kernels.check_varlen", 80, False),
             _row("varlen, head dim 128, grouped, causal", "kernels.check_varlen", 128, True),
             _row("block, head dim 80", "kernels.check_block", 80, False),
@@ -101,7 +102,6 @@ SECTIONS = (
             _row("RMS norm", "elementwise.check_norm"),
             _row("rotary positions of the tower", "elementwise.check_rotary"),
             _row("SDPA by length", "elementwise.check_sdpa"),
-            _row("gate in a fresh process", "elementwise.check_gate", fresh=True),
         ),
     ),
     Section(

@@ -92,9 +92,9 @@ def deviating(_: Any) -> dict[str, Any]:
     return {"ok": False, "error_of_loss": 1.0}
 
 
-def check_rows(rows: list[Row], out: Path, limit_s: float = 60.0, section_s: float = 60.0) -> int:
+def check_rows(rows: list[Row], out: Path, limit_s: float = 600.0) -> int:
     """As one section."""
-    return check_sections([Section("planted", section_s, tuple(rows))], "cpu", Results(out), limit_s)
+    return check_sections([Section("planted", 600.0, tuple(rows))], "cpu", Results(out), limit_s)
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -216,9 +216,9 @@ def test_a_row_that_hangs_is_ended(tmp_path: Path) -> None:
 def test_a_section_without_time_takes_none_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PATIENCE, "cpu", 1.0)
     who = Row("who", PLANTED, "who")
-    sections = [Section("short", 0.2, (Row("hanging", PLANTED, "hanging"), who)), Section("next", 60.0, (who,))]
+    sections = [Section("short", 0.2, (Row("hanging", PLANTED, "hanging"), who)), Section("next", 600.0, (who,))]
     out = tmp_path / "gpu.jsonl"
-    assert check_sections(sections, "cpu", Results(out), 60.0) == WRONG
+    assert check_sections(sections, "cpu", Results(out), 600.0) == WRONG
     hung, late, after, *_ = read(out)
     assert "error" in hung and late["no time"] and after["ok"]
 
