@@ -7,6 +7,8 @@
 # no package index. Where another version is to be brought along, as wheels in a folder WHEELS:
 #   python3 -m pip install --no-index --no-deps --find-links WHEELS --target SITE transformers
 #   PYTHONPATH=SITE scripts/gpu_check.sh
+# Rows that need bitsandbytes, peft, deepspeed or triton are skipped where these are missing. `--from SECTION` goes on
+# where a run ended, `--out FILE` writes elsewhere; `python -m experiments.gpu_check.report` makes a table of the rows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python3

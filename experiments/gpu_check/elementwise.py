@@ -76,6 +76,7 @@ def check_rotary(setting: Setting) -> dict[str, Any]:
 
 def check_sdpa(setting: Setting) -> dict[str, Any]:
     """One segment after another: what the first call with a new length costs, and what a later one does."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as the parts do
     heads, dim = (16, 128) if setting.cuda else (4, 16)
     first, second = [], []
     for length in LENGTHS if setting.cuda else (36, 20):

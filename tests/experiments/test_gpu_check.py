@@ -101,6 +101,7 @@ def read(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_rows_are_found_on_a_bare_machine(tmp_path: Path) -> None:
     """The command itself, in processes that find no other package than torch's and transformers': a row of each
     section."""
