@@ -8,18 +8,14 @@ from typing import Any
 import torch
 
 from dhp.base.messages import DeviceInfo, StepInfo
-from dhp.config.schema import PartConfig
-from dhp.models.shape import part_shape
 from dhp.observe.mfu import known_peaks
-from dhp.parallel.tensor.styles import with_fused
-from dhp.run.footprint import RankBytes, rank_bytes
+from experiments.gpu_check.dry_run import agree, footprint_of
 from experiments.gpu_check.pair import free, shared_pair, time_steps
 from experiments.gpu_check.plain_loop import PlainLoop
 from experiments.gpu_check.samples import deal, make_samples, sizes
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.shape import make_shape
-
-NEAR = 0.05  # relative: small tensors take whole blocks of the allocator, and plans and buffers are not counted
+from experiments.pair import TEXT, VISION
 
 
 def check(setting: Setting, samples: int, recompute: str, compiled: bool = False) -> dict[str, Any]:
@@ -37,11 +33,11 @@ def check_states(setting: Setting) -> dict[str, Any]:
     pair, data = shared_pair(setting), _data(setting, 1)
     pair.choose("full")
     pair.step(data)
-    states = [_states(setting, trainer, part) for part, trainer in (("vision", pair.vision), ("text", pair.text))]
-    least, most = (sum(one.weights + one.optimizer for one in states), sum(one.total for one in states))
+    said = [footprint_of(setting, make_shape(setting), part) for part in (VISION, TEXT)]
     kept = torch.cuda.memory_allocated() if setting.cuda else sum(map(_tensor_bytes, (pair.vision, pair.text)))
-    ok = least * (1 - NEAR) <= kept <= most * (1 + NEAR)
-    return {"ok": ok, "between_steps_bytes": kept, "dry_run_least_bytes": least, "dry_run_most_bytes": most}
+    least, most = sum(one.states.weights + one.states.optimizer for one in said), sum(one.states.total for one in said)
+    told = {"dry_run_least_bytes": least, "dry_run_most_bytes": most}
+    return {"ok": agree(kept, *said), "between_steps_bytes": kept, **told}
 
 
 def _data(setting: Setting, samples: int) -> Any:
@@ -98,13 +94,6 @@ def _judged(setting: Setting, times: dict[str, float], info: StepInfo, device: D
         "reserved_bytes": torch.cuda.max_memory_reserved() if setting.cuda else None,
         "allocated_bytes": torch.cuda.max_memory_allocated() if setting.cuda else None,
     }
-
-
-def _states(setting: Setting, trainer: Any, part: str) -> RankBytes:
-    own = trainer.family.parts[part]
-    plan = with_fused(own.tensor_plan, own.fused)
-    shape = part_shape(make_shape(setting), trainer.family.outside(part), added_plan=plan)
-    return rank_bytes(PartConfig(dtype=setting.format, data=1, ring=1, ulysses=1, tensor=1), trainer.spec, shape)
 
 
 def _tensor_bytes(trainer: Any) -> int:

@@ -22,17 +22,14 @@ from dhp.base.spans import TRANSFER
 from dhp.cluster.elsewhere import Elsewhere
 from dhp.cluster.transport.pinned import pin, unpin
 from dhp.cluster.transport.shared_memory import CUDA_IPC
-from dhp.config.schema import PartConfig
 from dhp.models.registry import load_family
-from dhp.models.shape import part_shape
-from dhp.parallel.tensor.styles import with_fused
-from dhp.run.footprint import footprint
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
 from dhp.trainers.kinds import make_rank
 from dhp.trainers.moving import to_device
 from dhp.trainers.settings import StageSettings
+from experiments.gpu_check.dry_run import agree, footprint_of
 from experiments.gpu_check.pair import UPDATE, Pair, free
 from experiments.gpu_check.ranks import Ranks
 from experiments.gpu_check.samples import deal, make_samples, sizes
@@ -42,18 +39,17 @@ from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
 
 LAYERS, STEPS = 2, 3
 ALIKE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}  # of losses; backward on a GPU adds in no fixed order
-NEAR = 0.05  # of what parts take between steps, relative
 TIMES = 8  # hand-overs that are timed
 
 
 def check_steps(setting: Setting, transport: str, samples: int) -> dict[str, Any]:
     """Steps of both parts with real layers: losses as without any process between them, and memory as a dry run says.
-    Each process knows how much is free on the device when it has done its last step."""
+    used_bytes: of the device, by both processes, when the last step is done."""
     if transport == CUDA_IPC:
         setting.require_cuda("CUDA IPC")
     free()
     folder = make_shape(setting, LAYERS)
-    family, chain = load_family(folder), pair_of(load_family(folder))
+    chain = pair_of(load_family(folder))
     data = deal(setting, folder, make_samples(folder, sizes(setting, samples)))
     wanted = _losses_here(setting, folder, data)
     before, losses, times = _used(setting), [], []
@@ -75,7 +71,6 @@ def check_steps(setting: Setting, transport: str, samples: int) -> dict[str, Any
         "step_ms": round(median(times[1:]), 3),
         "used_bytes": None if used is None else used - before,
         "backend": _backend(setting),
-        "family": type(family).__name__,
     }
 
 
@@ -102,10 +97,11 @@ def check_hand_over(setting: Setting, transport: str) -> dict[str, Any]:
                 ms[name].append(value)
             if not ok:
                 return {"ok": False, "told": "the values that came are not those that were sent"}
-    medians = {f"{name}_ms": round(median(values[2:]), 4) for name, values in ms.items()}
+    medians = {name: median(values[2:]) for name, values in ms.items()}
     nbytes = shape[0] * shape[1] * setting.dtype.itemsize
-    gbps = {f"{name}_gb_s": round(nbytes / 1e6 / medians[f"{name}_ms"], 3) for name in ("send", "take")}
-    return {"ok": True, "bytes": nbytes, "host_register": locks, **medians, **gbps}
+    speeds = {f"{name}_gb_s": round(nbytes / 1e6 / medians[name], 3) for name in ("send", "take")}
+    times = {f"{name}_ms": round(value, 4) for name, value in medians.items()}
+    return {"ok": True, "bytes": nbytes, "host_register": locks, **times, **speeds}
 
 
 @dataclass(frozen=True)
@@ -213,15 +209,11 @@ def _judged(
 ) -> dict[str, Any]:
     error = max(abs(one / other - 1) for one, other in zip(losses, wanted, strict=True))
     found: dict[str, Any] = {"ok": error < ALIKE[setting.dtype], "loss_error": error, "losses": losses}
-    family = load_family(folder)
-    for part, own in ((name, family.parts[name]) for name in (VISION, TEXT)):
-        shape = part_shape(folder, family.outside(part), added_plan=with_fused(own.tensor_plan, own.fused))
-        config = PartConfig(dtype=setting.format, data=1, ring=1, ulysses=1, tensor=1)
-        dry = footprint(config, pair_of(family).stage(part), shape, own.head_shape([own.whole]), setting.cuda)
-        found[f"{part}_dry_run_bytes"] = dry.total
+    dry = {part: footprint_of(setting, folder, part) for part in (VISION, TEXT)}
+    found["dry_run_bytes"] = sum(one.total for one in dry.values())
+    for part, said in dry.items():
         if memory[part] is not None:
-            least, most = dry.states.weights + dry.states.optimizer, dry.states.total
-            found["ok"] &= least * (1 - NEAR) <= memory[part]["allocated"] <= most * (1 + NEAR)
+            found["ok"] &= agree(memory[part]["allocated"], said)
             found |= {f"{part}_{name}_bytes": value for name, value in memory[part].items()}
     return found
 

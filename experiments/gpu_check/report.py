@@ -37,6 +37,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "reserved_bytes": ("reserved", _gigabytes),
     "between_steps_bytes": ("between steps", _gigabytes),
     "dry_run_most_bytes": ("dry run", _gigabytes),
+    "dry_run_bytes": ("dry run without activations", _gigabytes),
     "idle_percent": ("idle", "{:.1f}%".format),
     "copies_hidden_percent": ("copies hidden", "{:.0f}%".format),
     "launches": ("launches", "{:,}".format),
