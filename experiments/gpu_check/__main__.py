@@ -50,12 +50,12 @@ def last_run(out: Path) -> str | None:
 
 
 def choose(only: Sequence[str], begin: str | None) -> list[Section]:
-    """What is asked for, behind the first row, on which all others depend. only: beginnings of names of sections or
-    rows; begin: the section to begin with."""
-    names = [section.name for section in SECTIONS]
+    """What is asked for, behind the first row, on which all others depend. only: beginnings of names of rows, alone
+    or behind their section's; begin: the section to begin with."""
+    names, begins = [section.name for section in SECTIONS], tuple(only)
     first, *others = SECTIONS[0].rows
     rest = [replace(SECTIONS[0], rows=tuple(others)), *SECTIONS[1:]][names.index(begin) if begin else 0 :]
-    fits = lambda section, row: section.name.startswith(tuple(only)) or row.name.startswith(tuple(only))
+    fits = lambda section, row: f"{section.name}: {row.name}".startswith(begins) or row.name.startswith(begins)
     chosen = [replace(one, rows=tuple(row for row in one.rows if fits(one, row))) for one in rest]
     return [replace(SECTIONS[0], rows=(first,)), *(section for section in chosen if section.rows)]
 
@@ -104,7 +104,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--only", nargs="+", default=[""], help="sections or rows whose names begin with one of these")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows that begin so, as `RMS`, `waits` or `waits: 1+1`")
     parser.add_argument("--from", dest="begin", choices=[one.name for one in SECTIONS], help="go on with this section")
     parser.add_argument("--limit", type=float, help="seconds for all rows together")
     parser.add_argument("--out", type=Path, default=Path("results/gpu.jsonl"))

@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 # Rows of each section.
 QUICK = (
     "registry", "block, head dim 128, grouped, causal", "varlen, head dim 80", "states",
-    "1 samples, recompute none, beside plain", "profile", "hand-over by shared", "steps by shared", "1+1 float32",
-    "planner", "generation", "deepstack", "as it is",
+    "1 samples, recompute none, beside plain", "profile", "hand-over by shared", "steps by shared", "parity: 1+1 float32",
+    "planner", "generation", "waits: 1+1", "as it is",
 )  # fmt: skip
 PLANTED = "tests.experiments.test_gpu_check"
 # Nothing of these on a bare machine.
@@ -130,7 +130,7 @@ def test_rows_are_found_on_a_bare_machine(tmp_path: Path) -> None:
     assert 0 < found["parity", "1+1 float32"]["update"] < 1e-3
     assert found["recompute", "planner"]["measured_bytes"] > 0
     assert found["generation", "64 new tokens"]["new_tokens"] == 64
-    assert found["waits", "deepstack"]["watched"] is False
+    assert found["waits", "1+1"]["watched"] is False
     assert found["determinism", "as it is"]["equal"]
     assert found["end", "unanswered"]["told"] == list(UNANSWERED)
     assert found["end", "totals"]["status"] == 0
@@ -241,6 +241,7 @@ def test_what_is_chosen_stands_behind_the_first_row() -> None:
     assert choose([""], "waits")[0].rows == (first,)
     chosen = choose(["generation", "RMS"], None)
     assert [(one.name, len(one.rows)) for one in chosen] == [("probe", 1), ("kernels", 1), ("generation", 1)]
+    assert [(one.name, len(one.rows)) for one in choose(["waits: 1+1"], None)] == [("probe", 1), ("waits", 1)]
 
 
 def test_who_goes_on_belongs_to_the_last_run(tmp_path: Path) -> None:
