@@ -52,12 +52,18 @@ def last_run(out: Path) -> str | None:
 def choose(only: Sequence[str], begin: str | None) -> list[Section]:
     """What is asked for, behind the first row, on which all others depend. only: beginnings of names of rows, alone
     or behind their section's; begin: the section to begin with."""
-    names, begins = [section.name for section in SECTIONS], tuple(only)
-    first, *others = SECTIONS[0].rows
-    rest = [replace(SECTIONS[0], rows=tuple(others)), *SECTIONS[1:]][names.index(begin) if begin else 0 :]
-    fits = lambda section, row: f"{section.name}: {row.name}".startswith(begins) or row.name.startswith(begins)
-    chosen = [replace(one, rows=tuple(row for row in one.rows if fits(one, row))) for one in rest]
-    return [replace(SECTIONS[0], rows=(first,)), *(section for section in chosen if section.rows)]
+    begins, first = tuple(only), SECTIONS[0].rows[0]
+    skipped = [section.name for section in SECTIONS].index(begin) if begin else 0
+
+    def fits(number: int, section: Section, row: Row) -> bool:
+        named = f"{section.name}: {row.name}".startswith(begins) or row.name.startswith(begins)
+        return row is first or (number >= skipped and named)
+
+    chosen = (
+        replace(one, rows=tuple(row for row in one.rows if fits(number, one, row)))
+        for number, one in enumerate(SECTIONS)
+    )
+    return [section for section in chosen if section.rows]
 
 
 def check_sections(sections: Sequence[Section], device: str, results: Results, limit_s: float = LIMIT_S) -> int:

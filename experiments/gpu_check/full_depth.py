@@ -89,7 +89,7 @@ def _judged(setting: Setting, times: dict[str, float], info: StepInfo, device: D
         **times,
         "tokens_per_s": round(info.tokens / seconds),
         "patches_per_s": round(info.vision_tokens / seconds),
-        "tflop": round(flops / 1e12, 4),
+        "tflop": round(flops / 1e12, 6),
         "mfu": None if peak is None else round(flops / seconds / peak, 4),
         "reserved_bytes": torch.cuda.max_memory_reserved() if setting.cuda else None,
         "allocated_bytes": torch.cuda.max_memory_allocated() if setting.cuda else None,
