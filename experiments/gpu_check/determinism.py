@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from experiments.gpu_check.pair import Pair, free
+from experiments.gpu_check.pair import free, start_pair
 from experiments.gpu_check.samples import deal, make_samples, sizes
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.shape import make_shape
@@ -36,7 +36,7 @@ def check(setting: Setting, deterministic: bool) -> dict[str, Any]:
 
 def _run(setting: Setting, folder: str, data: Any, deterministic: bool) -> tuple[dict[str, Any], list[float], float]:
     """Weights at the end, the loss of each step, and the seconds of the last step."""
-    pair, losses, seconds = Pair(setting, folder, "light", deterministic=deterministic), [], 0.0
+    pair, losses, seconds = start_pair(setting, folder, "light", deterministic=deterministic), [], 0.0
     for _ in range(STEPS):
         setting.wait()
         begin = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from statistics import median
@@ -25,7 +25,6 @@ from experiments.gpu_check.shape import built_on, make_shape
 from experiments.pair import TEXT, VISION, pair_of, settings_of
 
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
-PHASES = ("vision_forward", "text_forward", "text_backward", "vision_backward", "update")
 Mark = Callable[[str], None]
 
 
@@ -44,41 +43,44 @@ def start(setting: Setting, part: str, folder: str, recompute: str = "none", **c
         return make_rank(settings_of(pair_of(load_family(folder)), part, folder, UPDATE, recompute, **own))
 
 
-def _no_mark(_: str) -> None:
-    pass
+def no_mark(_: str) -> None:
+    """Of a step whose phases are not timed."""
 
 
 class Pair:
-    """Both parts of a model on given work, over and over."""
+    """Both parts' trainers on given work, over and over."""
 
-    def __init__(self, setting: Setting, folder: str, recompute: str = "none", **changes: Any):
-        self.setting = setting
-        self.vision, self.text = (start(setting, part, folder, recompute, **changes) for part in (VISION, TEXT))
+    def __init__(self, vision: Any, text: Any):
+        self.vision, self.text = vision, text
+
+    def hand_over(self, bundles: Sequence[Bundle]) -> Sequence[Bundle]:
+        """What one part answers as the other gets it: here, as it is."""
+        return bundles
 
     def choose(self, recompute: str) -> None:
         """What is recomputed from the next step on. Of a pair that was started with anything but "none"."""
         for trainer in (self.vision, self.text):
             trainer.layers.choose(read_choices(recompute, len(trainer.layers.choices)))
 
-    def micro_batch(self, data: StepData, mark: Mark = _no_mark) -> None:
+    def micro_batch(self, data: StepData, mark: Mark = no_mark) -> None:
         """Forward and back through both. mark: called with the name of each phase when it has been submitted."""
-        embeddings = self.vision.forward_step(0, 0, data.work[VISION][0][0])
+        embeddings = self.hand_over(self.vision.forward_step(0, 0, data.work[VISION][0][0]))
         mark("vision_forward")
         self.text.forward_step(0, 0, data.work[TEXT][0][0], *embeddings)
         mark("text_forward")
-        gradients = self.text.backward_step(0, 0, True)
+        gradients = self.hand_over(self.text.backward_step(0, 0, True))
         mark("text_backward")
         self.vision.backward_step(0, 0, True, *gradients)
         mark("vision_backward")
 
-    def end_step(self, data: StepData, mark: Mark = _no_mark) -> tuple[StageReport, StageReport]:
+    def end_step(self, data: StepData, mark: Mark = no_mark) -> tuple[StageReport, StageReport]:
         """Norms and optimizer steps: the reports of vision and text."""
         of_vision, of_text = self.vision.grad_norm_sq(data.info), self.text.grad_norm_sq(data.info)
         reports = self.vision.optimizer_step(data.info, of_text), self.text.optimizer_step(data.info, of_vision)
         mark("update")
         return reports
 
-    def step(self, data: StepData, mark: Mark = _no_mark) -> tuple[StageReport, StageReport]:
+    def step(self, data: StepData, mark: Mark = no_mark) -> tuple[StageReport, StageReport]:
         """A whole step of one micro-batch."""
         self.micro_batch(data, mark)
         return self.end_step(data, mark)
@@ -87,6 +89,11 @@ class Pair:
         """A prompt's, with its picture."""
         embeddings = self.vision.evaluate_step(0, 0, data.work[VISION][0][0])
         return self.text.generate(0, 0, data.work[TEXT][0][0], *embeddings)
+
+
+def start_pair(setting: Setting, folder: str, recompute: str = "none", **changes: Any) -> Pair:
+    """Both parts as `start` makes them."""
+    return Pair(*(start(setting, part, folder, recompute, **changes) for part in (VISION, TEXT)))
 
 
 _SHARED: dict[tuple[Setting, bool], Pair] = {}
@@ -100,7 +107,7 @@ def shared_pair(setting: Setting, compiled: bool = False) -> Pair:
     if (setting, compiled) not in _SHARED:
         free()
         recompute = "none" if compiled else "full"
-        _SHARED[setting, compiled] = Pair(setting, make_shape(setting), recompute, compiled=compiled)
+        _SHARED[setting, compiled] = start_pair(setting, make_shape(setting), recompute, compiled=compiled)
     return _SHARED[setting, compiled]
 
 
@@ -136,7 +143,7 @@ class Text:
 def time_steps(setting: Setting, step: Callable[[Mark], Any], rounds: int = 3, budget_s: float = 6.0) -> dict[str, Any]:
     """Medians of milliseconds: "step_ms" of whole steps, and of each phase that they mark, as the device spends them.
     One step before does not count; fewer rounds where they take longer than `budget_s`, but one."""
-    step(_no_mark)
+    step(no_mark)
     taken: list[dict[str, float]] = []
     end = time.perf_counter() + budget_s
     while len(taken) < rounds and (not taken or time.perf_counter() < end):

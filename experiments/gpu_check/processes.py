@@ -30,7 +30,7 @@ from dhp.trainers.kinds import make_rank
 from dhp.trainers.moving import to_device
 from dhp.trainers.settings import StageSettings
 from experiments.gpu_check.dry_run import agree, footprint_of
-from experiments.gpu_check.pair import UPDATE, Pair, free
+from experiments.gpu_check.pair import UPDATE, free, start_pair
 from experiments.gpu_check.ranks import Ranks
 from experiments.gpu_check.samples import deal, make_samples, sizes
 from experiments.gpu_check.setting import Setting
@@ -197,7 +197,7 @@ def _used(setting: Setting) -> int | None:
 
 
 def _losses_here(setting: Setting, folder: str, data: Any) -> list[float]:
-    pair = Pair(setting, folder, "light")
+    pair = start_pair(setting, folder, "light")
     losses = [pair.step(data)[1].loss for _ in range(STEPS)]
     del pair
     free()

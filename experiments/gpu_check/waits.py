@@ -5,23 +5,46 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dhp.base.messages import Bundle
+from dhp.base.messages import Bundle, StageReport, StepData
+from dhp.cluster.transport import shared_memory
 from dhp.cluster.transport.shared_memory import Inbox, Outbox
 from dhp.models.registry import load_family
 from dhp.trainers.kinds import make_rank
-from experiments.gpu_check.pair import join
+from experiments.gpu_check.pair import Mark, Pair, join, no_mark
 from experiments.gpu_check.parity import deal_step, read_layout, require_packages, stage_settings
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.tiny import make_tiny
 from experiments.pair import TEXT, VISION, pair_of
 
 SAYS = "called a synchronizing"  # CUDA operation
+
+
+class HandingOver(Pair):
+    """With memory between the parts that other processes could map, as between actors."""
+
+    def __init__(self, pinned: bool, vision: Any, text: Any):
+        super().__init__(vision, text)
+        shared_memory.SMALLEST_BYTES = 1  # small ones, as those of tiny models, would be copied while the host waits
+        self._inbox, self._outbox = Inbox(pinned), Outbox(pinned=pinned)
+
+    def hand_over(self, bundles: Sequence[Bundle]) -> Sequence[Bundle]:
+        """Through the outbox and the inbox."""
+        sent = [_carried(bundle, self._outbox.send) for bundle in bundles]
+        self._outbox.flush()
+        return [_carried(bundle, self._inbox.open) for bundle in sent]
+
+    def end_step(self, data: StepData, mark: Mark = no_mark) -> tuple[StageReport, StageReport]:
+        """And what was sent may be written over."""
+        reports = super().end_step(data, mark)
+        self._outbox.end_step()
+        return reports
 
 
 def check(setting: Setting, name: str) -> dict[str, Any]:
@@ -31,28 +54,10 @@ def check(setting: Setting, name: str) -> dict[str, Any]:
     layout = read_layout(name)
     require_packages(setting, layout)
     join()
-    tiny = make_tiny(setting, layout.family)
-    chain, data = pair_of(load_family(tiny.folder)), deal_step(setting, layout, 0)
-    format = "bfloat16" if setting.cuda else "float32"
-    vision, text = (make_rank(stage_settings(setting, chain, part, layout, format)) for part in (VISION, TEXT))
-    inbox, outbox = Inbox(setting.cuda), Outbox(pinned=setting.cuda)
-
-    def hand_over(bundles: tuple[Bundle, ...]) -> list[Bundle]:
-        sent = [_carried(bundle, outbox.send) for bundle in bundles]
-        outbox.flush()
-        return [_carried(bundle, inbox.open) for bundle in sent]
-
-    def micro_batch() -> None:
-        embeddings = hand_over(vision.forward_step(0, 0, data.work[VISION][0][0]))
-        text.forward_step(0, 0, data.work[TEXT][0][0], *embeddings)
-        vision.backward_step(0, 0, True, *hand_over(text.backward_step(0, 0, True)))
-
-    def end_step() -> None:
-        of_vision, of_text = vision.grad_norm_sq(data.info), text.grad_norm_sq(data.info)
-        vision.optimizer_step(data.info, of_text)
-        text.optimizer_step(data.info, of_vision)
-        outbox.end_step()
-
+    chain, data = pair_of(load_family(make_tiny(setting, layout.family).folder)), deal_step(setting, layout, 0)
+    trainers = (make_rank(stage_settings(setting, chain, part, layout, setting.format)) for part in (VISION, TEXT))
+    pair = HandingOver(setting.cuda, *trainers)
+    micro_batch, end_step = partial(pair.micro_batch, data), partial(pair.end_step, data)
     micro_batch()  # memory is taken and locked in the first
     end_step()
     if not setting.cuda:
