@@ -107,12 +107,14 @@ SECTIONS = (
     Section(
         "full_depth",
         100.0,
+        # What has the room for sure comes first: after what has not, the model is made anew.
         (
-            _depth(8, "light"),
+            _depth(8, "mlp"),
             _row("states", "full_depth.check_states"),
-            _depth(4, "none"),
             _depth(1, "light"),
             _depth(1, "full"),
+            _depth(4, "none"),
+            _depth(8, "light"),
             _beside(8, "full"),
             _beside(1, "none"),
             _depth(1, "none", compiled=True),
@@ -120,7 +122,7 @@ SECTIONS = (
             _depth(8, "none"),
         ),
     ),
-    Section("profile", 30.0, (_row("8 samples, recompute light", "profile", 8, "light"),)),
+    Section("profile", 30.0, (_row("8 samples, recompute mlp", "profile", 8, "mlp"),)),
     Section(
         "processes",
         60.0,
