@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.nn.attention import varlen
 
 from dhp.parallel.attention import kernels
@@ -23,61 +21,12 @@ from experiments.gpu_check import older_torch, parity, probe, profile
 from experiments.gpu_check.__main__ import NO_DEVICE, PATIENCE, WRONG, Results, check_sections, choose, last_run, main
 from experiments.gpu_check.parity import read_layout
 from experiments.gpu_check.plain import Trained
-from experiments.gpu_check.rows import IN_ONE_PROCESS, LAYOUTS, PARITY, SECTIONS, UNANSWERED, Row, Section
+from experiments.gpu_check.rows import IN_ONE_PROCESS, LAYOUTS, PARITY, SECTIONS, Row, Section
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.workshop import Workshop
 
 ROOT = Path(__file__).parents[2]
-# Rows of each section.
-QUICK = (
-    "registry", "block, head dim 128, grouped, causal", "varlen, head dim 80", "states",
-    "1 samples, recompute none, beside plain", "profile", "hand-over by shared", "steps by shared",
-    "parity: 1+1 float32", "planner", "generation", "waits: 1+1", "as it is",
-)  # fmt: skip
-PLANTED = "tests.experiments.test_gpu_check"
-# Nothing of these on a bare machine.
-ABSENT = ("ray", "hydra", "omegaconf", "deepspeed", "numba", "av", "tensorboard", "pyarrow", "peft", "accelerate")
-BARE = f"""
-import importlib.util
-import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {ABSENT}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}")
-
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] in {ABSENT} else find(name, package)
-sys.meta_path.insert(0, Absent())
-"""
-
-
-def raising(_: Any) -> dict[str, Any]:
-    raise ValueError("planted")
-
-
-def dying(_: Any) -> dict[str, Any]:
-    os._exit(7)
-
-
-def hanging(_: Any) -> dict[str, Any]:
-    time.sleep(600)
-    return {}
-
-
-def lacking(_: Any) -> dict[str, Any]:
-    return {"error": "dhp cannot be imported", "serves": False}
-
-
-def who(_: Any) -> dict[str, Any]:
-    return {"ok": True, "pid": os.getpid()}
-
-
-def telling(_: Any, file: str) -> dict[str, Any]:
-    """Says which process it is, whole at once, and hangs."""
-    Path(f"{file}.new").write_text(str(os.getpid()))
-    os.rename(f"{file}.new", file)
-    return hanging(_)
+PLANTED = "tests.experiments.planted_rows"
 
 
 def is_running(pid: int) -> bool:
@@ -88,10 +37,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def deviating(_: Any) -> dict[str, Any]:
-    return {"ok": False, "error_of_loss": 1.0}
-
-
 def check_rows(rows: list[Row], out: Path, limit_s: float = 600.0) -> int:
     """As one section."""
     return check_sections([Section("planted", 600.0, tuple(rows))], "cpu", Results(out), limit_s)
@@ -99,41 +44,6 @@ def check_rows(rows: list[Row], out: Path, limit_s: float = 600.0) -> int:
 
 def read(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_rows_are_found_on_a_bare_machine(tmp_path: Path) -> None:
-    """The command itself, in processes that find no other package than torch's and transformers': a row of each
-    section."""
-    (tmp_path / "sitecustomize.py").write_text(BARE)
-    out = tmp_path / "results" / "gpu.jsonl"
-    command = [sys.executable, "-m", "experiments.gpu_check", "--device", "cpu", "--out", str(out), "--only", *QUICK]
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-    rows = read(out)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("\n") == len(rows)
-    found = {(row["section"], row["row"]): row for row in rows}
-    assert {section for section, _ in found} == {section.name for section in SECTIONS} | {"end"}
-    machine = found["probe", "machine"]
-    assert machine["serves"] and machine["wanted"]["transformers"] == transformers.__version__
-    assert max(found["kernels", "block, head dim 128, grouped, causal"]["errors"].values()) < 1e-5
-    varlen = found["kernels", "varlen, head dim 80"]
-    assert varlen["skipped"] == "attention over segments of all lengths in one call needs a GPU"
-    states = found["full_depth", "states"]  # gradients, in float32 on one rank, stay where autograd puts them
-    assert states["between_steps_bytes"] == states["dry_run_least_bytes"]
-    beside = found["full_depth", "1 samples, recompute none, beside plain"]
-    assert beside["plain"]["tflop"] == beside["tflop"] > 0 and beside["step_ms"] > 0
-    assert len(found["profile", "8 samples, recompute mlp"]["kernels"]) == 25
-    steps = found["processes", "steps by shared memory"]
-    assert steps["loss_error"] < 1e-5 and len(set(steps["losses"])) == len(steps["losses"])
-    assert 0 < found["parity", "1+1 float32"]["update"] < 1e-3
-    assert found["recompute", "planner"]["measured_bytes"] > 0
-    assert found["generation", "64 new tokens"]["new_tokens"] == 64
-    assert found["waits", "1+1"]["watched"] is False
-    assert found["determinism", "as it is"]["equal"]
-    assert found["end", "unanswered"]["told"] == list(UNANSWERED)
-    assert found["end", "totals"]["status"] == 0
 
 
 def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path: Path) -> None:
@@ -147,7 +57,7 @@ def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path: Path) -> None:
     assert raised["section"] == "planted"
     assert kept == {"row": "of an earlier run"}
     assert raised["error"] == "ValueError: planted"
-    assert raised["at"].startswith(str(Path(__file__)))
+    assert raised["at"].startswith(str(Path(__file__).with_name("planted_rows.py")))
     assert raised["seconds"] > 0
     assert missing["error"].startswith("ModuleNotFoundError: ")
     assert died["error"].startswith("the process ended with status 7; ")
