@@ -140,7 +140,7 @@ class Text:
         return self.trainer.optimizer_step(self._data.info)
 
 
-def time_steps(setting: Setting, step: Callable[[Mark], Any], rounds: int = 3, budget_s: float = 6.0) -> dict[str, Any]:
+def time_steps(setting: Setting, step: Callable[[Mark], Any], rounds: int = 5, budget_s: float = 6.0) -> dict[str, Any]:
     """Medians of milliseconds: "step_ms" of whole steps, and of each phase that they mark, as the device spends them.
     One step before does not count; fewer rounds where they take longer than `budget_s`, but one."""
     step(no_mark)
