@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What dhp does on one GPU of this machine: kernels, parity with the plain model, speed, memory, waits. Rows are
+# What dhp does on one GPU of this machine: kernels, speed at full depth, parity with the plain model, waits. Rows are
 # appended to results/gpu.jsonl as soon as they are there. Status 0: all is right; 1: something deviates; 2: no device.
 #
 # It needs Python 3.11 or newer with torch, transformers (whose pins are in requirements.txt; the first row says which
@@ -7,6 +7,8 @@
 # no package index. Where another version is to be brought along, as wheels in a folder WHEELS:
 #   python3 -m pip install --no-index --no-deps --find-links WHEELS --target SITE transformers
 #   PYTHONPATH=SITE scripts/gpu_check.sh
+# Rows that need bitsandbytes, peft, deepspeed or triton are skipped where these are missing. `--from SECTION` goes on
+# where a run ended, `--out FILE` writes elsewhere; `python -m experiments.gpu_check.report` makes a table of the rows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python3

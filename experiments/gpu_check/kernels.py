@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dhp.parallel.attention.kernels import Block, Dense, attend_varlen, choose_kernel
+from dhp.parallel.attention.kernels import Block, Dense, attend_varlen, choose_kernel, has_varlen
 from experiments.gpu_check.setting import Setting, error_of, spend
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # bfloat16 rounds a single value by up to 4e-3
@@ -41,6 +41,8 @@ def check_block(setting: Setting, dim: int, diagonal: bool) -> dict[str, Any]:
 def check_varlen(setting: Setting, dim: int, causal: bool) -> dict[str, Any]:
     """What both parts call on whole segments: one call over segments of all lengths, by autograd."""
     setting.require_cuda("attention over segments of all lengths in one call")
+    if not has_varlen(torch.device(setting.device), setting.dtype):
+        return {"ok": False, "told": "the product would not use this kernel here: has_varlen is False"}
     lengths = [1524, 64, 2000, 1, 700] if causal else [64] * 40 + [48, 32, 16] * 4 + [2000]
     query, key, value, grad = _states(setting, dim, sum(lengths), sum(lengths))
     ends = torch.tensor([0, *lengths]).cumsum(0)

@@ -1,6 +1,7 @@
-"""The rows: what each is called, and the function that finds it.
+"""The sections and their rows: what each is called, and the function that finds it.
 
-Modules are imported where a row runs, so that one that cannot be imported costs its own rows alone.
+Modules are imported where a row runs, so that one that cannot be imported costs its own rows alone. Sections stand in
+the order of what their answers are worth.
 """
 
 from __future__ import annotations
@@ -14,45 +15,148 @@ SHARED, MAPPED = "shared_memory", "cuda_ipc"
 
 @dataclass(frozen=True)
 class Row:
-    """`function` of `module`, called with the setting and these arguments, answers with fields, "ok" among them."""
+    """`function` of `module`, called with the setting and these arguments, answers with fields, "ok" among them.
+
+    fresh: in a process that ran no other row before.
+    """
 
     name: str
     module: str
     function: str = "check"
     arguments: tuple[Any, ...] = ()
+    fresh: bool = False
 
 
-def _parity(layout: str, dtype: str, recompute: str, carrier: str) -> Row:
-    name = f"parity {layout} {dtype}, recompute {recompute}, {carrier}"
-    return Row(name, f"{HERE}.parity", "check", (layout, dtype, recompute, carrier))
+@dataclass(frozen=True)
+class Section:
+    """limit_s: seconds for all of its rows on a GPU."""
+
+    name: str
+    limit_s: float
+    rows: tuple[Row, ...]
 
 
-def _speed(part: str, samples: int, recompute: str) -> Row:
-    name = f"speed {part}, {samples} samples, recompute {recompute}"
-    return Row(name, f"{HERE}.speed", "check", (part, samples, recompute))
+def _row(name: str, place: str, *arguments: Any, fresh: bool = False) -> Row:
+    """place: `module` or `module.function`."""
+    module, _, function = place.partition(".")
+    return Row(name, f"{HERE}.{module}", function or "check", arguments, fresh)
 
 
-ROWS = (
-    Row("environment", f"{HERE}.environment"),
-    Row("kernel, head dim 80", f"{HERE}.kernels", "check_block", (80, False)),
-    Row("kernel, head dim 128, grouped", f"{HERE}.kernels", "check_block", (128, False)),
-    Row("kernel, head dim 128, grouped, causal", f"{HERE}.kernels", "check_block", (128, True)),
-    Row("varlen, head dim 80", f"{HERE}.kernels", "check_varlen", (80, False)),
-    Row("varlen, head dim 128, grouped, causal", f"{HERE}.kernels", "check_varlen", (128, True)),
-    Row("patch embedding", f"{HERE}.patches"),
-    _parity("1+1", "float32", "none", SHARED),
-    _parity("1+1", "bfloat16", "light", SHARED),
-    _parity("2+2", "float32", "none", SHARED),
-    _parity("2+2", "bfloat16", "light", SHARED),
-    _parity("2+2", "bfloat16", "full", MAPPED),
-    _parity("1+1", "float32", "full", MAPPED),
-    *(_speed("vision", 1, recompute) for recompute in ("none", "light")),
-    *(_speed("text", samples, recompute) for samples in (1, 8) for recompute in ("none", "light")),
-    Row("memory of vision", f"{HERE}.memory", "check", ("vision",)),
-    Row("memory of text", f"{HERE}.memory", "check", ("text",)),
-    Row("waits of the host", f"{HERE}.syncs"),
-    _parity("1+1", "bfloat16", "full", SHARED),
-    _parity("2+2", "float32", "full", MAPPED),
-    _parity("ring+data", "bfloat16", "light", SHARED),
-    _parity("data+fsdp", "float32", "none", SHARED),
+def _depth(samples: int, recompute: str, compiled: bool = False) -> Row:
+    name = f"{samples} samples, recompute {recompute}{', compiled' if compiled else ''}"
+    return _row(name, "full_depth", samples, recompute, compiled)
+
+
+def _beside(samples: int, recompute: str) -> Row:
+    name = f"{samples} samples, recompute {recompute}, beside plain"
+    return _row(name, "full_depth.check_beside_plain", samples, recompute)
+
+
+# What `experiments.gpu_check.parity.Layout` has of each; degrees as keywords.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1+1": {},
+    "2+2": {"vision": {"ulysses": 2}, "text": {"tensor": 2}},
+    "text ring 2": {"text": {"ring": 2}},
+    "FSDP2 data 2": {"vision": {"data": 2}, "text": {"data": 2}, "zero_stage": 3},
+    "pipeline 2": {"pipeline": 2},
+    "LoRA": {"lora": 4},
+    "QLoRA": {"lora": 4, "quantization": "nf4", "recompute": "none"},
+    "experts": {"family": "qwen3_vl_moe"},
+    "experts, all visited": {"family": "qwen3_vl_moe, all experts"},
+    "deepstack": {"family": "qwen3_vl"},
+    "generic": {"family": "gemma3"},
+    "DeepSpeed ZeRO-1": {"zero_stage": 1, "engine": "deepspeed"},
+}
+PARITY = (
+    ("1+1", "bfloat16"),
+    ("2+2", "bfloat16"),
+    ("1+1", "float32"),
+    ("2+2", "float32"),
+    ("text ring 2", "bfloat16"),
+    ("FSDP2 data 2", "bfloat16"),
+    ("pipeline 2", "bfloat16"),
+    ("LoRA", "bfloat16"),
+    ("QLoRA", "bfloat16"),
+    ("experts, all visited", "bfloat16"),
+    ("experts", "float32"),
+    ("deepstack", "bfloat16"),
+    ("generic", "bfloat16"),
+    ("DeepSpeed ZeRO-1", "bfloat16"),
+)
+IN_ONE_PROCESS = ("1+1", "LoRA", "QLoRA", "experts", "deepstack", "generic")
+KINDS = ("none", "light", "mlp", "linear", "all", "offload")
+
+SECTIONS = (
+    Section("probe", 40.0, (_row("machine", "probe.check_machine"), _row("registry", "probe.check_registry"))),
+    Section(
+        "kernels",
+        50.0,
+        (
+            _row("gate in a fresh process", "elementwise.check_gate", fresh=True),
+            _row("varlen, head dim 80", "kernels.check_varlen", 80, False),
+            _row("varlen, head dim 128, grouped, causal", "kernels.check_varlen", 128, True),
+            _row("block, head dim 80", "kernels.check_block", 80, False),
+            _row("block, head dim 128, grouped", "kernels.check_block", 128, False),
+            _row("block, head dim 128, grouped, causal", "kernels.check_block", 128, True),
+            _row("patch embedding", "patches"),
+            _row("RMS norm", "elementwise.check_norm"),
+            _row("rotary positions of the tower", "elementwise.check_rotary"),
+            _row("SDPA by length", "elementwise.check_sdpa"),
+        ),
+    ),
+    Section(
+        "full_depth",
+        100.0,
+        # What has the room for sure comes first: after what has not, the model is made anew.
+        (
+            _depth(8, "mlp"),
+            _row("states", "full_depth.check_states"),
+            _depth(1, "light"),
+            _depth(1, "full"),
+            _depth(4, "none"),
+            _depth(8, "light"),
+            _beside(8, "full"),
+            _beside(1, "none"),
+            _depth(1, "none", compiled=True),
+            _depth(4, "none", compiled=True),
+            _depth(8, "none"),
+        ),
+    ),
+    Section("profile", 30.0, (_row("8 samples, recompute mlp", "profile", 8, "mlp"),)),
+    Section(
+        "processes",
+        60.0,
+        (
+            _row("hand-over by shared memory", "processes.check_hand_over", SHARED),
+            _row("hand-over by CUDA IPC", "processes.check_hand_over", MAPPED),
+            _row("steps by shared memory", "processes.check_steps", SHARED, 8),
+            _row("steps by CUDA IPC", "processes.check_steps", MAPPED, 8),
+        ),
+    ),
+    Section("parity", 90.0, tuple(_row(f"{name} {kind}", "parity", name, kind) for name, kind in PARITY)),
+    Section(
+        "recompute",
+        40.0,
+        (
+            _row("planner", "recompute.check_plan", 8),
+            *(_row(f"8 samples, {kind}", "recompute.check_kind", 8, kind) for kind in KINDS),
+        ),
+    ),
+    Section("generation", 20.0, (_row("64 new tokens", "generation", 64),)),
+    Section("waits", 20.0, tuple(_row(name, "waits", name) for name in IN_ONE_PROCESS)),
+    Section(
+        "determinism",
+        30.0,
+        (
+            _row("as it is", "determinism", False),
+            _row("training.deterministic", "determinism", True, fresh=True),
+        ),
+    ),
+)
+UNANSWERED = (
+    "NCCL over more than one GPU: whether it starts, how fast it is, what a rank that fails leaves",
+    "bandwidths of tensor and sequence parallelism over NVLink or a network",
+    "overlap of gradient sums with backward over several GPUs",
+    "Ray: placement, object store, actors that die",
+    "several hosts",
 )

@@ -32,6 +32,11 @@ class Setting:
         """Of kernels and layers: 16 bits where there are kernels for them."""
         return torch.bfloat16 if self.cuda else torch.float32
 
+    @property
+    def format(self) -> str:
+        """`dtype`'s name."""
+        return str(self.dtype).removeprefix("torch.")
+
     def require_cuda(self, what: str) -> None:
         """Raises NotHere on a CPU."""
         if not self.cuda:

@@ -33,6 +33,12 @@ ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # or asking for a GPU takes one, and processes could not be forked any more
 }
 
+OF_DEVICE = {
+    "cuda": {"DS_ACCELERATOR": "cuda"},
+    # Rows are tried there, not timed, and threads that wait for a core spin.
+    "cpu": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+}
+
 
 class Workshop:
     """Runs rows one by one on `device`; what they leave for one another lies in `folder`."""
@@ -45,6 +51,8 @@ class Workshop:
     def run(self, row: Row, limit_s: float) -> dict[str, Any]:
         """The row's fields, with what it raised as "error" and why it was left out as "skipped"; "seconds" it took."""
         begin = time.perf_counter()
+        if row.fresh:
+            self.close()
         if self._process is None:
             self._start()
         process = self._process
@@ -55,7 +63,7 @@ class Workshop:
             found = {"error": f"the process ended with status {process.wait()}; {self._last_words()}"}
         else:
             found = json.loads(line)
-        if "error" in found and not found["error"].startswith(_MISSING):
+        if row.fresh or ("error" in found and not found["error"].startswith(_MISSING)):
             self.close()
         return found | {"seconds": round(time.perf_counter() - begin, 2)}
 
@@ -79,7 +87,7 @@ class Workshop:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=said,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | OF_DEVICE[self._device],
                 start_new_session=True,
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import re
 import signal
 import subprocess
@@ -14,61 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.nn.attention import varlen
 
 from dhp.parallel.attention import kernels
-from experiments.gpu_check import environment, older_torch
-from experiments.gpu_check.__main__ import NO_DEVICE, WRONG, check_rows, main
-from experiments.gpu_check.rows import ROWS, Row
+from experiments.gpu_check import older_torch, parity, probe, profile
+from experiments.gpu_check.__main__ import NO_DEVICE, PATIENCE, WRONG, Results, check_sections, choose, last_run, main
+from experiments.gpu_check.parity import read_layout
+from experiments.gpu_check.plain import Trained
+from experiments.gpu_check.rows import IN_ONE_PROCESS, LAYOUTS, PARITY, SECTIONS, Row, Section
 from experiments.gpu_check.setting import Setting
 from experiments.gpu_check.workshop import Workshop
 
 ROOT = Path(__file__).parents[2]
-PLANTED = "tests.experiments.test_gpu_check"
-# Nothing of these on a bare machine.
-ABSENT = ("ray", "hydra", "omegaconf", "deepspeed", "numba", "av", "tensorboard", "pyarrow", "peft", "accelerate")
-BARE = f"""
-import importlib.util
-import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {ABSENT}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}")
-
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] in {ABSENT} else find(name, package)
-sys.meta_path.insert(0, Absent())
-"""
-
-
-def raising(_: Any) -> dict[str, Any]:
-    raise ValueError("planted")
-
-
-def dying(_: Any) -> dict[str, Any]:
-    os._exit(7)
-
-
-def hanging(_: Any) -> dict[str, Any]:
-    time.sleep(600)
-    return {}
-
-
-def lacking(_: Any) -> dict[str, Any]:
-    return {"error": "dhp cannot be imported", "serves": False}
-
-
-def who(_: Any) -> dict[str, Any]:
-    return {"ok": True, "pid": os.getpid()}
-
-
-def telling(_: Any, file: str) -> dict[str, Any]:
-    """Says which process it is, whole at once, and hangs."""
-    Path(f"{file}.new").write_text(str(os.getpid()))
-    os.rename(f"{file}.new", file)
-    return hanging(_)
+PLANTED = "tests.experiments.planted_rows"
 
 
 def is_running(pid: int) -> bool:
@@ -79,40 +37,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def deviating(_: Any) -> dict[str, Any]:
-    return {"ok": False, "error_of_loss": 1.0}
-
-
-def named(name: str) -> Row:
-    (row,) = (row for row in ROWS if row.name == name)
-    return row
+def check_rows(rows: list[Row], out: Path, limit_s: float = 600.0) -> int:
+    """As one section."""
+    return check_sections([Section("planted", 600.0, tuple(rows))], "cpu", Results(out), limit_s)
 
 
 def read(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
-
-
-def test_rows_are_found_on_a_bare_machine(tmp_path: Path) -> None:
-    """The command itself, in processes that find no other package than torch's and transformers'."""
-    (tmp_path / "sitecustomize.py").write_text(BARE)
-    out = tmp_path / "results" / "gpu.jsonl"
-    rows = ["kernel, head dim 128, grouped", "varlen, head dim 80", "parity 1+1 float32, recompute none", "memory of"]
-    command = [sys.executable, "-m", "experiments.gpu_check", "--device", "cpu", "--out", str(out), "--only", *rows]
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-    found = {row.pop("row"): row for row in read(out)}
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("\n") == len(found)
-    assert max(found["kernel, head dim 128, grouped, causal"]["errors"].values()) < 1e-5
-    parity = found["parity 1+1 float32, recompute none, shared_memory"]
-    assert 0 < parity["gradient"] < 1e-4
-    assert found["varlen, head dim 80"]["skipped"] == "attention over segments of all lengths in one call needs a GPU"
-    for part in ("vision", "text"):  # whose gradients, in float32 on one rank, stay where autograd puts them
-        memory = found[f"memory of {part}"]
-        assert memory["between_steps_bytes"] == memory["weights_bytes"] + memory["optimizer_bytes"]
-    assert found["environment"]["serves"] and found["environment"]["wanted"]["transformers"] == transformers.__version__
-    assert found["totals"]["right"] == 6
-    assert found["totals"]["status"] == 0
 
 
 def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path: Path) -> None:
@@ -121,32 +52,33 @@ def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path: Path) -> None:
     rows = [planted["raising"], absent, planted["dying"], planted["deviating"]]
     out = tmp_path / "gpu.jsonl"
     out.write_text('{"row": "of an earlier run"}\n')
-    assert check_rows(rows, "cpu", out) == WRONG
-    kept, raised, missing, died, deviates, totals = read(out)
+    assert check_rows(rows, out) == WRONG
+    kept, raised, missing, died, deviates, totals, _ = read(out)
+    assert raised["section"] == "planted"
     assert kept == {"row": "of an earlier run"}
     assert raised["error"] == "ValueError: planted"
-    assert raised["at"].startswith(str(Path(__file__)))
+    assert raised["at"].startswith(str(Path(__file__).with_name("planted_rows.py")))
     assert raised["seconds"] > 0
     assert missing["error"].startswith("ModuleNotFoundError: ")
     assert died["error"].startswith("the process ended with status 7; ")
     assert deviates["error_of_loss"] == 1.0
-    assert totals["failed"] == ["raising", "absent", "dying"]
-    assert totals["deviating"] == ["deviating"]
+    assert totals["failed"] == ["planted: raising", "planted: absent", "planted: dying"]
+    assert totals["deviating"] == ["planted: deviating"]
     assert (totals["right"], totals["status"]) == (0, WRONG)
 
 
 def test_what_cannot_be_imported_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first row, with what is here and what is wanted; no other row is tried."""
-    monkeypatch.setattr(environment, "USED", ("json", "no_such_module"))
-    found = environment.check(Setting("cpu", tmp_path))
+    monkeypatch.setattr(probe, "USED", ("json", "no_such_module"))
+    found = probe.check_machine(Setting("cpu", tmp_path))
     assert found["serves"] is False
     wanted = (
         f"dhp cannot be imported: torch {torch.__version__.partition('+')[0]}\\S* is here, \\S+ is wanted, transformers"
     )
     assert re.match(wanted, found["error"]) and "No module named 'no_such_module'" in found["error"]
     out = tmp_path / "gpu.jsonl"
-    assert check_rows([Row("lacking", PLANTED, "lacking"), named("environment")], "cpu", out) == WRONG
-    assert [row["row"] for row in read(out)] == ["lacking", "totals"]
+    assert check_rows([Row("lacking", PLANTED, "lacking"), Row("who", PLANTED, "who")], out) == WRONG
+    assert [row["row"] for row in read(out)] == ["lacking", "totals", "unanswered"]
 
 
 def test_a_row_that_lacks_a_module_costs_no_process(tmp_path: Path) -> None:
@@ -165,8 +97,10 @@ def test_a_row_that_lacks_a_module_costs_no_process(tmp_path: Path) -> None:
 def test_ended_from_outside_it_leaves_no_process(by: signal.Signals, tmp_path: Path) -> None:
     """SIGTERM is what `timeout` sends."""
     program = (
-        "import sys; from experiments.gpu_check import __main__ as check; from experiments.gpu_check.rows import Row;"
-        f"check.ROWS = (Row('telling', {PLANTED!r}, 'telling', ({str(tmp_path / 'pid')!r},)),);"
+        "import sys; from experiments.gpu_check import __main__ as check;"
+        "from experiments.gpu_check.rows import Row, Section;"
+        f"row = Row('telling', {PLANTED!r}, 'telling', ({str(tmp_path / 'pid')!r},));"
+        "check.SECTIONS = (Section('planted', 60.0, (row,)),);"
         f"sys.argv[1:] = ['--device', 'cpu', '--out', {str(tmp_path / 'gpu.jsonl')!r}]; check.main()"
     )
     running = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
@@ -182,12 +116,51 @@ def test_ended_from_outside_it_leaves_no_process(by: signal.Signals, tmp_path: P
 
 def test_a_row_that_hangs_is_ended(tmp_path: Path) -> None:
     out = tmp_path / "gpu.jsonl"
-    rows = [Row("hanging", PLANTED, "hanging"), named("environment")]
-    assert check_rows(rows, "cpu", out, limit_s=0.5, row_limit_s=0.5) == WRONG
-    hung, late, totals = read(out)
+    rows = [Row("hanging", PLANTED, "hanging"), Row("who", PLANTED, "who")]
+    assert check_rows(rows, out, limit_s=0.5) == WRONG
+    hung, late, totals, _ = read(out)
     assert hung["error"].startswith("TimeoutError: ")
     assert late["no time"]
-    assert totals["no time"] == ["environment"]
+    assert totals["no time"] == ["planted: who"]
+
+
+def test_a_section_without_time_takes_none_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PATIENCE, "cpu", 1.0)
+    who = Row("who", PLANTED, "who")
+    sections = [Section("short", 0.2, (Row("hanging", PLANTED, "hanging"), who)), Section("next", 600.0, (who,))]
+    out = tmp_path / "gpu.jsonl"
+    assert check_sections(sections, "cpu", Results(out), 600.0) == WRONG
+    hung, late, after, *_ = read(out)
+    assert "error" in hung and late["no time"] and after["ok"]
+
+
+def test_a_fresh_row_has_a_process_of_its_own(tmp_path: Path) -> None:
+    rows = [Row(name, PLANTED, "who", fresh=name == "fresh") for name in ("first", "second", "fresh", "last")]
+    out = tmp_path / "gpu.jsonl"
+    check_rows(rows, out)
+    first, second, fresh, last = (row["pid"] for row in read(out)[:4])
+    assert first == second and len({first, fresh, last}) == 3
+
+
+def test_what_is_chosen_stands_behind_the_first_row() -> None:
+    """Of all: it says whether dhp can be imported."""
+    first = SECTIONS[0].rows[0]
+    assert choose([""], None) == list(SECTIONS)
+    assert [one.name for one in choose([""], "waits")] == ["probe", "waits", "determinism"]
+    assert choose([""], "waits")[0].rows == (first,)
+    chosen = choose(["generation", "RMS"], None)
+    assert [(one.name, len(one.rows)) for one in chosen] == [("probe", 1), ("kernels", 1), ("generation", 1)]
+    assert [(one.name, len(one.rows)) for one in choose(["waits: 1+1"], None)] == [("probe", 1), ("waits", 1)]
+
+
+def test_who_goes_on_belongs_to_the_last_run(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.jsonl"
+    assert last_run(out) is None
+    Results(out, "earlier").write({"section": "probe", "row": "machine"})
+    Results(out).write({"section": "probe", "row": "machine"})
+    Results(out, last_run(out)).write({"section": "waits", "row": "1+1"})
+    runs = [row["run"] for row in read(out)]
+    assert runs[0] == "earlier" and runs[1] == runs[2] != "earlier"
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,5 +195,44 @@ def test_an_older_torch_gets_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_names_of_rows_are_their_own() -> None:
-    names = [row.name for row in ROWS]
-    assert len(set(names)) == len(names)
+    for section in SECTIONS:
+        names = [row.name for row in section.rows]
+        assert len(set(names)) == len(names)
+
+
+def test_sections_fit_their_time_and_say_layouts_that_there_are() -> None:
+    """Eight minutes; each layout is tried, and by a name that is known."""
+    assert sum(section.limit_s for section in SECTIONS) <= 480
+    assert {name for name, _ in PARITY} == set(LAYOUTS) >= set(IN_ONE_PROCESS)
+    assert [read_layout(name).family for name in ("2+2", "deepstack")] == ["qwen2_5_vl", "qwen3_vl"]
+    assert read_layout("2+2").text.tensor == 2 and read_layout("2+2").vision.ulysses == 2
+
+
+def test_parity_sees_another_model(tmp_path: Path) -> None:
+    """Weights that went elsewhere, and a loss that is none."""
+    weights = {"a": torch.zeros(3), "b": torch.ones(2)}
+    moved = {"a": torch.tensor([0.1, 0.0, 0.2]), "b": torch.ones(2)}
+    wanted = Trained([2.0, 1.5], [1.0, 1.0], weights, moved)
+    assert wanted.moved() == pytest.approx({"a": 0.05**0.5})
+    same = parity._deviations(wanted, wanted)
+    assert same == {"loss": 0.0, "norm": 0.0, "update": 0.0}
+    off = parity._deviations(Trained([2.0, 1.8], [1.0, 1.0], {}, moved | {"a": torch.zeros(3)}), wanted)
+    assert off == pytest.approx({"loss": 0.2, "norm": 0.0, "update": 1.0})
+    assert parity._deviations(Trained([float("nan"), 1.5], [1.0, 1.0], {}, moved), wanted)["loss"] == math.inf
+
+
+def test_intervals_on_a_stream() -> None:
+    kernels, copies = profile.union([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]), profile.union([(2.5, 5.5)])
+    assert kernels == [(0.0, 3.0), (5.0, 6.0)]
+    assert (profile.total(kernels), profile.overlap(kernels, copies)) == (4.0, 1.0)
+
+
+def test_a_rank_starts_where_ray_is_missing() -> None:
+    hidden = (
+        "import importlib.util as u, sys; find = u.find_spec;"
+        "u.find_spec = lambda name, package=None: None if name == 'ray' else find(name, package);"
+        "import experiments.gpu_check.ray_stand_in; import dhp.cluster.worker as worker;"
+        "print(hasattr(worker.ray, '__file__'), issubclass(worker.ray.exceptions.RayError, Exception))"
+    )
+    done = subprocess.run([sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

@@ -1,0 +1,95 @@
+"""Rows: what stands between a layer's products: the compiled gate, RMS norm, rotary positions; and attention where its
+kernel for all segments is missing."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLRMSNorm,
+    Qwen2MLP,
+    apply_rotary_pos_emb_vision,
+)
+
+from dhp.parallel.fused import fuse_elementwise
+from experiments.gpu_check.kernels import LIMITS
+from experiments.gpu_check.pair import join
+from experiments.gpu_check.setting import NotHere, Setting, error_of, spend
+
+ROWS, WIDTH, INNER = 12192, 2048, 11008  # of "8" samples in the text part
+PATCHES, HEADS, DIM = 39168, 16, 80
+LENGTHS = (1524, 1200, 1524, 900)  # SDPA's, one behind another
+
+
+def check_gate(setting: Setting) -> dict[str, Any]:
+    """In a process that compiled nothing before: the seconds that a rank takes to put in the fused gate and to prove
+    it, and a gated MLP's milliseconds before and after."""
+    setting.require_cuda("a fused gate")
+    if find_spec("triton") is None:
+        raise NotHere("triton, by which torch.compile makes kernels, is not installed")
+    join()
+    config = SimpleNamespace(hidden_size=WIDTH, intermediate_size=INNER, hidden_act="silu")
+    mlp = nn.ModuleList([Qwen2MLP(config).to(setting.device, setting.dtype)])
+    states = torch.randn(ROWS, WIDTH, device=setting.device).to(setting.dtype)
+    wanted, (plain,) = mlp[0](states).double(), spend(setting, lambda: mlp[0](states))
+    begin = time.perf_counter()
+    counts = fuse_elementwise(mlp, torch.device(setting.device), setting.dtype, dist.group.WORLD)
+    seconds = time.perf_counter() - begin
+    error, (fused,) = error_of(mlp[0](states), wanted), spend(setting, lambda: mlp[0](states))
+    found = {"ok": bool(counts) and error < LIMITS[setting.dtype], "limit": LIMITS[setting.dtype], "fused": counts}
+    return found | {"errors": {"output": error}, "proof_s": round(seconds, 3)} | plain.told("own") | fused.told("fused")
+
+
+def check_norm(setting: Setting) -> dict[str, Any]:
+    """torch's fused RMS norm beside the model's own."""
+    rows, width = (ROWS, WIDTH) if setting.cuda else (64, 64)
+    states = torch.randn(rows, width, device=setting.device).to(setting.dtype)
+    own = Qwen2_5_VLRMSNorm(width).to(setting.device, setting.dtype)
+    fused = lambda: F.rms_norm(states, own.weight.shape, own.weight, own.variance_epsilon)
+    limit, error = LIMITS[setting.dtype], error_of(fused(), own(states).double())
+    ours, theirs = spend(setting, fused, lambda: own(states))
+    return {"ok": error < limit, "limit": limit, "errors": {"output": error}} | ours.told("fused") | theirs.told("own")
+
+
+def check_rotary(setting: Setting) -> dict[str, Any]:
+    """The tower's rotary positions as its code has them, forward and backward, and the bytes that they must move."""
+    patches = PATCHES if setting.cuda else 64
+    query, key = (
+        torch.randn(patches, HEADS, DIM, device=setting.device).to(setting.dtype).requires_grad_() for _ in range(2)
+    )
+    cos, sin = (torch.randn(patches, DIM, device=setting.device) for _ in range(2))
+    turn = lambda: apply_rotary_pos_emb_vision(query, key, cos, sin)
+    outputs = turn()
+    slopes = [torch.randn_like(output) for output in outputs]
+    backward = lambda: torch.autograd.grad(outputs, (query, key), slopes, retain_graph=True)
+    ahead, back = spend(setting, turn, backward)
+    least = 4 * query.nbytes  # both read and written once
+    return {"ok": True, "patches": patches, "least_bytes": least} | ahead.told("forward") | back.told("backward")
+
+
+def check_sdpa(setting: Setting) -> dict[str, Any]:
+    """One segment after another: what the first call with a new length costs, and what a later one does."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as the parts do
+    heads, dim = (16, 128) if setting.cuda else (4, 16)
+    first, second = [], []
+    for length in LENGTHS if setting.cuda else (36, 20):
+        states = [torch.randn(1, heads, length, dim, device=setting.device).to(setting.dtype) for _ in range(3)]
+        first.append(_attend_ms(setting, states))
+        second.append(_attend_ms(setting, states))
+    told = {"lengths": list(LENGTHS) if setting.cuda else [36, 20], "first_ms": first, "second_ms": second}
+    return {"ok": True, **told}
+
+
+def _attend_ms(setting: Setting, states: list[Tensor]) -> float:
+    setting.wait()
+    begin = time.perf_counter()
+    F.scaled_dot_product_attention(*states, is_causal=True)
+    setting.wait()
+    return round((time.perf_counter() - begin) * 1e3, 4)

@@ -1,0 +1,173 @@
+"""Both parts on one rank each, in this process, without anything between them; or one of them alone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dhp.base.generation import Answer
+from dhp.base.messages import Bundle, Choices, StageReport, StepData
+from dhp.config.recompute import read_choices
+from dhp.models.registry import load_family
+from dhp.trainers.kinds import make_rank
+from dhp.trainers.settings import OptimizerSettings
+from experiments.gpu_check.setting import NotHere, Setting
+from experiments.gpu_check.shape import built_on, make_shape
+from experiments.pair import TEXT, VISION, pair_of, settings_of
+
+UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
+Mark = Callable[[str], None]
+
+
+@cache
+def join() -> None:
+    """A group of this process alone."""
+    os.environ["LOCAL_RANK"] = "0"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def start(setting: Setting, part: str, folder: str, recompute: str = "none", **changes: Any) -> Any:
+    """A trainer of that part, with random weights. changes: of its settings."""
+    join()
+    own = {"dtype": setting.format, "device": setting.device} | changes
+    with built_on(setting.device):
+        return make_rank(settings_of(pair_of(load_family(folder)), part, folder, UPDATE, recompute, **own))
+
+
+def no_mark(_: str) -> None:
+    """Of a step whose phases are not timed."""
+
+
+class Pair:
+    """Both parts' trainers on given work, over and over."""
+
+    def __init__(self, vision: Any, text: Any):
+        self.vision, self.text = vision, text
+
+    def hand_over(self, bundles: Sequence[Bundle]) -> Sequence[Bundle]:
+        """What one part answers as the other gets it: here, as it is."""
+        return bundles
+
+    def choose(self, recompute: str) -> None:
+        """What is recomputed from the next step on. Of a pair that was started with anything but "none"."""
+        for trainer in (self.vision, self.text):
+            trainer.layers.choose(read_choices(recompute, len(trainer.layers.choices)))
+
+    def micro_batch(self, data: StepData, mark: Mark = no_mark) -> None:
+        """Forward and back through both. mark: called with the name of each phase when it has been submitted."""
+        embeddings = self.hand_over(self.vision.forward_step(0, 0, data.work[VISION][0][0]))
+        mark("vision_forward")
+        self.text.forward_step(0, 0, data.work[TEXT][0][0], *embeddings)
+        mark("text_forward")
+        gradients = self.hand_over(self.text.backward_step(0, 0, True))
+        mark("text_backward")
+        self.vision.backward_step(0, 0, True, *gradients)
+        mark("vision_backward")
+
+    def end_step(self, data: StepData, mark: Mark = no_mark) -> tuple[StageReport, StageReport]:
+        """Norms and optimizer steps: the reports of vision and text."""
+        of_vision, of_text = self.vision.grad_norm_sq(data.info), self.text.grad_norm_sq(data.info)
+        reports = self.vision.optimizer_step(data.info, of_text), self.text.optimizer_step(data.info, of_vision)
+        mark("update")
+        return reports
+
+    def step(self, data: StepData, mark: Mark = no_mark) -> tuple[StageReport, StageReport]:
+        """A whole step of one micro-batch."""
+        self.micro_batch(data, mark)
+        return self.end_step(data, mark)
+
+    def answer(self, data: StepData) -> Answer:
+        """A prompt's, with its picture."""
+        embeddings = self.vision.evaluate_step(0, 0, data.work[VISION][0][0])
+        return self.text.generate(0, 0, data.work[TEXT][0][0], *embeddings)
+
+
+def start_pair(setting: Setting, folder: str, recompute: str = "none", **changes: Any) -> Pair:
+    """Both parts as `start` makes them."""
+    return Pair(*(start(setting, part, folder, recompute, **changes) for part in (VISION, TEXT)))
+
+
+_SHARED: dict[tuple[Setting, bool], Pair] = {}
+
+
+def shared_pair(setting: Setting, compiled: bool = False) -> Pair:
+    """The model at full depth, which rows that follow one another share: a device has room for one. A compiled one
+    recomputes nothing. Raises NotHere without a compiler."""
+    if compiled and find_spec("triton") is None:
+        raise NotHere("triton, by which torch.compile makes kernels, is not installed")
+    if (setting, compiled) not in _SHARED:
+        free()
+        recompute = "none" if compiled else "full"
+        _SHARED[setting, compiled] = start_pair(setting, make_shape(setting), recompute, compiled=compiled)
+    return _SHARED[setting, compiled]
+
+
+def free() -> None:
+    """Give the device back what the shared pair has there."""
+    _SHARED.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class Text:
+    """The text part alone, with one trainer's memory in the process: embeddings come from nowhere."""
+
+    def __init__(self, setting: Setting, folder: str, data: StepData, recompute: str, **changes: Any):
+        self.trainer = start(setting, TEXT, folder, recompute, **changes)
+        self._data = data
+        rows, hidden = sum(data.work[VISION][0][0].rows), self.trainer.family.config.get_text_config().hidden_size
+        self._embeddings = torch.randn(rows, hidden).to(self.trainer.dtype).to(setting.device)
+
+    def choose(self, choices: Choices) -> None:
+        """What each layer recomputes from the next step on."""
+        self.trainer.set_recompute(choices)
+
+    def step(self) -> StageReport:
+        """One micro-batch, and an optimizer step."""
+        self.trainer.forward_step(0, 0, self._data.work[TEXT][0][0], Bundle({"embeddings": self._embeddings.detach()}))
+        self.trainer.backward_step(0, 0, True)
+        self.trainer.grad_norm_sq(self._data.info)
+        return self.trainer.optimizer_step(self._data.info)
+
+
+def time_steps(setting: Setting, step: Callable[[Mark], Any], rounds: int = 5, budget_s: float = 6.0) -> dict[str, Any]:
+    """Medians of milliseconds: "step_ms" of whole steps, and of each phase that they mark, as the device spends them.
+    One step before does not count; fewer rounds where they take longer than `budget_s`, but one."""
+    step(no_mark)
+    taken: list[dict[str, float]] = []
+    end = time.perf_counter() + budget_s
+    while len(taken) < rounds and (not taken or time.perf_counter() < end):
+        taken.append(_time_step(setting, step))
+    return {name: round(median(one[name] for one in taken), 3) for name in taken[0]}
+
+
+def _time_step(setting: Setting, step: Callable[[Mark], Any]) -> dict[str, float]:
+    marks: list[tuple[str, Any]] = []
+
+    def mark(name: str) -> None:
+        if setting.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            marks.append((name, event))
+        else:
+            marks.append((name, time.perf_counter()))
+
+    setting.wait()
+    begin = time.perf_counter()
+    mark("begin")
+    step(mark)
+    setting.wait()
+    step_ms = (time.perf_counter() - begin) * 1e3
+    between = lambda a, b: a.elapsed_time(b) if setting.cuda else (b - a) * 1e3
+    phases = {f"{name}_ms": between(before, now) for (_, before), (name, now) in zip(marks, marks[1:], strict=False)}
+    return {"step_ms": step_ms} | phases

@@ -1,0 +1,137 @@
+"""Rows: what there is, and whether it serves; and which kernel computes what of a model here."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from experiments.gpu_check import older_torch
+from experiments.gpu_check.setting import Setting
+
+LAYERS = 2  # of the parts that are asked which kernels they got
+NEEDED = ("torch", "transformers")
+USED = (
+    "dhp.trainers.vision",
+    "dhp.trainers.text",
+    "dhp.batching.scatter",
+    "dhp.planner.planner",
+    "dhp.run.footprint",
+    "dhp.doctor.samples",
+    "experiments.gpu_check.ray_stand_in",
+    "dhp.cluster.worker",
+)
+PACKAGES = (
+    "transformers", "tokenizers", "safetensors", "numpy", "triton", "deepspeed", "ray", "hydra-core", "av", "peft",
+    "bitsandbytes",
+)  # fmt: skip
+
+
+def check_machine(setting: Setting) -> dict[str, Any]:
+    """Versions, device, driver, compute mode, free memory. Deviates where two processes may not share the GPU. With
+    "serves" false no other row can run: "error" says what there is and what is wanted."""
+    lacking = _find_lacking()
+    if lacking is not None:
+        return {"error": lacking, "serves": False}
+    found = {
+        "ok": True,
+        "serves": True,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "wanted": _wanted(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+    if not setting.cuda:
+        return found | {"device": "cpu"}
+    about = torch.cuda.get_device_properties(0)
+    unused, whole = torch.cuda.mem_get_info()
+    driver, mode = _ask_driver("driver_version", "compute_mode")
+    return found | {
+        "ok": mode in ("Default", ""),
+        "device": about.name,
+        "capability": f"{about.major}.{about.minor}",
+        "memory_bytes": whole,
+        "free_bytes": unused,
+        "multiprocessors": about.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "driver": driver,
+        "compute_mode": mode,
+    }
+
+
+def check_registry(setting: Setting) -> dict[str, Any]:
+    """Which kernel serves each kind of layer of both parts of the model with real layers, as the product asks. Deviates
+    on a GPU where attention is not in one call, or norm or gate is not fused though their compiler is there."""
+    from dhp.parallel.attention.kernels import choose_kernel, has_varlen
+    from dhp.parallel.fused import fuse_elementwise
+    from dhp.parallel.tensor.loss import CHUNK_ROWS
+    from experiments.gpu_check.pair import start
+    from experiments.gpu_check.shape import make_shape
+
+    device, folder = torch.device(setting.device), make_shape(setting, LAYERS)
+    varlen, fused, patches = has_varlen(device, setting.dtype), {}, False
+    for part in ("vision", "text"):
+        model = start(setting, part, folder).model
+        fused[part] = fuse_elementwise(model, device, setting.dtype, dist.group.WORLD)  # as its start did, and printed
+        patches |= any("forward" in vars(one) for one in model.modules() if isinstance(one, torch.nn.Conv3d))
+    kinds = {kind.partition(" ")[0] for counts in fused.values() for kind in counts}
+    wanted = {"norm", "gate"} if find_spec("triton") else {"norm"}
+    block = choose_kernel(torch.empty(1, 16, 128, device=device, dtype=setting.dtype))
+    return {
+        "ok": not setting.cuda or (varlen and kinds >= wanted),
+        "attention": f"one call for all segments ({older_torch.WAY})" if varlen else "SDPA, length by length",
+        "ring_block": type(block).__name__,
+        "norm": "fused" if "norm" in kinds else "the model's own",
+        "gate": "compiled" if "gate" in kinds else "the model's own",
+        "rotary": "the model's own",
+        "patch_embedding": "matrix product" if patches else "the library's convolution",
+        "loss": f"in chunks of {CHUNK_ROWS} rows",
+        "fused": fused,
+    }
+
+
+def _find_lacking() -> str | None:
+    """What keeps dhp from being imported, once for all rows."""
+    try:
+        for name in USED:
+            import_module(name)
+    except ImportError as error:
+        wanted = _wanted()
+        told = ", ".join(f"{name} {_version(name)} is here, {wanted[name]} is wanted" for name in NEEDED)
+        return (
+            f"dhp cannot be imported: {told} ({error}). Bring the wheel along, pip install --no-index --no-deps "
+            "--target SITE, and set PYTHONPATH=SITE; an older torch serves where dhp can be imported"
+        )
+    return None
+
+
+def _wanted() -> dict[str, str]:
+    pins = (Path(__file__).parents[2] / "requirements.txt").read_text(encoding="utf-8")
+    return {name: re.search(rf"^{name}==(\S+)", pins, re.MULTILINE)[1] for name in NEEDED}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _ask_driver(*fields: str) -> tuple[str, ...]:
+    """By nvidia-smi; empty where it is not installed."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ("",) * len(fields)
+    return tuple(value.strip() for value in done.stdout.strip().split(","))

@@ -1,0 +1,11 @@
+"""What the fork server imports: all that a rank needs, stand-ins before what imports them."""
+
+from __future__ import annotations
+
+import experiments.gpu_check.older_torch
+import experiments.gpu_check.ray_stand_in  # noqa: F401
+
+# isort: split
+import dhp.cluster.worker
+import dhp.trainers.text
+import dhp.trainers.vision  # noqa: F401
