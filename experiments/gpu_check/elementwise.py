@@ -18,7 +18,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     apply_rotary_pos_emb_vision,
 )
 
-from dhp.parallel.fused import fuse_elementwise
+from dhp.config.kernels import COMPILED
+from dhp.parallel.kernels.replace import replace_kernels
+from dhp.parallel.kernels.rotary import in_one_pass
 from experiments.gpu_check.kernels import LIMITS
 from experiments.gpu_check.pair import join
 from experiments.gpu_check.setting import NotHere, Setting, error_of, spend
@@ -40,10 +42,11 @@ def check_gate(setting: Setting) -> dict[str, Any]:
     states = torch.randn(ROWS, WIDTH, device=setting.device).to(setting.dtype)
     wanted, (plain,) = mlp[0](states).double(), spend(setting, lambda: mlp[0](states))
     begin = time.perf_counter()
-    counts = fuse_elementwise(mlp, torch.device(setting.device), setting.dtype, dist.group.WORLD)
+    (use,) = replace_kernels(mlp, torch.device(setting.device), setting.dtype, dist.group.WORLD)
     seconds = time.perf_counter() - begin
     error, (fused,) = error_of(mlp[0](states), wanted), spend(setting, lambda: mlp[0](states))
-    found = {"ok": bool(counts) and error < LIMITS[setting.dtype], "limit": LIMITS[setting.dtype], "fused": counts}
+    limit = LIMITS[setting.dtype]
+    found = {"ok": use.kernel == COMPILED and error < limit, "limit": limit, "kernel": use.kernel}
     return found | {"errors": {"output": error}, "proof_s": round(seconds, 3)} | plain.told("own") | fused.told("fused")
 
 
@@ -59,19 +62,32 @@ def check_norm(setting: Setting) -> dict[str, Any]:
 
 
 def check_rotary(setting: Setting) -> dict[str, Any]:
-    """The tower's rotary positions as its code has them, forward and backward, and the bytes that they must move."""
-    patches = PATCHES if setting.cuda else 64
-    query, key = (
-        torch.randn(patches, HEADS, DIM, device=setting.device).to(setting.dtype).requires_grad_() for _ in range(2)
-    )
-    cos, sin = (torch.randn(patches, DIM, device=setting.device) for _ in range(2))
-    turn = lambda: apply_rotary_pos_emb_vision(query, key, cos, sin)
-    outputs = turn()
-    slopes = [torch.randn_like(output) for output in outputs]
-    backward = lambda: torch.autograd.grad(outputs, (query, key), slopes, retain_graph=True)
-    ahead, back = spend(setting, turn, backward)
-    least = 4 * query.nbytes  # both read and written once
-    return {"ok": True, "patches": patches, "least_bytes": least} | ahead.told("forward") | back.told("backward")
+    """The tower's rotary positions in one pass, compiled where triton is there and written out, beside the library's
+    own code: forward and backward, and the bytes that they must move."""
+    patches, device = PATCHES if setting.cuda else 64, torch.device(setting.device)
+    query, key = (torch.randn(patches, HEADS, DIM, device=device).to(setting.dtype).requires_grad_() for _ in range(2))
+    cos, sin = (torch.randn(patches, DIM, device=device) for _ in range(2))
+    ways: dict[str, Any] = {"own": apply_rotary_pos_emb_vision}
+    for name, compiled in (("compiled", True), ("written", False)):
+        if not compiled or (setting.cuda and find_spec("triton")):
+            ways[name] = in_one_pass(apply_rotary_pos_emb_vision, device, setting.dtype, compiled)
+    lacking = [name for name, way in ways.items() if way is None]
+    if lacking:
+        return {"ok": False, "not_proved": lacking}
+    outputs = {name: way(query, key, cos, sin) for name, way in ways.items()}
+    slopes = [torch.randn(query.shape, device=device).to(setting.dtype) for _ in range(2)]
+    ahead = [lambda way=way: way(query, key, cos, sin) for way in ways.values()]
+    back = [
+        lambda made=made: torch.autograd.grad(made, (query, key), slopes, retain_graph=True)
+        for made in outputs.values()
+    ]
+    spent = zip(ways, spend(setting, *ahead), spend(setting, *back), strict=True)
+    errors = {name: error_of(made[0], outputs["own"][0].double()) for name, made in outputs.items() if name != "own"}
+    limit, found = LIMITS[setting.dtype], {}
+    for name, forward, backward in spent:
+        found |= forward.told(f"{name}_forward") | backward.told(f"{name}_backward")
+    told = {"patches": patches, "least_bytes": 4 * query.nbytes}  # both read and written once
+    return {"ok": max(errors.values()) < limit, "limit": limit, "errors": errors} | told | found
 
 
 def check_sdpa(setting: Setting) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from experiments.gpu_check import older_torch
 from experiments.gpu_check.setting import Setting
@@ -70,33 +69,30 @@ def check_machine(setting: Setting) -> dict[str, Any]:
 
 
 def check_registry(setting: Setting) -> dict[str, Any]:
-    """Which kernel serves each kind of layer of both parts of the model with real layers, as the product asks. Deviates
-    on a GPU where attention is not in one call, or norm or gate is not fused though their compiler is there."""
+    """Which kernel serves each kind of layer of both parts of the model with real layers, as the product asks.
+
+    Deviates on a GPU where attention is not in one call, or norms, rotary positions and gates lack the fastest kernel
+    that can be there.
+    """
     from dhp.parallel.attention.kernels import choose_kernel, has_varlen
-    from dhp.parallel.fused import fuse_elementwise
     from dhp.parallel.tensor.loss import CHUNK_ROWS
     from experiments.gpu_check.pair import start
     from experiments.gpu_check.shape import make_shape
 
     device, folder = torch.device(setting.device), make_shape(setting, LAYERS)
-    varlen, fused, patches = has_varlen(device, setting.dtype), {}, False
-    for part in ("vision", "text"):
-        model = start(setting, part, folder).model
-        fused[part] = fuse_elementwise(model, device, setting.dtype, dist.group.WORLD)  # as its start did, and printed
-        patches |= any("forward" in vars(one) for one in model.modules() if isinstance(one, torch.nn.Conv3d))
-    kinds = {kind.partition(" ")[0] for counts in fused.values() for kind in counts}
-    wanted = {"norm", "gate"} if find_spec("triton") else {"norm"}
+    uses = {
+        part: [f"{use.kind} {use.kernel}" for use in start(setting, part, folder).describe_kernels()]
+        for part in ("vision", "text")
+    }
+    best = {"norm torch", "rotary compiled", "gate compiled"} if find_spec("triton") else {"norm torch"}
+    varlen = has_varlen(device, setting.dtype)
     block = choose_kernel(torch.empty(1, 16, 128, device=device, dtype=setting.dtype))
     return {
-        "ok": not setting.cuda or (varlen and kinds >= wanted),
+        "ok": not setting.cuda or (varlen and all(set(found) >= best for found in uses.values())),
         "attention": f"one call for all segments ({older_torch.WAY})" if varlen else "SDPA, length by length",
         "ring_block": type(block).__name__,
-        "norm": "fused" if "norm" in kinds else "the model's own",
-        "gate": "compiled" if "gate" in kinds else "the model's own",
-        "rotary": "the model's own",
-        "patch_embedding": "matrix product" if patches else "the library's convolution",
         "loss": f"in chunks of {CHUNK_ROWS} rows",
-        "fused": fused,
+        "kernels": uses,
     }
 
 
