@@ -7,7 +7,6 @@ ASSUMED, and its kernels are told apart from all others.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,14 +39,6 @@ class Fused:
     made: bool = False
     takes: str = ""
 
-    def is_there(self) -> bool:
-        """Whether this version of the code has the function."""
-        module, _, attribute = self.target.rpartition(".")
-        try:
-            return hasattr(importlib.import_module(module), attribute)
-        except ImportError:
-            return False
-
 
 QWEN = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
 NORM = Fused("norm", "torch.nn.functional.rms_norm", outputs=(0,), again=(0, 2), slopes=(0, 2))
@@ -75,9 +66,8 @@ def stand_ins(costs: Costs, choice: str) -> dict[str, Callable[..., Any]]:
         every = [(replace(one, takes="add") if one is NORM else one, False) for one, _ in every]
         every += [(one, True) for one in ASSUMED]
     for one, assumed in every:
-        if one.is_there():
-            function = _once(one, costs, assumed)
-            found[one.target] = _maker(function) if one.made else function
+        function = _once(one, costs, assumed)
+        found[one.target] = _maker(function) if one.made else function
     return found
 
 
