@@ -16,7 +16,8 @@ from experiments.roofline.fused import fuses, stand_ins
 
 @dataclass(frozen=True)
 class Step:
-    """The kernels of a step of one rank of each part. useful_flops: of the model, by part, however it is computed."""
+    """The kernels of a step of one rank of each stage. useful_flops: of the model, by part, however it is computed; of
+    the ranks of a stage one's even share."""
 
     kernels: tuple[Kernel, ...]
     useful_flops: dict[str, int]
@@ -32,7 +33,9 @@ def simulate(model: str, sizes: Sizes, fused: str, keys: Sequence[str] = ()) -> 
     with fake_device(costs, of_device(fuses(fused)) | stand_ins(costs, fused)):
         drive(layout, data, costs, micro_batches=1)
     kernels = tuple(one for one in costs.launched if one.phase != START and not _makes_states(one))
-    return Step(kernels, dict(data.info.flops), data.info.vision_tokens, data.info.tokens)
+    ranks = {stage.part: stage.degrees.world for stage in layout.chain.stages}
+    useful = {part: flops // ranks[part] for part, flops in data.info.flops.items()}
+    return Step(kernels, useful, data.info.vision_tokens, data.info.tokens)
 
 
 def _makes_states(kernel: Kernel) -> bool:
