@@ -22,6 +22,20 @@ WITHOUT_ROWS = {
 }
 
 
+def roofline() -> Sentences:
+    def step(samples: int, device: str, fused: str = "compiled") -> float:
+        return one("roofline", phase="step", samples=samples, device=device, fused=fused)["mfu"]
+
+    for page in (INDEX, PERFORMANCE):
+        yield page, f"{step(8, 'H100'):.0%} MFU on an H100, {step(8, 'H200'):.0%} on an H200"
+        yield page, f"{step(8, 'H100', 'none'):.0%} and {step(8, 'H200', 'none'):.0%}"
+    for fused, before in (("written", "compiled "), ("all", "bring it to ")):
+        yield PERFORMANCE, f"{before}{step(8, 'H100', fused):.0%} and {step(8, 'H200', fused):.0%}"
+    of_passes = [row for row in rows("roofline", samples=8, device="H100", fused="compiled") if "0" in row["phase"]]
+    share = sum(row["elementwise_ms"] for row in of_passes) / sum(row["ms"] for row in of_passes)
+    yield PERFORMANCE, f"{share:.0%} of the time is elementwise work"
+
+
 def overhead() -> Sentences:
     single, four = ([row["ratio"] for row in rows("overhead", micro_batches=n)] for n in (1, 4))
     yield INDEX, f"takes {span(single)} × the plain loop's time, {span(four)} × at 4 micro-batches"
@@ -271,7 +285,7 @@ def make_train() -> Sentences:
 
 HELD: list[Callable[[], Sentences]] = [
     overhead, families, compile_, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
-    longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, make_train,
+    longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline, make_train,
 ]  # fmt: skip
 
 

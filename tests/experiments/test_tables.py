@@ -143,9 +143,54 @@ def convergence() -> Lines:
             yield cells(f"`{row['summary']}`", len(row["seeds"]), steps, *ends)
 
 
+def roofline() -> Lines:
+    yield from roofline_phases()
+    yield from roofline_steps()
+    yield from roofline_beside()
+
+
+def roofline_phases() -> Lines:
+    """Of a micro-batch of 8 on an H100, in the order of the phases."""
+    found = [row for row in rows("roofline", samples=8, device="H100") if row["phase"] != "step"]
+    for phase in dict.fromkeys(row["phase"] for row in found):
+        for row in (row for row in found if row["phase"] == phase):
+            if row["fused"] != "compiled" and phase.endswith(("norm", "update")):
+                continue  # nothing there is fused
+            name = phase.removesuffix(" 0")
+            moved = fixed(row["elementwise_bytes"] / 1e9, 1)
+            if "assumed" in row:
+                yield cells(name, f"*assumed*: {row['assumed']}", "", "", fixed(row["ms"], 1), "", moved)
+            else:
+                kinds = ("product", "attention", "elementwise", "vocabulary")
+                yield cells(name, row["fused"], *(fixed(row[f"{kind}_ms"], 1) for kind in kinds), moved)
+
+
+EARLIER = {
+    "vision forward 0": "83 / 11 / 97",
+    "vision backward 0": "165 / 25 / 236",
+    "text forward 0": "113 / 9 / 31 + 11",
+    "text backward 0": "226 / 23 / 108 + 5",
+}
+
+
+def roofline_beside() -> Lines:
+    """Of the same step, as another simulation had it."""
+    for phase, earlier in EARLIER.items():
+        row = one("roofline", samples=8, device="H100", fused="norms and gates", phase=phase)
+        here = " / ".join(f"{row[f'{kind}_ms']:.0f}" for kind in ("product", "attention", "elementwise"))
+        here += f" + {row['vocabulary_ms']:.0f}" if row["vocabulary_ms"] else ""
+        yield cells(phase.removesuffix(" 0"), earlier, here)
+
+
+def roofline_steps() -> Lines:
+    for row in rows("roofline", phase="step"):
+        times = [fixed(row[key], 1) for key in ("passes_ms", "ms")]
+        yield cells(row["samples"], row["device"], row["fused"], *times, f"{row['mfu']:.1%}")
+
+
 TABLES: list[Callable[[], Lines]] = [
     families, compile_, tensor_host, experts, finetuning, driver_scale, two_hosts, long_context, longest_sequence,
-    layouts, balance, convergence,
+    layouts, balance, convergence, roofline,
 ]  # fmt: skip
 
 

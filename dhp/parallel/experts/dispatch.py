@@ -50,7 +50,7 @@ def find_visits(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Visi
     ranks = dist.get_world_size(group)
     pairs = visited.flatten()
     order = torch.argsort(pairs, stable=True)
-    going = torch.bincount(pairs, minlength=ranks * experts).view(ranks, experts)
+    going = count_visits(pairs, ranks * experts).view(ranks, experts)
     coming = exchange_rows(going, [1] * ranks, [1] * ranks, group)
     leaving, arriving = torch.stack([going, coming]).tolist()  # [ranks][experts]: the one time that the host waits
     send, receive = ([sum(of_rank) for of_rank in rows] for rows in (leaving, arriving))
@@ -59,6 +59,12 @@ def find_visits(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Visi
     counts = [sum(of_expert) for of_expert in zip(*arriving, strict=True)]
     ends = coming.sum(0).cumsum(0, dtype=torch.int32)
     return Visits(order, send, receive, torch.argsort(own, stable=True), Groups(counts, ends))
+
+
+def count_visits(pairs: Tensor, experts: int) -> Tensor:
+    """How often each of the numbers below `experts` is among `pairs`, int64 [experts]. `torch.bincount` makes the host
+    wait for the least and the largest of them."""
+    return pairs.new_zeros(experts).index_add_(0, pairs, torch.ones_like(pairs))
 
 
 _find_visits_once = save_output(VISITS, find_visits)

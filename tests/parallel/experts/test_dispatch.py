@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dhp.parallel.activation.checkpointing import RecomputedLayers
 from dhp.parallel.experts import dispatch
-from dhp.parallel.experts.dispatch import find_visits, inverse, visit
+from dhp.parallel.experts.dispatch import count_visits, find_visits, inverse, visit
 from dhp.parallel.experts.product import Groups
 from tests.helpers.ranks import run_on_ranks
 
@@ -122,3 +122,10 @@ def test_a_recomputed_layer_keeps_who_visits_whom(choice: str) -> None:
     assert [count for count, _ in [*once, *again]] == [1] * 6
     for (_, gradient), (_, wanted) in zip(again, once, strict=True):
         assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("pairs", [[3, 0, 3, 1, 3], []])
+def test_visits_are_counted_where_the_pairs_are(pairs: list[int]) -> None:
+    counted = count_visits(torch.tensor(pairs, dtype=torch.long), 5)
+    assert counted.tolist() == [pairs.count(number) for number in range(5)]
+    assert counted.dtype == torch.int64
