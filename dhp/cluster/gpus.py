@@ -16,7 +16,7 @@ import torch
 
 from dhp.base.errors import ConfigError
 
-QUERY = ("nvidia-smi", "--query-gpu=index,driver_version,compute_mode", "--format=csv,noheader")
+QUERY = ("nvidia-smi", "--query-gpu=index,driver_version,compute_mode,memory.total", "--format=csv,noheader")
 TIMEOUT_S = 30.0  # without a daemon that keeps the driver loaded, it loads it first
 OLDEST_DRIVERS = {12: 525, 13: 580}  # by major version of CUDA, as NVIDIA's table of CUDA's compatibility has them
 EXCLUSIVE = ("Exclusive_Process", "Exclusive_Thread")
@@ -27,11 +27,13 @@ ON_CPUS = "set cluster.device=cpu"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that the driver knows. driver: its version. mode: its compute mode: how many processes it admits."""
+    """A GPU that the driver knows. driver: its version. mode: its compute mode: how many processes it admits. memory:
+    its bytes; None where the driver does not say."""
 
     index: int
     driver: str
     mode: str
+    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,19 @@ def read_gpus() -> tuple[Gpu, ...]:
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """What nvidia-smi printed in answer to `QUERY`; lines that are none of its table are left out."""
     rows = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
-    return tuple(Gpu(int(row[0]), row[1], row[2]) for row in rows if len(row) == 3 and row[0].isdigit())
+    return tuple(Gpu(int(row[0]), row[1], row[2], _bytes(row[3])) for row in rows if len(row) == 4 and row[0].isdigit())
+
+
+def _bytes(told: str) -> int | None:
+    """Of `81559 MiB`."""
+    number, _, unit = told.partition(" ")
+    return int(number) << 20 if number.isdigit() and unit == "MiB" else None
+
+
+def least_memory(gpus: Sequence[Gpu]) -> int | None:
+    """Bytes of the smallest of them; None where one does not say, or there is none."""
+    sizes = [gpu.memory for gpu in gpus]
+    return None if None in sizes or not sizes else min(size for size in sizes if size is not None)
 
 
 def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[Gpu, ...]:

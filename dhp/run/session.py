@@ -21,6 +21,7 @@ from dhp.checkpoint.resume import RECIPE, Start
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.dataset_actor import DataRefs, DatasetActor
+from dhp.cluster.gpus import least_memory, read_gpus
 from dhp.cluster.runtime import chosen_address
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.parts import model_name, parts
@@ -32,6 +33,7 @@ from dhp.run.features import feature_settings, keep_settings
 from dhp.run.locality import find_localities
 from dhp.run.lookahead import look_ahead, named_elsewhere
 from dhp.run.recipe import held_files, recipe
+from dhp.run.room import require_room
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
 from dhp.run.training import adapters_of, training_rules
 from dhp.step.stages import Batch, Stages, StageTrainer, make_stages
@@ -143,6 +145,8 @@ class Session:
 
     def start_stages(self, steps: int, states: bool = True) -> None:
         """Load every stage on its actors, for a run of that many steps. states: a checkpoint's optimizer states too."""
+        if self.device == "cuda":
+            require_room(self.config, self.chain, least_memory(read_gpus()))
         make: Callable[[StageSettings], StageTrainer] = make_rank  # every kind of rank has the verbs of the step
         family = load_family(model_name(self.config)).having(parts(self.config))
         rules = training_rules(self.config.training, family, adapters_of(self.config))

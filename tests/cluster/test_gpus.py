@@ -11,12 +11,22 @@ import torch
 from dhp.base.errors import ConfigError
 from dhp.cluster import gpus
 from dhp.cluster.cluster import Cluster, Layout, check_devices_here
-from dhp.cluster.gpus import Build, Gpu, check_build, check_gpus, check_modes, parse_gpus, read_gpus, visible_gpus
+from dhp.cluster.gpus import (
+    Build,
+    Gpu,
+    check_build,
+    check_gpus,
+    check_modes,
+    least_memory,
+    parse_gpus,
+    read_gpus,
+    visible_gpus,
+)
 from dhp.cluster.runtime import LOCAL
 from tests.helpers.chains import make_chain
 
-NVIDIA_SMI_OUTPUT = "0, 580.65.06, Default\n1, 580.65.06, Exclusive_Process\n"
-TWO = (Gpu(0, "580.65.06", "Default"), Gpu(1, "580.65.06", "Exclusive_Process"))
+NVIDIA_SMI_OUTPUT = "0, 580.65.06, Default, 81559 MiB\n1, 580.65.06, Exclusive_Process, 40960 MiB\n"
+TWO = (Gpu(0, "580.65.06", "Default", 81559 << 20), Gpu(1, "580.65.06", "Exclusive_Process", 40 << 30))
 CUDA_13 = Build("2.13.0+cu130", "13.0", True)
 WHERE = "node 10.0.0.6, where text rank 0 runs"
 
@@ -44,12 +54,17 @@ def pretend(monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
 def test_gpus_are_read_as_nvidia_smi_prints_them(nvidia_smi: Path) -> None:
     assert read_gpus() == TWO
     asked = (nvidia_smi / "asked").read_text().split()
-    assert asked == ["--query-gpu=index,driver_version,compute_mode", "--format=csv,noheader"]
+    assert asked == ["--query-gpu=index,driver_version,compute_mode,memory.total", "--format=csv,noheader"]
 
 
 def test_lines_that_are_no_row_are_left_out() -> None:
-    assert parse_gpus("") == parse_gpus("No devices were found\n") == parse_gpus("x, 1, Default\n") == ()
-    assert parse_gpus("warning, of: something\n7,550.1,[N/A]\n") == (Gpu(7, "550.1", "[N/A]"),)
+    assert parse_gpus("") == parse_gpus("No devices were found\n") == parse_gpus("x, 1, Default, 1 MiB\n") == ()
+    assert parse_gpus("warning, of: something\n7,550.1,[N/A],[N/A]\n") == (Gpu(7, "550.1", "[N/A]"),)
+
+
+def test_the_smallest_gpu_bounds_what_a_rank_may_keep() -> None:
+    assert least_memory(TWO) == 40 << 30
+    assert least_memory(()) is None and least_memory([*TWO, Gpu(2, "580.65.06", "Default")]) is None
 
 
 def test_without_nvidia_smi_or_its_answer_there_is_nothing_to_check(
@@ -148,7 +163,7 @@ def test_a_run_of_its_own_ray_looks_before_it_starts_one(nvidia_smi: Path, monke
             Cluster(layout).__enter__()
     pretend(monkeypatch, CUDA_13)
     check_devices_here("auto", 2, collocate=True)
-    (nvidia_smi / "told").write_text("0, 580.65.06, Exclusive_Process\n")
+    (nvidia_smi / "told").write_text("0, 580.65.06, Exclusive_Process, 81559 MiB\n")
     check_devices_here("cuda", 1, collocate=False)
     for bundles, collocate in ((1, True), (2, False)):
         with pytest.raises(ConfigError, match="GPU 0 Exclusive_Process"):
