@@ -138,7 +138,8 @@ def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) 
     """
     total = torch.logaddexp(lse, block_lse)
     share = torch.where(total == float("-inf"), 0.0, (block_lse - total).exp())
-    output += share.transpose(0, 1)[..., None] * (block_output - output)
+    # One kernel that reads both outputs and writes one.
+    output.lerp_(block_output.to(output.dtype), share.transpose(0, 1)[..., None])
     lse.copy_(total)
 
 
