@@ -192,9 +192,9 @@ class StageRank(EvaluatingRank):
         """What this rank computes on. measure: and how fast it is, where it is no GPU."""
         return describe_device(self.device, self.dtype, measure)
 
-    def describe_kernels(self) -> tuple[KernelUse, ...]:
-        """Which kernel serves each kind of layer of this stage."""
-        return self._kernels
+    def describe_kernels(self) -> list[KernelUse]:
+        """Which kernel serves each kind of layer of this stage. One list: a tuple would be as many results."""
+        return list(self._kernels)
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the part below `folder`: weights, optimizer state, random state.

@@ -11,6 +11,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.messages import DeviceInfo, KernelUse
 from dhp.cluster.dispatch import spread
 from dhp.run.devices import find_peak, name_kernels, overlap_warning
+from dhp.trainers.stage import StageRank
 from tests.helpers.chains import make_chain
 
 
@@ -52,6 +53,13 @@ def test_gpus_are_looked_up_and_an_unknown_one_is_told_once() -> None:
         "vendor's data sheet"
     ]
     assert not groups["text"].measured
+
+
+def test_kernels_of_a_stage_are_one_result_of_its_verb() -> None:
+    """A rank's tuple is as many results of a call, which has one."""
+    uses = (KernelUse("attention", "varlen", 2), KernelUse("loss", "chunked"))
+    found = StageRank.describe_kernels(SimpleNamespace(_kernels=uses))  # type: ignore[arg-type]
+    assert not isinstance(found, tuple) and list(found) == list(uses)
 
 
 def test_each_stage_names_its_kernels_and_what_would_be_faster() -> None:
