@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.glm4v.modeling_glm4v import Glm4vTextMLP
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
@@ -76,6 +77,21 @@ def test_what_is_proved_is_replaced_and_gives_the_same(dtype: torch.dtype, as_on
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(torch.autograd.grad(found.sum(), list(layer.parameters())), grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_norms_of_one_class_with_and_without_weights_are_proved_apart(first: bool, as_on_a_gpu: None) -> None:
+    """PyTorch's norm is for those with weights alone."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(Gemma4RMSNorm(16, with_scale=scale) for scale in (first, not first))
+    for norm in model:
+        for weight in norm.parameters():
+            nn.init.normal_(weight)
+    states = torch.randn(5, 16)
+    wanted = [norm(states) for norm in model]
+    assert on_a_gpu(model) == {("norm", "compiled"): 1, ("norm", "torch"): 1}
+    for norm, own in zip(model, wanted, strict=True):
+        torch.testing.assert_close(norm(states), own, rtol=1e-5, atol=1e-6)
 
 
 def test_a_kernel_that_deviates_or_fails_is_left_out(
