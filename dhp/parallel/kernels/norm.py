@@ -18,8 +18,7 @@ from dhp.config.kernels import COMPILED, TORCH
 from dhp.parallel.kernels.proof import Trial, random_states
 
 Function = Callable[..., Any]
-_ROWS, _WIDTH = 256, 256  # of the states of a trial; of a norm without weights the width too
-_SMALL = 2**-10  # of half the rows of a trial: where states are small, eps decides, and how it is meant shows
+_ROWS, _WIDTH = 64, 256  # of the states of a trial; of a norm without weights the width too
 
 
 class _Norm(torch.autograd.Function):
@@ -102,9 +101,7 @@ def trial(module: nn.Module, forward: Function) -> Trial:
     """`forward` beside the norm's own."""
     weights = list(module.parameters(recurse=False))
     width = weights[0].shape[-1] if weights else _WIDTH
-    (states,) = random_states((_ROWS, width))
-    states[_ROWS // 2 :] *= _SMALL
-    return Trial(module.forward, forward, [states], (), weights)
+    return Trial(module.forward, forward, random_states((_ROWS, width)), (), weights)
 
 
 def _eps(module: nn.Module) -> float | None:
