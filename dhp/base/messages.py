@@ -251,13 +251,6 @@ class KernelUse:
 
 
 @dataclass(frozen=True)
-class StageKernels:
-    """All that a stage computes with."""
-
-    uses: tuple[KernelUse, ...]
-
-
-@dataclass(frozen=True)
 class StepData:
     """One step, dealt out.
 

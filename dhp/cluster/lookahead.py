@@ -21,23 +21,29 @@ class Lookahead:
         """prepare: what is done to each value; None: `pin_tensors`."""
         self._prepare = pin_tensors if prepare is None else prepare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lookahead")
-        self._begun: dict[Any, Future[Any]] = {}
+        self._begun: dict[Any, Future[Any]] = {}  # of the step that comes now
+        self._coming: dict[Any, Future[Any]] = {}  # of the one behind it
 
     def begin(self, refs: Sequence[Any]) -> None:
-        """Fetch these in this order, as soon as each is there. What was begun before and not taken is forgotten: the
-        run went on without it."""
-        self._begun = {ref: self._thread.submit(self._fetch, ref) for ref in refs}
+        """Fetch these in this order, as soon as each is there. They are of the next step, and those of the call before
+        are taken from now on. What was begun before these and not taken is forgotten: the run went on without it."""
+        self._begun, self._coming = self._coming, {ref: self._thread.submit(self._fetch, ref) for ref in refs}
 
     def take(self, elsewhere: Elsewhere) -> Any:
         """The value, waited for where it is under way, fetched here where it is not. Raises what fetching raised."""
-        begun = self._begun.pop(elsewhere.ref, None)
-        return elsewhere.fetch() if begun is None else begun.result()
+        begun = self._begun.pop(elsewhere.ref, None) or self._coming.pop(elsewhere.ref, None)
+        return _fetch(elsewhere.ref) if begun is None else begun.result()
 
     def _fetch(self, ref: Any) -> Any:
-        value = Elsewhere(ref).fetch()
-        while isinstance(value, Elsewhere):
-            value = value.fetch()
-        return self._prepare(value)
+        return self._prepare(_fetch(ref))
+
+
+def _fetch(ref: Any) -> Any:
+    """The value; what stands for one that another process made leads to that one."""
+    value = Elsewhere(ref).fetch()
+    while isinstance(value, Elsewhere):
+        value = value.fetch()
+    return value
 
 
 def pin_tensors(value: Any) -> Any:

@@ -38,7 +38,7 @@ def name_kernels(groups: Mapping[str, ActorGroup], timeout_s: float) -> list[str
     return [
         line
         for name, group in groups.items()
-        for line in kernel_lines(name, group.execute_all("describe_kernels", timeout_s=timeout_s)[0].uses)
+        for line in kernel_lines(name, group.execute_all("describe_kernels", timeout_s=timeout_s)[0])
     ]
 
 

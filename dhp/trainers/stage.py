@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from dhp.base.byte_counter import take_sent
 from dhp.base.calls import RECORD, watch_layers
 from dhp.base.errors import PartFailed
-from dhp.base.messages import Bundle, Choices, DeviceInfo, KernelUse, StageKernels, StageReport, StepInfo
+from dhp.base.messages import Bundle, Choices, DeviceInfo, KernelUse, StageReport, StepInfo
 from dhp.base.stages import Edge, Node
 from dhp.checkpoint.folder import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
@@ -192,9 +192,9 @@ class StageRank(EvaluatingRank):
         """What this rank computes on. measure: and how fast it is, where it is no GPU."""
         return describe_device(self.device, self.dtype, measure)
 
-    def describe_kernels(self) -> StageKernels:
-        """Which kernel serves each kind of layer of this stage."""
-        return StageKernels(self._kernels)
+    def describe_kernels(self) -> list[KernelUse]:
+        """Which kernel serves each kind of layer of this stage. One list: a tuple would be as many results."""
+        return list(self._kernels)
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share of the part below `folder`: weights, optimizer state, random state.

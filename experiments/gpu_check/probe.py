@@ -81,7 +81,7 @@ def check_registry(setting: Setting) -> dict[str, Any]:
 
     device, folder = torch.device(setting.device), make_shape(setting, LAYERS)
     uses = {
-        part: [f"{use.kind} {use.kernel}" for use in start(setting, part, folder).describe_kernels().uses]
+        part: [f"{use.kind} {use.kernel}" for use in start(setting, part, folder).describe_kernels()]
         for part in ("vision", "text")
     }
     best = {"norm torch", "rotary compiled", "gate compiled"} if find_spec("triton") else {"norm torch"}

@@ -44,7 +44,7 @@ def measure(name: str, steps: int, dtype: str = "float32") -> dict[str, Any]:
                 seconds[way], loss[way] = way.step(way.deal(batch))
             taken.append((seconds[plain], seconds[ours]))
             worst = max(worst, abs(loss[ours] / loss[plain] - 1))
-        served = {use.kind: use.kernel for trainer in ours.trainers.values() for use in trainer.describe_kernels().uses}
+        served = {use.kind: use.kernel for trainer in ours.trainers.values() for use in trainer.describe_kernels()}
     before, after = (median(side) for side in zip(*taken[WARM_UP:], strict=True))
     return {
         "family": name,

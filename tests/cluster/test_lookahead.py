@@ -53,13 +53,33 @@ def test_what_is_under_way_is_waited_for_and_what_is_lost_is_raised_where_it_is_
         ahead.take(Elsewhere("lost"))
 
 
+def test_a_step_is_taken_behind_the_call_that_begins_the_next_one(store: dict[str, Any]) -> None:
+    """As a rank's calls come: its look ahead to the next step, then the verbs of this one."""
+    prepared: list[int] = []
+    ahead = Lookahead(lambda value: (prepared.append(value), -value)[1])
+    store |= {number: number for number in range(1, 6)}
+    taken = []
+    for number in range(1, 5):
+        ahead.begin([number + 1])
+        taken.append(ahead.take(Elsewhere(number)))
+    assert taken == [1, -2, -3, -4]  # nobody looked ahead for the first; all else is fetched once, and prepared
+    assert ahead.take(Elsewhere(5)) == -5 and prepared == [2, 3, 4, 5]
+
+
+def test_what_nobody_looked_ahead_for_is_found_where_it_leads_to(store: dict[str, Any]) -> None:
+    store |= {"shard": Elsewhere("video"), "video": 7}
+    assert Lookahead(lambda value: value).take(Elsewhere("shard")) == 7
+
+
 def test_a_step_that_never_came_is_forgotten(store: dict[str, Any]) -> None:
     seen: list[int] = []
     ahead = Lookahead(lambda value: (seen.append(value), value)[1])
-    store |= {"old": 1, "new": 2}
-    ahead.begin(["old"])
-    ahead.begin(["new"])
-    assert ahead.take(Elsewhere("new")) == 2 and list(ahead._begun) == []
+    store |= {"old": 1, "new": 2, "newer": 3}
+    for ref in ("old", "new", "newer"):
+        ahead.begin([ref])
+    assert list(ahead._begun) == ["new"] and list(ahead._coming) == ["newer"]
+    assert ahead.take(Elsewhere("new")) == 2 and ahead.take(Elsewhere("newer")) == 3
+    assert not ahead._begun and not ahead._coming
 
 
 @dataclass(frozen=True)

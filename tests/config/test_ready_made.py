@@ -26,6 +26,12 @@ def test_degrees_model_and_groups(name):
     assert micro_batches(config) >= 2
 
 
+@pytest.mark.parametrize("name", READY)
+def test_states_of_decoders_are_cut_by_torch(name):
+    """As the files and docs/configuration.md say; auto is DeepSpeed where tensor is 1."""
+    assert resolve(compose_config(name)).text.zero_engine == "fsdp"
+
+
 def test_a_group_is_exchanged_on_the_command_line():
     config = compose_config("qwen2_5_vl_7b", overrides=["vision=data_zero1", "vision.data=4", "model=qwen2_5_vl_3b"])
     assert (config.vision.parallelism, config.vision.num_actors) == ("data", 4)

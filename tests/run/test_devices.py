@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from dhp.base.degrees import Degrees
-from dhp.base.messages import DeviceInfo, KernelUse, StageKernels
+from dhp.base.messages import DeviceInfo, KernelUse
 from dhp.cluster.dispatch import spread
 from dhp.run.devices import find_peak, name_kernels, overlap_warning
+from dhp.trainers.stage import StageRank
 from tests.helpers.chains import make_chain
 
 
@@ -54,12 +55,17 @@ def test_gpus_are_looked_up_and_an_unknown_one_is_told_once() -> None:
     assert not groups["text"].measured
 
 
+def test_kernels_of_a_stage_are_one_result_of_its_verb() -> None:
+    """A rank's tuple is as many results of a call, which has one."""
+    uses = (KernelUse("attention", "varlen", 2), KernelUse("loss", "chunked"))
+    found = StageRank.describe_kernels(SimpleNamespace(_kernels=uses))  # type: ignore[arg-type]
+    assert not isinstance(found, tuple) and list(found) == list(uses)
+
+
 def test_each_stage_names_its_kernels_and_what_would_be_faster() -> None:
     uses = (KernelUse("attention", "varlen", 2), KernelUse("gate", "plain", 2, "gate compiled, which needs triton"))
-    group = SimpleNamespace(
-        execute_all=lambda verb, timeout_s: {"describe_kernels": [StageKernels(uses), StageKernels(())]}[verb]
-    )
-    loss = SimpleNamespace(execute_all=lambda *_, timeout_s: [StageKernels((KernelUse("loss", "chunked"),))])
+    group = SimpleNamespace(execute_all=lambda verb, timeout_s: {"describe_kernels": [list(uses), []]}[verb])
+    loss = SimpleNamespace(execute_all=lambda *_, timeout_s: [[KernelUse("loss", "chunked")]])
     assert name_kernels({"vision": group, "text": loss}, 9.0) == [
         "kernels of vision: attention varlen ×2, gate plain ×2",
         "faster in vision: gate compiled, which needs triton",

@@ -115,12 +115,12 @@ def test_a_float64_value_takes_eight_bytes_and_an_unknown_format_is_refused() ->
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("3b", "33.6 GB"), ("7b", "55.2 GB"), ("32b", "61.5 GB"), ("72b", "29.5 GB")]
+    ("name", "device"), [("3b", "33.6 GB"), ("7b", "51.4 GB"), ("32b", "57.4 GB"), ("72b", "29.5 GB")]
 )
 def test_each_ready_made_configuration_passes_without_a_download(name: str, device: str, tmp_path: Path) -> None:
     printed = dry_run(prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}"))
     assert f"fullest device {device}; activations not included" in printed
-    assert float(device.split()[0]) <= 62.0  # of 80, so that activations have the rest, which each file counts
+    assert float(device.split()[0]) <= 58.0  # of 80, so that activations have the rest, which each file counts
     assert "data.data_registry.train.annotation_path=" in printed
     assert printed.endswith("every check but these of the data passed; nothing was started")
 

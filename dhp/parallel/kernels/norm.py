@@ -18,6 +18,7 @@ from dhp.config.kernels import COMPILED, TORCH
 from dhp.parallel.kernels.proof import Trial, random_states
 
 Function = Callable[..., Any]
+_SMALL = 2.0**-10  # squared, as much as the usual eps
 _ROWS, _WIDTH = 64, 256  # of the states of a trial; of a norm without weights the width too
 
 
@@ -97,11 +98,12 @@ def forwards(module: nn.Module, kernel: str) -> list[Function]:
     ]
 
 
-def trial(module: nn.Module, forward: Function) -> Trial:
-    """`forward` beside the norm's own."""
+def trial(module: nn.Module, forward: Function, small: bool = False) -> Trial:
+    """`forward` beside the norm's own. small: of states so small that eps decides."""
     weights = list(module.parameters(recurse=False))
     width = weights[0].shape[-1] if weights else _WIDTH
-    return Trial(module.forward, forward, random_states((_ROWS, width)), (), weights)
+    states = [one * _SMALL if small else one for one in random_states((_ROWS, width))]
+    return Trial(module.forward, forward, states, (), weights)
 
 
 def _eps(module: nn.Module) -> float | None:

@@ -115,15 +115,16 @@ def _faster(kind: str, kernel: str, device: torch.device) -> str | None:
 
 
 def _classes(model: nn.Module) -> dict[str, tuple[str, list[nn.Module]]]:
-    """Modules by what they do and their class, in the model's order: kind, and all modules. Those whose forward was
-    replaced before are left alone."""
+    """Modules by what they do, their class and whether they have weights, in the model's order: kind, and all modules.
+    Those whose forward was replaced before are left alone."""
     found: dict[str, tuple[str, list[nn.Module]]] = {}
     for module in model.modules():
         if "forward" in vars(module):
             continue
         kinds = {"norm": norm.is_norm(module), "gate": gate.is_gated(module), "rotary": bool(_rotaries(module))}
         for kind in (kind for kind, is_one in kinds.items() if is_one):
-            found.setdefault(f"{kind} of {type(module).__name__}", (kind, []))[1].append(module)
+            bare = " without weights" if next(module.parameters(), None) is None else ""
+            found.setdefault(f"{kind} of {type(module).__name__}{bare}", (kind, []))[1].append(module)
     return found
 
 
@@ -135,8 +136,10 @@ def _candidates(kind: str, module: nn.Module, device: torch.device, dtype: torch
 
 
 def _find_norm(module: nn.Module, kernel: str, device: torch.device, dtype: torch.dtype) -> Make | None:
+    wide = torch.promote_types(dtype, torch.float32)  # small states in 16 bits are mostly rounding
     for number, forward in enumerate(norm.forwards(module, kernel)):
-        if is_proved(norm.trial(module, forward), device, dtype):
+        small, usual = norm.trial(module, forward, small=True), norm.trial(module, forward)
+        if is_proved(usual, device, dtype) and is_proved(small, device, wide):
             return lambda other, number=number: norm.forwards(other, kernel)[number]
     return None
 

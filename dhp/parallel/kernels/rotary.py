@@ -139,13 +139,34 @@ def in_one_pass(function: Function, device: torch.device, dtype: torch.dtype, co
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        values, cos, sin = [given[name] for name in states], given["cos"], given["sin"]
-        form = proved.get(cos.dtype)
-        if form is None or cos.requires_grad or any(value.dtype != dtype for value in values):
+        values, angles = [given[name] for name in states], (given["cos"], given["sin"])
+        axis = given["unsqueeze_dim"] if has_axis else -2
+        if not _as_tried(values, angles, axis, has_axis, dtype) or angles[0].dtype not in proved:
             return function(*args, **kwargs)
-        return _turn_all(values, cos, sin, given["unsqueeze_dim"] if has_axis else -2, form, compiled)
+        return _turn_all(values, *angles, axis, proved[angles[0].dtype], compiled)
 
     return run
+
+
+def _as_tried(values: Sequence[Any], angles: Sequence[Any], axis: int, has_axis: bool, dtype: torch.dtype) -> bool:
+    """Whether a call is of the kind that was tried: tensors of that number format, angles that nothing trains, and
+    shapes that the angles, with the axis of heads, do not widen. Where the function has an axis of its own, ranks as
+    well: it may count from either end."""
+    if not all(isinstance(one, Tensor) for one in (*values, *angles)):
+        return False
+    cos, sin = angles
+    if cos.requires_grad or sin.requires_grad or cos.dtype != sin.dtype or cos.shape != sin.shape:
+        return False
+    if not has_axis and any((value.ndim, cos.ndim) != (3, 2) for value in values):
+        return False
+    shape = cos.unsqueeze(axis).shape
+    return all(value.dtype == dtype and _fits(shape, value.shape) for value in values)
+
+
+def _fits(angles: Sequence[int], states: Sequence[int]) -> bool:
+    """Whether angles of a shape broadcast to the first values of states of another, and leave its other axes alone."""
+    others = zip(reversed(angles[:-1]), reversed(states[:-1]))
+    return len(angles) <= len(states) and angles[-1] <= states[-1] and all(one in (1, other) for one, other in others)
 
 
 def _angles(dtype: torch.dtype) -> set[torch.dtype]:
@@ -175,17 +196,21 @@ def _form_of(
     for turned in _TURNED:
         fixed = random_states(*[(*shape[:-3], _TOKENS, turned)] * 2, seed=2)
         trials.append((random_states(*[shape] * count), [angle.to(angles) for angle in fixed]))
-    for form in FORMS:
+    taken = [trial for trial in trials if _takes(function, trial, device, dtype)]
+    for form in FORMS if taken else ():
         ours = lambda *given, form=form: _turn_all(given[:count], *given[count:], axis, form, compiled)
-        if all(_gives_the_same(Trial(function, ours, *trial), device, dtype) for trial in trials):
+        if all(is_proved(Trial(function, ours, *trial), device, dtype) for trial in taken):
             return form
     return None
 
 
-def _gives_the_same(trial: Trial, device: torch.device, dtype: torch.dtype) -> bool:
-    """Also where the library's function takes no such widths: heads turn whole, or it would be called otherwise."""
+def _takes(
+    function: Function, trial: tuple[list[Tensor], list[Tensor]], device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether the library's function takes such widths at all: where heads turn whole, it need not take others."""
+    states, fixed = trial
     try:
-        trial.own(*(state.to(device, dtype) for state in trial.states), *(angle.to(device) for angle in trial.fixed))
+        function(*(state.to(device, dtype) for state in states), *(angle.to(device) for angle in fixed))
     except RuntimeError:
-        return True
-    return is_proved(trial, device, dtype)
+        return False
+    return True

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.glm4v.modeling_glm4v import Glm4vTextMLP
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
@@ -76,6 +77,21 @@ def test_what_is_proved_is_replaced_and_gives_the_same(dtype: torch.dtype, as_on
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(torch.autograd.grad(found.sum(), list(layer.parameters())), grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_norms_of_one_class_with_and_without_weights_are_proved_apart(first: bool, as_on_a_gpu: None) -> None:
+    """PyTorch's norm is for those with weights alone."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(Gemma4RMSNorm(16, with_scale=scale) for scale in (first, not first))
+    for norm in model:
+        for weight in norm.parameters():
+            nn.init.normal_(weight)
+    states = torch.randn(5, 16)
+    wanted = [norm(states) for norm in model]
+    assert on_a_gpu(model) == {("norm", "compiled"): 1, ("norm", "torch"): 1}
+    for norm, own in zip(model, wanted, strict=True):
+        torch.testing.assert_close(norm(states), own, rtol=1e-5, atol=1e-6)
 
 
 def test_a_kernel_that_deviates_or_fails_is_left_out(
@@ -189,3 +205,21 @@ def test_uses_are_counted_by_kind_and_kernel() -> None:
         patch.setattr(replace, "_agree", lambda proved, *_: list(proved))
         uses = replace_kernels(nn.ModuleList(_Layer() for _ in range(3)), CPU, torch.float32, None)
     assert uses == (KernelUse("gate", "plain", 6), KernelUse("norm", "written", 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_that_means_its_eps_otherwise_is_left_alone(dtype: torch.dtype) -> None:
+    class RootThenEpsRMSNorm(Qwen2RMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            wide = hidden_states.float()
+            return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6)).to(hidden_states.dtype)
+
+    class OtherEpsRMSNorm(Qwen2RMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+            unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 3e-6)
+            return self.weight * unit.to(hidden_states.dtype)
+
+    for kind in (RootThenEpsRMSNorm, OtherEpsRMSNorm):
+        assert on_a_cpu(nn.Sequential(kind(48)), dtype) == {("norm", "plain"): 1}
+    assert on_a_cpu(nn.Sequential(Qwen2RMSNorm(48)), dtype) == {("norm", "written"): 1}

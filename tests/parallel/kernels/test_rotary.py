@@ -12,9 +12,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers.models.cohere2 import modeling_cohere2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.dinov3_vit import modeling_dinov3_vit
 from transformers.models.ernie4_5_vl_moe import modeling_ernie4_5_vl_moe
 from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.glm4v import modeling_glm4v
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -146,6 +148,32 @@ def test_calls_of_another_kind_go_to_the_library() -> None:
     ours(*values, angles[0].requires_grad_(), angles[1])
     assert seen == ["torch.float64", "torch.float32"]
     assert in_one_pass(lambda q, k: (q, k), CPU, torch.float32, False) is None
+
+
+def test_a_function_that_takes_none_of_what_is_tried_is_not_replaced() -> None:
+    """Their angles have all axes already, or those of a part of the tokens: nothing is known of what they give."""
+    for function in (modeling_dinov3_vit.apply_rotary_pos_emb, modeling_gpt_oss._apply_rotary_emb):
+        assert in_one_pass(function, CPU, torch.float32, False) is None
+
+
+def test_shapes_of_another_kind_and_what_is_no_tensor_go_to_the_library() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def noting(q: Tensor, k: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        seen.append(tuple(cos.shape))
+        own = modeling_qwen2.apply_rotary_pos_emb
+        return own(q, q if k is None else k, cos, sin, unsqueeze_dim)
+
+    ours = in_one_pass(noting, CPU, torch.float32, False)
+    (query, key), (cos, sin) = states_of(modeling_qwen2.apply_rotary_pos_emb, 3, torch.float32)
+    seen.clear()
+    ours(query, key, cos[0], sin[0], unsqueeze_dim=0)  # one sequence's angles, for a batch of one
+    ours(query.transpose(1, 2), key.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+    assert not seen
+    ours(query, None, cos, sin)
+    ours(query, key, cos.expand(2, 3, 16), sin.expand(2, 3, 16))  # widens the states
+    ours(query, key, cos, sin.clone().requires_grad_())
+    assert seen == [(1, 3, 16), (2, 3, 16), (1, 3, 16)]
 
 
 def test_rows_of_other_lengths_compile_nothing_anew(counter: CompileCounter) -> None:
