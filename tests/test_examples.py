@@ -62,10 +62,11 @@ def test_the_workers_have_a_gpu_and_a_cpu_for_every_device_of_the_run(spec: dict
 
 def test_what_the_comments_say_of_the_run_is_so(config: Config) -> None:
     text = (KUBERAY / "rayjob.yaml").read_text()
-    pods, each, of = map(
-        int, re.search(r"; (\d+) of (\d+) GPUs each do as well: .*groups of this run are of (\d+)", text).groups()
-    )
-    assert (pods * each, of) == (config.vision.num_actors, config.vision.ulysses) and each % of == 0
+    actors = r"with vision.num_actors=(\d+) text.num_actors=(\d+)"
+    told = rf"; (\d+) of (\d+) GPUs each {actors}: .*\s+# groups of this run are of (\d+)"
+    pods, each, vision, text_actors, of = map(int, re.search(told, text).groups())
+    assert pods * each == vision == text_actors == 2 * config.vision.num_actors
+    assert of == config.vision.ulysses and each % of == 0
     assert config.text.tensor == 1  # no groups of text that a pod would have to hold
     assert (
         f"on {config.vision.num_actors} GPUs" in text

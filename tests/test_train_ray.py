@@ -76,7 +76,7 @@ def test_a_run_says_what_it_does_until_its_first_step(outcome: Outcome) -> None:
     """Each phase on a line, when it begins, with the seconds since the command."""
     found = re.findall(r"^ *(\d+\.\d) s  ([\w,]+)", outcome.stdout, re.MULTILINE)
     begins = ["checking", "checking", "looking", "loading", "starting", "reserving", "starting", "starting"]
-    assert [word for _, word in found] == [*begins, "1,039,168", "loading", "timing", "training"]
+    assert [word for _, word in found] == [*begins, "1,039,168", "loading", "kernels", "kernels", "timing", "training"]
     assert "1,039,168 of 1,039,168 parameters are trained (100%)\n         part       group " in outcome.stdout
     seconds = [float(text) for text, _ in found]
     assert seconds == sorted(seconds)

@@ -32,15 +32,15 @@ class Lookahead:
     def take(self, elsewhere: Elsewhere) -> Any:
         """The value, waited for where it is under way, fetched here where it is not. Raises what fetching raised."""
         begun = self._begun.pop(elsewhere.ref, None) or self._coming.pop(elsewhere.ref, None)
-        return _fetch(elsewhere.ref) if begun is None else begun.result()
+        return _fetch(elsewhere) if begun is None else begun.result()
 
     def _fetch(self, ref: Any) -> Any:
-        return self._prepare(_fetch(ref))
+        return self._prepare(_fetch(Elsewhere(ref)))
 
 
-def _fetch(ref: Any) -> Any:
+def _fetch(elsewhere: Elsewhere) -> Any:
     """The value; what stands for one that another process made leads to that one."""
-    value = Elsewhere(ref).fetch()
+    value = elsewhere.fetch()
     while isinstance(value, Elsewhere):
         value = value.fetch()
     return value

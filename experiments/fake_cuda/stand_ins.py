@@ -24,7 +24,6 @@ def stand_ins() -> dict[str, Any]:
         "dhp.parallel.kernels.replace.is_proved": lambda *_: True,
         "dhp.parallel.kernels.replace._can_compile": lambda: False,
         "dhp.parallel.kernels.replace._agree": lambda proved, *_: list(proved),
-        "dhp.parallel.kernels.rotary._gives_the_same": lambda *_: True,
     }
 
 

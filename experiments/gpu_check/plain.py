@@ -84,7 +84,9 @@ def _load(
     trains: Callable[[str], bool],
 ) -> PreTrainedModel:
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=exact, attn_implementation="sdpa").train()
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=exact, attn_implementation="sdpa", trust_remote_code=False
+    ).train()
     if dtype == torch.float64:
         exact_experts(model)
     for parameter in model.parameters():  # some of which the library keeps in float32

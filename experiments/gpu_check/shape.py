@@ -55,7 +55,7 @@ def build_whole(folder: str, dtype: torch.dtype, device: str) -> PreTrainedModel
     torch.manual_seed(0)
     with torch.device(device):
         return model_class(folder)._from_config(
-            AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation="sdpa"
+            AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype=dtype, attn_implementation="sdpa"
         )
 
 

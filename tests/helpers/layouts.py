@@ -470,22 +470,28 @@ class Ratios:
     update: float
 
 
-def compare_rounding(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Ratios:
-    """Train the steps in the case's layout, in one plain process of the same precision, and exactly."""
+def compare_rounding(
+    model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None, together: bool = False
+) -> Ratios:
+    """Train the steps in the case's layout, in one plain process of the same precision, and exactly.
+
+    together: each gradient's errors of all steps count as one. Of decoders with experts: of a token whose experts are
+    nearly tied rounding decides which it visits, here as in one process, and in which step that happens is chance.
+    """
     trained = train(model, case, steps, fault)
     start, wanted, exact = _expected(model, replace(case, dtype="float64"), steps)
     _, rough, plain = _expected(model, case, steps, MixedOracle)
     ours = max(_deviation(found, e.loss) for found, e in zip(trained.losses, wanted, strict=True))
     theirs = max(_deviation(r.loss, e.loss) for r, e in zip(rough, wanted, strict=True))
-    gradients = [
-        _worst_ratio(of_rank, r.gradients, e.gradients, 1e-3 * e.norm)
+    errors = [
+        _gradient_errors(found, r.gradients, e.gradients, 1e-3 * e.norm)
         for found, r, e in zip(trained.gradients, rough, wanted, strict=True)
-        for of_rank in found
     ]
+    gradients = _worst_ratio([_as_one(errors)] if together else errors)
     moved = {name for name, weight in exact.items() if not torch.equal(weight, start[name])}
     of_ranks = [{n: w for n, w in of_rank.items() if n in moved} for part in trained.weights for of_rank in part]
     ends = [_ratio(of_rank, plain, exact) for of_rank in of_ranks]
-    return Ratios(ours / theirs, *max(gradients), max(ends))
+    return Ratios(ours / theirs, *gradients, max(ends))
 
 
 def _ratio(ours: dict, theirs: dict, exact: dict) -> float:
@@ -498,17 +504,32 @@ def _ratio(ours: dict, theirs: dict, exact: dict) -> float:
     return distance(ours) / (distance(theirs) or 1.0)  # of a part that nothing trains
 
 
-def _worst_ratio(ours: dict, theirs: dict, exact: dict, floor: float) -> tuple[float, str]:
-    """Of the distances to `exact`, ours / theirs; theirs not below `floor`, where nothing but chance decides."""
-    worst = (0.0, "")
-    for name, value in ours.items():
-        if theirs[name] is None:
-            continue
+_Distances = dict[str, tuple[float, float]]
+
+
+def _gradient_errors(of_ranks: list[dict], theirs: dict, exact: dict, floor: float) -> _Distances:
+    """The distances to `exact` by name: ours, of the worst rank, and theirs; theirs not below `floor`, where nothing
+    but chance decides."""
+    errors: _Distances = {}
+    for name, value in (item for of_rank in of_ranks for item in of_rank.items() if theirs[item[0]] is not None):
         wanted = exact[name].double()
-        error = float((value.double() - wanted).norm())
+        ours = _deviation(float((value.double() - wanted).norm()), 0.0)
         allowed = max(float((theirs[name].double() - wanted).norm()), floor)
-        worst = max(worst, (_deviation(error, 0.0) / allowed if error else 0.0, name))
-    return worst
+        errors[name] = (max(ours, errors.get(name, (0.0,))[0]), allowed)
+    return errors
+
+
+def _as_one(errors: list[_Distances]) -> _Distances:
+    """The distances of several steps as one."""
+    names = {name for of_step in errors for name in of_step}
+    of = lambda name: zip(*(of_step[name] for of_step in errors if name in of_step), strict=True)
+    return {name: tuple(math.hypot(*distances) for distances in of(name)) for name in names}
+
+
+def _worst_ratio(errors: list[_Distances]) -> tuple[float, str]:
+    """Of the distances, ours / theirs."""
+    ratios = [(ours / theirs if ours else 0.0, name) for one in errors for name, (ours, theirs) in one.items()]
+    return max(ratios, default=(0.0, ""))
 
 
 def _deviation(found: float, wanted: float) -> float:
