@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dhp.base.degrees import Degrees
+from dhp.base.features import Features
 from dhp.base.geometry import SOUND
 from dhp.base.messages import StepData
 from dhp.data.sample import Sample
 from dhp.models.registry import load_family
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, _slotted, make_dealer
+from tests.helpers.tiny import make_sample
 from tests.helpers.tiny_families import save_family
 
 ONE = Degrees()
@@ -88,3 +92,15 @@ def test_sound_travels_in_the_parts_format(folder: str, samples: list[Sample]) -
     dealer = Dealer(family, Collator(family, 0, True), {"vision": Split(), "audio": Split(dtype="bfloat16")})
     work = dealer.deal(_slotted(0, case, samples)).work
     assert work["audio"][0][0].pixels.dtype == torch.bfloat16 and work["vision"][0][0].pixels.dtype == torch.float32
+
+
+def test_pictures_that_are_there_have_their_places_among_the_others(made_model: str) -> None:
+    """Four pictures of four tokens: the features of the first, second and fourth are there, the third is encoded."""
+    sample = make_sample([(1, 4, 4)] * 4, 4, 2, 1, 505)
+    rows = [torch.full((4, 64), float(n)) for n in range(4)]
+    found = [Features(f"key {n}", "grid", None if n == 2 else {"embeddings": rows[n]}) for n in range(4)]
+    pixels = tuple(one if n == 2 else one[:0] for n, one in enumerate(sample.pixels))
+    data = deal(made_model, [replace(sample, features=tuple(found), pixels=pixels)], Case(ONE, ONE, 1))
+    (text,) = data.work["text"][0]
+    assert torch.equal(text.kept["embeddings"], torch.cat([rows[0], rows[1], rows[3]]))
+    assert text.placement.tolist() == [*range(4, 12), *range(4), *range(12, 16)]

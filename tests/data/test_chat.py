@@ -141,6 +141,14 @@ def test_templates_that_write_no_prompt_for_an_answer(tokenizer, header, marks, 
     assert found == [expected, expected.replace("Yes.", "ANSWER: no.")]
 
 
+def test_a_template_may_write_its_prompt_behind_a_question_alone(tokenizer):
+    template = "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ '<bot>' }}"
+    template += "{{ m['content'][-1]['text'] + '</s>' }}{% endgeneration %}"
+    template += "{% else %}{{ '<U>' + m['content'][-1]['text'] }}{% endif %}{% endfor %}"
+    template += "{% if add_generation_prompt and messages[-1]['role'] == 'user' %}<bot>{% endif %}"
+    assert answers(tokenizer, template, "Is it?", "Yes.", "Sure?", "No.") == ["Yes.</s>", "No.</s>"]
+
+
 def test_what_opens_an_answer_may_depend_on_the_turn_before(tokenizer):
     template = "{% for m in messages %}{% if m['role'] == 'assistant' %}"
     template += "{{ '<bot>' if loop.previtem['role'] == 'user' else '<more>' }}{{ m['content'][-1]['text'] + '</s>' }}"

@@ -45,6 +45,15 @@ def test_what_all_layers_share_is_counted_once() -> None:
     assert found.layer(0, "all").held_bytes == pytest.approx(known.layer(0, "all").held_bytes, abs=0.01)
 
 
+def test_what_a_later_layer_holds_beyond_the_others_is_its_own() -> None:
+    known = costs(3)
+    seen = usage(known, ("all",) * 3)
+    more = [replace(one, held_bytes=one.held_bytes + extra) for one, extra in zip(seen.layers, (7, 0, 5), strict=True)]
+    profile = Profile()
+    profile.add(replace(seen, layers=tuple(more)), timed=True)
+    assert profile.costs().before_bytes == pytest.approx(known.before_bytes + 7, abs=0.01)
+
+
 def test_seconds_of_a_first_step_do_not_count() -> None:
     known = costs(2)
     profile = Profile()

@@ -76,3 +76,8 @@ def test_bins_are_even_where_both_are_near_one_in_each_feature() -> None:
     assert not _is_even(sums, 0, 1, 0.029)  # one is 0.03 below in the second
     assert not _is_even(sums, 1, 0, 0.019)
     assert not _is_even(sums, 0, 2, 0.5)
+
+
+def test_the_largest_are_dealt_first() -> None:
+    loads = np.array([[1.0], [10.0], [4.0], [2.0], [5.0]])
+    assert sorted(exchange(loads, 2, (11.0,), (1.0,), 0).sums(loads[:, 0])) == [9.0, 13.0]
