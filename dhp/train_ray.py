@@ -24,9 +24,9 @@ def main(config: Config) -> None:
     say = StartUp(BEGUN, partial(say_line, file=sys.stderr) if config.training.dry_run else say_line)
     try:
         if config.stages:
-            from dhp.run.course import run_course
+            from dhp.run.curriculum import run_curriculum
 
-            run_course(config, lambda stage: _train(stage, say), say)
+            run_curriculum(config, lambda stage: _train(stage, say), say)
         else:
             from dhp.run.preflight import prepare
 

@@ -1,4 +1,4 @@
-"""One vision and one text stage, made by hand: their chain, their settings, and a step's data as they take it."""
+"""One vision and one text stage, made by hand: their graph, their settings, and a step's data as they take it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
-from dhp.base.stages import Chain, Edge, Node, StageSpec
+from dhp.base.stages import Edge, Node, StageGraph, StageSpec
 from dhp.cluster.dispatch import PerRank, spread
 from dhp.config.recompute import read_choices
 from dhp.models.family import Family
@@ -31,28 +31,28 @@ def make_pair(
     tensors: tuple[str, ...] = ("embeddings",),
     collocate: bool = True,
     vision_trains: bool = True,
-) -> Chain:
+) -> StageGraph:
     """The whole tower and the whole decoder. collocate: on the same devices, from the first one on."""
     first = 0 if collocate else vision.world
     tower = StageSpec(VISION, VISION, (range(tower_layers),), vision, vision_trains, range(vision.world))
     decoder = StageSpec(TEXT, TEXT, (range(layers),), text, True, range(first, first + text.world))
-    return Chain((tower, decoder), (Edge(Node(VISION), Node(TEXT), tensors, vision_trains),))
+    return StageGraph((tower, decoder), (Edge(Node(VISION), Node(TEXT), tensors, vision_trains),))
 
 
 def pair_of(
     family: Family, vision: Degrees = ONE, text: Degrees = ONE, collocate: bool = True, vision_trains: bool = True
-) -> Chain:
+) -> StageGraph:
     """`make_pair` for a model."""
     depths = len(family.tower.layers.kinds), len(family.decoder.layers.kinds)
     return make_pair(vision, text, *depths, family.tower.tensors, collocate, vision_trains)
 
 
 def settings_of(
-    chain: Chain, stage: str, model: str, update: OptimizerSettings, recompute: str = "none", **changes: Any
+    graph: StageGraph, stage: str, model: str, update: OptimizerSettings, recompute: str = "none", **changes: Any
 ) -> StageSettings:
     """Of one stage: float32 on a CPU, packed rows, all of it trained, nothing cut. recompute: as a part's key says it;
     changes: of any other setting."""
-    spec = chain.stage(stage)
+    spec = graph.stage(stage)
     given = {
         "dtype": "float32",
         "device": "cpu",
@@ -64,7 +64,7 @@ def settings_of(
         "seed": 0,
     }
     choices = read_choices(recompute, len(spec.layers))
-    return StageSettings(spec=spec, chain=chain, model_name=model, recompute=choices, update=update, **given | changes)
+    return StageSettings(spec=spec, graph=graph, model_name=model, recompute=choices, update=update, **given | changes)
 
 
 def as_batch(data: StepData, put: Callable[[Any], Any] = lambda value: value) -> Batch:

@@ -8,7 +8,7 @@ Grid = tuple[int, int, int]  # (t, h, w) of an image or a video, in patches
 
 
 @dataclass(frozen=True)
-class Form:
+class ProcessorOutput:
     """A picture that is not a grid: what its image processor gave, without the numbers of the pixels.
 
     pixels: names and shapes of the arrays of pixels, which travel as [rows, values], one behind another. arrays: the

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dhp.base.geometry import Form
+from dhp.base.geometry import ProcessorOutput
 from dhp.base.routes import Route
 
 
@@ -131,7 +131,7 @@ class VisionInput:
     shards: tuple[tuple[tuple[int, int, int], ...], ...]
     rows: tuple[int, ...]
     order: Tensor | None = None
-    forms: tuple[Form, ...] = ()
+    forms: tuple[ProcessorOutput, ...] = ()
     calls: tuple[tuple[int, ...], ...] = ()
     to_keep: tuple[PictureRows, ...] = ()
     unread: tuple[Tensor | UnreadPatches, ...] = ()
@@ -263,7 +263,7 @@ class StepData:
     routes: Mapping[str, tuple[Route, ...]]
 
 
-Choices = tuple[str, ...]  # what each layer of a stage recomputes, in order: see `dhp.config.recompute`
+RecomputePolicies = tuple[str, ...]  # what each layer of a stage recomputes, in order: see `dhp.config.recompute`
 
 
 @dataclass(frozen=True)
@@ -305,5 +305,5 @@ class StageUsage:
     layers: tuple[LayerUsage, ...]
 
     @property
-    def choices(self) -> Choices:
+    def choices(self) -> RecomputePolicies:
         return tuple(layer.choice for layer in self.layers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Products:
+class MatmulShare:
     """Products of states with some of a part's matrices, as shares of what one forward takes without adapters.
 
     forward: what forward takes: above 1 with adapters. inputs: what gradients of the states take; weights: of the
@@ -19,18 +19,18 @@ class Products:
 
 
 @dataclass(frozen=True)
-class Passes:
+class TrainedShare:
     """Of a part: the matrices before its layers, those of its layers, and those behind, the projector or the head.
 
     attention: the share of the layers' attention that gradients go through.
     """
 
-    entering: Products = Products()
-    layers: Products = Products()
-    ending: Products = Products()
+    entering: MatmulShare = MatmulShare()
+    layers: MatmulShare = MatmulShare()
+    ending: MatmulShare = MatmulShare()
     attention: float = 1.0
 
 
-EVERYTHING = Passes()  # all is trained
-_AHEAD = Products(inputs=0.0, weights=0.0)
-NO_BACKWARD = Passes(_AHEAD, _AHEAD, _AHEAD, 0.0)
+EVERYTHING = TrainedShare()  # all is trained
+_AHEAD = MatmulShare(inputs=0.0, weights=0.0)
+NO_BACKWARD = TrainedShare(_AHEAD, _AHEAD, _AHEAD, 0.0)

@@ -95,7 +95,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Chain:
+class StageGraph:
     """All stages, in the order in which a micro-batch visits them first, all edges between them, and their ties."""
 
     stages: tuple[StageSpec, ...]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dhp.base.geometry import IGNORED, Form
+from dhp.base.geometry import IGNORED, ProcessorOutput
 from dhp.data.sample import Sample
 from dhp.models.family import Family
 from dhp.models.generic.forms import unpack
@@ -60,7 +60,7 @@ class Collator:
             lengths,
             named.get(VIDEO_GRIDS),
             named.get(VIDEO_SECONDS),
-            [grid for sample in row for grid in sample.grids if isinstance(grid, Form)],
+            [grid for sample in row for grid in sample.grids if isinstance(grid, ProcessorOutput)],
             **_sounds(row),
         )
         return named
@@ -70,7 +70,7 @@ def pixels_by_argument(row: Row) -> dict[str, Tensor]:
     """The patches of a row's images and of its videos, by argument of the plain model; of images that are no grids, all
     arguments of the encoder."""
     whole = [pair for sample in row for pair in zip(sample.grids, sample.pixels, strict=True)]
-    if whole and isinstance(whole[0][0], Form):
+    if whole and isinstance(whole[0][0], ProcessorOutput):
         return joined([unpack(form, torch.from_numpy(pixels), torch.float32) for form, pixels in whole])
     found: dict[str, list[Tensor]] = {}
     for sample in row:
@@ -99,7 +99,7 @@ def _with_targets(named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _grids(row: Row) -> dict[str, Tensor]:
     every = [pair for sample in row for pair in zip(sample.grids, sample.video_seconds, strict=True)]
-    seen = [(grid, seconds) for grid, seconds in every if not isinstance(grid, Form)]
+    seen = [(grid, seconds) for grid, seconds in every if not isinstance(grid, ProcessorOutput)]
     values = {
         GRIDS: [grid for grid, seconds in seen if seconds is None],
         VIDEO_GRIDS: [grid for grid, seconds in seen if seconds is not None],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dhp.base.features import Features
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.base.messages import PictureRows, RowRun, UnreadPatches, VisionInput
 from dhp.base.routes import Route
 from dhp.batching.collate import Row
@@ -25,7 +25,7 @@ from dhp.parallel.attention.image_sharding import ImageWork, Pieces, shard_image
 from dhp.parallel.attention.locality import Locality
 
 VISION, AUDIO = "vision", "audio"  # the encoders that samples have inputs for
-Shown = Iterable[tuple[np.ndarray | LongVideo, Grid | Form, Features | None]]
+Shown = Iterable[tuple[np.ndarray | LongVideo, Grid | ProcessorOutput, Features | None]]
 _SHOWN: Mapping[str, Callable[[Sample], Shown]] = {
     VISION: lambda sample: zip(
         sample.pixels, sample.grids, sample.features or (None,) * len(sample.grids), strict=True
@@ -68,7 +68,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedPicture:
     """A picture that nobody encodes, as its features are there: [tokens, width] by name. Else as `Picture`."""
 
     replica: int
@@ -81,7 +81,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class EncoderShards:
     """A micro-batch of one encoder: its pictures in the order of the text replicas and their samples, and the pieces
     of each rank, sequence ranks innermost; kept: pictures that no rank encodes.
 
@@ -91,7 +91,7 @@ class Dealt:
 
     pictures: Sequence[Picture]
     shards: Sequence[Pieces]
-    kept: Sequence[Kept] = ()
+    kept: Sequence[CachedPicture] = ()
     owners: Sequence[Tensor] = ()
     sharing: int = 1
 
@@ -117,7 +117,7 @@ class Dealt:
         names = own[0][0] if own else ()
         return {name: torch.cat([_chosen(values[name], rows) for values, rows in own]) for name in names}
 
-    def _kept(self, target: int) -> Iterator[tuple[Kept, Tensor]]:
+    def _kept(self, target: int) -> Iterator[tuple[CachedPicture, Tensor]]:
         """Kept pictures of the target's replica, and which of their rows it has."""
         for one in self.kept:
             if one.replica == target // self.sharing:
@@ -164,15 +164,15 @@ class Encoder:
         self._dtype: torch.dtype = getattr(torch, split.dtype)
         self._known_layout = lru_cache(maxsize=256)(tower.image_layout)
 
-    def deal(self, rows: Sequence[Row], owners: Sequence[Tensor] = (), sharing: int = 1) -> Dealt:
-        """One micro-batch. owners and sharing: see `Dealt`."""
+    def shard(self, rows: Sequence[Row], owners: Sequence[Tensor] = (), sharing: int = 1) -> EncoderShards:
+        """One micro-batch. owners and sharing: see `EncoderShards`."""
         pictures, kept = self._pictures(rows)
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
         crossover, own = self.tower.attention_crossover_patches, self._split
         sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
-        return Dealt(pictures, [pieces for replica in sharded for pieces in replica], kept, owners, sharing)
+        return EncoderShards(pictures, [pieces for replica in sharded for pieces in replica], kept, owners, sharing)
 
-    def inputs(self, dealt: Dealt) -> tuple[VisionInput, ...]:
+    def inputs(self, dealt: EncoderShards) -> tuple[VisionInput, ...]:
         """What each rank receives."""
         cuts = [self._cuts(dealt, pieces) for pieces in dealt.shards]
         forms, even = [[cut.form for cut in own if cut.form is not None] for own in cuts], self._split.even_calls
@@ -181,14 +181,14 @@ class Encoder:
         filled = [own + ((),) * (most - len(own)) for own in calls]
         return tuple(self._input(dealt, rank, cuts[rank], filled[rank]) for rank in range(len(cuts)))
 
-    def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[Kept]]:
+    def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[CachedPicture]]:
         """Those to encode, and those whose features are there: work is dealt out evenly of the former alone."""
         found, kept = [], []
         for replica, row in enumerate(rows):
             place = 0
             for pixels, grid, features in (one for sample in row for one in self._shown(sample)):
                 if features is not None and features.tensors is not None:
-                    kept.append(Kept(replica, place, features.tensors))
+                    kept.append(CachedPicture(replica, place, features.tensors))
                     place += kept[-1].tokens
                 else:
                     layout = self._layout(grid)
@@ -197,12 +197,12 @@ class Encoder:
                     place += len(layout.order)
         return found, kept
 
-    def _layout(self, grid: Grid | Form) -> ImageLayout:
+    def _layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
-        video = not isinstance(grid, Form) and grid[0] > 1
+        video = not isinstance(grid, ProcessorOutput) and grid[0] > 1
         return self.tower.image_layout(grid) if video else self._known_layout(grid)
 
-    def _cuts(self, dealt: Dealt, pieces: Pieces) -> list[_Cut]:
+    def _cuts(self, dealt: EncoderShards, pieces: Pieces) -> list[_Cut]:
         """What a rank with these pieces computes; a dummy where it has none."""
         if pieces:
             return [_cut(dealt.pictures[piece.image], piece.first, piece.last) for piece in pieces]
@@ -210,7 +210,9 @@ class Encoder:
         positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
         return [_Cut(tower.dummy_pixels(torch.empty(0)), positions, (dummy,), tower.dummy_form)]
 
-    def _input(self, dealt: Dealt, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]) -> VisionInput:
+    def _input(
+        self, dealt: EncoderShards, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]
+    ) -> VisionInput:
         first = rank - rank % self._split.ranks
         group = dealt.shards[first : first + self._split.ranks]
         layouts, sent = [picture.layout for picture in dealt.pictures], dealt.sent[rank]
@@ -244,7 +246,7 @@ class _Cut:
     pixels: Tensor | UnreadPatches
     positions: Tensor
     window_lengths: tuple[int, ...]
-    form: Form | None
+    form: ProcessorOutput | None
 
 
 def _cut(picture: Picture, first: int, last: int) -> _Cut:

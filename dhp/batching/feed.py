@@ -13,10 +13,10 @@ from torch import Tensor
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData, VisionInput
-from dhp.base.passes import Passes
+from dhp.base.passes import TrainedShare
 from dhp.batching.collate import Collator, pixels_by_argument, sounds_by_argument
 from dhp.batching.encoders import Split
-from dhp.batching.scatter import ONE, ONE_GROUP, ONE_RANK, Dealer
+from dhp.batching.scatter import ONE, ONE_GROUP, ONE_RANK, BatchSharder
 from dhp.batching.unread import ReadPatches, fill, nothing_unread
 from dhp.data.lengths.cache import Lengths
 from dhp.data.lengths.table import MeasuredDataset, RowChunk
@@ -28,7 +28,7 @@ from dhp.data.source import BatchSource, StepSamples
 from dhp.models.family import Family
 
 
-class Feed:
+class BatchReader:
     """Steps as the ranks receive them. `step(k)` depends on k alone."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Feed:
         encoders: Mapping[str, Split] = ONE_RANK,
         packing: bool = False,
         measured: MeasuredDataset | None = None,
-        passes: Mapping[str, Passes] = MappingProxyType({}),
+        passes: Mapping[str, TrainedShare] = MappingProxyType({}),
         text: Degrees = ONE,
         sequence_groups: str = ONE_GROUP,
         even_calls: bool = False,
@@ -55,14 +55,14 @@ class Feed:
 
         text: degrees of the decoder; where ranks share a row, there is one without padding, whatever `packing` says.
 
-        sequence_groups, even_calls: see `dhp.batching.scatter.Dealer`.
+        sequence_groups, even_calls: see `dhp.batching.scatter.BatchSharder`.
 
         read_patches: of long videos, see `dhp.data.pictures.Pictures.read_patches`.
         """
         self._source, self._read_patches = source, read_patches
         self._family = family
         self._collator = Collator(family, pad_token_id, packing or text.sequence > 1)
-        self._dealer = Dealer(family, self._collator, encoders, passes, text, sequence_groups, even_calls)
+        self._dealer = BatchSharder(family, self._collator, encoders, passes, text, sequence_groups, even_calls)
         self.measured = measured
 
     @property
@@ -148,5 +148,5 @@ class Feed:
 
     def _deal(self, read: Callable[[], StepSamples]) -> StepData:
         start = time.perf_counter()
-        data = self._dealer.deal(read())
+        data = self._dealer.shard(read())
         return replace(data, info=replace(data.info, data_s=time.perf_counter() - start))

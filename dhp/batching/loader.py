@@ -10,21 +10,21 @@ from typing import Any
 from dhp.base.degrees import Degrees
 from dhp.base.errors import ModelError
 from dhp.base.features import FeatureSettings
-from dhp.base.passes import Passes
+from dhp.base.passes import TrainedShare
 from dhp.batching.encoders import AUDIO, Split
-from dhp.batching.feed import Feed
+from dhp.batching.feed import BatchReader
 from dhp.batching.scatter import ONE, ONE_GROUP
 from dhp.config.schema import DatasetEntry
 from dhp.data.exchanged import Exchanged, Records
-from dhp.data.kept_pictures import KeptPictures
+from dhp.data.kept_pictures import CachedPictures
 from dhp.data.lengths.cache import LengthCache
 from dhp.data.lengths.table import MeasuredDataset
-from dhp.data.media.taking import Taking
+from dhp.data.media.taking import FrameSampling
 from dhp.data.order.balance_settings import BalanceSettings
 from dhp.data.order.sampler import RANDOM, BatchLayout, RandomSampler, Sampler
 from dhp.data.preprocess import Preprocessor, Prompts, Videos
 from dhp.data.read_settings import ReadSettings
-from dhp.data.sounds import NO_ACTORS, NO_TOWER, Sounds
+from dhp.data.sounds import NO_ACTORS, NO_TOWER, AudioPreprocessing
 from dhp.data.source import BatchSource, Dataset, open_dataset
 from dhp.data.tiles import tile_arguments
 from dhp.features.folder import FeatureFolder
@@ -34,7 +34,7 @@ from dhp.models.registry import load_family, load_image_processor, load_tokenize
 
 
 @dataclass(frozen=True)
-class FeedSettings:
+class BatchReaderSettings:
     """What the dataset actor is told at birth.
 
     registry: where each dataset lies, by its name.
@@ -45,7 +45,7 @@ class FeedSettings:
 
     passes: what a step computes of each part of which not all is trained; none: all is.
 
-    text: degrees of the decoder. sequence_groups, even_calls: see `dhp.batching.scatter.Dealer`.
+    text: degrees of the decoder. sequence_groups, even_calls: see `dhp.batching.scatter.BatchSharder`.
 
     exchange: OWN or OTHERS of `dhp.data.exchanged`: samples with images that can be exchanged; "": all, as they are.
     """
@@ -64,7 +64,7 @@ class FeedSettings:
     cache_dir: str
     reading: ReadSettings = ReadSettings()
     balancing: BalanceSettings = BalanceSettings()
-    passes: Mapping[str, Passes] = field(default_factory=dict)
+    passes: Mapping[str, TrainedShare] = field(default_factory=dict)
     features: FeatureSettings | None = None
     text: Degrees = ONE
     sequence_groups: str = ONE_GROUP
@@ -72,7 +72,7 @@ class FeedSettings:
     exchange: str = ""
 
 
-def make_feed(settings: FeedSettings) -> Feed:
+def make_reader(settings: BatchReaderSettings) -> BatchReader:
     """Open the datasets and the model's tokenizer and image processor. Where rows are balanced, lengths come from the
     cache as far as it has them.
 
@@ -92,10 +92,10 @@ def make_feed(settings: FeedSettings) -> Feed:
     source = BatchSource(records, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
     division = (settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     shape = (settings.encoders, settings.packing, measured, *division)
-    return Feed(source, family, pad_token(tokenizer), *shape, preprocess.pictures.read_patches)
+    return BatchReader(source, family, pad_token(tokenizer), *shape, preprocess.pictures.read_patches)
 
 
-def open_model(settings: FeedSettings) -> tuple[Family, Any]:
+def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
     """The family, ready to read samples, and the tokenizer. Raises ModelError for a model without the needed parts."""
     family = load_family(settings.model_name).having(settings.encoders)
     family.processor.load()
@@ -104,7 +104,7 @@ def open_model(settings: FeedSettings) -> tuple[Family, Any]:
     return family, tokenizer
 
 
-def make_preprocessor(settings: FeedSettings, family: Family, tokenizer: Any) -> Preprocessor:
+def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: Any) -> Preprocessor:
     """What turns records into samples, as the settings say."""
     images = load_image_processor(settings.model_name)
     return Preprocessor(
@@ -128,7 +128,7 @@ def make_preprocessor(settings: FeedSettings, family: Family, tokenizer: Any) ->
     )
 
 
-def open_datasets(settings: FeedSettings) -> Dataset:
+def open_datasets(settings: BatchReaderSettings) -> Dataset:
     """The datasets of the settings. Raises DataError for an annotation file that cannot be read."""
     allow_http = settings.reading.allow_http
     return open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
@@ -140,7 +140,7 @@ def pad_token(tokenizer: Any) -> int:
     return pad or 0
 
 
-def _sampler(settings: FeedSettings, dataset: Any) -> Sampler:
+def _sampler(settings: BatchReaderSettings, dataset: Any) -> Sampler:
     if settings.balancing.method == RANDOM:
         return RandomSampler(len(dataset), settings.layout, settings.seed, settings.shuffle)
     from dhp.data.order.balanced_sampler import (
@@ -155,27 +155,27 @@ def _videos(family: Family, reading: ReadSettings) -> Videos | None:
     own = family.processor
     if own.video_token_id is None:
         return None
-    taking = Taking(reading.video_fps, reading.video_max_frames, own.frames_per_patch, own.takes_both_ends)
+    taking = FrameSampling(reading.video_fps, reading.video_max_frames, own.frames_per_patch, own.takes_both_ends)
     most = reading.video_max_pixels
     return Videos(own.video_token_id, taking, own.video_patches, most, own.step_tokens, own.step_text)
 
 
-def _sounds(family: Family) -> Sounds | None:
+def _sounds(family: Family) -> AudioPreprocessing | None:
     """How the run hears; None: not at all."""
     own = family.processor.hearing
     if own is None or AUDIO not in family.parts:
         return None
     own.load()
-    return Sounds(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
+    return AudioPreprocessing(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
 
 
-def _kept(family: Family, features: FeatureSettings | None) -> KeptPictures | None:
+def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | None:
     """Pictures whose features are on disk; None: none are looked for."""
     own = family.processor
     about = [type(own).__name__, *own.about()]
     if features is None:
         return None
-    return KeptPictures(features.tower, FeatureFolder(Path(features.folder)).load, family.tower.tensors, about)
+    return CachedPictures(features.tower, FeatureFolder(Path(features.folder)).load, family.tower.tensors, about)
 
 
 def _prompts(family: Family, reading: ReadSettings) -> Prompts:

@@ -13,8 +13,8 @@ from dhp.base.generation import Sampling
 from dhp.base.geometry import PositionRange
 from dhp.base.messages import StepData, VisionInput
 from dhp.batching.collate import Collator
-from dhp.batching.loader import FeedSettings, make_preprocessor, open_datasets, open_model, pad_token
-from dhp.batching.scatter import Dealer
+from dhp.batching.loader import BatchReaderSettings, make_preprocessor, open_datasets, open_model, pad_token
+from dhp.batching.scatter import BatchSharder
 from dhp.batching.unread import fill
 from dhp.data.long_video import LongVideo
 from dhp.data.media.sources import File
@@ -39,15 +39,15 @@ class Prompt:
     reference: str | None = None
 
 
-class PromptFeed:
-    """Prompts, one for each replica of the decoder in each step, in the place of a `dhp.batching.feed.Feed`."""
+class PromptReader:
+    """Prompts, one for each replica of the decoder in each step, in the place of a `dhp.batching.feed.BatchReader`."""
 
     def __init__(
         self,
-        settings: FeedSettings,
+        settings: BatchReaderSettings,
         records: Sequence[Record],
         preprocess: Preprocessor,
-        dealer: Dealer,
+        dealer: BatchSharder,
         tokenizer: Any,
         sampling: Sampling,
         positions: PositionRange | None,
@@ -94,13 +94,13 @@ class PromptFeed:
 
     def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepData:
         """Read, decode and deal out. Raises DataError, with the prompt's place, for one that cannot be answered, one
-        with a video of `broken` too, as `dhp.batching.feed.Feed.read` has them."""
+        with a video of `broken` too, as `dhp.batching.feed.BatchReader.read` has them."""
         sample = partial(self._sample, broken=broken)
         rows = tuple(tuple(tuple(map(sample, slot)) for slot in row) for row in batch.samples)
         return self._dealer.deal_prompts(StepSamples(batch.step, 0, rows, (), batch.done), self._sampling)
 
     def fill(self, work: VisionInput) -> VisionInput:
-        """As `dhp.batching.feed.Feed.fill`."""
+        """As `dhp.batching.feed.BatchReader.fill`."""
         return fill(work, self._preprocess.pictures.read_patches)
 
     def said(self, token_ids: Sequence[int]) -> str:
@@ -137,18 +137,18 @@ def check_room(sample: Sample, new: int, positions: PositionRange | None) -> Non
         )
 
 
-def make_prompt_feed(settings: FeedSettings, records: Sequence[Record], sampling: Sampling) -> PromptFeed:
+def make_prompt_feed(settings: BatchReaderSettings, records: Sequence[Record], sampling: Sampling) -> PromptReader:
     """The feed of these prompts. sampling: its stop tokens are the model's, whatever it says. Raises ModelError for a
     model without the needed parts."""
     family, tokenizer = open_model(settings)
     preprocess = make_preprocessor(settings, family, tokenizer)
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups)
-    dealer = Dealer(family, Collator(family, pad_token(tokenizer), True), *division)
+    dealer = BatchSharder(family, Collator(family, pad_token(tokenizer), True), *division)
     own = replace(sampling, stop=find_stop_tokens(settings.model_name, family.config, tokenizer))
-    return PromptFeed(settings, records, preprocess, dealer, tokenizer, own, find_positions(family.config))
+    return PromptReader(settings, records, preprocess, dealer, tokenizer, own, find_positions(family.config))
 
 
-def make_held_out_feed(settings: FeedSettings, count: int | None, sampling: Sampling) -> PromptFeed:
+def make_held_out_feed(settings: BatchReaderSettings, count: int | None, sampling: Sampling) -> PromptReader:
     """The prompts of the first answers of the first `count` samples of the settings' datasets, with those answers.
 
     count: None for all samples, whose media are looked at when they are answered, unless bad ones are left out. Raises

@@ -15,10 +15,10 @@ from dhp.base.errors import DataError
 from dhp.base.generation import PromptInput, Sampling
 from dhp.base.geometry import SOUND
 from dhp.base.messages import StepData, StepInfo, TextInput, VisionInput
-from dhp.base.passes import EVERYTHING, Passes
+from dhp.base.passes import EVERYTHING, TrainedShare
 from dhp.batching.blocks import find_blocks
 from dhp.batching.collate import BY_PICTURE, Collator, Row
-from dhp.batching.encoders import AUDIO, VISION, Dealt, Encoder, Split
+from dhp.batching.encoders import AUDIO, VISION, Encoder, EncoderShards, Split
 from dhp.batching.sequence import SharedRow, count_divided, share_row
 from dhp.data.balance.metrics import dist_ratio
 from dhp.data.source import StepSamples
@@ -32,7 +32,7 @@ ONE_RANK: Mapping[str, Split] = MappingProxyType({VISION: Split()})
 ONE_GROUP = "one"
 
 
-class Dealer:
+class BatchSharder:
     """Samples as the ranks receive them, a pure function of them."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Dealer:
         family: Family,
         collator: Collator,
         encoders: Mapping[str, Split] = ONE_RANK,
-        passes: Mapping[str, Passes] = MappingProxyType({}),
+        passes: Mapping[str, TrainedShare] = MappingProxyType({}),
         text: Degrees = ONE,
         sequence_groups: str = ONE_GROUP,
         even_calls: bool = False,
@@ -61,7 +61,7 @@ class Dealer:
         self._auto_groups = sequence_groups != ONE_GROUP
         self._even_calls = even_calls and bool(family.decoder.mixers)
 
-    def deal(self, samples: StepSamples) -> StepData:
+    def shard(self, samples: StepSamples) -> StepData:
         """One step for all ranks."""
         return self._data(samples, [[self._make(row) for row in rows] for rows in samples.samples])
 
@@ -97,7 +97,9 @@ class Dealer:
             info = replace(info, sp_ratio=divided / max(info.tokens, 1))
         return StepData(info, {**work, TEXT: tuple(text)}, routes)
 
-    def _flops(self, samples: StepSamples, dealt: Mapping[str, Sequence[Dealt]], targets: int) -> dict[str, int]:
+    def _flops(
+        self, samples: StepSamples, dealt: Mapping[str, Sequence[EncoderShards]], targets: int
+    ) -> dict[str, int]:
         lengths = [len(sample.input_ids) for sample in samples.flat]
         found = {}
         for name, of_part in dealt.items():
@@ -132,10 +134,10 @@ class Dealer:
         work = self._family.decoder.work
         return grouped_plan(lengths, *mesh, choose_groups(lengths, *mesh, 2 * work.token / work.pair))
 
-    def _deal(self, name: str, rows: Sequence[Row], made: Sequence[_Made]) -> Dealt:
+    def _deal(self, name: str, rows: Sequence[Row], made: Sequence[_Made]) -> EncoderShards:
         sharing = self._degrees.sequence
         owners = [one.shared.owners()[self._inside(name, one)] for one in made if one.shared is not None]
-        return self._encoders[name].deal(rows, owners, sharing)
+        return self._encoders[name].shard(rows, owners, sharing)
 
     def _inside(self, name: str, made: _Made) -> Tensor:
         """Which tokens of a row are an encoder's."""
@@ -145,7 +147,9 @@ class Dealer:
             return heard
         return (kinds > 0) & ~heard if AUDIO in self._encoders else kinds > 0
 
-    def _text(self, made: _Made, replica: int, dealt: Mapping[str, Dealt], target_tokens: int) -> Iterator[TextInput]:
+    def _text(
+        self, made: _Made, replica: int, dealt: Mapping[str, EncoderShards], target_tokens: int
+    ) -> Iterator[TextInput]:
         """What each of the ranks that share the replica's rows gets."""
         shared, ranks = made.shared, self._degrees.sequence
         for rank in range(ranks):

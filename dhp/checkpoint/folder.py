@@ -115,7 +115,7 @@ def check_checkpoint(checkpoint: Path) -> None:
         read_json(file)
 
 
-def put_aside(checkpoint: Path) -> Path:
+def quarantine(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint to `step_N.damaged`, so that the run may write its step anew. Where it is now."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before

@@ -13,7 +13,7 @@ from dhp.checkpoint.folder import (
     checkpoints,
     find_checkpoint,
     newest_checkpoint,
-    put_aside,
+    quarantine,
     read_about,
     step_of,
 )
@@ -43,10 +43,10 @@ class Start:
     data: Mapping[str, Any] = field(default_factory=dict)
     damaged: tuple[tuple[Path, str], ...] = ()
 
-    def put_aside(self) -> list[str]:
+    def quarantine(self) -> list[str]:
         """Rename the damaged ones, whose steps the run writes anew; a line about each."""
         lines = "{} is skipped, and now named {}: {}"
-        return [lines.format(old.name, put_aside(old).name, reason) for old, reason in self.damaged]
+        return [lines.format(old.name, quarantine(old).name, reason) for old, reason in self.damaged]
 
     def check(self, now: Mapping[str, Any]) -> None:
         """Refuse to continue a run that would see other samples, or lies otherwise on the ranks.

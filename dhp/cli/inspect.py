@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dhp.base.errors import ConfigError
 from dhp.base.startup import StartUp, say_line
-from dhp.batching.loader import make_feed
+from dhp.batching.loader import make_reader
 from dhp.checkpoint.shards import save_tensors
 from dhp.config.load import compose_config
 from dhp.config.schema import Config
@@ -69,7 +69,7 @@ def _batch(config: Config, own: dict[str, str]) -> int:
     out = Path(own["out"])
     if out.is_dir():
         raise ConfigError(f"out={out} is a directory; give a file, for example out={out / 'batch.safetensors'}")
-    tensors = make_feed(feed_settings(config)).model_inputs(_step(own["step"]) - 1)
+    tensors = make_reader(feed_settings(config)).model_inputs(_step(own["step"]) - 1)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, out)
     for name, tensor in tensors.items():

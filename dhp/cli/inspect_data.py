@@ -15,8 +15,8 @@ import numpy as np
 from tqdm import tqdm
 
 from dhp.base.errors import DataError, PartFailed
-from dhp.batching.feed import Feed
-from dhp.batching.loader import FeedSettings, make_feed, open_datasets
+from dhp.batching.feed import BatchReader
+from dhp.batching.loader import BatchReaderSettings, make_reader, open_datasets
 from dhp.cli.inspect_locality import locality_table
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
@@ -31,7 +31,7 @@ from dhp.data.probe import count_unread
 from dhp.models.registry import load_family
 from dhp.observe.histogram import draw_histograms
 from dhp.parallel.attention.locality import Locality
-from dhp.run.chain import make_chain
+from dhp.run.graph import make_graph
 from dhp.run.locality import devices_as_planned, find_localities
 from dhp.run.settings import feed_settings
 
@@ -69,7 +69,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     """
     settings = feed_settings(config)
     settings = replace(settings, balancing=replace(settings.balancing, method="balanced", window=None))
-    feed = make_feed(settings)
+    feed = make_reader(settings)
     out.mkdir(parents=True, exist_ok=True)
     _measure(feed, settings, config.data.num_workers)
     defects = _defects(feed)
@@ -100,7 +100,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
     print(f"\nwritten to {out}: lengths.png, balance.jsonl, defects.txt")
 
 
-def _panels(feed: Feed) -> dict[str, dict[str, np.ndarray]]:
+def _panels(feed: BatchReader) -> dict[str, dict[str, np.ndarray]]:
     """What lengths.png shows of each dataset: the lengths of its usable samples."""
     panels = {}
     for name, table in feed.measured.tables.items():
@@ -125,22 +125,22 @@ def _rows(config: Config) -> int:
     return config.text.data * micro_batches(config)
 
 
-def _limits(config: Config, settings: FeedSettings, loads: Loads) -> Limits:
+def _limits(config: Config, settings: BatchReaderSettings, loads: Loads) -> Limits:
     balancing = replace(settings.balancing, method=config.data.balance)
     return balancing.limits(loads, config.training.micro_batch_size)
 
 
 def _locality(config: Config) -> Locality | None:
     """Of the vision replicas, as the ranks would lie on one node."""
-    chain = make_chain(config, load_family(config.text.model_name), config.text.model_name)
-    return find_localities(chain, devices_as_planned(chain), config.data.locality_slack).get("vision")
+    graph = make_graph(config, load_family(config.text.model_name), config.text.model_name)
+    return find_localities(graph, devices_as_planned(graph), config.data.locality_slack).get("vision")
 
 
 @dataclass(frozen=True)
 class _Work:
     """What a process of its own does for the feed."""
 
-    settings: FeedSettings
+    settings: BatchReaderSettings
 
     def measure(self, chunk: RowChunk) -> Lengths:
         return _own_feed(self.settings).measure(chunk)
@@ -149,23 +149,23 @@ class _Work:
         return _own_feed(self.settings).measured.decode(chunk)
 
 
-_feeds: dict[str, Feed] = {}  # of this process: the one that its work is about
+_feeds: dict[str, BatchReader] = {}  # of this process: the one that its work is about
 
 
-def _own_feed(settings: FeedSettings) -> Feed:
+def _own_feed(settings: BatchReaderSettings) -> BatchReader:
     if not _feeds:
-        _feeds["own"] = make_feed(settings)
+        _feeds["own"] = make_reader(settings)
     return _feeds["own"]
 
 
-def _measure(feed: Feed, settings: FeedSettings, workers: int) -> None:
+def _measure(feed: BatchReader, settings: BatchReaderSettings, workers: int) -> None:
     chunks = feed.missing()
     work = _Work(settings).measure if workers else feed.measure
     for lengths, chunk in zip(_map(work, chunks, workers, "measuring"), chunks):
         feed.learn(chunk, lengths)
 
 
-def _decode(settings: FeedSettings, feed: Feed, workers: int) -> dict[tuple[str, int], str]:
+def _decode(settings: BatchReaderSettings, feed: BatchReader, workers: int) -> dict[tuple[str, int], str]:
     chunks = feed.measured.chunks()
     work = _Work(settings).decode if workers else feed.measured.decode
     found: dict[tuple[str, int], str] = {}
@@ -190,13 +190,13 @@ def _map(work, chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator:
         ) from error
 
 
-def _defects(feed: Feed) -> dict[tuple[str, int], str]:
+def _defects(feed: BatchReader) -> dict[tuple[str, int], str]:
     """What is wrong with each defective sample, by dataset and row."""
     tables = feed.measured.tables.items()
     return {(name, row): text for name, table in tables for row, text in sorted(table.defects.items())}
 
 
-def _tell_datasets(feed: Feed, settings: FeedSettings, defects: Mapping[tuple[str, int], str]) -> None:
+def _tell_datasets(feed: BatchReader, settings: BatchReaderSettings, defects: Mapping[tuple[str, int], str]) -> None:
     print(f"{'dataset':24} {'samples':>9} {'text only':>9} {'defective':>9} {'tokens':>12} {'of images':>12}")
     for name, table in feed.measured.tables.items():
         bad = sum(of == name for of, _ in defects)

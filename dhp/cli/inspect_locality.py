@@ -16,7 +16,7 @@ SLACKS = (0.0, 0.01, 0.05)
 
 
 @dataclass(frozen=True)
-class Dealt:
+class EncoderShards:
     """Of some micro-batches: the share of image tokens on their replica's own devices, the work of the busiest vision
     replica over the most even way's (mean), and pairs of ranks that exchange something (mean)."""
 
@@ -46,7 +46,7 @@ def locality_table(packs: Packs, loads: Loads, locality: Locality | None) -> lis
     ]
 
 
-def deal(batches: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Locality) -> Dealt:
+def deal(batches: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Locality) -> EncoderShards:
     """batches: of each micro-batch, the cost of each image and the text replica that needs it."""
     near = total = 0.0
     busiest, pairs = [], []
@@ -59,7 +59,7 @@ def deal(batches: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Loc
         near += sum(costs[i] for i, v in at.items() if locality.distances[replicas[i]][v] == SAME_DEVICE)
         total += sum(costs)
         pairs.append(len({(v, replicas[i]) for i, v in at.items()}))
-    return Dealt(near / total, float(np.mean(busiest)), float(np.mean(pairs)))
+    return EncoderShards(near / total, float(np.mean(busiest)), float(np.mean(pairs)))
 
 
 def _micro_batches(packs: Packs, loads: Loads, replicas: int) -> Iterator[tuple[list[float], list[int]]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dhp.base.errors import ConfigError
 from dhp.base.harmless import harmless
-from dhp.batching.loader import make_feed
+from dhp.batching.loader import make_reader
 from dhp.cli.sample_page import sample_page
 from dhp.cli.sample_pictures import clips_of, pictures_of
 from dhp.cli.sample_text import as_terminal, lengths, placeholders, runs_of
@@ -25,7 +25,7 @@ def inspect_sample(config: Config, index: int, out: Path) -> None:
     """
     settings = feed_settings(config)
     settings = replace(settings, balancing=replace(settings.balancing, method="random", window=None))
-    feed = make_feed(settings)
+    feed = make_reader(settings)
     if index >= feed.dataset_size:
         names = ", ".join(config.data.datasets)
         raise ConfigError(

@@ -16,7 +16,7 @@ from ray.util.placement_group import remove_placement_group
 
 from dhp.base.errors import ConfigError
 from dhp.base.interrupts import ending_on_error
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.base.startup import say_nothing
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dataset_actor import DatasetActor
@@ -44,7 +44,7 @@ class RankDevice:
 class Layout:
     """What to start: the actors of each stage, on which devices, under which limits.
 
-    chain: the stages.
+    graph: the stages.
 
     device: auto | cpu | cuda. address: of Ray, see `dhp.cluster.runtime`.
 
@@ -63,7 +63,7 @@ class Layout:
     check_collectives: see `dhp.cluster.worker.GroupSettings`.
     """
 
-    chain: Chain
+    graph: StageGraph
     device: str
     address: str
     threads: int | None
@@ -92,9 +92,9 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         layout = self._layout
-        bundles = layout.chain.device_count()
+        bundles = layout.graph.device_count()
         if layout.address == LOCAL:
-            check_devices_here(layout.device, bundles, layout.chain.sharing() > 1)
+            check_devices_here(layout.device, bundles, layout.graph.sharing() > 1)
         with ExitStack() as stack, ending_on_error():  # whatever fails in here takes down what stands already
             cpus = max(bundles, os.cpu_count() or 1)
             local = layout.address == LOCAL
@@ -102,15 +102,15 @@ class Cluster:
             stack.enter_context(ray_session(layout.address, cpus, timeout_s=layout.start_timeout_s))
             gpus = cluster_gpus()
             self.device = choose_device(layout.device, gpus)
-            devices = {stage.name: stage.devices for stage in layout.chain.stages}
+            devices = {stage.name: stage.devices for stage in layout.graph.stages}
             plan = plan_placement(devices, gpus if self.device == "cuda" else 0.0)
             self._say(f"reserving {bundles} device{'s' if bundles > 1 else ''}")
             reserved = reserve(plan, layout.start_timeout_s)
             stack.callback(remove_placement_group, reserved)
             topology = find_topology(bundle_nodes(reserved), read_nodes())
-            degrees = {stage.name: stage.degrees.by_axis() for stage in layout.chain.stages}
+            degrees = {stage.name: stage.degrees.by_axis() for stage in layout.graph.stages}
             slots = map_ranks(plan.slots, topology.of_bundle, degrees)
-            tell_straddles(slots, topology, degrees, self.device)
+            warn_cross_node_groups(slots, topology, degrees, self.device)
             self.devices = {
                 name: tuple(RankDevice(slot.bundle, topology.of_bundle[slot.bundle]) for slot in of_stage)
                 for name, of_stage in slots.items()
@@ -124,7 +124,7 @@ class Cluster:
             if not topology.only(own_node()):
                 common["beacon"] = stack.enter_context(beacon(layout.checkpoint_dir))
             self.groups = {}
-            for stage in layout.chain.stages:
+            for stage in layout.graph.stages:
                 of_stage, needs = slots[stage.name], layout.needs.get(stage.part, {})
                 group = ActorGroup(GroupSettings(stage.name, len(of_stage), needs=needs, **common), of_stage, reserved)
                 stack.callback(group.stop)
@@ -148,8 +148,8 @@ class Cluster:
         """The actors that read the data, ended with the cluster; arguments as `DatasetActor` has them."""
         layout = self._layout
         own = {"log_dir": layout.log_dir, "needs": layout.needs.get("data", {}), "trace": layout.trace}
-        chain = layout.chain
-        shards = {part: chain.of_part(part)[0].degrees.shards for part in chain.parts()}
+        graph = layout.graph
+        shards = {part: graph.of_part(part)[0].degrees.shards for part in graph.parts()}
         step = {"micro_batches": micro_batches, "shards": shards}
         actor = DatasetActor(factory, *arguments, **step, workers=workers, prefetch=prefetch, **own)
         self._stack.callback(actor.stop)
@@ -167,10 +167,10 @@ class Cluster:
 
     def describe(self) -> str:
         """One line: how many actors of each stage, where."""
-        chain = self._layout.chain
-        *first, last = (f"{stage.degrees.world} {stage.name}" for stage in chain.stages)
+        graph = self._layout.graph
+        *first, last = (f"{stage.degrees.world} {stage.name}" for stage in graph.stages)
         actors = f"{', '.join(first)} and {last}" if first else last
-        where = "sharing devices" if chain.sharing() > 1 else "each on a device of its own"
+        where = "sharing devices" if graph.sharing() > 1 else "each on a device of its own"
         return f"{actors} actors on {self.device}, {where}{self._where}"
 
     def _common(self, backend: str, threads: int) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Cluster:
         layout = self._layout
         local = layout.address == LOCAL
         if local:  # a Ray of our own may have registered more CPUs than there are
-            threads = max(1, (os.cpu_count() or 1) // max(map(layout.chain.ranks_of, layout.chain.parts())))
+            threads = max(1, (os.cpu_count() or 1) // max(map(layout.graph.ranks_of, layout.graph.parts())))
         return {
             "backend": backend,
             "threads": layout.threads or threads,
@@ -193,7 +193,7 @@ class Cluster:
         }
 
 
-def tell_straddles(
+def warn_cross_node_groups(
     slots: Mapping[str, Sequence[Slot]], topology: Topology, degrees: Mapping[str, Mapping[str, int]], device: str
 ) -> None:
     """One warning of all groups of the inner axes that lie across nodes, if there are any.

@@ -15,7 +15,7 @@ from dhp.base.errors import UnreadableVideo
 from dhp.base.routes import Route
 from dhp.base.spans import DATA, Span, keep_spans, span, take_spans
 from dhp.cluster.clock import ClockReading, offset_ns, read_clock
-from dhp.cluster.elsewhere import Elsewhere
+from dhp.cluster.elsewhere import RemoteValue
 from dhp.cluster.paths import require_paths
 from dhp.cluster.placement.nodes import own_node
 from dhp.cluster.process import named_errors, redirect_output
@@ -86,7 +86,7 @@ class _Reader:
             if getattr(piece, "unread", ()):
                 fill = next(self._fillers).fill.options(name="data.fill", num_returns=2)
                 status, ref = fill.remote(piece, step)
-                piece = Elsewhere(ref)
+                piece = RemoteValue(ref)
                 filled.append(status)
             pieces.append(piece)
         return pieces, filled

@@ -9,7 +9,7 @@ import ray
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteValue:
     """ref: of the value, which is there."""
 
     ref: Any

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dhp.cluster.elsewhere import Elsewhere
+from dhp.cluster.elsewhere import RemoteValue
 from dhp.cluster.transport.shared_memory import SMALLEST_BYTES
 
 
@@ -29,19 +29,19 @@ class Lookahead:
         are taken from now on. What was begun before these and not taken is forgotten: the run went on without it."""
         self._begun, self._coming = self._coming, {ref: self._thread.submit(self._fetch, ref) for ref in refs}
 
-    def take(self, elsewhere: Elsewhere) -> Any:
+    def take(self, elsewhere: RemoteValue) -> Any:
         """The value, waited for where it is under way, fetched here where it is not. Raises what fetching raised."""
         begun = self._begun.pop(elsewhere.ref, None) or self._coming.pop(elsewhere.ref, None)
         return _fetch(elsewhere) if begun is None else begun.result()
 
     def _fetch(self, ref: Any) -> Any:
-        return self._prepare(_fetch(Elsewhere(ref)))
+        return self._prepare(_fetch(RemoteValue(ref)))
 
 
-def _fetch(elsewhere: Elsewhere) -> Any:
+def _fetch(elsewhere: RemoteValue) -> Any:
     """The value; what stands for one that another process made leads to that one."""
     value = elsewhere.fetch()
-    while isinstance(value, Elsewhere):
+    while isinstance(value, RemoteValue):
         value = value.fetch()
     return value
 

@@ -34,7 +34,7 @@ from dhp.base.spans import (
 from dhp.cluster.busy import BusyTime
 from dhp.cluster.call_file import call_file, keep_calls
 from dhp.cluster.clock import ClockReading, read_clock
-from dhp.cluster.elsewhere import Elsewhere
+from dhp.cluster.elsewhere import RemoteValue
 from dhp.cluster.environment import (
     expand_segments,
     own_local_rank,
@@ -201,7 +201,7 @@ class Worker:
 
     def look_ahead(self, refs: list[Any]) -> None:
         """Fetch the next step's data beside the step that runs. refs: of this rank's work, in its order; the calls that
-        need it name it by `Elsewhere`."""
+        need it name it by `RemoteValue`."""
         self._lookahead.begin(refs)
 
     def take_spans(self) -> list[Span]:
@@ -214,7 +214,7 @@ class Worker:
 
     def _open(self, value: Any) -> Any:
         """An argument as the trainer takes it."""
-        if isinstance(value, Elsewhere):
+        if isinstance(value, RemoteValue):
             value = self._lookahead.take(value)
         if isinstance(value, Bundle):
             return Bundle({name: self._inbox.open(tensor) for name, tensor in value.tensors.items()})

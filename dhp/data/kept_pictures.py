@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.base.features import Features
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.data.media.sources import (
     PLAIN,
     Blob,
@@ -24,15 +24,17 @@ from dhp.data.media.sources import (
     open_media,
     settings_of,
 )
-from dhp.data.media.taking import Pace
+from dhp.data.media.taking import FrameTimes
 
 Load = Callable[[str], Features | None]
-Seen = tuple[Grid | Form, Pace | None]  # of a picture, what a sample needs beside its features; no pace: an image
+Seen = tuple[
+    Grid | ProcessorOutput, FrameTimes | None
+]  # of a picture, what a sample needs beside its features; no pace: an image
 FEATURE_FORMAT = 1  # of keys and files, and of how dhp makes patches: raise it when any of them changes
 _DECODERS = ("pillow", "av", "transformers")  # the pixels of one file may differ from version to version
 
 
-class KeptPictures:
+class CachedPictures:
     """Looks pictures up. Safe to call from several threads."""
 
     def __init__(self, tower: str, load: Load, names: Sequence[str], about: Sequence[Any]) -> None:
@@ -42,7 +44,7 @@ class KeptPictures:
         self._tower, self._load, self._names = tower, load, frozenset(names)
         self._about = [*about, *(version(name) for name in _DECODERS)]
 
-    def see(self, seen: Sequence[Any], tokens: Callable[[Grid | Form], int]) -> SeenPictures:
+    def see(self, seen: Sequence[Any], tokens: Callable[[Grid | ProcessorOutput], int]) -> SeenPictures:
         """For a way of seeing. seen: all that decides the patches of a picture, beside its file. tokens: of a
         picture."""
         digest = hashlib.sha256(json.dumps([list(seen), self._about], sort_keys=True, default=str).encode())
@@ -58,7 +60,7 @@ class SeenPictures:
         load: Load,
         names: frozenset[str],
         seen: str,
-        tokens: Callable[[Grid | Form], int],
+        tokens: Callable[[Grid | ProcessorOutput], int],
     ) -> None:
         self._tower, self._load, self._names, self._seen, self._tokens = tower, load, names, seen, tokens
 
@@ -87,9 +89,9 @@ class SeenPictures:
         return seen if kept.tensors.keys() == self._names and rows == {(self._tokens(seen[0]),)} else None
 
 
-def seen_to_json(grid: Grid | Form, pace: Pace | None) -> str:
+def seen_to_json(grid: Grid | ProcessorOutput, pace: FrameTimes | None) -> str:
     """As text. Numbers with fractions come back to the bit."""
-    form = grid if isinstance(grid, Form) else None
+    form = grid if isinstance(grid, ProcessorOutput) else None
     arrays = None if form is None else [(*about, raw.hex()) for *about, raw in form.arrays]
     told = grid if form is None else {**vars(form), "arrays": arrays}
     return json.dumps([told, None if pace is None else [pace.seconds, pace.times, pace.firsts]])
@@ -98,13 +100,13 @@ def seen_to_json(grid: Grid | Form, pace: Pace | None) -> str:
 def seen_from_json(text: str) -> Seen:
     """The same again. Raises ValueError, KeyError or TypeError for another text."""
     grid, told = json.loads(text)
-    pace = None if told is None else Pace(told[0], tuple(told[1]), tuple(told[2]))
+    pace = None if told is None else FrameTimes(told[0], tuple(told[1]), tuple(told[2]))
     if not isinstance(grid, dict):
         t, h, w = map(int, grid)
         return (t, h, w), pace
     pixels = tuple((name, tuple(shape)) for name, shape in grid["pixels"])
     arrays = tuple((name, dtype, tuple(shape), bytes.fromhex(raw)) for name, dtype, shape, raw in grid["arrays"])
-    return Form(pixels, arrays, int(grid["rows"]), int(grid["tokens"]), grid["written"]), pace
+    return ProcessorOutput(pixels, arrays, int(grid["rows"]), int(grid["tokens"]), grid["written"]), pace
 
 
 def key_of(tower: str, seen: str, kind: str, content: bytes) -> str:

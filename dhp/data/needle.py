@@ -19,7 +19,7 @@ from dhp.base.errors import DataError
 from dhp.base.new_folder import new_folder
 from dhp.data.drawing import PALETTE
 from dhp.data.media.images import open_image
-from dhp.data.media.taking import Taking
+from dhp.data.media.taking import FrameSampling
 from dhp.data.media.video import map_frames
 
 FPS = 2  # frames of a written video a second
@@ -122,7 +122,7 @@ def _noise(one: Hidden) -> Iterator[Image.Image]:
 
 def _taken(haystack: Path, frames: int) -> Iterator[Image.Image]:
     """So many frames of a video, evenly. Raises DataError where it has fewer."""
-    taking = Taking(fps=float("inf"), max_frames=frames, group=1)
+    taking = FrameSampling(fps=float("inf"), max_frames=frames, group=1)
     images, _ = map_frames(haystack, taking, lambda group: group[0])
     if len(images) < frames:
         raise DataError(f"video {haystack} has {len(images)} frames, and a haystack of {frames} is asked for")

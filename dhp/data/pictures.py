@@ -12,14 +12,14 @@ from PIL import Image
 
 from dhp.base.errors import ConfigError, DataError, UnreadableVideo
 from dhp.base.features import Features
-from dhp.base.geometry import Form, Grid
-from dhp.data.kept_pictures import KeptPictures, SeenPictures, seen_to_json
+from dhp.base.geometry import Grid, ProcessorOutput
+from dhp.data.kept_pictures import CachedPictures, SeenPictures, seen_to_json
 from dhp.data.lengths.grids import Grids, Size
 from dhp.data.long_video import LongVideo
 from dhp.data.media.frames import extent_of_images, map_images
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Frames, Picture, Settings, Video, files_of, name_of, settings_of
-from dhp.data.media.taking import Pace, Taking
+from dhp.data.media.taking import FrameSampling, FrameTimes
 from dhp.data.media.video import map_frames, read_extent, read_length
 from dhp.data.media.video_parts import read_groups
 from dhp.data.sample import Sample
@@ -44,7 +44,7 @@ class Videos:
     """
 
     token_id: int
-    taking: Taking
+    taking: FrameSampling
     patches: Callable[[Output], tuple[np.ndarray, Grid]]
     max_pixels: int | None = None
     step_tokens: tuple[int, int] | None = None
@@ -60,8 +60,8 @@ class PicturePatches:
     """
 
     pixels: np.ndarray | LongVideo
-    grid: Grid | Form
-    pace: Pace | None = None
+    grid: Grid | ProcessorOutput
+    pace: FrameTimes | None = None
     features: Features | None = None
 
 
@@ -69,8 +69,8 @@ class PicturePatches:
 class Outline:
     """A picture without its pixels."""
 
-    grid: Grid | Form
-    pace: Pace | None = None
+    grid: Grid | ProcessorOutput
+    pace: FrameTimes | None = None
 
 
 class Pictures:
@@ -85,7 +85,7 @@ class Pictures:
         max_pixels: int | None,
         videos: Videos | None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
-        kept: KeptPictures | None = None,
+        kept: CachedPictures | None = None,
         whole_frames: int | None = None,
     ) -> None:
         """The arguments of `dhp.data.preprocess.Preprocessor`. Raises ConfigError for impossible bounds."""
@@ -228,7 +228,7 @@ class Pictures:
         _, h, w = self._video_grids(size, blank) if scaling is self._video_scaling else blank(size)
         return Outline((extent.frames // taking.group, h, w), extent.pace)
 
-    def _taking(self, settings: Settings) -> Taking:
+    def _taking(self, settings: Settings) -> FrameSampling:
         """Which frames are taken of a video with such settings. So many frames, whatever their number a second, are
         taken at a rate that no video has. Raises DataError for more than the configuration allows."""
         taking = self._videos.taking

@@ -16,13 +16,13 @@ import transformers
 from dhp.base.errors import DataError, ModelError
 from dhp.base.geometry import IGNORED, SOUND, Grid, PositionRange
 from dhp.data.chat import Rendered, render, replace_each, to_messages
-from dhp.data.kept_pictures import KeptPictures
+from dhp.data.kept_pictures import CachedPictures
 from dhp.data.lengths.limits import Length, check_characters, check_length, longest_token
-from dhp.data.media.taking import Pace
+from dhp.data.media.taking import FrameTimes
 from dhp.data.pictures import Outline, Output, PicturePatches, Pictures, Videos
 from dhp.data.records import Record, located
 from dhp.data.sample import Sample
-from dhp.data.sounds import NO_ACTORS, Clip, Sounds, refuse_sound, sounds_of
+from dhp.data.sounds import NO_ACTORS, AudioPreprocessing, Clip, refuse_sound, sounds_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,9 +76,9 @@ class Preprocessor:
         written: Written | None = None,
         about: Sequence[Any] = (),
         image_arguments: Mapping[str, Any] = MappingProxyType({}),
-        sounds: Sounds | None = None,
+        sounds: AudioPreprocessing | None = None,
         prompts: Prompts = Prompts(),
-        kept: KeptPictures | None = None,
+        kept: CachedPictures | None = None,
         positions: PositionRange | None = None,
         whole_frames: int | None = None,
     ) -> None:
@@ -177,7 +177,7 @@ class Preprocessor:
         self,
         record: Record,
         clips: Sequence[Clip],
-        told: Sequence[Pace],
+        told: Sequence[FrameTimes],
         shown: Sequence[PicturePatches | Outline] = (),
     ) -> Tokens:
         """told: of the videos whose times the prompt tells. shown: pictures that the prompt shows in their own way."""
@@ -230,7 +230,7 @@ class Preprocessor:
             raise _miscounted("audio clip", found, len(clips), placeholder)
         return replace_each(rendered, placeholder, [placeholder * clip.form.tokens for clip in clips])
 
-    def _with_times(self, rendered: Rendered, told: Sequence[Pace]) -> Rendered:
+    def _with_times(self, rendered: Rendered, told: Sequence[FrameTimes]) -> Rendered:
         """Replace the placeholder of each video by one for each step in time. This is done in the text, not among its
         tokens, because the text before a time may share a token with it."""
         videos, name = self._videos, self._tokenizer.convert_ids_to_tokens
@@ -239,7 +239,7 @@ class Preprocessor:
         if found != len(told):
             raise _miscounted("video", found, len(told), token)
 
-        def show(pace: Pace) -> str:
+        def show(pace: FrameTimes) -> str:
             texts = (videos.step_text(*times) for times in zip(pace.times, pace.firsts, strict=True))
             return "".join(f"{before}{first}{token}{last}{behind}" for before, behind in texts)
 
@@ -268,7 +268,7 @@ class Preprocessor:
         return last
 
     def _check(
-        self, record: Record, tokens: Tokens, told: Sequence[Pace], shown: Sequence[PicturePatches | Outline]
+        self, record: Record, tokens: Tokens, told: Sequence[FrameTimes], shown: Sequence[PicturePatches | Outline]
     ) -> None:
         images = sum(self._pictures.runs(shown)) if shown else len(record.images)
         videos = sum(len(pace.times) for pace in told) or len(record.media) - images

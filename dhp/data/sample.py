@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from dhp.base.features import Features
-from dhp.base.geometry import IGNORED, Form, Grid
+from dhp.base.geometry import IGNORED, Grid, ProcessorOutput
 from dhp.data.long_video import LongVideo
 
 
@@ -26,10 +26,10 @@ class Sample:
     mm_token_type_ids: np.ndarray  # int64 [L], 0 at text, 1 at tokens of images, 2 of videos, 3 of sound
     # One float32 [patches, channels × frames × patch × patch] a picture; a long video's are still in its file.
     pixels: tuple[np.ndarray | LongVideo, ...]
-    grids: tuple[Grid | Form, ...]  # one a picture: t × h × w = patches, or the form of one that is no grid
+    grids: tuple[Grid | ProcessorOutput, ...]  # one a picture: t × h × w = patches, or the form of one that is no grid
     seconds: tuple[float | None, ...] = ()  # one a picture: of one step in t of a video, None: an image; (): all images
     clips: tuple[np.ndarray, ...] = ()  # one float32 [frames, bins] a clip of sound
-    clip_forms: tuple[Form, ...] = ()  # one a clip
+    clip_forms: tuple[ProcessorOutput, ...] = ()  # one a clip
     features: tuple[Features, ...] = ()  # one a picture, where they are kept; who has them has no rows of pixels
 
     @property
@@ -40,7 +40,7 @@ class Sample:
     @property
     def patches(self) -> int:
         """Of all pictures, those that are not here included."""
-        return sum(grid.rows if isinstance(grid, Form) else prod(grid) for grid in self.grids)
+        return sum(grid.rows if isinstance(grid, ProcessorOutput) else prod(grid) for grid in self.grids)
 
     @property
     def target_tokens(self) -> int:

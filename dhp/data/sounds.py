@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dhp.base.errors import DataError
-from dhp.base.geometry import Form
+from dhp.base.geometry import ProcessorOutput
 from dhp.data.media.sound import count_samples, read_sound
 from dhp.data.media.sources import File, name_of
 from dhp.data.records import Record
@@ -19,12 +19,12 @@ from dhp.data.records import Record
 class Clip:
     """What the model hears of a file: features float32 [frames, bins]; None: told from the header."""
 
-    form: Form
+    form: ProcessorOutput
     features: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
-class Sounds:
+class AudioPreprocessing:
     """How the model hears.
 
     token_id: its placeholder. rate: samples a second. shortest: samples of the shortest clip.
@@ -38,7 +38,7 @@ class Sounds:
     rate: int
     shortest: int
     features: Callable[[Sequence[np.ndarray]], list[np.ndarray]]
-    forms: Callable[[Sequence[int]], list[Form]]
+    forms: Callable[[Sequence[int]], list[ProcessorOutput]]
     about: Sequence[Any] = ()
 
     def decode(self, files: Sequence[File]) -> list[Clip]:
@@ -51,7 +51,7 @@ class Sounds:
         """What `decode` would give, without features. Raises DataError as it does, for what shows in headers."""
         return [Clip(form) for form in self._forms(files, [count_samples(file, self.rate) for file in files])]
 
-    def _forms(self, files: Sequence[File], samples: Sequence[int]) -> list[Form]:
+    def _forms(self, files: Sequence[File], samples: Sequence[int]) -> list[ProcessorOutput]:
         for file, count in zip(files, samples, strict=True):
             if count < self.shortest:
                 raise DataError(

@@ -17,7 +17,7 @@ from dhp.doctor.samples import SampleMaker
 from dhp.doctor.trial import Outcome, run_parts, run_whole
 from dhp.models.accelerator import name_accelerator
 from dhp.models.generic.twin import shrink
-from dhp.models.generic.twin_model import Twin, exact_experts
+from dhp.models.generic.twin_model import ProbeModel, exact_experts
 from dhp.models.registry import load_family
 
 
@@ -80,11 +80,11 @@ def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
         }
 
 
-def _twin(config: PreTrainedConfig) -> Twin:
+def _twin(config: PreTrainedConfig) -> ProbeModel:
     try:
-        return Twin(shrink(config, towers=True))
+        return ProbeModel(shrink(config, towers=True))
     except Exception:  # a tower whose layers cannot be cut anyhow is run with all of them
-        return Twin(shrink(config))
+        return ProbeModel(shrink(config))
 
 
 def _without(source: str, error: Exception) -> str:

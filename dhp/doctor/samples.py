@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import IGNORED, Form
+from dhp.base.geometry import IGNORED, ProcessorOutput
 from dhp.batching.collate import sounds_by_argument
 from dhp.data.sample import Sample
 from dhp.models.audio import clip_forms
@@ -19,13 +19,13 @@ from dhp.models.generic.forms import pack, unpack
 from dhp.models.generic.pictures import joined, row_values
 from dhp.models.generic.processor import ContractProcessor
 from dhp.models.generic.rows import kinds_for, make_row
-from dhp.models.generic.twin_model import Twin
+from dhp.models.generic.twin_model import ProbeModel
 
 
 class SampleMaker:
     """Makes samples for one twin."""
 
-    def __init__(self, twin: Twin, family: Family):
+    def __init__(self, twin: ProbeModel, family: Family):
         self._twin, self._family = twin, family
 
     def sample(self, pictures: Sequence[int], targets: int, seed: int, clips: Sequence[int] = ()) -> Sample:
@@ -57,7 +57,7 @@ class SampleMaker:
         return self._family.processor.patches(arrays)
 
 
-def _sound(form: Form, seed: int) -> np.ndarray:
+def _sound(form: ProcessorOutput, seed: int) -> np.ndarray:
     ((_, shape),) = form.pixels
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
@@ -77,7 +77,7 @@ def plain_inputs(family: Family, forward: Any, sample: Sample, dtype: torch.dtyp
     inputs |= sound_inputs(sample, dtype)
     if not sample.pixels:
         return inputs | kinds_for(forward, kinds)
-    if isinstance(sample.grids[0], Form):
+    if isinstance(sample.grids[0], ProcessorOutput):
         pairs = zip(sample.grids, sample.pixels, strict=True)
         return inputs | joined([unpack(f, torch.from_numpy(p), dtype) for f, p in pairs]) | kinds_for(forward, kinds)
     inputs |= {

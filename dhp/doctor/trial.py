@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from dhp.base.degrees import Degrees
 from dhp.base.geometry import IGNORED
-from dhp.base.stages import Chain, Edge, Node, StageSpec
+from dhp.base.stages import Edge, Node, StageGraph, StageSpec
 from dhp.batching.collate import Collator
 from dhp.batching.encoders import VISION, Split
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import BatchSharder
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.doctor.samples import plain_inputs
@@ -68,11 +68,11 @@ def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample])
 def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: bool) -> Outcome:
     """The trainers of all parts, one rank each, in this process."""
     encoders = dict.fromkeys((VISION, *family.others), Split(dtype="float64"))
-    dealer = Dealer(family, Collator(family, 0, packing), encoders)
-    data = dealer.deal(StepSamples(0, 0, ((tuple(samples),),), ()))
-    chain = _chain(family)
+    dealer = BatchSharder(family, Collator(family, 0, packing), encoders)
+    data = dealer.shard(StepSamples(0, 0, ((tuple(samples),),), ()))
+    graph = _graph(family)
     with _one_rank():
-        ranks = {stage.name: make_rank(_settings(stage, chain, folder, packing)) for stage in chain.stages}
+        ranks = {stage.name: make_rank(_settings(stage, graph, folder, packing)) for stage in graph.stages}
         *encoders, (_, text) = ranks.items()
         bundles = [one for name, rank in encoders for one in rank.forward_step(0, 0, data.work[name][0][0])]
         text.forward_step(0, 0, data.work["text"][0][0], *bundles)
@@ -87,20 +87,20 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _chain(family: Family) -> Chain:
+def _graph(family: Family) -> StageGraph:
     stages = tuple(
         StageSpec(name, name, (range(len(family.parts[name].layers.kinds)),), Degrees(), True, range(1))
         for name in family.parts
     )
     *encoders, text = stages
     edges = (Edge(Node(s.name), Node(text.name), family.parts[s.name].tensors, True) for s in encoders)
-    return Chain(stages, tuple(edges))
+    return StageGraph(stages, tuple(edges))
 
 
-def _settings(stage: StageSpec, chain: Chain, folder: str, packing: bool) -> StageSettings:
+def _settings(stage: StageSpec, graph: StageGraph, folder: str, packing: bool) -> StageSettings:
     return StageSettings(
         spec=stage,
-        chain=chain,
+        graph=graph,
         model_name=folder,
         dtype="float64",
         device="cpu",

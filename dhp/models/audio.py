@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dhp.base.errors import ConfigError
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
 from dhp.models.family import ImageLayout, LayerParts
@@ -42,13 +42,13 @@ def count_tokens(frames: int, config: Any) -> int:
     return int(_get_feat_extract_output_lengths(frames, config.audio_config.n_window))
 
 
-def clip_forms(frames: Sequence[int], config: Any) -> list[Form]:
+def clip_forms(frames: Sequence[int], config: Any) -> list[ProcessorOutput]:
     """The forms of one sample's clips, of so many frames each."""
     audio = config.audio_config
     longest = min(max(frames, default=0), 2 * audio.n_window)
     chunk = (_CHUNK, "int64", (1,), np.int64(longest).tobytes())
     return [
-        Form(((_FEATURES, (count, audio.num_mel_bins)),), (chunk,), count, count_tokens(count, config))
+        ProcessorOutput(((_FEATURES, (count, audio.num_mel_bins)),), (chunk,), count, count_tokens(count, config))
         for count in frames
     ]
 
@@ -77,7 +77,7 @@ class AudioTower(Tower):
         self.work: AudioWork = _count_work(audio, count_tokens(2 * audio.n_window, config))
 
     @property
-    def dummy_form(self) -> Form:
+    def dummy_form(self) -> ProcessorOutput:
         return clip_forms([_DUMMY_FRAMES], self.config)[0]
 
     def check(self, asked: PartConfig) -> None:
@@ -91,8 +91,8 @@ class AudioTower(Tower):
                 )
         self.check_backend("audio", asked)
 
-    def image_layout(self, grid: Grid | Form) -> ImageLayout:
-        if not isinstance(grid, Form):
+    def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
+        if not isinstance(grid, ProcessorOutput):
             raise TypeError(f"a clip is told by its form, not by a grid {grid}")
         nowhere = torch.zeros(grid.rows, 0, dtype=torch.long)
         return ImageLayout(torch.arange(grid.tokens), 1, (grid.rows,), (grid.rows,), nowhere, (grid.tokens,), grid)
@@ -111,14 +111,14 @@ class AudioTower(Tower):
                 found[n] = rows
         return {AUDIO_EMBEDDINGS: torch.cat(found)}
 
-    def calls(self, forms: Sequence[Form], even: bool = False) -> tuple[tuple[int, ...], ...]:
+    def calls(self, forms: Sequence[ProcessorOutput], even: bool = False) -> tuple[tuple[int, ...], ...]:
         groups: dict[int, list[int]] = defaultdict(list)
         for number, form in enumerate(forms):
             groups[_longest_chunk(form)].append(number)
         return tuple(map(tuple, groups.values()))
 
     def _encode_together(
-        self, model: PreTrainedModel, clips: Sequence[Tensor], forms: Sequence[Form]
+        self, model: PreTrainedModel, clips: Sequence[Tensor], forms: Sequence[ProcessorOutput]
     ) -> tuple[Tensor, ...]:
         """Each clip's rows, of clips that one call takes."""
         plan = self._plan([form.rows for form in forms], _longest_chunk(forms[0]), clips[0].device)
@@ -173,7 +173,7 @@ class _Plan:
     windows: Tensor
 
 
-def _longest_chunk(form: Form) -> int:
+def _longest_chunk(form: ProcessorOutput) -> int:
     """Frames to which the chunks of a clip are filled up."""
     return int(arrays_of(form)[_CHUNK][0])
 

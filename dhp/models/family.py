@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Form
+from dhp.base.geometry import ProcessorOutput
 
 if TYPE_CHECKING:
     from dhp.models.decoder import Decoder
@@ -82,7 +82,7 @@ class ImageLayout:
     frame_lengths: tuple[int, ...]
     positions: Tensor
     tokens: tuple[int, ...] | None = None
-    form: Form | None = None
+    form: ProcessorOutput | None = None
 
     @property
     def patches(self) -> int:

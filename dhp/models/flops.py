@@ -1,7 +1,7 @@
 """The useful arithmetic of a step, counted from shapes and lengths: what training the model needs, whatever is run.
 
 Counted are products of matrices, attention among them, as 2 operations a multiply-add. Backward is twice the forward
-where all is trained: the gradient of either factor is a product as large; where not, `Passes` say what is left of it.
+where all is trained: the gradient of either factor is a product as large; where not, `TrainedShare` has the rest.
 Nothing is counted twice that is only recomputed, and nothing at all for padding, dummy windows, or layers that no
 output depends on.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dhp.base.passes import EVERYTHING, Passes, Products
+from dhp.base.passes import EVERYTHING, MatmulShare, TrainedShare
 from dhp.models.experts import find_experts
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class VisionWork:
     embedding: int
     beside: int = 0
 
-    def flops(self, layouts: Iterable[ImageLayout], passes: Passes = EVERYTHING) -> int:
+    def flops(self, layouts: Iterable[ImageLayout], passes: TrainedShare = EVERYTHING) -> int:
         """Operations for these images and videos."""
         entering = inside = seen = handed = 0
         for layout in layouts:
@@ -75,7 +75,7 @@ class AudioWork:
     pair: int
     window: int
 
-    def flops(self, layouts: Iterable[ImageLayout], passes: Passes = EVERYTHING) -> int:
+    def flops(self, layouts: Iterable[ImageLayout], passes: TrainedShare = EVERYTHING) -> int:
         """Operations for these clips."""
         done = 0.0
         for layout in layouts:
@@ -101,7 +101,7 @@ class TextWork:
     pair: int
     target: int
 
-    def flops(self, lengths: Sequence[int], targets: int, passes: Passes = EVERYTHING) -> int:
+    def flops(self, lengths: Sequence[int], targets: int, passes: TrainedShare = EVERYTHING) -> int:
         """Operations for samples of these tokens, of which `targets` in all have a loss. Under causal attention half of
         the pairs see each other."""
         done = _of_matrices(self.token * sum(lengths), passes.layers)
@@ -133,17 +133,17 @@ def text_work(text: Any) -> TextWork:
     return replace(dense, token=dense.token + sum(experts.sparse) * (visited - 3 * hidden * text.intermediate_size))
 
 
-def _of_matrices(done: int, products: Products) -> float:
+def _of_matrices(done: int, products: MatmulShare) -> float:
     """Operations of so many multiply-adds of states and matrices."""
     return OPERATIONS * done * (products.forward + products.inputs + products.weights)
 
 
-def _of_data(done: int, products: Products) -> float:
+def _of_data(done: int, products: MatmulShare) -> float:
     """Of data, which have no gradient, and matrices."""
     return OPERATIONS * done * (products.forward + products.weights)
 
 
-def _of_attention(done: int, passes: Passes) -> float:
+def _of_attention(done: int, passes: TrainedShare) -> float:
     """Of states and states: each has a gradient, or none."""
     return OPERATIONS * done * (1 + 2 * passes.attention)
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from dhp.base.errors import ModelError
-from dhp.base.geometry import Form
+from dhp.base.geometry import ProcessorOutput
 from dhp.models.audio import clip_forms
 
 
-class Hearing:
+class AudioProcessor:
     """Qwen3-Omni's, by the feature extractor of its directory."""
 
     def __init__(self, config: Any, model_name: str):
@@ -47,7 +47,7 @@ class Hearing:
         pairs = zip(output["input_features"], counts, strict=True)
         return [np.ascontiguousarray(bins[:, :count].T, dtype=np.float32) for bins, count in pairs]
 
-    def forms(self, samples: Sequence[int]) -> list[Form]:
+    def forms(self, samples: Sequence[int]) -> list[ProcessorOutput]:
         """The forms of one sample's clips, of so many samples of sound each: frames as `features` gives them."""
         hop = self._extractor.hop_length
         most = max(samples, default=0) // hop

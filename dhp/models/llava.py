@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family, ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
@@ -46,11 +46,11 @@ class LlavaProcessor(Processor):
         rows = tiles.transpose(0, 2, 4, 1, 3, 5).reshape(-1, shape.patch_dim)
         return np.ascontiguousarray(rows, dtype=np.float32), (len(images), shape.side, shape.side)
 
-    def frames(self, pixels: np.ndarray, grid: Grid | Form, moving: bool = False) -> np.ndarray | None:
+    def frames(self, pixels: np.ndarray, grid: Grid | ProcessorOutput, moving: bool = False) -> np.ndarray | None:
         """See `Processor`."""
         return self._shape.images(torch.from_numpy(pixels)).numpy().transpose(0, 2, 3, 1)
 
-    def from_patches(self, grid: Grid | Form) -> bool:
+    def from_patches(self, grid: Grid | ProcessorOutput) -> bool:
         """See `Processor`. Patches were cut here."""
         return False
 
@@ -88,7 +88,7 @@ class LlavaTower(Tower):
             ("image",) * vision.num_hidden_layers,
         )
 
-    def image_layout(self, grid: Grid | Form) -> ImageLayout:
+    def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         t, h, w = grid
         patches = t * h * w
         each = (h * w,) * t

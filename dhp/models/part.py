@@ -1,4 +1,4 @@
-"""A part of a model: what the chain, the plans and the dry run ask of any of them, encoder or decoder."""
+"""A part of a model: what the graph of stages, the plans and the dry run ask of any of them, encoder or decoder."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dhp.base.parameters import TrainingRules, is_adapter, is_inside, plain_name
-from dhp.base.passes import Passes, Products
+from dhp.base.passes import MatmulShare, TrainedShare
 from dhp.config.parts import DECODER
 from dhp.models.family import Family, LayerParts
 from dhp.models.part import Part
@@ -43,7 +43,7 @@ class _Weight:
     reads: bool
 
 
-def find_passes(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> dict[str, Passes]:
+def find_passes(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> dict[str, TrainedShare]:
     """Of each part. family: with the parts of the run; parameters: all of its model's."""
     used = [one for one in parameters if one.used]
     handed = any(rules.trains(one.name) for one in used if one.part != DECODER)
@@ -55,7 +55,7 @@ def find_passes(family: Family, parameters: Iterable[Parameter], rules: Training
     return found
 
 
-def _passes(weights: Sequence[_Weight], before: bool) -> Passes:
+def _passes(weights: Sequence[_Weight], before: bool) -> TrainedShare:
     """before: whether what enters the part has a gradient."""
     products, attention = [], 0.0
     for region in (_ENTERING, _LAYERS, _ENDING):
@@ -67,17 +67,17 @@ def _passes(weights: Sequence[_Weight], before: bool) -> Passes:
             layers = {weight.place[0] for weight in own}
             attention = sum(first <= (layer, _INTO_ATTENTION) for layer in layers) / max(len(layers), 1)
         before = before or bool(trained)
-    return Passes(*products, attention)
+    return TrainedShare(*products, attention)
 
 
-def _products(weights: Sequence[_Weight], first: tuple[float, float]) -> Products:
+def _products(weights: Sequence[_Weight], first: tuple[float, float]) -> MatmulShare:
     """first: the first place that trains anything; states behind it have gradients."""
     whole = sum(weight.size for weight in weights if not weight.adapter)
     if not whole:
-        return Products()
+        return MatmulShare()
     inputs = sum(weight.size for weight in weights if weight.place > first or not weight.reads)
     trained = sum(weight.size for weight in weights if weight.trained)
-    return Products(sum(weight.size for weight in weights) / whole, inputs / whole, trained / whole)
+    return MatmulShare(sum(weight.size for weight in weights) / whole, inputs / whole, trained / whole)
 
 
 def _weights(own: Sequence[Parameter], part: Part, experts: Experts | None, rules: TrainingRules) -> Iterator[_Weight]:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 
 if TYPE_CHECKING:
-    from dhp.models.hearing import Hearing
+    from dhp.models.hearing import AudioProcessor
 
 
 class Processor(ABC):
@@ -28,7 +28,7 @@ class Processor(ABC):
     step_tokens: tuple[int, int] | None = None
     patch_dim: int  # values in one patch
     merge_unit: int = 1  # patches that become one token of the text part
-    hearing: Hearing | None = None  # None: the model hears nothing
+    hearing: AudioProcessor | None = None  # None: the model hears nothing
 
     def __init__(self, config: Any):
         self.config = config
@@ -38,7 +38,7 @@ class Processor(ABC):
         """Import what samples need, so that a broken installation shows before a run begins."""
 
     @abstractmethod
-    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid | Form]:
+    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid | ProcessorOutput]:
         """What the image processor gave for one image, as rows [patches, values], float32, and its grid or form."""
 
     def video_patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
@@ -47,14 +47,14 @@ class Processor(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__}: the model sees no videos")
 
-    def frames(self, pixels: np.ndarray, grid: Grid | Form, moving: bool = False) -> np.ndarray | None:
+    def frames(self, pixels: np.ndarray, grid: Grid | ProcessorOutput, moving: bool = False) -> np.ndarray | None:
         """A picture again from what `patches` made of it, or of each step of a video (`moving`): float32 [frames or
         tiles, height, width, channels], as the image processor normalised it. None where the form does not tell it."""
         return None
 
-    def from_patches(self, grid: Grid | Form) -> bool:
+    def from_patches(self, grid: Grid | ProcessorOutput) -> bool:
         """Whether `frames` goes by an order of patches that an image processor might not keep to."""
-        return not isinstance(grid, Form)
+        return not isinstance(grid, ProcessorOutput)
 
     def step_text(self, middle: float, first: float) -> tuple[str, str]:
         """What the prompt says before and behind a step in time that stands apart: when it is. middle, first: seconds
@@ -65,9 +65,9 @@ class Processor(ABC):
         """Padded rows and patches [patches, values] as the arguments of the plain model."""
         return dict(named)
 
-    def image_tokens(self, grid: Grid | Form) -> int:
+    def image_tokens(self, grid: Grid | ProcessorOutput) -> int:
         """Placeholder tokens of an image or video."""
-        return grid.tokens if isinstance(grid, Form) else prod(grid) // self.merge_unit
+        return grid.tokens if isinstance(grid, ProcessorOutput) else prod(grid) // self.merge_unit
 
     @property
     def placeholder(self) -> str | None:
@@ -79,7 +79,7 @@ class Processor(ABC):
         """What the image processor is told beside the images."""
         return {}
 
-    def written(self, grid: Grid | Form) -> str | None:
+    def written(self, grid: Grid | ProcessorOutput) -> str | None:
         """What a prompt has in the place of an image's one placeholder, where that is not the placeholder again and
         again."""
         return None
@@ -96,7 +96,7 @@ class Processor(ABC):
         lengths: Tensor,
         video_grids: Tensor | None = None,
         video_seconds: Tensor | None = None,
-        forms: Sequence[Form] = (),
+        forms: Sequence[ProcessorOutput] = (),
         **more: Tensor,
     ) -> Tensor:
         """Rotary positions of right-padded rows; int64 [rows, tokens], or [3, rows, tokens] with three axes, where

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.models.decoder import Decoder
 from dhp.models.family import Family, ImageLayout
 from dhp.models.flops import VisionWork
@@ -56,7 +56,7 @@ class Qwen25VlTower(GridTower):
         """See `GridTower`."""
         return tuple("full" if layer in vision.fullatt_block_indexes else "window" for layer in range(vision.depth))
 
-    def image_layout(self, grid: Grid | Form) -> ImageLayout:
+    def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
         vision, thw = self.config.vision_config, torch.tensor([grid])

@@ -16,7 +16,7 @@ from dhp.models.generic.contract import find_contract
 from dhp.models.generic.decoder import ContractDecoder
 from dhp.models.generic.rows import kinds_for
 from dhp.models.grid.processor import GridProcessor
-from dhp.models.hearing import Hearing
+from dhp.models.hearing import AudioProcessor
 from dhp.models.qwen3_vl import Qwen3VlTower, deepstack_names
 from dhp.models.slice import Chunk
 from dhp.models.tower import EMBEDDINGS
@@ -54,7 +54,7 @@ class OmniProcessor(GridProcessor):
         super().__init__(config, contract.base)
         self._forward = contract.base.forward
         if hears(config):
-            self.hearing = Hearing(config, config.name_or_path)
+            self.hearing = AudioProcessor(config, config.name_or_path)
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         kept = super().plain_inputs(named)

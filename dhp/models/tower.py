@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dhp.base.errors import ConfigError
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.config.checks import check_tower
 from dhp.config.kernels import FLASH_ATTENTION_2
 from dhp.config.part import PartConfig
@@ -41,7 +41,7 @@ class TowerInputs:
     positions: Tensor
     windows: Any = None
     frames: Any = None
-    forms: Sequence[Form] = ()
+    forms: Sequence[ProcessorOutput] = ()
     calls: Sequence[Sequence[int]] = ()
 
 
@@ -86,7 +86,7 @@ class Tower(Part):
             )
 
     @property
-    def dummy_form(self) -> Form | None:
+    def dummy_form(self) -> ProcessorOutput | None:
         """Of the picture of a rank without work, where the tower takes pictures whole."""
         return None
 
@@ -95,13 +95,13 @@ class Tower(Part):
         black one is padding to some towers."""
         return like.new_full((self.dummy_patches, self.patch_dim), 0.5)
 
-    def calls(self, forms: Sequence[Form], even: bool = False) -> tuple[tuple[int, ...], ...]:
+    def calls(self, forms: Sequence[ProcessorOutput], even: bool = False) -> tuple[tuple[int, ...], ...]:
         """Which pictures, by number, go through the tower together, where it takes pictures whole. Of a tower that
         takes any run of patches all do: none are named. even: each call calls every module inside equally often."""
         return ()
 
     @abstractmethod
-    def image_layout(self, grid: Grid | Form) -> ImageLayout:
+    def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         """How the tower walks through an image or video."""
 
     @abstractmethod

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dhp.base.messages import Choices
+from dhp.base.messages import RecomputePolicies
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class StageCosts:
         """What layer `index` costs under `choice`."""
         return self.layers[self.kinds[index]][choice]
 
-    def held_bytes(self, choices: Choices) -> float:
+    def held_bytes(self, choices: RecomputePolicies) -> float:
         """Kept between forward and backward of one micro-batch."""
         layers = sum(self.layer(index, choice).held_bytes for index, choice in enumerate(choices))
         return self.before_bytes + layers + self.after_bytes
 
-    def peak_bytes(self, choices: Choices) -> float:
+    def peak_bytes(self, choices: RecomputePolicies) -> float:
         """The most at any moment with one micro-batch: at the end of forward, or while backward recomputes a layer.
 
         Backward has freed what comes after a layer when it gets there.
@@ -53,7 +53,7 @@ class StageCosts:
             peak = max(peak, held + cost.replay_bytes)
         return peak
 
-    def replay_s(self, choices: Choices) -> float:
+    def replay_s(self, choices: RecomputePolicies) -> float:
         """Seconds of recomputing in a step."""
         return sum(self.layer(index, choice).replay_s for index, choice in enumerate(choices))
 
@@ -106,7 +106,7 @@ class Arrangement:
         return max(working, default=0.0)
 
 
-Plan = Mapping[str, Choices]  # by stage
+Plan = Mapping[str, RecomputePolicies]  # by stage
 
 
 def predicted_bytes(costs: Mapping[str, StageCosts], plan: Plan, arrangement: Arrangement) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dhp.base.messages import Choices, StageUsage
+from dhp.base.messages import RecomputePolicies, StageUsage
 from dhp.planner.costs import Arrangement, Plan, StageCosts, predicted_bytes
 from dhp.planner.probes import at_worst, probes
 from dhp.planner.profile import Profile
@@ -170,7 +170,7 @@ class Planner:
         return best_plan(self.costs(), self._everything, self._auto, self._arrangement, budget)
 
 
-def runs(choices: Choices) -> list[tuple[str, int, int]]:
+def runs(choices: RecomputePolicies) -> list[tuple[str, int, int]]:
     """Neighbours alike together: (choice, first layer, last layer)."""
     found: list[tuple[str, int, int]] = []
     for index, choice in enumerate(choices):
@@ -181,7 +181,7 @@ def runs(choices: Choices) -> list[tuple[str, int, int]]:
     return found
 
 
-def as_text(choices: Choices) -> str:
+def as_text(choices: RecomputePolicies) -> str:
     """Choices as a configuration says them: `all:0-11,light:12-31`."""
     if set(choices) == {"none"}:
         return "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dhp.base.messages import Choices
+from dhp.base.messages import RecomputePolicies
 from dhp.config.recompute import OFFLOAD
 from dhp.planner.costs import Arrangement, Plan, StageCosts, predicted_bytes
 
@@ -37,7 +37,9 @@ def best_plan(
         plan[best[0]] = best[1]
 
 
-def _changes(costs: Mapping[str, StageCosts], plan: Plan, auto: frozenset[str]) -> Iterator[tuple[str, Choices, float]]:
+def _changes(
+    costs: Mapping[str, StageCosts], plan: Plan, auto: frozenset[str]
+) -> Iterator[tuple[str, RecomputePolicies, float]]:
     """Plans of a stage in which one layer recomputes less, and the seconds that saves.
 
     Of layers alike, the last that recomputes as much: what it keeps is freed first.
@@ -67,11 +69,11 @@ def offloaded(costs: Mapping[str, StageCosts], plan: Plan, auto: frozenset[str])
 
 def _relieved(
     costs: Mapping[str, StageCosts],
-    plan: dict[str, Choices],
+    plan: dict[str, RecomputePolicies],
     auto: frozenset[str],
     arrangement: Arrangement,
     most: float,
-) -> dict[str, Choices]:
+) -> dict[str, RecomputePolicies]:
     """Where even that takes more than `most` bytes, host memory keeps what enters some layers: as few as may be, those
     first that hold it longest."""
     least = offloaded(costs, plan, auto)
@@ -97,7 +99,9 @@ def _near(costs: Mapping[str, StageCosts], stage: str, arrangement: Arrangement)
     return {name: of_stage for name, of_stage in costs.items() if name in names}
 
 
-def _added(near: Mapping[str, StageCosts], plan: Plan, stage: str, choices: Choices, arrangement: Arrangement) -> float:
+def _added(
+    near: Mapping[str, StageCosts], plan: Plan, stage: str, choices: RecomputePolicies, arrangement: Arrangement
+) -> float:
     """Bytes that a change adds to the peak of the devices that the stage is on."""
     added = predicted_bytes(near, {**plan, stage: choices}, arrangement) - predicted_bytes(near, plan, arrangement)
     # A change below the peak costs nothing now, but what it holds may be in a later one's way.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.base.messages import StageReport, StageUsage
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.config.checks import no_budget
 from dhp.config.parts import model_name, parts
 from dhp.config.resolved import resolved
@@ -20,7 +20,7 @@ from dhp.planner.profile import fullest
 from dhp.planner.table import mebibytes, plan_table
 from dhp.run.settings import stage_choices, world
 from dhp.step.schedule import Schedule, outstanding
-from dhp.step.stages import Stages, StageTrainer
+from dhp.step.stages import EngineProtocol, Stages
 
 GIB = 2**30
 _LEFT_FREE = 0.1  # of a device's memory, where the budget is read from it
@@ -30,10 +30,10 @@ _TOO_SMALL = (
 )
 
 
-def plans_any(config: Config, chain: Chain) -> bool:
+def plans_any(config: Config, graph: StageGraph) -> bool:
     """Whether there is a stage to plan for: recompute=auto, and gradients that go back through it."""
     asked = parts(config)
-    return any(asked[s.part].recompute == "auto" and any(map(chain.goes_back, s.nodes)) for s in chain.stages)
+    return any(asked[s.part].recompute == "auto" and any(map(graph.goes_back, s.nodes)) for s in graph.stages)
 
 
 class Recomputing:
@@ -43,7 +43,7 @@ class Recomputing:
     def __init__(
         self,
         config: Config,
-        chain: Chain,
+        graph: StageGraph,
         stages: Stages,
         device: str,
         schedule: Schedule,
@@ -52,13 +52,13 @@ class Recomputing:
     ):
         """device: cpu | cuda. memory_bytes: of each device; None: not known. Raises ConfigError where there is neither
         that nor memory.budget_gib."""
-        self._stages, self._chain, self._say = stages, chain, say
+        self._stages, self._graph, self._say = stages, graph, say
         family = load_family(model_name(config)).having(parts(config))
         of_part = {name: part.layers.kinds for name, part in family.parts.items()}
         written = {name: resolved(part.recompute) for name, part in parts(config).items()}
-        kept = [stage for stage in chain.stages if any(chain.goes_back(node) for node in stage.nodes)]
+        kept = [stage for stage in graph.stages if any(graph.goes_back(node) for node in stage.nodes)]
         kinds = {stage.name: tuple(of_part[stage.part][layer] for layer in stage.layers) for stage in kept}
-        fixed = {s.name: stage_choices(written[s.part], chain, s) for s in kept if written[s.part] != "auto"}
+        fixed = {s.name: stage_choices(written[s.part], graph, s) for s in kept if written[s.part] != "auto"}
         self._auto = [stage for stage in kinds if stage not in fixed]
         self._folder = Path(config.memory.cache_dir or config.run_dir)
         self._shape = run_shape(config, device, family.config.to_dict(), fixed)
@@ -69,7 +69,7 @@ class Recomputing:
         self._budget = 0.0 if given is None else given * GIB
         # A plan for what is left waits for what is left, so it measures layers too.
         known = None if given is None else read_costs(self._folder, self._shape)
-        self._arrangement = arrange(chain, schedule, device)
+        self._arrangement = arrange(graph, schedule, device)
         self._planner = Planner(kinds, fixed, self._arrangement, self._budget, known)
         if known is None:
             self._say("recompute      everything at first, and measured; the plan follows after some steps")
@@ -104,7 +104,7 @@ class Recomputing:
     def _apply(self) -> None:
         plan = self._planner.asked
         for stage in self._auto:
-            self._stages[stage].group.execute_all_async(StageTrainer.set_recompute, plan[stage], returns=0)
+            self._stages[stage].group.execute_all_async(EngineProtocol.set_recompute, plan[stage], returns=0)
         if not self._planner.settled:
             return
         self._tell_untried()
@@ -131,8 +131,8 @@ class Recomputing:
     def _as_configured(self, plan: Plan) -> list[str]:
         """What each part's key would say: its stages' layers in the part's order."""
         told = []
-        for part in self._chain.parts():
-            stages = [stage for stage in self._chain.of_part(part) if stage.name in self._planner.costs()]
+        for part in self._graph.parts():
+            stages = [stage for stage in self._graph.of_part(part) if stage.name in self._planner.costs()]
             by_layer = {layer: plan[s.name][at] for s in stages for at, layer in enumerate(s.layers)}
             if by_layer:
                 told.append(f"{part}.recompute={as_text(tuple(by_layer[layer] for layer in sorted(by_layer)))}")
@@ -164,12 +164,12 @@ def activation_bytes(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, 
     return {stage: usage.peak_bytes for stage, usage in usages.items() if usage is not None} or None
 
 
-def arrange(chain: Chain, schedule: Schedule, device: str) -> Arrangement:
+def arrange(graph: StageGraph, schedule: Schedule, device: str) -> Arrangement:
     """Which stages share devices, and what they hold at the same time under a schedule."""
-    devices = range(chain.device_count())
-    sharing = dict.fromkeys(frozenset(s.name for s in chain.stages if device in s.devices) for device in devices)
-    chunks = {stage.name: len(stage.chunks) for stage in chain.stages}
-    most = outstanding(schedule, chain)
+    devices = range(graph.device_count())
+    sharing = dict.fromkeys(frozenset(s.name for s in graph.stages if device in s.devices) for device in devices)
+    chunks = {stage.name: len(stage.chunks) for stage in graph.stages}
+    most = outstanding(schedule, graph)
     holding = {one: {other: n / chunks[other] for other, n in of.items()} for one, of in most.items()}
     several = any(most[stage][stage] > chunks[stage] for stage in most)
     # On GPUs, memory that one process has freed stays in its allocator's cache and is not the other's to use.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from dhp.base.messages import DeviceInfo
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dispatch import PerRank, per_rank
 from dhp.config.schema import Config
@@ -54,12 +54,12 @@ def device_memory(groups: Mapping[str, ActorGroup], timeout_s: float) -> int | N
     return None if None in sizes else min(size for size in sizes if size is not None)
 
 
-def overlap_warning(config: Config, chain: Chain, device: str) -> str | None:
+def overlap_warning(config: Config, graph: StageGraph, device: str) -> str | None:
     """What to know where stages on one GPU go on at once and both exchange: each spins on parts of the GPU that the
     other one computes on. The results are the same."""
     schedule = config.training.schedule
-    sharing = device == "cuda" and chain.sharing() > 1 and schedule != "sequential"
-    if not sharing or sum(stage.degrees.world > 1 for stage in chain.stages) < 2:
+    sharing = device == "cuda" and graph.sharing() > 1 and schedule != "sequential"
+    if not sharing or sum(stage.degrees.world > 1 for stage in graph.stages) < 2:
         return None
     return (
         f"warning: training.schedule={schedule} with cluster.collocate=true lets collectives of several stages run at "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from dhp.base.parameters import TrainingRules, is_inside
-from dhp.base.stages import Chain, StageSpec
+from dhp.base.stages import StageGraph, StageSpec
 from dhp.base.table import aligned
 from dhp.config.parts import DECODER, decoder, model_name, parts
 from dhp.config.resolve import micro_batches
@@ -17,8 +17,8 @@ from dhp.models.registry import load_family
 from dhp.models.shape import Adapters, PartShape, adapt, part_shape
 from dhp.models.slice import chunks_of
 from dhp.parallel.tensor.styles import with_fused
-from dhp.run.chain import make_chain
 from dhp.run.footprint import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
+from dhp.run.graph import make_graph
 from dhp.run.preflight import missing_data
 from dhp.run.training import adapters_of, table_of_training, training_rules
 from dhp.step.schedule import draw, make_schedule
@@ -32,10 +32,10 @@ def dry_run(config: Config) -> str:
     """The table and notes to print. `config` went through `dhp.run.preflight.prepare`. Starts and writes nothing."""
     name = model_name(config)
     source = config_source(name)
-    chain = make_chain(config, load_family(source), source)
-    shapes = stage_shapes(config, chain, source)
-    memory = footprints(config, chain, source, shapes)
-    rows = [_row(config, stage, shapes[stage.name], memory[stage.name].states) for stage in chain.stages]
+    graph = make_graph(config, load_family(source), source)
+    shapes = stage_shapes(config, graph, source)
+    memory = footprints(config, graph, source, shapes)
+    rows = [_row(config, stage, shapes[stage.name], memory[stage.name].states) for stage in graph.stages]
     lines = [f"dry run of {config.name}", f"model          {name}"]
     if source != name:
         lines.append(f"its shape      {source}")
@@ -43,14 +43,14 @@ def dry_run(config: Config) -> str:
         "",
         *aligned([_HEADINGS, *rows], left=2),
         "",
-        *_zero_stages(config, chain, shapes),
+        *_zero_stages(config, graph, shapes),
         "",
-        *_devices(chain, memory),
+        *_devices(graph, memory),
         "",
         *table_of_training(config, source),
         "",
     ]
-    lines += _pipeline(config, chain)
+    lines += _pipeline(config, graph)
     training = config.training
     lines.append(
         f"a step         {training.batch_size} samples = {DECODER}.data {decoder(config).data} × micro_batch_size "
@@ -62,13 +62,13 @@ def dry_run(config: Config) -> str:
     return "\n".join([*lines, "", f"{passed}; nothing was started"])
 
 
-def stage_shapes(config: Config, chain: Chain, source: str) -> dict[str, PartShape]:
+def stage_shapes(config: Config, graph: StageGraph, source: str) -> dict[str, PartShape]:
     """Parameters of each stage; `source` as `config_source` gives it."""
     sections = parts(config)
     family = load_family(source).having(sections)
     adapters = adapters_of(config)
     rules = training_rules(config.training, family, adapters)
-    return {stage.name: _shape(stage, source, family, rules, adapters) for stage in chain.stages}
+    return {stage.name: _shape(stage, source, family, rules, adapters) for stage in graph.stages}
 
 
 def _shape(stage: StageSpec, source: str, family: Family, rules: TrainingRules, adapters: Adapters) -> PartShape:
@@ -87,22 +87,22 @@ def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:
     return rules.trains(name) and not is_inside(name, family.idle)
 
 
-def footprints(config: Config, chain: Chain, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
+def footprints(config: Config, graph: StageGraph, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
     """What a rank of each stage takes, by stage."""
     sections, cuda = parts(config), config.cluster.device != "cpu"
     family = load_family(source).having(sections)
     found = {}
-    for stage in chain.stages:
+    for stage in graph.stages:
         part = family.parts[stage.part]
         head = part.head_shape(chunks_of(stage.chunks, part.whole))
         found[stage.name] = footprint(sections[stage.part], stage, shapes[stage.name], head, cuda)
     return found
 
 
-def _zero_stages(config: Config, chain: Chain, shapes: dict[str, PartShape]) -> list[str]:
+def _zero_stages(config: Config, graph: StageGraph, shapes: dict[str, PartShape]) -> list[str]:
     """What weights, gradients and optimizer of a rank would take under each ZeRO stage; the chosen one in brackets."""
     rows = [("states of a rank", *(f"zero_stage {stage}" for stage in range(4)))]
-    for stage in chain.stages:
+    for stage in graph.stages:
         part, shape = getattr(config, stage.part), shapes[stage.name]
         sizes = by_zero_stage(part, stage, shape)
         found = {zero: "-" if held is None else gigabytes(held) for zero, held in sizes.items()}
@@ -121,12 +121,12 @@ def _row(config: Config, stage: StageSpec, shape: PartShape, memory: RankBytes) 
     return (stage.name, layout, str(stage.degrees.world), *(f"{n:,}" for n in counts), *map(gigabytes, held))
 
 
-def _devices(chain: Chain, memory: dict[str, Footprint]) -> list[str]:
+def _devices(graph: StageGraph, memory: dict[str, Footprint]) -> list[str]:
     """How many devices, which ranks share one, and what the fullest holds."""
-    count = chain.device_count()
-    on = [[stage for stage in chain.stages if device in stage.devices] for device in range(count)]
+    count = graph.device_count()
+    on = [[stage for stage in graph.stages if device in stage.devices] for device in range(count)]
     shared = sum(len(stages) > 1 for stages in on)
-    several = "both parts" if len(chain.parts()) == 2 else "several parts"
+    several = "both parts" if len(graph.parts()) == 2 else "several parts"
     each = f"{shared} with a rank of {several}, {count - shared} with one rank" if shared else "one rank each"
     fullest = max(sum(memory[stage.name].total for stage in stages) for stages in on)
     return [
@@ -136,14 +136,14 @@ def _devices(chain: Chain, memory: dict[str, Footprint]) -> list[str]:
     ]
 
 
-def _pipeline(config: Config, chain: Chain) -> list[str]:
+def _pipeline(config: Config, graph: StageGraph) -> list[str]:
     """The stages of a pipeline and its clock table, where there are several."""
-    cut = {part: chain.of_part(part) for part in chain.parts() if len(chain.of_part(part)) > 1}
+    cut = {part: graph.of_part(part) for part in graph.parts() if len(graph.of_part(part)) > 1}
     if not cut:
         return []
     count, most = micro_batches(config), max(map(len, cut.values()))
     shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % most or most)
-    table = draw(make_schedule(config.training.schedule, chain, shown), chain).splitlines()
+    table = draw(make_schedule(config.training.schedule, graph, shown), graph).splitlines()
     note = "" if shown == count else f", of {shown} of its {count} micro-batches"
     return [
         *(f"{part + ' layers':14} {'; '.join(map(_layers, stages))}" for part, stages in cut.items()),

@@ -23,7 +23,7 @@ from dhp.config.schema import Config
 from dhp.data.exchanged import OTHERS, OWN
 from dhp.models.registry import load_family
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_evaluations
-from dhp.run.chain import make_chain
+from dhp.run.graph import make_graph
 from dhp.run.held_out import HeldOut, of_evaluation
 from dhp.run.preflight import prepare
 from dhp.run.session import Session
@@ -61,9 +61,9 @@ class Evaluation:
     """All datasets of data.eval_datasets, as often as is asked for."""
 
     def __init__(self, session: Session, exchange: str = ""):
-        """exchange: see `dhp.batching.loader.FeedSettings`. Raises ConfigError for a dataset without samples, and what
+        """exchange: as `BatchReaderSettings` has it. Raises ConfigError for a dataset without samples, and what
         reading raises."""
-        self._session, self._chain, self._exchange = session, session.chain, exchange
+        self._session, self._graph, self._exchange = session, session.graph, exchange
         self._timeout_s = session.config.cluster.step_timeout_s
         self._datasets = [self._open(name) for name in session.config.data.eval_datasets]
 
@@ -96,7 +96,7 @@ class Evaluation:
     def each(self) -> list[bool]:
         """Of every sample of the one dataset, in the file's order, whether all its targets are the likeliest tokens.
         For batches of one sample a replica."""
-        ranks = self._chain.stages[-1].degrees.sequence
+        ranks = self._graph.stages[-1].degrees.sequence
         found = []
         for done in self._batches(self._datasets[0]):
             of_replicas = [done.shares[first : first + ranks] for first in range(0, len(done.shares), ranks)]
@@ -114,7 +114,7 @@ class Evaluation:
         done = []
         for batch in range(data.batches):
             wait_all(data.actor.request(batch), self._timeout_s)
-            refs = evaluate_batch(self._session.stages, self._chain, self._session.batch(data.actor.take(batch)))
+            refs = evaluate_batch(self._session.stages, self._graph, self._session.batch(data.actor.take(batch)))
             flying.append((refs, self._session.take_watched()))
             if len(flying) > 1:  # one is submitted while another one runs
                 done.append(self._finish(*flying.popleft()))
@@ -206,9 +206,9 @@ def opened(config: Config, checkpoint: Path | None, say: Callable[[str], None]) 
 def _loaded(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[tuple[Session, int]]:
     config = prepare(config, new_run=False, say=say)
     name = model_name(config)
-    chain = make_chain(config, load_family(name), name)
+    graph = make_graph(config, load_family(name), name)
     start = Start() if checkpoint is None else Start(checkpoint.absolute(), read_about(checkpoint)["step"])
-    with Session(config, chain, Path(config.run_dir), start, say) as session, ending():
+    with Session(config, graph, Path(config.run_dir), start, say) as session, ending():
         say(session.describe_loading())
         session.start_stages(_NEVER)
         say(f"evaluating {', '.join(config.data.eval_datasets)}")

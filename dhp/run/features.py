@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dhp.base.errors import ConfigError
 from dhp.base.features import FeatureSettings, KeepSettings
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.config.parts import model_name, parts
 from dhp.config.schema import Config
 from dhp.features.folder import FeatureFolder
@@ -15,12 +15,12 @@ from dhp.models.family import VISION
 GIB = 1 << 30
 
 
-def check_features(config: Config, chain: Chain) -> None:
+def check_features(config: Config, graph: StageGraph) -> None:
     """Raises ConfigError where the encoder's features would change as it is trained."""
     where = config.data.cache_features
     if where is None:
         return
-    if any(stage.trains for stage in chain.of_part(VISION)):
+    if any(stage.trains for stage in graph.of_part(VISION)):
         raise ConfigError(
             f"data.cache_features={where} with something of {VISION} trained: what is kept of a picture would be that "
             "of other weights after the first step. "
@@ -46,14 +46,14 @@ def feature_settings(config: Config) -> FeatureSettings | None:
     return FeatureSettings(where, digest_tower(model_name(config), parts(config)[VISION].dtype, parts(config)))
 
 
-def keep_settings(config: Config, chain: Chain) -> dict[str, KeepSettings]:
+def keep_settings(config: Config, graph: StageGraph) -> dict[str, KeepSettings]:
     """What the ranks of each part need that write features; the bytes that there is room for are shared out evenly."""
     where, most = config.data.cache_features, config.data.cache_features_gib
     if where is None:
         return {}
     room = None
     if most is not None:
-        degrees = chain.of_part(VISION)[0].degrees
+        degrees = graph.of_part(VISION)[0].degrees
         left = int(most * GIB) - FeatureFolder(Path(where)).nbytes()
         room = max(left, 0) // (degrees.data * degrees.sequence)
     return {VISION: KeepSettings(where, room)}

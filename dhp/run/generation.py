@@ -27,7 +27,7 @@ from dhp.data.records import Part, Record, Turn
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.observe.metrics import AnswerMetrics
-from dhp.run.chain import make_chain
+from dhp.run.graph import make_graph
 from dhp.run.held_out import HeldOut, of_evaluation
 from dhp.run.preflight import prepare
 from dhp.run.session import Session
@@ -130,9 +130,9 @@ def _sampling(config: Config, request: GenerateRequest) -> Sampling:
 @contextmanager
 def _session(config: Config, family: Family, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[Session]:
     """A session whose stages are not loaded yet."""
-    chain = make_chain(config, family, model_name(config), trains=False)
+    graph = make_graph(config, family, model_name(config), trains=False)
     start = Start() if checkpoint is None else Start(checkpoint.absolute(), read_about(checkpoint)["step"])
-    with Session(config, chain, Path(config.run_dir), start, say) as session, ending():
+    with Session(config, graph, Path(config.run_dir), start, say) as session, ending():
         yield session
 
 
@@ -189,7 +189,7 @@ def _answer(session: Session, prompts: DatasetActor) -> tuple[float, Sequence[An
     timeout_s = session.config.cluster.step_timeout_s
     wait_all(prompts.request(0), timeout_s)
     begun = time.perf_counter()
-    refs = answer_batch(session.stages, session.chain, session.batch(prompts.take(0)))
+    refs = answer_batch(session.stages, session.graph, session.batch(prompts.take(0)))
     wait_all(session.take_watched(), timeout_s)
     answers: list[Answer] = session.values(refs.replicas[0])
     return time.perf_counter() - begun, answers

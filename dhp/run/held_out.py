@@ -50,7 +50,7 @@ class HeldOut:
         """One for each replica of the decoder; the last of them may have had nothing to answer."""
         wait_all(self._actor.request(number), self._timeout_s)
         session = self._session
-        refs = answer_batch(session.stages, session.chain, session.batch(self._actor.take(number)))
+        refs = answer_batch(session.stages, session.graph, session.batch(self._actor.take(number)))
         wait_all(session.take_watched(), self._timeout_s)
         return session.values([of_replica[0] for of_replica in refs.replicas])
 

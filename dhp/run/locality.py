@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dhp.base.stages import Chain, StageSpec
+from dhp.base.stages import StageGraph, StageSpec
 from dhp.cluster.cluster import RankDevice
 from dhp.parallel.attention.locality import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
 
 
-def find_localities(chain: Chain, devices: Mapping[str, Sequence[RankDevice]], slack: float) -> dict[str, Locality]:
+def find_localities(
+    graph: StageGraph, devices: Mapping[str, Sequence[RankDevice]], slack: float
+) -> dict[str, Locality]:
     """By encoder, of those with a choice of replicas.
 
     devices: of each stage, by rank. slack: see `Locality`. Where the part that an encoder sends to is a pipeline, what
     counts is the first of its stages that gets anything.
     """
     found: dict[str, Locality] = {}
-    for edge in chain.edges:
-        source, target = chain.stage(edge.source.stage), chain.stage(edge.target.stage)
+    for edge in graph.edges:
+        source, target = graph.stage(edge.source.stage), graph.stage(edge.target.stage)
         if source.part == target.part or source.part in found or source.degrees.data == 1:
             continue
         senders, receivers = _of_replicas(source, devices), _of_replicas(target, devices)
@@ -25,9 +27,9 @@ def find_localities(chain: Chain, devices: Mapping[str, Sequence[RankDevice]], s
     return found
 
 
-def devices_as_planned(chain: Chain) -> dict[str, list[RankDevice]]:
+def devices_as_planned(graph: StageGraph) -> dict[str, list[RankDevice]]:
     """Where ranks would lie on one node."""
-    return {stage.name: [RankDevice(device, 0) for device in stage.devices] for stage in chain.stages}
+    return {stage.name: [RankDevice(device, 0) for device in stage.devices] for stage in graph.stages}
 
 
 def _of_replicas(stage: StageSpec, devices: Mapping[str, Sequence[RankDevice]]) -> list[set[RankDevice]]:

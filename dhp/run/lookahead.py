@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.elsewhere import Elsewhere
+from dhp.cluster.elsewhere import RemoteValue
 from dhp.config.parts import DECODER
 
 Work = Mapping[str, Sequence[Sequence[Any]]]  # refs by part, [micro-batch][shard]
 
 
-def look_ahead(groups: Mapping[str, ActorGroup], chain: Chain, work: Work) -> frozenset[Any]:
+def look_ahead(groups: Mapping[str, ActorGroup], graph: StageGraph, work: Work) -> frozenset[Any]:
     """Let each rank of an encoder fetch its shard's work of all micro-batches; the refs that somebody fetches. The
     decoder's work is small: what is large of it comes from the encoders."""
     fetched: set[Any] = set()
-    for stage in chain.stages:
+    for stage in graph.stages:
         if stage.part == DECODER or stage.part not in work:
             continue
         tensor = stage.degrees.tensor
@@ -30,6 +30,6 @@ def look_ahead(groups: Mapping[str, ActorGroup], chain: Chain, work: Work) -> fr
 def named_elsewhere(work: Work, fetched: frozenset[Any]) -> dict[str, list[list[Any]]]:
     """The work with what ranks have fetched themselves named, not handed over once more."""
     return {
-        part: [[Elsewhere(ref) if ref in fetched else ref for ref in shards] for shards in micro_batches]
+        part: [[RemoteValue(ref) if ref in fetched else ref for ref in shards] for shards in micro_batches]
         for part, micro_batches in work.items()
     }

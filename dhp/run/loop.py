@@ -25,9 +25,9 @@ from dhp.observe.data_stall import DataStall
 from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
 from dhp.run.adaptive_recompute import Recomputing, plans_any
-from dhp.run.chain import make_chain
 from dhp.run.devices import device_memory, find_peak, name_kernels, overlap_warning
 from dhp.run.evaluation import Evaluation, due, misses
+from dhp.run.graph import make_graph
 from dhp.run.loggers import make_loggers
 from dhp.run.recipe import recipe
 from dhp.run.reports import Timing, notes, step_metrics
@@ -74,7 +74,7 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
         start.check(kept_settings(config))
         make_run_dir(config)
         check_writable(checkpoint_dir)
-        for line in [*start.put_aside(), *start.changes(recipe(config))]:
+        for line in [*start.quarantine(), *start.changes(recipe(config))]:
             say(line)
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         told, text = (config.training.log_interval, world(config)), to_yaml(config)
@@ -85,20 +85,20 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
             family = load_family(name)
             if family.note:
                 say(family.note)
-            chain = make_chain(config, family, name)
-            session, unfinished = Session(config, chain, run_dir, start, say), Unfinished()
+            graph = make_graph(config, family, name)
+            session, unfinished = Session(config, graph, run_dir, start, say), Unfinished()
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
             with unfinished, session, recorder.before_teardown(), unfinished, ending():
-                TrainLoop(session, recorder, unfinished).run()
+                Trainer(session, recorder, unfinished).run()
 
 
-class TrainLoop:
+class Trainer:
     """One run in a started session. Holds refs, never tensors."""
 
     def __init__(self, session: Session, recorder: Recorder, unfinished: Unfinished | None = None):
         """unfinished: is told of each checkpoint, while it is written."""
         self.session, self.recorder = session, recorder
-        self.config, self.start, self.chain = session.config, session.start, session.chain
+        self.config, self.start, self.graph = session.config, session.start, session.graph
         self._saver = Saver(session, recorder.say, unfinished or Unfinished())
         self._judge(())
         self._timeout_s = self.config.cluster.step_timeout_s
@@ -172,18 +172,18 @@ class TrainLoop:
         self.recorder.say("\n".join([total, *(f"{'':9}{line}" for line in table)]))
         self.recorder.say(session.describe_loading())
         session.start_stages(plan.steps)
-        warning = overlap_warning(config, self.chain, session.device)
+        warning = overlap_warning(config, self.graph, session.device)
         for line in ([warning] if warning else []) + name_kernels(session.groups, config.cluster.start_timeout_s):
             self.recorder.say(line)
         self._peak = find_peak(session.groups, config.cluster.start_timeout_s, self.recorder.say)
-        self.schedule = make_schedule(config.training.schedule, self.chain, micro_batches(config))
+        self.schedule = make_schedule(config.training.schedule, self.graph, micro_batches(config))
         self.recomputing = None
-        if plans_any(config, self.chain):
+        if plans_any(config, self.graph):
             memory = None
             if config.memory.budget_gib is None:
                 memory = device_memory(session.groups, config.cluster.start_timeout_s)
             self.recomputing = Recomputing(
-                config, self.chain, session.stages, session.device, self.schedule, self.recorder.say, memory
+                config, self.graph, session.stages, session.device, self.schedule, self.recorder.say, memory
             )
         self.tracing = None
         if config.training.trace:
@@ -202,7 +202,7 @@ class TrainLoop:
         wait_all(reading, self._timeout_s)
         data_ready = time.perf_counter()
         session = self.session
-        refs = train_step(session.stages, self.schedule, self.chain.ties, session.take_batch(step))
+        refs = train_step(session.stages, self.schedule, self.graph.ties, session.take_batch(step))
         watched = session.take_watched()
         spans = self._submit_spans()
         return Pending(step, refs, data_ready, watched, self._saver.submit(step + 1, self.plan), spans)

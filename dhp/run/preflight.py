@@ -238,15 +238,15 @@ def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None
 
 def _check_stages(config: Config, family: Family, source: str) -> None:
     """Raises ConfigError where layers cannot be cut as asked, or the schedule not be kept."""
-    from dhp.run.chain import make_chain
     from dhp.run.features import check_features
+    from dhp.run.graph import make_graph
     from dhp.run.training import check_frozen_states
     from dhp.step.schedule import make_schedule
 
-    chain = make_chain(config, family, source)
-    check_frozen_states(config, chain)
-    check_features(config, chain)
-    make_schedule(config.training.schedule, chain, micro_batches(config))
+    graph = make_graph(config, family, source)
+    check_frozen_states(config, graph)
+    check_features(config, graph)
+    make_schedule(config.training.schedule, graph, micro_batches(config))
 
 
 def _check_rules(config: Config, family: Family, source: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dhp.base.errors import ConfigError
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.config.parts import model_name
 from dhp.config.schema import Config
 from dhp.models.config_source import config_source
@@ -11,7 +11,7 @@ from dhp.run.dry_run import footprints, gigabytes, stage_shapes
 from dhp.run.footprint import Footprint
 
 
-def require_room(config: Config, chain: Chain, memory: int | None) -> None:
+def require_room(config: Config, graph: StageGraph, memory: int | None) -> None:
     """Raise ConfigError where the stages on one GPU keep more than its `memory` bytes; None: nobody knows these.
 
     Weights, gradients, the optimizer and contexts alone count, which a run cannot do without. What a step takes besides
@@ -20,9 +20,9 @@ def require_room(config: Config, chain: Chain, memory: int | None) -> None:
     if memory is None:
         return
     source = config_source(model_name(config))
-    taken = footprints(config, chain, source, stage_shapes(config, chain, source))
-    for device in range(chain.device_count()):
-        _require(config, {stage.name: taken[stage.name] for stage in chain.stages if device in stage.devices}, memory)
+    taken = footprints(config, graph, source, stage_shapes(config, graph, source))
+    for device in range(graph.device_count()):
+        _require(config, {stage.name: taken[stage.name] for stage in graph.stages if device in stage.devices}, memory)
 
 
 def _require(config: Config, taken: dict[str, Footprint], memory: int) -> None:

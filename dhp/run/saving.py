@@ -14,7 +14,7 @@ from dhp.data.template import read_template
 from dhp.models.registry import auxiliary_files
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.session import DataPlan, Session
-from dhp.step.stages import StageTrainer
+from dhp.step.stages import EngineProtocol
 
 
 def saves_after(config: Config, step: int, plan: DataPlan) -> bool:
@@ -52,7 +52,7 @@ class Saver:
             return None
         folder = self._unfinished.add(open_checkpoint(self._parent, step))
         for stage in self._session.stages.values():
-            stage.group.execute_all_async(StageTrainer.save, str(folder / stage.spec.part), returns=0)
+            stage.group.execute_all_async(EngineProtocol.save, str(folder / stage.spec.part), returns=0)
         return Saving(step, folder, self._session.take_watched())
 
     def finish(self, saving: Saving, plan: DataPlan, skipped: int) -> Path:
@@ -64,7 +64,7 @@ class Saver:
         about = {
             "step": saving.step,
             "model_name": name,
-            "parts": list(self._session.chain.parts()),
+            "parts": list(self._session.graph.parts()),
             "skipped_samples": skipped,
             "settings": plan.kept,
             "data": self._session.data_state(saving.step),

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dhp.base.messages import StepInfo
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.base.startup import say_nothing
-from dhp.batching.loader import make_feed
-from dhp.batching.prompts import PromptFeed
+from dhp.batching.loader import make_reader
+from dhp.batching.prompts import PromptReader
 from dhp.checkpoint.resume import RECIPE, Start
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.cluster import Cluster, Layout
@@ -36,7 +36,7 @@ from dhp.run.recipe import held_files, recipe
 from dhp.run.room import require_room
 from dhp.run.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
 from dhp.run.training import adapters_of, training_rules
-from dhp.step.stages import Batch, Stages, StageTrainer, make_stages
+from dhp.step.stages import Batch, EngineProtocol, Stages, make_stages
 from dhp.trainers.kinds import make_rank
 from dhp.trainers.settings import StageSettings
 
@@ -61,11 +61,11 @@ class Session:
     stages: Stages
 
     def __init__(
-        self, config: Config, chain: Chain, run_dir: Path, start: Start, say: Callable[[str], None] = say_nothing
+        self, config: Config, graph: StageGraph, run_dir: Path, start: Start, say: Callable[[str], None] = say_nothing
     ):
         """say: what is being started."""
-        self.config, self.chain, self.start, self._say = config, chain, start, say
-        self._cluster = Cluster(_layout(config, chain, run_dir, start), say)
+        self.config, self.graph, self.start, self._say = config, graph, start, say
+        self._cluster = Cluster(_layout(config, graph, run_dir, start), say)
         self._timeout_s = config.cluster.step_timeout_s
         self._held: frozenset[Any] = frozenset()  # refs of the next step's work that ranks fetch beside this one
 
@@ -92,7 +92,7 @@ class Session:
 
     def describe_loading(self) -> str:
         """One line: what `start_stages` reads."""
-        stages = len(self.chain.stages)
+        stages = len(self.graph.stages)
         read = weight_bytes(model_name(self.config), self.start.checkpoint)
         size = f"{read / 10**9:.1f} GB" if read >= 10**9 else f"{read / 10**6:.0f} MB"
         weights = f"{size} of weights" if read else "weights"
@@ -111,9 +111,9 @@ class Session:
         if config.data.cache_features is not None:
             self._say(f"reading the weights that data.cache_features={config.data.cache_features} goes by")
         features = feature_settings(config)
-        near = find_localities(self.chain, self._cluster.devices, config.data.locality_slack)
+        near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
         self.data = self._cluster.dataset_actor(
-            make_feed,
+            make_reader,
             feed_settings(config, near, passes_of(config), features),
             micro_batches=micro_batches(config),
             **reading,
@@ -146,24 +146,24 @@ class Session:
     def start_stages(self, steps: int, states: bool = True) -> None:
         """Load every stage on its actors, for a run of that many steps. states: a checkpoint's optimizer states too."""
         if self.device == "cuda":
-            require_room(self.config, self.chain, least_memory(read_gpus()))
-        make: Callable[[StageSettings], StageTrainer] = make_rank  # every kind of rank has the verbs of the step
+            require_room(self.config, self.graph, least_memory(read_gpus()))
+        make: Callable[[StageSettings], EngineProtocol] = make_rank  # every kind of rank has the verbs of the step
         family = load_family(model_name(self.config)).having(parts(self.config))
         rules = training_rules(self.config.training, family, adapters_of(self.config))
-        kept = keep_settings(self.config, self.chain)
-        for spec in self.chain.stages:
+        kept = keep_settings(self.config, self.graph)
+        for spec in self.graph.stages:
             told = (self.start.checkpoint, rules, kept.get(spec.part), states)
-            settings = stage_settings(self.config, self.chain, spec, self.device, steps, *told)
+            settings = stage_settings(self.config, self.graph, spec, self.device, steps, *told)
             self.groups[spec.name].start(make, settings)
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
-        self.stages = make_stages(self.chain, self.groups)
+        self.stages = make_stages(self.graph, self.groups)
 
     def open_reader(self, config: Config, exchange: str = "") -> DatasetActor:
         """Start the actors that read other data than the run's, as `config` says; once they have opened it. exchange:
-        see `dhp.batching.loader.FeedSettings`."""
-        near = find_localities(self.chain, self._cluster.devices, config.data.locality_slack)
+        see `dhp.batching.loader.BatchReaderSettings`."""
+        near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
         actor = self._cluster.dataset_actor(
-            make_feed,
+            make_reader,
             replace(feed_settings(config, near), exchange=exchange),
             micro_batches=micro_batches(config),
             workers=config.data.num_workers,
@@ -172,10 +172,10 @@ class Session:
         wait_all(actor.take_watched(), config.cluster.start_timeout_s)
         return actor
 
-    def open_prompts(self, make: Callable[..., PromptFeed], config: Config, *told: Any) -> DatasetActor:
+    def open_prompts(self, make: Callable[..., PromptReader], config: Config, *told: Any) -> DatasetActor:
         """Start an actor that reads prompts, as `make` of the settings of `config` and what else it is told gives them;
         once it has them."""
-        near = find_localities(self.chain, self._cluster.devices, config.data.locality_slack)
+        near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
         actor = self._cluster.dataset_actor(make, feed_settings(config, near), *told, micro_batches=1)
         wait_all(actor.take_watched(), config.cluster.start_timeout_s)
         return actor
@@ -190,7 +190,7 @@ class Session:
         batch = self.batch(self.data.take(step))
         if not (self.config.data.pin_memory and self.device == "cuda"):
             return batch
-        held, self._held = self._held, look_ahead(self.groups, self.chain, self.data.coming(step + 1))
+        held, self._held = self._held, look_ahead(self.groups, self.graph, self.data.coming(step + 1))
         return replace(batch, work=named_elsewhere(batch.work, held))
 
     def take_watched(self) -> list[Watched]:
@@ -210,10 +210,10 @@ class Session:
         return self._cluster.values(refs)
 
 
-def _layout(config: Config, chain: Chain, run_dir: Path, start: Start) -> Layout:
+def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> Layout:
     to_read = weight_bytes(model_name(config), start.checkpoint)
     return Layout(
-        chain=chain,
+        graph=graph,
         device=config.cluster.device,
         address=chosen_address(config.cluster.address),
         threads=config.cluster.threads_per_actor,

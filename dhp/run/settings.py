@@ -11,12 +11,12 @@ from typing import Any
 
 from dhp.base.adapters import AdapterSettings
 from dhp.base.features import FeatureSettings, KeepSettings
-from dhp.base.messages import Choices
+from dhp.base.messages import RecomputePolicies
 from dhp.base.parameters import ALL, TrainingRules
-from dhp.base.passes import Passes
-from dhp.base.stages import Chain, StageSpec
+from dhp.base.passes import TrainedShare
+from dhp.base.stages import StageGraph, StageSpec
 from dhp.batching.encoders import Split
-from dhp.batching.loader import FeedSettings
+from dhp.batching.loader import BatchReaderSettings
 from dhp.config.kernels import read_kernels
 from dhp.config.mixing import read_datasets, split_share
 from dhp.config.parts import DECODER, decoder, encoders, model_name, parts
@@ -31,7 +31,7 @@ from dhp.data.template import read_template
 from dhp.models.passes import find_passes
 from dhp.models.registry import load_family
 from dhp.parallel.attention.locality import Locality
-from dhp.run.chain import degrees
+from dhp.run.graph import degrees
 from dhp.run.training import adapters_of, training_rules
 from dhp.trainers.settings import OptimizerSettings, StageSettings
 
@@ -39,14 +39,14 @@ from dhp.trainers.settings import OptimizerSettings, StageSettings
 def feed_settings(
     config: Config,
     localities: Mapping[str, Locality] | None = None,
-    passes: Mapping[str, Passes] = MappingProxyType({}),
+    passes: Mapping[str, TrainedShare] = MappingProxyType({}),
     features: FeatureSettings | None = None,
-) -> FeedSettings:
+) -> BatchReaderSettings:
     """What the dataset actor needs. localities: where the ranks of each encoder lie, once that is known. passes: what a
     step computes of each part of which not all is trained. features: of pictures, where a run keeps them; who looks at
     samples wants their pixels."""
     near = localities or {}
-    return FeedSettings(
+    return BatchReaderSettings(
         model_name=model_name(config),
         datasets=tuple(config.data.datasets),
         registry=dict(config.data.data_registry),
@@ -87,7 +87,7 @@ def feed_settings(
     )
 
 
-def passes_of(config: Config) -> dict[str, Passes]:
+def passes_of(config: Config) -> dict[str, TrainedShare]:
     """What a step computes of each part; none where all of them are trained."""
     adapters = adapters_of(config)
     if not (config.training.trainable or config.training.frozen or adapters):
@@ -169,7 +169,7 @@ def _weighted(config: Config, text: str) -> str:
 
 def stage_settings(
     config: Config,
-    chain: Chain,
+    graph: StageGraph,
     stage: StageSpec,
     device: str,
     steps: int,
@@ -184,14 +184,14 @@ def stage_settings(
     where those of its part are kept.
     """
     part: PartConfig = getattr(config, stage.part)
-    goes_back = any(chain.goes_back(node) for node in stage.nodes)
+    goes_back = any(graph.goes_back(node) for node in stage.nodes)
     return StageSettings(
         spec=stage,
-        chain=chain,
+        graph=graph,
         model_name=part.model_name,
         dtype=part.dtype,
         device=device,
-        recompute=stage_choices(resolved(part.recompute) if goes_back else "none", chain, stage),
+        recompute=stage_choices(resolved(part.recompute) if goes_back else "none", graph, stage),
         measure=measures(config) and goes_back,
         zero_stage=part.zero_stage,
         zero_engine=part.zero_engine,
@@ -199,7 +199,7 @@ def stage_settings(
         packing=config.data.packing,
         update=_optimizer_settings(config, steps),
         seed=config.seed,
-        exclusive_sums=chain.sharing() > 1 and device == "cuda",
+        exclusive_sums=graph.sharing() > 1 and device == "cuda",
         attention_backend=part.attention_backend,
         kernels=read_kernels(stage.part, part.kernels),
         compiled=part.compile,
@@ -214,9 +214,9 @@ def stage_settings(
     )
 
 
-def stage_choices(recompute: str, chain: Chain, stage: StageSpec) -> Choices:
+def stage_choices(recompute: str, graph: StageGraph, stage: StageSpec) -> RecomputePolicies:
     """What each of the stage's layers recomputes, from what the part's key says of all its layers."""
-    of_part = chain.of_part(stage.part)
+    of_part = graph.of_part(stage.part)
     choices = read_choices(recompute, sum(len(one.layers) for one in of_part))
     return tuple(choices[layer] for layer in stage.layers)
 

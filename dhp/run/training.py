@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dhp.base.adapters import AdapterSettings
 from dhp.base.errors import ConfigError
 from dhp.base.parameters import Group, GroupRule, Selector, TrainingRules, is_adapter, is_inside
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.base.table import aligned
 from dhp.config.nearest import did_you_mean, nearest
 from dhp.config.parts import DECODER, parts
@@ -83,10 +83,10 @@ def check_rules(rules: TrainingRules, parameters: Sequence[Parameter], told: Ite
         )
 
 
-def check_frozen_states(config: Config, chain: Chain) -> None:
+def check_frozen_states(config: Config, graph: StageGraph) -> None:
     """ZeRO cuts what training keeps. Raises ConfigError for a part that keeps nothing."""
     for name, part in parts(config).items():
-        if part.zero_stage and not any(stage.trains for stage in chain.of_part(name)):
+        if part.zero_stage and not any(stage.trains for stage in graph.of_part(name)):
             cut = f"{name}.tensor or {name}.pipeline" if name == DECODER else f"{name}.tensor"
             raise ConfigError(
                 f"{name}.zero_stage={part.zero_stage} with nothing of {name} trained: ZeRO cuts what training keeps, "

@@ -1,11 +1,11 @@
-"""One batch of evaluation: the chain forward, its loss, and nothing kept for a way back."""
+"""One batch of evaluation: every stage forward and the loss; no activations are saved."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.step.schedule import Forward
 from dhp.step.stages import Batch, InFlight, Ref, Stages
 
@@ -18,19 +18,19 @@ class EvaluationRefs:
     shares: list[Any]
 
 
-def evaluate_batch(stages: Stages, chain: Chain, batch: Batch) -> EvaluationRefs:
+def evaluate_batch(stages: Stages, graph: StageGraph, batch: Batch) -> EvaluationRefs:
     """Submit the batch's micro-batches, one behind another through all stages. Nothing is waited for.
 
     Each stage ends the batch when all others have used what it handed over: it may write there again then.
     """
     in_flight = InFlight(batch)
     for micro_batch in range(len(next(iter(batch.work.values())))):
-        for node in chain.nodes():
+        for node in graph.nodes():
             action = Forward(node, micro_batch)
             if not stages[node.stage].is_idle(action, batch):
                 stages[node.stage].evaluate(action, in_flight)
     shares = {name: stage.evaluated(batch.info) for name, stage in stages.items()}
     for name, stage in stages.items():
         stage.end_evaluation(batch.info, *(ref for other, refs in shares.items() if other != name for ref in refs))
-    last = stages[chain.stages[-1].name]
+    last = stages[graph.stages[-1].name]
     return EvaluationRefs(batch.info, last.leaders(shares[last.spec.name]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.step.schedule import Forward
 from dhp.step.stages import Batch, InFlight, Ref, Stages
 
@@ -18,13 +18,13 @@ class AnswerRefs:
     replicas: tuple[tuple[Ref, ...], ...]
 
 
-def answer_batch(stages: Stages, chain: Chain, batch: Batch) -> AnswerRefs:
+def answer_batch(stages: Stages, graph: StageGraph, batch: Batch) -> AnswerRefs:
     """Submit one micro-batch of prompts. Nothing is waited for.
 
     Each stage ends it when all others have used what it handed over: it may write there again then.
     """
     in_flight = InFlight(batch)
-    *before, last = chain.nodes()
+    *before, last = graph.nodes()
     for node in before:
         if not stages[node.stage].is_idle(Forward(node, 0), batch):
             stages[node.stage].evaluate(Forward(node, 0), in_flight)

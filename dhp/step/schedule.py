@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhp.base.errors import ConfigError
-from dhp.base.stages import Chain, Node, StageSpec
+from dhp.base.stages import Node, StageGraph, StageSpec
 from dhp.config.ranges import GPIPE, INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
 
 
@@ -42,44 +42,44 @@ Schedule = tuple[Action, ...]
 Programs = Mapping[str, Sequence[Action]]  # of each stage, by name
 
 
-def make_schedule(kind: str, chain: Chain, micro_batches: int) -> Schedule:
+def make_schedule(kind: str, graph: StageGraph, micro_batches: int) -> Schedule:
     """The actions of all stages in an order in which each finds what it needs.
 
-    kind: of `training.schedule`. vision_ahead is 1f1b by another name: a chain of vision and text alone has a warm-up
+    kind: of `training.schedule`. vision_ahead is 1f1b by another name: a graph of vision and text alone has a warm-up
     of one micro-batch, which vision encodes while text works on the one before.
 
     Raises ConfigError where an interleaved schedule has no whole groups of micro-batches.
     """
     if kind == SEQUENTIAL:
-        return tuple(action for m in range(micro_batches) for action in _there_and_back(chain, m))
-    return tuple(action for tick in clock(make_programs(kind, chain, micro_batches), chain) for action in tick)
+        return tuple(action for m in range(micro_batches) for action in _there_and_back(graph, m))
+    return tuple(action for tick in clock(make_programs(kind, graph, micro_batches), graph) for action in tick)
 
 
-def make_programs(kind: str, chain: Chain, micro_batches: int) -> dict[str, list[Action]]:
+def make_programs(kind: str, graph: StageGraph, micro_batches: int) -> dict[str, list[Action]]:
     """What each stage does: the last part as `kind` says, those before it as far ahead as it needs them and one more.
 
     Frozen stages go forward in the same order, without the way back.
     """
-    *encoders, last = chain.parts()
-    pipeline = chain.of_part(last)
+    *encoders, last = graph.parts()
+    pipeline = graph.of_part(last)
     order = _PROGRAMS[kind](pipeline, micro_batches)
     limit = micro_batches if kind == GPIPE else _needed_ahead(order[pipeline[0].name]) + 1
-    ahead = {stage.name: _ahead(stage, micro_batches, limit) for part in encoders for stage in chain.of_part(part)}
+    ahead = {stage.name: _ahead(stage, micro_batches, limit) for part in encoders for stage in graph.of_part(part)}
     programs = ahead | order
     return {
-        stage.name: [a for a in programs[stage.name] if isinstance(a, Forward) or chain.goes_back(a.node)]
-        for stage in chain.stages
+        stage.name: [a for a in programs[stage.name] if isinstance(a, Forward) or graph.goes_back(a.node)]
+        for stage in graph.stages
     }
 
 
-def clock(programs: Programs, chain: Chain) -> list[list[Action]]:
+def clock(programs: Programs, graph: StageGraph) -> list[list[Action]]:
     """The programs by time: each stage takes its next action as soon as what it needs was done before; every action
     takes one unit. Raises ValueError for programs that wait for one another."""
     left = {name: list(program) for name, program in programs.items()}
     done: set[Action] = set()
     ticks: list[list[Action]] = []
     while any(left.values()):
-        tick = [p[0] for p in left.values() if p and done.issuperset(_needs(p[0], chain))]
+        tick = [p[0] for p in left.values() if p and done.issuperset(_needs(p[0], graph))]
         if not tick:
             waiting = ", ".join(f"{name} before {program[0]}" for name, program in left.items() if program)
             raise ValueError(f"the programs wait for one another: {waiting}")
@@ -90,13 +90,13 @@ def clock(programs: Programs, chain: Chain) -> list[list[Action]]:
     return ticks
 
 
-def draw(schedule: Schedule, chain: Chain) -> str:
+def draw(schedule: Schedule, graph: StageGraph) -> str:
     """The clock table: a row for each stage, a column for each unit of time. `0` is micro-batch 0 forward, `0'` its
     way back, `0b` and `0b'` the same in the stage's second chunk."""
-    programs: dict[str, list[Action]] = {stage.name: [] for stage in chain.stages}
+    programs: dict[str, list[Action]] = {stage.name: [] for stage in graph.stages}
     for action in schedule:
         programs[action.node.stage].append(action)
-    ticks = clock(programs, chain)
+    ticks = clock(programs, graph)
     cells = {name: [next((_cell(a) for a in tick if a.node.stage == name), ".") for tick in ticks] for name in programs}
     widths = [max(len(cells[name][at]) for name in programs) for at in range(len(ticks))]
     longest = max(map(len, programs))
@@ -104,16 +104,16 @@ def draw(schedule: Schedule, chain: Chain) -> str:
     return "\n".join(row.rstrip() for row in rows)
 
 
-def outstanding(schedule: Schedule, chain: Chain) -> dict[str, dict[str, int]]:
+def outstanding(schedule: Schedule, graph: StageGraph) -> dict[str, dict[str, int]]:
     """For each stage, how many micro-batches each stage holds at most while that one works, itself included.
 
     A stage holds a micro-batch, of each of its chunks, from its forward to its backward; one without backward none.
     """
-    held = dict.fromkeys((stage.name for stage in chain.stages), 0)
+    held = dict.fromkeys((stage.name for stage in graph.stages), 0)
     most = {name: dict.fromkeys(held, 0) for name in held}
     for action in schedule:
         stage = action.node.stage
-        keeps = chain.goes_back(action.node)
+        keeps = graph.goes_back(action.node)
         held[stage] += 1 if isinstance(action, Forward) and keeps else 0
         most[stage] = {name: max(most[stage][name], count) for name, count in held.items()}
         held[stage] -= 1 if isinstance(action, Backward) else 0
@@ -134,10 +134,10 @@ def last_backwards(schedule: Schedule) -> frozenset[int]:
     return frozenset(last.values())
 
 
-def _there_and_back(chain: Chain, micro_batch: int) -> Iterable[Action]:
-    nodes = chain.nodes()
+def _there_and_back(graph: StageGraph, micro_batch: int) -> Iterable[Action]:
+    nodes = graph.nodes()
     yield from (Forward(node, micro_batch) for node in nodes)
-    yield from (Backward(node, micro_batch) for node in reversed(nodes) if chain.goes_back(node))
+    yield from (Backward(node, micro_batch) for node in reversed(nodes) if graph.goes_back(node))
 
 
 def _gpipe(stages: Sequence[StageSpec], micro_batches: int) -> dict[str, list[Action]]:
@@ -205,12 +205,12 @@ def _needed_ahead(program: Sequence[Action]) -> int:
     return most
 
 
-def _needs(action: Action, chain: Chain) -> list[Action]:
+def _needs(action: Action, graph: StageGraph) -> list[Action]:
     """What must be done before: forward comes along the edges, backward against them."""
     m = action.micro_batch
     if isinstance(action, Forward):
-        return [Forward(edge.source, m) for edge in chain.inputs(action.node)]
-    back = [Backward(edge.target, m) for edge in chain.outputs(action.node) if edge.gradients]
+        return [Forward(edge.source, m) for edge in graph.inputs(action.node)]
+    back = [Backward(edge.target, m) for edge in graph.outputs(action.node) if edge.gradients]
     return [Forward(action.node, m), *back]
 
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dhp.base.generation import Answer, PromptInput
-from dhp.base.messages import Bundle, Choices, EvaluatedShare, StageReport, StepInfo
+from dhp.base.messages import Bundle, EvaluatedShare, RecomputePolicies, StageReport, StepInfo
 from dhp.base.routes import Route, straight
-from dhp.base.stages import Chain, Edge, Node, StageSpec
+from dhp.base.stages import Edge, Node, StageGraph, StageSpec
 from dhp.cluster.dispatch import Call, PerRank, Several, per_rank, several
 from dhp.step.schedule import Action, Forward
 
 Ref = Any  # an ObjectRef, or the value itself where a group runs in the test process
 
 
-class StageTrainer(Protocol):
+class EngineProtocol(Protocol):
     """One rank of a stage: plain torch, the same verbs for every stage. `dhp.trainers` has the two that there are."""
 
     def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
@@ -53,7 +53,7 @@ class StageTrainer(Protocol):
     def end_evaluation(self, info: StepInfo, *others: Any) -> None:
         """The other stages' ranks have answered: what this one handed over has been used."""
 
-    def set_recompute(self, choices: Choices) -> None:
+    def set_recompute(self, choices: RecomputePolicies) -> None:
         """What each layer recomputes from the next micro-batch on."""
 
     def save(self, folder: str) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ class Group(Protocol):
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
     ) -> list[list[Ref]]:
-        """Call a verb of `StageTrainer` on every rank; for each rank the refs of its `returns` results."""
+        """Call a verb of `EngineProtocol` on every rank; for each rank the refs of its `returns` results."""
 
     def execute_in_turn_async(self, *calls: Call) -> list[list[Ref]]:
         """Call verbs one behind another; for each rank the refs of all results. A group that has no cheaper way, as
@@ -116,11 +116,11 @@ class Stage:
     before it: a call begins when all that it needs has come, and a forward's own data come while the stage works.
     """
 
-    def __init__(self, spec: StageSpec, chain: Chain, group: Group):
+    def __init__(self, spec: StageSpec, graph: StageGraph, group: Group):
         self.spec, self.group = spec, group
-        self._chain = chain
-        self._inputs = {node: chain.inputs(node) for node in spec.nodes}
-        self._outputs = {node: chain.outputs(node) for node in spec.nodes}
+        self._graph = graph
+        self._inputs = {node: graph.inputs(node) for node in spec.nodes}
+        self._outputs = {node: graph.outputs(node) for node in spec.nodes}
         self._straight = straight(spec.degrees.shards)
         self._tensor = spec.degrees.tensor
         self._waiting: list[Call] = []
@@ -138,7 +138,7 @@ class Stage:
             self._run_backward(action.node, action.micro_batch, last, in_flight)
 
     def _run_forward(self, node: Node, m: int, in_flight: InFlight) -> None:
-        call, sent = self._forward_call(StageTrainer.forward_step, node, m, in_flight)
+        call, sent = self._forward_call(EngineProtocol.forward_step, node, m, in_flight)
         self.flush()
         if not self._outputs[node]:
             self._waiting = [call]
@@ -157,7 +157,7 @@ class Stage:
         inputs = [edge for edge in self._inputs[node] if edge.gradients]
         incoming = self._given(outputs, m, in_flight.batch, in_flight.backward, receives=False)
         sent = self._pairs(inputs, m, in_flight.batch, sends=False)
-        call = Call(StageTrainer.backward_step, (m, node.chunk, last, incoming), self._counts(sent))
+        call = Call(EngineProtocol.backward_step, (m, node.chunk, last, incoming), self._counts(sent))
         if outputs:
             self.flush()
         waiting, self._waiting = self._waiting, []
@@ -166,21 +166,21 @@ class Stage:
     def evaluate(self, action: Forward, in_flight: InFlight) -> None:
         """Submit a micro-batch's forward through a node, for its loss alone."""
         node, m = action.node, action.micro_batch
-        call, sent = self._forward_call(StageTrainer.evaluate_step, node, m, in_flight)
+        call, sent = self._forward_call(EngineProtocol.evaluate_step, node, m, in_flight)
         self._file(self.group.execute_in_turn_async(call), sent, m, in_flight.forward)
 
     def evaluated(self, info: Ref) -> list[Ref]:
         """Each rank's share of the loss since the last time."""
-        return [ref for (ref,) in self.group.execute_all_async(StageTrainer.evaluated, info)]
+        return [ref for (ref,) in self.group.execute_all_async(EngineProtocol.evaluated, info)]
 
     def generate(self, action: Forward, in_flight: InFlight) -> list[Ref]:
         """Submit a micro-batch of prompts, one a replica: the answer that each rank tells."""
-        call, _ = self._forward_call(StageTrainer.generate, action.node, action.micro_batch, in_flight)
+        call, _ = self._forward_call(EngineProtocol.generate, action.node, action.micro_batch, in_flight)
         return [ref for (ref,) in self.group.execute_in_turn_async(replace(call, returns=1))]
 
     def end_evaluation(self, info: Ref, *others: Ref) -> None:
         """Nobody needs what this stage handed over any more, once `others` are there."""
-        self.group.execute_all_async(StageTrainer.end_evaluation, info, *others, returns=0)
+        self.group.execute_all_async(EngineProtocol.end_evaluation, info, *others, returns=0)
 
     def flush(self) -> None:
         """Submit what waits for a next action."""
@@ -190,16 +190,16 @@ class Stage:
 
     def tied_gradient(self, info: Ref) -> list[Ref]:
         """Each rank's share of the gradient of a weight that another stage holds too."""
-        return [ref for (ref,) in self.group.execute_all_async(StageTrainer.tied_gradient, info)]
+        return [ref for (ref,) in self.group.execute_all_async(EngineProtocol.tied_gradient, info)]
 
     def grad_norm_sq(self, info: Ref, tied: Sequence[Ref] = ()) -> Ref:
         """The squared norm of the stage's gradient: every rank knows it, the first one's answer is as good as any."""
         given = (per_rank(tied),) if tied else ()
-        return self.group.execute_all_async(StageTrainer.grad_norm_sq, info, *given)[0][0]
+        return self.group.execute_all_async(EngineProtocol.grad_norm_sq, info, *given)[0][0]
 
     def optimizer_step(self, info: Ref, *other_norms_sq: Ref) -> list[Ref]:
         """The report of every rank."""
-        return [ref for (ref,) in self.group.execute_all_async(StageTrainer.optimizer_step, info, *other_norms_sq)]
+        return [ref for (ref,) in self.group.execute_all_async(EngineProtocol.optimizer_step, info, *other_norms_sq)]
 
     def leaders(self, of_ranks: Sequence[Ref]) -> list[Ref]:
         """The values of each shard's first tensor rank."""
@@ -207,8 +207,8 @@ class Stage:
 
     def _route(self, edge: Edge, m: int, batch: Batch) -> Route:
         """Stages of one part send straight on; another part's rows go where the data say."""
-        source = self._chain.stage(edge.source.stage)
-        if source.part == self._chain.stage(edge.target.stage).part:
+        source = self._graph.stage(edge.source.stage)
+        if source.part == self._graph.stage(edge.target.stage).part:
             return self._straight
         return batch.routes[source.part][m]
 
@@ -248,6 +248,6 @@ def _leads(tensor: int) -> list[bool]:
 Stages = dict[str, Stage]
 
 
-def make_stages(chain: Chain, groups: Mapping[str, Group]) -> Stages:
+def make_stages(graph: StageGraph, groups: Mapping[str, Group]) -> Stages:
     """All stages by name, each with its group."""
-    return {spec.name: Stage(spec, chain, groups[spec.name]) for spec in chain.stages}
+    return {spec.name: Stage(spec, graph, groups[spec.name]) for spec in graph.stages}

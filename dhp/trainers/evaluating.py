@@ -15,8 +15,8 @@ from dhp.models.adapters import without_dropout
 from dhp.parallel.optimizer.protocol import StageOptimizer
 
 
-class EvaluatingRank(ABC):
-    """See `dhp.step.stages.StageTrainer`."""
+class EvaluatingEngine(ABC):
+    """See `dhp.step.stages.EngineProtocol`."""
 
     model: PreTrainedModel
     device: torch.device
@@ -24,7 +24,7 @@ class EvaluatingRank(ABC):
 
     @abstractmethod
     def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
-        """A chunk's forward: see `dhp.step.stages.StageTrainer`."""
+        """A chunk's forward: see `dhp.step.stages.EngineProtocol`."""
 
     @abstractmethod
     def forget(self, micro_batch: int, chunk: int) -> None:
@@ -38,7 +38,7 @@ class EvaluatingRank(ABC):
         return sent
 
     def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
-        """Answer a prompt: see `dhp.step.stages.StageTrainer`."""
+        """Answer a prompt: see `dhp.step.stages.EngineProtocol`."""
         raise NotImplementedError(f"{type(self).__name__} has no decoder to answer with")
 
     def evaluated(self, info: StepInfo) -> EvaluatedShare:

@@ -18,7 +18,7 @@ from dhp.models.family import DecoderInputs
 from dhp.parallel.attention.sharded import SegmentPlan
 from dhp.parallel.comm.collectives import send_to_all
 from dhp.parallel.comm.mesh import replica_group, sequence_group
-from dhp.parallel.decode.cache import Held, HeldCache
+from dhp.parallel.decode.cache import ShardedCacheIndex, ShardedKVCache
 from dhp.parallel.decode.partial import NewToken, new_token_attention
 from dhp.parallel.decode.sampling import Chooser
 from dhp.parallel.tensor.loss import whole_logits
@@ -55,15 +55,15 @@ class Generator:
         seconds = time.perf_counter() - begun
         return Answer(tuple(tokens), prompt.tokens + 1, first, seconds, cache.bytes, _peak_bytes(device))
 
-    def make_cache(self, prompt: PromptInput) -> HeldCache:
+    def make_cache(self, prompt: PromptInput) -> ShardedKVCache:
         """An empty one, for this rank's share of the prompt and of the answer."""
         spans = prompt.row.shards[self._rank]
         places = [place for segment, start, count in spans if segment == 0 for place in range(start, start + count)]
         # In the answer's last step its last token but one joins them: as many as there are new ones.
-        held = Held(places, prompt.tokens, self._rank, self._ranks, prompt.sampling.max_new_tokens)
-        return HeldCache(len(self._decoder.whole.layers), held)
+        held = ShardedCacheIndex(places, prompt.tokens, self._rank, self._ranks, prompt.sampling.max_new_tokens)
+        return ShardedKVCache(len(self._decoder.whole.layers), held)
 
-    def _prefill(self, prompt: PromptInput, inputs: DecoderInputs, segments: SegmentPlan) -> HeldCache:
+    def _prefill(self, prompt: PromptInput, inputs: DecoderInputs, segments: SegmentPlan) -> ShardedKVCache:
         """All tokens but the last, which is the first step of decoding: no rank owns the row's last state, and nothing
         has to be sent."""
         cache = self.make_cache(prompt)
@@ -71,7 +71,7 @@ class Generator:
             self._run(inputs, cache, segments)
         return cache
 
-    def _new_tokens(self, prompt: PromptInput, cache: HeldCache, device: torch.device) -> Iterator[int]:
+    def _new_tokens(self, prompt: PromptInput, cache: ShardedKVCache, device: torch.device) -> Iterator[int]:
         """New tokens until one ends the answer or there are as many as were asked for."""
         chooser = Chooser(prompt.sampling)
         plan = NewToken(cache.held, self._sequence if self._ranks > 1 else None, self._backend)
@@ -104,7 +104,7 @@ class Generator:
         """Of the next token, [vocabulary], in float32 (float64 for float64). states: [1, 1, hidden]."""
         return whole_logits(self._model.get_output_embeddings(), states[0], self._decoder.logits)[0]
 
-    def _run(self, inputs: DecoderInputs, cache: HeldCache, segments: SegmentPlan | NewToken) -> Tensor:
+    def _run(self, inputs: DecoderInputs, cache: ShardedKVCache, segments: SegmentPlan | NewToken) -> Tensor:
         extra = {"past_key_values": cache, "use_cache": True, "segments": segments}
         return self._decoder.run(self._model, self._decoder.whole, inputs, **extra)
 

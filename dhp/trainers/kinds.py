@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING
 from dhp.trainers.settings import StageSettings
 
 if TYPE_CHECKING:
-    from dhp.trainers.stage import StageRank
+    from dhp.trainers.stage import StageEngine
 
 
-def make_rank(settings: StageSettings) -> StageRank:
+def make_rank(settings: StageSettings) -> StageEngine:
     """One rank of a stage, in its own process. Kinds are imported here: a driver, which makes none, starts seconds
     sooner without them. Raises what the kind's constructor raises."""
     match settings.spec.part:
         case "vision":
-            from dhp.trainers.vision import VisionTrainer
+            from dhp.trainers.vision import EncoderEngine
 
-            return VisionTrainer(settings)
+            return EncoderEngine(settings)
         case "audio":
-            from dhp.trainers.vision import AudioTrainer
+            from dhp.trainers.vision import AudioEngine
 
-            return AudioTrainer(settings)
+            return AudioEngine(settings)
         case "text":
-            from dhp.trainers.text import TextTrainer
+            from dhp.trainers.text import TextEngine
 
-            return TextTrainer(settings)
+            return TextEngine(settings)
         case part:
             raise ValueError(f"stage {settings.spec.name} is of part {part!r}, which no trainer runs")

@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 
 from dhp.base.calls import RECORD
-from dhp.base.messages import Choices, StageUsage
+from dhp.base.messages import RecomputePolicies, StageUsage
 from dhp.parallel.activation.checkpointing import RecomputedLayers
-from dhp.parallel.activation.meter import Meter
+from dhp.parallel.activation.meter import ActivationMeter
 
 Output = TypeVar("Output")
 
@@ -18,13 +18,13 @@ Output = TypeVar("Output")
 class Measuring:
     """Of one rank. short: whether a pass since the last `take` ran out of memory and was made again."""
 
-    def __init__(self, layers: RecomputedLayers, meter: Meter, device: torch.device):
+    def __init__(self, layers: RecomputedLayers, meter: ActivationMeter, device: torch.device):
         self._layers, self._meter, self._device = layers, meter, device
         self._planned = False  # whether a plan says what is recomputed, and not the user
         self._alone: bool | None = None  # whether passes begin no collective, as far as was seen
         self.short = False
 
-    def choose(self, choices: Choices) -> None:
+    def choose(self, choices: RecomputePolicies) -> None:
         """A plan's: what each layer recomputes from the next forward on."""
         self._layers.choose(choices)
         self._planned = True

@@ -78,7 +78,7 @@ def make_optimizer(
     """The optimizer of the stage, with as much of its states on this rank as zero_stage leaves there."""
     dtype, make = getattr(torch, settings.dtype), optimizer_maker(settings)
     if not settings.spec.trains:
-        passes = any(settings.chain.goes_back(node) for node in settings.spec.nodes)
+        passes = any(settings.graph.goes_back(node) for node in settings.spec.nodes)
         return Frozen(model, dtype, passes)
     if not settings.zero_stage:
         group = replicas_mesh(mesh).get_group()
@@ -92,7 +92,7 @@ def make_optimizer(
 def tie_weight(optimizer: TiedOptimizer, model: nn.Module, settings: StageSettings) -> None:
     """Tell the optimizer of the weight that this stage shares with another, where there is one: the embedding, which
     is the head too."""
-    for tie in settings.chain.ties:
+    for tie in settings.graph.ties:
         if settings.spec.name in (tie.owner, tie.other):
             weight = model.get_input_embeddings().weight
             name = next(name for name, parameter in model.named_parameters() if parameter is weight)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from dhp.base.adapters import AdapterSettings
 from dhp.base.features import KeepSettings
-from dhp.base.messages import Choices
+from dhp.base.messages import RecomputePolicies
 from dhp.base.parameters import TrainingRules
-from dhp.base.stages import Chain, StageSpec
+from dhp.base.stages import StageGraph, StageSpec
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class OptimizerSettings:
 class StageSettings:
     """One stage: which weights, how they are split, how they are updated.
 
-    spec: the stage; chain: it and all others.
+    spec: the stage; graph: it and all others.
 
     dtype: a torch dtype's name, in which the stage computes. device: cpu | cuda.
 
@@ -63,11 +63,11 @@ class StageSettings:
     """
 
     spec: StageSpec
-    chain: Chain
+    graph: StageGraph
     model_name: str
     dtype: str
     device: str
-    recompute: Choices
+    recompute: RecomputePolicies
     measure: bool
     zero_stage: int
     zero_engine: str

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from dhp.base.byte_counter import take_sent
 from dhp.base.calls import RECORD, watch_layers
 from dhp.base.errors import PartFailed
-from dhp.base.messages import Bundle, Choices, DeviceInfo, KernelUse, StageReport, StepInfo
+from dhp.base.messages import Bundle, DeviceInfo, KernelUse, RecomputePolicies, StageReport, StepInfo
 from dhp.base.stages import Edge, Node
 from dhp.checkpoint.folder import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
@@ -27,7 +27,7 @@ from dhp.models.family import LayerParts
 from dhp.models.registry import load_family
 from dhp.models.whole import persistent_buffers
 from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, save_output
-from dhp.parallel.activation.meter import Meter
+from dhp.parallel.activation.meter import ActivationMeter
 from dhp.parallel.activation.tiling import tile_mlps
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, require
 from dhp.parallel.comm.mesh import build_mesh
@@ -40,7 +40,7 @@ from dhp.parallel.optimizer.protocol import StageOptimizer
 from dhp.parallel.speed import describe_device
 from dhp.parallel.tensor.alike import require_alike
 from dhp.parallel.tensor.local_shards import as_dtensors
-from dhp.trainers.evaluating import EvaluatingRank
+from dhp.trainers.evaluating import EvaluatingEngine
 from dhp.trainers.kernels import place_kernels
 from dhp.trainers.measuring import Measuring, Output
 from dhp.trainers.optimizer import clip_coefficient, learning_rate_at
@@ -59,7 +59,7 @@ from dhp.trainers.settings import StageSettings
 TIED = "gradient"  # the one tensor of a bundle between stages that share a weight
 
 
-class StageRank(EvaluatingRank):
+class StageEngine(EvaluatingEngine):
     """What ranks of all stages have in common. A kind of stage adds its weights, its forward and its backward."""
 
     def __init__(self, settings: StageSettings):
@@ -67,7 +67,7 @@ class StageRank(EvaluatingRank):
         self.settings, self.spec = settings, settings.spec
         self._set_up_torch()
         self.mesh: DeviceMesh = build_mesh(settings.device, settings.spec.degrees)
-        self.family = load_family(settings.model_name).having(settings.chain.parts())
+        self.family = load_family(settings.model_name).having(settings.graph.parts())
         self.model: PreTrainedModel = self.load_slice()
         # Before anything rounds them: nothing trains them, and a checkpoint has them as the model came.
         self._buffers = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(self.model).items()}
@@ -123,7 +123,7 @@ class StageRank(EvaluatingRank):
 
     @abstractmethod
     def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
-        """A chunk's backward: see `dhp.step.stages.StageTrainer`."""
+        """A chunk's backward: see `dhp.step.stages.EngineProtocol`."""
 
     def tied_gradient(self, info: StepInfo) -> Bundle:
         """The summed gradient of the weight that another stage holds too, as this rank has it."""
@@ -184,7 +184,7 @@ class StageRank(EvaluatingRank):
         """Around the backward pass of a micro-batch."""
         return nullcontext() if self.meter is None else self.meter.backward()
 
-    def set_recompute(self, choices: Choices) -> None:
+    def set_recompute(self, choices: RecomputePolicies) -> None:
         """What each layer recomputes from the next forward on. For stages that measure."""
         self.measuring.choose(choices)
 
@@ -214,11 +214,11 @@ class StageRank(EvaluatingRank):
 
     def edges_in(self, chunk: int) -> tuple[Edge, ...]:
         """Edges that end at a chunk of this stage."""
-        return self.settings.chain.inputs(Node(self.spec.name, chunk))
+        return self.settings.graph.inputs(Node(self.spec.name, chunk))
 
     def edges_out(self, chunk: int) -> tuple[Edge, ...]:
         """Edges that begin at a chunk of this stage."""
-        return self.settings.chain.outputs(Node(self.spec.name, chunk))
+        return self.settings.graph.outputs(Node(self.spec.name, chunk))
 
     def _rates_at(self, step: int) -> dict[str, float]:
         update = self.settings.update
@@ -267,7 +267,7 @@ class StageRank(EvaluatingRank):
         """Let layers recompute what they should, and measure what they take."""
         parts = self.layer_parts()
         kinds = tuple(parts.kinds[layer] for layer in self.spec.layers)
-        self.meter = Meter(self.model, self.device, kinds) if self.settings.measure else None
+        self.meter = ActivationMeter(self.model, self.device, kinds) if self.settings.measure else None
         self.layers = None
         if RECORD.checks:
             watch_layers(dict(zip((f"layer {n}" for n in self.spec.layers), self._present_layers())))
@@ -298,7 +298,7 @@ class StageRank(EvaluatingRank):
 
     def _part_rank(self) -> int:
         """This rank's number among those of all stages of its part."""
-        stages = self.settings.chain.of_part(self.spec.part)
+        stages = self.settings.graph.of_part(self.spec.part)
         before = stages[: [stage.name for stage in stages].index(self.spec.name)]
         return sum(stage.degrees.world for stage in before) + self.rank
 

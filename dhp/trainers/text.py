@@ -53,7 +53,7 @@ from dhp.trainers.objective import (
     share_of_objective,
 )
 from dhp.trainers.recipe import DEEPSPEED
-from dhp.trainers.stage import StageRank
+from dhp.trainers.stage import StageEngine
 
 CPU = torch.device("cpu")
 SEGMENTS = "dhp_segments"  # a name that transformers has no mask function for: no mask is built
@@ -68,8 +68,8 @@ class _Flight:
     leaves: tuple[dict[str, Tensor], ...]
 
 
-class TextTrainer(StageRank):
-    """See `dhp.step.stages.StageTrainer`."""
+class TextEngine(StageEngine):
+    """See `dhp.step.stages.EngineProtocol`."""
 
     generator: type[Generator] = Generator
 

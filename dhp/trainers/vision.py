@@ -35,7 +35,7 @@ from dhp.trainers.features import FeatureKeeper
 from dhp.trainers.kernels import place_kernels
 from dhp.trainers.moving import joined, move_with_plans, to_device
 from dhp.trainers.recipe import freeze
-from dhp.trainers.stage import StageRank
+from dhp.trainers.stage import StageEngine
 
 # "flash" in the name: the tower then calls once a layer with all segments instead of once per window.
 ATTENTION = "flash_dhp_segments"
@@ -55,8 +55,8 @@ class _Sent:
         return rows[: sum(self.rows)] if self.order is None else rows.index_select(0, self.order)
 
 
-class VisionTrainer(StageRank):
-    """See `dhp.step.stages.StageTrainer`. The tower is never cut into a pipeline: its one chunk is all of it."""
+class EncoderEngine(StageEngine):
+    """See `dhp.step.stages.EngineProtocol`. The tower is never cut into a pipeline: its one chunk is all of it."""
 
     @property
     def tower(self) -> Tower:
@@ -163,7 +163,7 @@ class VisionTrainer(StageRank):
         return plan_shard(shards, self._position, CPU, gather=few, varlen=varlen, backend=backend)
 
 
-class AudioTrainer(VisionTrainer):
+class AudioEngine(EncoderEngine):
     """The same of an audio tower: its patches are frames of sound."""
 
     def is_active(self, info: StepInfo) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dhp.batching.loader import make_feed
+from dhp.batching.loader import make_reader
 from dhp.config.schema import Config
 from dhp.run.preflight import prepare
 from dhp.run.settings import feed_settings
@@ -17,7 +17,7 @@ IMAGE = 1  # in a sample's mm_token_type_ids
 
 def describe(config: Config) -> dict[str, Any]:
     """Samples, and mean, median and 95th percentile of their tokens, of their image tokens and of their images."""
-    feed = make_feed(feed_settings(prepare(config)))
+    feed = make_reader(feed_settings(prepare(config)))
     steps = (feed.samples(step).samples for step in range(feed.steps(1)))
     samples = [sample for rows in steps for row in rows for of_replica in row for sample in of_replica]
     return {

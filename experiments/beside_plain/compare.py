@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from dhp.batching.loader import make_feed
+from dhp.batching.loader import make_reader
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.checkpoint.shards import read_shards
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
 from dhp.observe.metrics import read_metrics
-from dhp.run.chain import make_chain
+from dhp.run.graph import make_graph
 from dhp.run.loop import run
 from dhp.run.preflight import prepare
 from dhp.run.settings import feed_settings, stage_settings
@@ -47,11 +47,11 @@ def compare(config: Config, device: str) -> dict[str, Any]:
 
 
 def _plain(config: Config, device: str, steps: int) -> tuple[dict, list[Step], list[float], dict]:
-    chain = make_chain(config, load_family(config.text.model_name), config.text.model_name)
-    update = stage_settings(config, chain, chain.stages[-1], device, steps).update
+    graph = make_graph(config, load_family(config.text.model_name), config.text.model_name)
+    update = stage_settings(config, graph, graph.stages[-1], device, steps).update
     oracle = Oracle(config.text.model_name, getattr(torch, config.text.dtype), update, device)
     torch.backends.cudnn.allow_tf32 = False
-    start, feed, taken, seconds = oracle.weights(), make_feed(feed_settings(config)), [], []
+    start, feed, taken, seconds = oracle.weights(), make_reader(feed_settings(config)), [], []
     for step in range(steps):
         samples = [s for rows in feed.samples(step).samples for row in rows for s in row]
         begin = time.perf_counter()

@@ -43,7 +43,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
             batch = data.step(number)
             seconds, loss = {}, {}
             for way in (plain, compiled) if number % 2 else (compiled, plain):
-                seconds[way], loss[way] = way.step(way.deal(batch))
+                seconds[way], loss[way] = way.step(way.shard(batch))
             taken.append((seconds[plain], seconds[compiled]))
             worst = max(worst, abs(loss[compiled] / loss[plain] - 1))
     before, after = (median(side) for side in zip(*taken[WARM_UP:], strict=True))

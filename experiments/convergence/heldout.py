@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from dhp.base.geometry import IGNORED
-from dhp.batching.feed import Feed
-from dhp.batching.loader import make_feed
+from dhp.batching.feed import BatchReader
+from dhp.batching.loader import make_reader
 from dhp.cli import export
 from dhp.config.schema import Config
 from dhp.run.preflight import prepare
@@ -27,7 +27,7 @@ class HeldOut:
     """The data of a configuration, decoded once: its steps are the batches of an evaluation."""
 
     def __init__(self, config: Config):
-        feed = make_feed(feed_settings(prepare(config)))
+        feed = make_reader(feed_settings(prepare(config)))
         self._batches = [batch for step in range(feed.steps(1)) for batch in _batches(feed, step)]
 
     def loss(self, checkpoint: Path) -> float:
@@ -51,7 +51,7 @@ def _loss_sum(model: torch.nn.Module, batch: Inputs) -> tuple[float, int]:
     return float(loss), int((targets != IGNORED).sum())
 
 
-def _batches(feed: Feed, step: int) -> list[Inputs]:
+def _batches(feed: BatchReader, step: int) -> list[Inputs]:
     """The micro-batches of a step, for every replica, as arguments of the plain model."""
     named = feed.model_inputs(step)
     found: dict[str, Inputs] = {}

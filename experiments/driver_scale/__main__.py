@@ -24,7 +24,7 @@ import ray
 
 from dhp.base.degrees import Degrees
 from dhp.base.routes import Route, dense
-from dhp.base.stages import Chain, Edge, StageSpec
+from dhp.base.stages import Edge, StageGraph, StageSpec
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dispatch import Call, per_rank, spread
 from dhp.cluster.runtime import OWN_SYSTEM
@@ -65,41 +65,41 @@ class EmptyGroup(ActorGroup):
         return super().execute_in_turn_async(first, *calls[1:])
 
 
-def make_chain(ranks: int) -> Chain:
+def make_graph(ranks: int) -> StageGraph:
     """So many ranks of vision, each with images of its own, and of text, on the same devices."""
     tower, split = Degrees(data=ranks), Degrees(data=ranks // TENSOR, tensor=TENSOR)
     vision = StageSpec("vision", "vision", (range(1),), tower, True, range(ranks))
     text = StageSpec("text", "text", (range(1),), split, True, range(ranks))
-    return Chain((vision, text), (Edge(vision.nodes[0], text.nodes[0], ("embeddings",), True),))
+    return StageGraph((vision, text), (Edge(vision.nodes[0], text.nodes[0], ("embeddings",), True),))
 
 
-def sparse(chain: Chain, rng: np.random.Generator) -> Route:
+def sparse(graph: StageGraph, rng: np.random.Generator) -> Route:
     """Where images of random sizes go."""
-    ranks, replicas = chain.stages[0].degrees.shards, chain.stages[1].degrees.shards
+    ranks, replicas = graph.stages[0].degrees.shards, graph.stages[1].degrees.shards
     costs = rng.lognormal(6.5, 0.6, IMAGES * ranks).tolist()
     owners = rng.integers(0, replicas, len(costs)).tolist()
-    locality = find_localities(chain, devices_as_planned(chain), SLACK)["vision"]
+    locality = find_localities(graph, devices_as_planned(graph), SLACK)["vision"]
     found = assign_near(costs, owners, assign_longest_first(costs, ranks), locality)
     return Route(tuple(sorted({(v, owners[i]) for v, own in enumerate(found) for i in own})))
 
 
 def measure(ranks: int, rounds: int) -> Iterator[dict[str, Any]]:
     """A line for each kind of route, in interleaved rounds after one that does not count."""
-    chain, rng = make_chain(ranks), np.random.default_rng(0)
-    settings = (SimpleNamespace(stage=stage.name, size=ranks) for stage in chain.stages)
+    graph, rng = make_graph(ranks), np.random.default_rng(0)
+    settings = (SimpleNamespace(stage=stage.name, size=ranks) for stage in graph.stages)
     groups = {s.stage: EmptyGroup(s, [None] * ranks, None) for s in settings}
-    stages, schedule = make_stages(chain, groups), make_schedule("sequential", chain, MICRO_BATCHES)
+    stages, schedule = make_stages(graph, groups), make_schedule("sequential", graph, MICRO_BATCHES)
     routes = {
         "dense, apart": lambda: dense(ranks, ranks // TENSOR),
         "dense": lambda: dense(ranks, ranks // TENSOR),
-        "sparse": lambda: sparse(chain, rng),
+        "sparse": lambda: sparse(graph, rng),
     }
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in routes}
     for _ in range(rounds + 1):
         for kind, make in routes.items():
             for group in groups.values():
                 group.apart = kind == "dense, apart"
-            batch = Batch(ray.put("info"), _work(chain), {"vision": [make() for _ in range(MICRO_BATCHES)]})
+            batch = Batch(ray.put("info"), _work(graph), {"vision": [make() for _ in range(MICRO_BATCHES)]})
             found[kind].append(_step(stages, groups, schedule, batch))
     for group in groups.values():
         group.stop()
@@ -110,10 +110,10 @@ def measure(ranks: int, rounds: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _work(chain: Chain) -> dict[str, list[list[Any]]]:
+def _work(graph: StageGraph) -> dict[str, list[list[Any]]]:
     return {
         stage.part: [[ray.put(shard) for shard in range(stage.degrees.shards)] for _ in range(MICRO_BATCHES)]
-        for stage in chain.stages
+        for stage in graph.stages
     }
 
 

@@ -21,7 +21,7 @@ from dhp.base.messages import StageReport, StepData
 from dhp.data.sample import Sample
 from dhp.models.registry import load_family
 from dhp.trainers.settings import OptimizerSettings
-from dhp.trainers.text import TextTrainer
+from dhp.trainers.text import TextEngine
 from experiments.pair import TEXT, pair_of, settings_of
 from experiments.recompute.work import deal
 
@@ -35,7 +35,7 @@ UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.0, "constant", 0, 1000, N
 class Way:
     """A layout of the decoder on this rank, and its share of the step's data."""
 
-    trainer: TextTrainer
+    trainer: TextEngine
     data: StepData
     replica: int
 
@@ -69,8 +69,8 @@ def make_samples(tokens: int) -> list[Sample]:
 
 def make_way(model: str, split: Degrees, samples: list[Sample]) -> Way:
     """Load the decoder, cut so."""
-    chain = pair_of(load_family(model), text=split)
-    trainer = TextTrainer(settings_of(chain, TEXT, model, UPDATE))
+    graph = pair_of(load_family(model), text=split)
+    trainer = TextEngine(settings_of(graph, TEXT, model, UPDATE))
     data = deal(model, Degrees(), split, samples, MICRO_BATCHES)
     return Way(trainer, data, dist.get_rank() // split.tensor)
 

@@ -46,7 +46,7 @@ def drive(
 ) -> None:
     """A step of the first rank of each stage of these parts, one stage behind another; inside `fake_device`. Phases of
     `watch`: "text forward 0" and so on for each micro-batch, all of the same data, "text norm" and "text update"."""
-    for stage in (one for one in layout.chain.stages if one.part in parts):
+    for stage in (one for one in layout.graph.stages if one.part in parts):
         with _joined(stage.degrees.world):
             watch.phase = START
             trainer = make_rank(layout.settings(stage))

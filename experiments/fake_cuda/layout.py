@@ -9,9 +9,9 @@ import numpy as np
 
 from dhp.base.geometry import IGNORED
 from dhp.base.messages import StepData
-from dhp.base.stages import Chain, StageSpec
+from dhp.base.stages import StageGraph, StageSpec
 from dhp.batching.collate import Collator
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import BatchSharder
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
@@ -19,7 +19,7 @@ from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.run.chain import make_chain
+from dhp.run.graph import make_graph
 from dhp.run.settings import feed_settings, stage_settings
 from dhp.run.training import adapters_of, training_rules
 from dhp.trainers.settings import StageSettings
@@ -53,18 +53,18 @@ class Layout:
     model: str
     config: Config
     family: Family
-    chain: Chain
+    graph: StageGraph
 
     def settings(self, stage: StageSpec) -> StageSettings:
         """As a run on GPUs makes them."""
         rules = training_rules(self.config.training, self.family, adapters_of(self.config))
-        return stage_settings(self.config, self.chain, stage, "cuda", 10, rules=rules)
+        return stage_settings(self.config, self.graph, stage, "cuda", 10, rules=rules)
 
-    def deal(self, sizes: Sizes) -> StepData:
+    def shard(self, sizes: Sizes) -> StepData:
         """One micro-batch for all ranks, of a row for each replica."""
         feed = feed_settings(self.config)
         row = tuple(_sample(sizes, number, self.family) for number in range(sizes.samples))
-        dealer = Dealer(
+        dealer = BatchSharder(
             self.family,
             Collator(self.family, 0, feed.packing),
             feed.encoders,
@@ -72,7 +72,7 @@ class Layout:
             sequence_groups=feed.sequence_groups,
             even_calls=feed.even_calls,
         )
-        return dealer.deal(StepSamples(0, 0, ((row,) * feed.layout.replicas,), ()))
+        return dealer.shard(StepSamples(0, 0, ((row,) * feed.layout.replicas,), ()))
 
 
 def lay_out(model: str, keys: Sequence[str] = ()) -> Layout:
@@ -80,7 +80,7 @@ def lay_out(model: str, keys: Sequence[str] = ()) -> Layout:
     named = [f"{part}.model_name={model}" for part in ("vision", "text")]
     config = resolve(compose_config("tiny", overrides=[*ONE_EACH, *named, *keys]), reads=False)
     family = load_family(model)
-    return Layout(model, config, family, make_chain(config, family, model))
+    return Layout(model, config, family, make_graph(config, family, model))
 
 
 def _sample(sizes: Sizes, number: int, family: Family) -> Sample:

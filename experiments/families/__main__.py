@@ -39,7 +39,7 @@ def measure(name: str, steps: int, even: bool = False) -> dict[str, Any]:
         batches = [data.step(number) for number in range(steps + 1)]
         taken = []
         for number, batch in enumerate(batches):
-            pair = [(plain, plain.deal(batch)), (ours, ours.deal(batch))]
+            pair = [(plain, plain.shard(batch)), (ours, ours.shard(batch))]
             seconds, loss = {}, {}
             # Every other step the other way around: who comes second finds the samples in the caches.
             for way, dealt in pair if number % 2 else pair[::-1]:

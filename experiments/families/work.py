@@ -16,20 +16,20 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from dhp.base.geometry import IGNORED
 from dhp.base.messages import StepData
 from dhp.batching.collate import Collator, pixels_by_argument
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import BatchSharder
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.doctor.samples import SampleMaker
 from dhp.models.generic.declared import token_types
 from dhp.models.generic.rows import kinds_for
-from dhp.models.generic.twin_model import Twin
+from dhp.models.generic.twin_model import ProbeModel
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
 from dhp.trainers.settings import OptimizerSettings
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
+from dhp.trainers.text import TextEngine
+from dhp.trainers.vision import EncoderEngine
 from experiments.families.models import grow
 from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 
@@ -56,7 +56,7 @@ class Data:
     def __init__(self, model: str, even: bool = False):
         self._even = even
         self.family = load_family(model)
-        twin = Twin(AutoConfig.from_pretrained(model, trust_remote_code=False))
+        twin = ProbeModel(AutoConfig.from_pretrained(model, trust_remote_code=False))
         own = twin.make
         twin.make = lambda number: grow(own(number), number)
         self._maker = SampleMaker(twin, self.family)
@@ -88,16 +88,16 @@ class Ours:
 
     def __init__(self, model: str, data: Data, **changes: Any):
         """changes: of both parts' settings."""
-        chain = pair_of(data.family)
-        trainers = {VISION: VisionTrainer, TEXT: TextTrainer}
-        self.trainers = {s: t(settings_of(chain, s, model, UPDATE, **changes)) for s, t in trainers.items()}
-        self._stages = make_stages(chain, {stage: Here(trainer) for stage, trainer in self.trainers.items()})
-        self._schedule = make_schedule("sequential", chain, MICRO_BATCHES)
-        self._dealer = Dealer(data.family, Collator(data.family, 0, changes.get("packing", True)))
+        graph = pair_of(data.family)
+        trainers = {VISION: EncoderEngine, TEXT: TextEngine}
+        self.trainers = {s: t(settings_of(graph, s, model, UPDATE, **changes)) for s, t in trainers.items()}
+        self._stages = make_stages(graph, {stage: Here(trainer) for stage, trainer in self.trainers.items()})
+        self._schedule = make_schedule("sequential", graph, MICRO_BATCHES)
+        self._dealer = BatchSharder(data.family, Collator(data.family, 0, changes.get("packing", True)))
 
-    def deal(self, samples: MicroBatches) -> StepData:
+    def shard(self, samples: MicroBatches) -> StepData:
         """What other processes do ahead of a step."""
-        return self._dealer.deal(StepSamples(0, 0, tuple((row,) for row in samples), ()))
+        return self._dealer.shard(StepSamples(0, 0, tuple((row,) for row in samples), ()))
 
     def step(self, data: StepData) -> tuple[float, float]:
         """Seconds and loss of a whole step."""
@@ -118,7 +118,7 @@ class Plain:
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=UPDATE.weight_decay, fused=True)
 
-    def deal(self, samples: MicroBatches) -> list[dict[str, Tensor]]:
+    def shard(self, samples: MicroBatches) -> list[dict[str, Tensor]]:
         """The arguments of each micro-batch, which a data loader's processes make ahead of a step."""
         return [self._collate(row) for row in samples]
 

@@ -16,8 +16,8 @@ from PIL import Image
 from dhp.base.degrees import Degrees
 from dhp.base.features import Features, KeepSettings
 from dhp.base.messages import StepData
-from dhp.batching.feed import Feed
-from dhp.data.kept_pictures import KeptPictures, seen_to_json
+from dhp.batching.feed import BatchReader
+from dhp.data.kept_pictures import CachedPictures, seen_to_json
 from dhp.data.sample import Sample
 from dhp.features.folder import FeatureFolder
 from dhp.models.digest import digest_tower
@@ -86,14 +86,14 @@ def require_same(taken: Sequence[Mapping[str, Taken]]) -> None:
             raise AssertionError(f"round {number}: the tower ran though features were there: {of_round[CACHED]}")
 
 
-def _take(way: Way, feed: Feed) -> Taken:
+def _take(way: Way, feed: BatchReader) -> Taken:
     begin = time.process_time()
     data: StepData = feed.step(0)
     reading = time.process_time() - begin
     return Taken(way.step(data), reading, data.info.cached_images)
 
 
-def _feed(model: str, read: Callable[[], Sequence[Sample]]) -> Feed:
+def _feed(model: str, read: Callable[[], Sequence[Sample]]) -> BatchReader:
     return feed_of(model, Degrees(), Degrees(), read, 1)
 
 
@@ -105,7 +105,7 @@ def _reader(model: str, kept: KeepSettings, sample: Sample, folder: Path) -> Cal
     noise = np.random.default_rng(0).integers(0, 256, (grid[1] * EDGE, grid[2] * EDGE, 3), dtype=np.uint8)
     Image.fromarray(noise).save(picture)
     tower = digest_tower(model, "float32", (VISION, TEXT))
-    pictures = KeptPictures(tower, FeatureFolder(Path(kept.folder)).load, family.tower.tensors, [])
+    pictures = CachedPictures(tower, FeatureFolder(Path(kept.folder)).load, family.tower.tensors, [])
     seen = pictures.see([], family.processor.image_tokens)
 
     def read() -> list[Sample]:

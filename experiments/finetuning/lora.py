@@ -13,7 +13,7 @@ from torch import nn
 
 from dhp.base.adapters import AdapterSettings
 from dhp.batching.collate import Collator
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import BatchSharder
 from dhp.data.source import StepSamples
 from dhp.models.adapters import find_targets
 from dhp.models.family import Family
@@ -38,11 +38,11 @@ class Ours:
 
     def __init__(self, model: str, trained: Trained, data: Data):
         self.way = Way(model, trained, MICRO_BATCHES)
-        self._dealer = Dealer(data.family, Collator(data.family, 0, packing=True))
+        self._dealer = BatchSharder(data.family, Collator(data.family, 0, packing=True))
 
-    def deal(self, samples: MicroBatches) -> Any:
+    def shard(self, samples: MicroBatches) -> Any:
         """What other processes do ahead of a step."""
-        return self._dealer.deal(StepSamples(0, 0, tuple((row,) for row in samples), ()))
+        return self._dealer.shard(StepSamples(0, 0, tuple((row,) for row in samples), ()))
 
     def step(self, data: Any) -> tuple[float, float]:
         """Seconds and loss of a whole step."""
@@ -90,7 +90,7 @@ def _round(number: int, samples: MicroBatches, *sides: Mapping[str, Ours | Plain
     # Every other round the other way around: who comes first finds the caches of another.
     for side, train in order if number % 2 else order[::-1]:
         way: Any = sides[side][train]
-        seconds[side][train], loss = way.step(way.deal(samples))
+        seconds[side][train], loss = way.step(way.shard(samples))
         losses.append(loss)
     if number == 0 and max(losses) / min(losses) - 1 > CLOSE:
         raise AssertionError(f"losses before any update differ: {losses}")

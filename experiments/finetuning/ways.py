@@ -22,8 +22,8 @@ from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
 from dhp.trainers.settings import OptimizerSettings
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
+from dhp.trainers.text import TextEngine
+from dhp.trainers.vision import EncoderEngine
 from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
@@ -96,16 +96,16 @@ class Way:
         """keep: where the tower's features are kept; None: nowhere."""
         family, adapters = load_family(model), trained.adapters
         rules = training_rules(TrainingConfig(frozen=list(trained.frozen)), family, adapters)
-        chain = pair_of(family, vision_trains=trained_stage(rules, family, model, adapters)(VISION, ()))
-        trainers = {VISION: VisionTrainer, TEXT: TextTrainer}
-        given = partial(settings_of, chain, model=model, update=UPDATE, rules=rules)
+        graph = pair_of(family, vision_trains=trained_stage(rules, family, model, adapters)(VISION, ()))
+        trainers = {VISION: EncoderEngine, TEXT: TextEngine}
+        given = partial(settings_of, graph, model=model, update=UPDATE, rules=rules)
         kept = {VISION: keep}
         self.stages = {
             stage: Timed(kind(given(stage, adapters=adapters.get(stage), features=kept.get(stage))))
             for stage, kind in trainers.items()
         }
-        self._chain, self._stages = chain, make_stages(chain, self.stages)
-        self._schedule = make_schedule("sequential", chain, micro_batches)
+        self._graph, self._stages = graph, make_stages(graph, self.stages)
+        self._schedule = make_schedule("sequential", graph, micro_batches)
 
     @property
     def vision(self) -> Timed:
@@ -115,7 +115,7 @@ class Way:
     def evaluate(self, data: StepData) -> Step:
         """The loss of a step's data, forward alone."""
         begin = time.process_time()
-        loss = sum(share.loss for share in evaluate_batch(self._stages, self._chain, as_batch(data)).shares)
+        loss = sum(share.loss for share in evaluate_batch(self._stages, self._graph, as_batch(data)).shares)
         return Step(time.process_time() - begin, {}, loss)
 
     def step(self, data: StepData) -> Step:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dhp.base.generation import Answer
-from dhp.base.messages import Bundle, Choices, StageReport, StepData
+from dhp.base.messages import Bundle, RecomputePolicies, StageReport, StepData
 from dhp.config.recompute import read_choices
 from dhp.models.registry import load_family
 from dhp.trainers.kinds import make_rank
@@ -128,7 +128,7 @@ class Text:
         rows, hidden = sum(data.work[VISION][0][0].rows), self.trainer.family.config.get_text_config().hidden_size
         self._embeddings = torch.randn(rows, hidden).to(self.trainer.dtype).to(setting.device)
 
-    def choose(self, choices: Choices) -> None:
+    def choose(self, choices: RecomputePolicies) -> None:
         """What each layer recomputes from the next step on."""
         self.trainer.set_recompute(choices)
 

@@ -19,10 +19,10 @@ from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StepData
 from dhp.base.parameters import Selector, TrainingRules
-from dhp.base.stages import HIDDEN_STATES, Chain, Edge, Node
+from dhp.base.stages import HIDDEN_STATES, Edge, Node, StageGraph
 from dhp.batching.collate import Collator
 from dhp.batching.encoders import Split
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import BatchSharder
 from dhp.checkpoint.folder import OPTIMIZER
 from dhp.checkpoint.shards import ShardReader, read_shards
 from dhp.data.order.sampler import BatchLayout, slots
@@ -130,27 +130,27 @@ def _rules(family: Family, layout: Layout) -> TrainingRules:
 def _train(setting: Setting, layout: Layout, dtype: str) -> Trained:
     """The same steps by ranks of the layout; weights at the end as a checkpoint has them."""
     tiny = make_tiny(setting, layout.family)
-    chain, losses, norms = _chain(load_family(tiny.folder), layout), [], []
+    graph, losses, norms = _graph(load_family(tiny.folder), layout), [], []
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         groups = {}
-        for spec in chain.stages:
-            own = stage_settings(setting, chain, spec.name, layout, dtype)
+        for spec in graph.stages:
+            own = stage_settings(setting, graph, spec.name, layout, dtype)
             ranks = Ranks(spec.name, spec.degrees.world, setting.device, make_rank, own)
             groups[spec.name] = stack.enter_context(ranks)
-        stages, schedule = make_stages(chain, groups), make_schedule("sequential", chain, MICRO_BATCHES)
+        stages, schedule = make_stages(graph, groups), make_schedule("sequential", graph, MICRO_BATCHES)
         for number in range(len(tiny.steps)):
             data = deal_step(setting, layout, number)
-            reports = train_step(stages, schedule, chain.ties, as_batch(data)).reports
-            last = chain.stages[-1]
+            reports = train_step(stages, schedule, graph.ties, as_batch(data)).reports
+            last = graph.stages[-1]
             losses.append(sum(report.loss for report in reports[last.name][:: last.degrees.tensor]))
             norms.append(max(report.grad_norm for of_stage in reports.values() for report in of_stage))
-        for spec in chain.stages:
+        for spec in graph.stages:
             groups[spec.name].execute_all_async("save", str(Path(folder) / spec.part))
         ends = {name: one for part in (VISION, TEXT) for name, one in _masters(Path(folder) / part).items()}
     return Trained(losses, norms, {}, ends)
 
 
-def _chain(family: Family, layout: Layout) -> Chain:
+def _graph(family: Family, layout: Layout) -> StageGraph:
     """Both parts on the same devices; the text part as a pipeline's stages where the layout has some."""
     whole = pair_of(family, layout.vision, layout.text)
     if layout.pipeline == 1:
@@ -162,10 +162,10 @@ def _chain(family: Family, layout: Layout) -> Chain:
         for at in range(count)
     ]
     links = (Edge(Node(one.name), Node(other.name), (HIDDEN_STATES,), True) for one, other in pairwise(stages))
-    return Chain((tower, *stages), (replace(edge, target=Node(stages[0].name)), *links))
+    return StageGraph((tower, *stages), (replace(edge, target=Node(stages[0].name)), *links))
 
 
-def stage_settings(setting: Setting, chain: Chain, stage: str, layout: Layout, dtype: str) -> StageSettings:
+def stage_settings(setting: Setting, graph: StageGraph, stage: str, layout: Layout, dtype: str) -> StageSettings:
     """Of one stage of the layout. dtype: a torch dtype's name."""
     folder = make_tiny(setting, layout.family).folder
     own = {
@@ -174,9 +174,9 @@ def stage_settings(setting: Setting, chain: Chain, stage: str, layout: Layout, d
         "zero_stage": layout.zero_stage,
         "zero_engine": layout.engine,
         "rules": _rules(load_family(folder), layout),
-        "adapters": layout.adapters if chain.stage(stage).part == TEXT else None,
+        "adapters": layout.adapters if graph.stage(stage).part == TEXT else None,
     }
-    return settings_of(chain, stage, folder, UPDATE, layout.recompute, **own)
+    return settings_of(graph, stage, folder, UPDATE, layout.recompute, **own)
 
 
 def deal_step(setting: Setting, layout: Layout, step: int) -> StepData:
@@ -185,10 +185,10 @@ def deal_step(setting: Setting, layout: Layout, step: int) -> StepData:
     family, samples = load_family(tiny.folder), tiny.steps[step]
     split = Split(layout.vision.data, layout.vision.sequence, even_calls=even)
     collator = Collator(family, 0, packing=True)
-    dealer = Dealer(family, collator, {VISION: split}, text=layout.text, even_calls=even)
+    dealer = BatchSharder(family, collator, {VISION: split}, text=layout.text, even_calls=even)
     size = -(-len(samples) // (MICRO_BATCHES * layout.text.data))
     dealt = slots(samples, BatchLayout(layout.text.data, MICRO_BATCHES, size))
-    return dealer.deal(StepSamples(step, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ()))
+    return dealer.shard(StepSamples(step, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ()))
 
 
 def _masters(folder: Path) -> Weights:

@@ -19,7 +19,7 @@ from torch import Tensor
 import experiments.gpu_check.ray_stand_in  # noqa: F401
 from dhp.base.messages import Bundle
 from dhp.base.spans import TRANSFER
-from dhp.cluster.elsewhere import Elsewhere
+from dhp.cluster.elsewhere import RemoteValue
 from dhp.cluster.transport.pinned import pin, unpin
 from dhp.cluster.transport.shared_memory import CUDA_IPC
 from dhp.models.registry import load_family
@@ -49,21 +49,21 @@ def check_steps(setting: Setting, transport: str, samples: int) -> dict[str, Any
         setting.require_cuda("CUDA IPC")
     free()
     folder = make_shape(setting, LAYERS)
-    chain = pair_of(load_family(folder))
+    graph = pair_of(load_family(folder))
     data = deal(setting, folder, make_samples(folder, sizes(setting, samples)))
     wanted = _losses_here(setting, folder, data)
     before, losses, times = _used(setting), [], []
     with ExitStack() as stack:
         groups = {}
         for stage in (VISION, TEXT):
-            own = settings_of(chain, stage, folder, UPDATE, "light", dtype=setting.format, device=setting.device)
+            own = settings_of(graph, stage, folder, UPDATE, "light", dtype=setting.format, device=setting.device)
             ranks = Ranks(stage, 1, setting.device, Built, own, backend=_backend(setting), transport=transport)
             groups[stage] = stack.enter_context(ranks)
-        stages, schedule = make_stages(chain, groups), make_schedule("sequential", chain, 1)
+        stages, schedule = make_stages(graph, groups), make_schedule("sequential", graph, 1)
         batch = as_batch(data, lambda value: Stored.put(value, Path(stack.enter_context(TemporaryDirectory()))))
         for _ in range(STEPS):
             begin = time.perf_counter()
-            losses.append(train_step(stages, schedule, chain.ties, batch).reports[TEXT][0].loss)
+            losses.append(train_step(stages, schedule, graph.ties, batch).reports[TEXT][0].loss)
             times.append((time.perf_counter() - begin) * 1e3)
         used = _used(setting)
         memory = {stage: group.first("memory") for stage, group in groups.items()}
@@ -105,7 +105,7 @@ def check_hand_over(setting: Setting, transport: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Stored(Elsewhere):
+class Stored(RemoteValue):
     """A value in a file, which each process reads once: patches reach a run's ranks by mapped memory, not by a pipe."""
 
     @classmethod

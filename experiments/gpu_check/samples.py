@@ -11,7 +11,7 @@ from dhp.base.geometry import IGNORED
 from dhp.base.messages import StepData
 from dhp.batching.collate import Collator
 from dhp.batching.encoders import Split
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import BatchSharder
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
@@ -41,7 +41,7 @@ def make_samples(folder: str, wanted: Sizes) -> tuple[Sample, ...]:
 
 def deal(setting: Setting, folder: str, samples: tuple[Sample, ...]) -> StepData:
     """One micro-batch; pixels travel in the format that the tower computes in, as in a run."""
-    return _dealer(setting, folder).deal(StepSamples(0, 0, ((samples,),), ()))
+    return _dealer(setting, folder).shard(StepSamples(0, 0, ((samples,),), ()))
 
 
 def deal_prompt(setting: Setting, folder: str, sample: Sample, new_tokens: int) -> StepData:
@@ -49,9 +49,9 @@ def deal_prompt(setting: Setting, folder: str, sample: Sample, new_tokens: int) 
     return _dealer(setting, folder).deal_prompts(StepSamples(0, 0, (((sample,),),), ()), Sampling(new_tokens))
 
 
-def _dealer(setting: Setting, folder: str) -> Dealer:
+def _dealer(setting: Setting, folder: str) -> BatchSharder:
     family = load_family(folder)
-    return Dealer(family, Collator(family, 0, packing=True), {VISION: Split(dtype=setting.format)})
+    return BatchSharder(family, Collator(family, 0, packing=True), {VISION: Split(dtype=setting.format)})
 
 
 def _sample(wanted: Sizes, seed: int, image_token: int) -> Sample:

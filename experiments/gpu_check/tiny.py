@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from dhp.data.sample import Sample
 from dhp.doctor.samples import SampleMaker
-from dhp.models.generic.twin_model import Twin
+from dhp.models.generic.twin_model import ProbeModel
 from dhp.models.registry import load_family
 from experiments.gpu_check.setting import Setting
 
@@ -94,7 +94,7 @@ class Tiny:
 @cache
 def make_tiny(setting: Setting, family: str) -> Tiny:
     """The same each time; its files are written once for all processes."""
-    twin = Twin(AutoConfig.for_model(family.partition(",")[0], tie_word_embeddings=False, **FAMILIES[family]))
+    twin = ProbeModel(AutoConfig.for_model(family.partition(",")[0], tie_word_embeddings=False, **FAMILIES[family]))
     folder = setting.folder / family
     if not folder.exists():
         partial = setting.folder / f"{family}_unfinished"

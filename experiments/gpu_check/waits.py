@@ -54,8 +54,8 @@ def check(setting: Setting, name: str) -> dict[str, Any]:
     layout = read_layout(name)
     require_packages(setting, layout)
     join()
-    chain, data = pair_of(load_family(make_tiny(setting, layout.family).folder)), deal_step(setting, layout, 0)
-    trainers = (make_rank(stage_settings(setting, chain, part, layout, setting.format)) for part in (VISION, TEXT))
+    graph, data = pair_of(load_family(make_tiny(setting, layout.family).folder)), deal_step(setting, layout, 0)
+    trainers = (make_rank(stage_settings(setting, graph, part, layout, setting.format)) for part in (VISION, TEXT))
     pair = HandingOver(setting.cuda, *trainers)
     micro_batch, end_step = partial(pair.micro_batch, data), partial(pair.end_step, data)
     micro_batch()  # memory is taken and locked in the first

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from dhp.base.spans import BACKWARD, FORWARD, Span
-from dhp.batching.loader import make_feed
+from dhp.batching.loader import make_reader
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.transport.shared_memory import NIXL, OBJECT_STORE, SHARED_MEMORY
 from dhp.cluster.watch import wait_all
 from dhp.run.settings import feed_settings
-from experiments.overhead.__main__ import chain_of, configure, dhp_step, one_actor_each, start
+from experiments.overhead.__main__ import configure, dhp_step, graph_of, one_actor_each, start
 from experiments.pair import as_batch, make_pair
 
 MEGABYTES = 64
@@ -105,17 +105,17 @@ def share_of_step(transport: str, rounds: int) -> dict[str, Any]:
     """At 16k patches a step: the time between one part's end and the other's begin, there and back, over the step's."""
     with tempfile.TemporaryDirectory() as name:
         config = configure(Path(name), 1, [f"data.min_pixels={PIXELS}", f"data.max_pixels={int(PIXELS * 1.1)}"])
-        feed = make_feed(feed_settings(config))
+        feed = make_reader(feed_settings(config))
         shares, steps, patches = [], [], []
-        chain = chain_of(config)
-        with Cluster(one_actor_each(chain, name, transport, trace=True)) as cluster:
-            stages = start(cluster, chain, config)
+        graph = graph_of(config)
+        with Cluster(one_actor_each(graph, name, transport, trace=True)) as cluster:
+            stages = start(cluster, graph, config)
             for number in range(rounds + 1):
                 data = feed.step(number)
                 batch = as_batch(data, ray.put)
                 spans(cluster)
                 begin = time.perf_counter()
-                dhp_step(chain, stages, batch, 1)
+                dhp_step(graph, stages, batch, 1)
                 steps.append(time.perf_counter() - begin)
                 shares.append(sum(_gaps(spans(cluster))) / steps[-1])
                 patches.append(data.info.vision_tokens)

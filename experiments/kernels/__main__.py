@@ -41,7 +41,7 @@ def measure(name: str, steps: int, dtype: str = "float32") -> dict[str, Any]:
             batch = data.step(number)
             seconds, loss = {}, {}
             for way in (plain, ours) if number % 2 else (ours, plain):
-                seconds[way], loss[way] = way.step(way.deal(batch))
+                seconds[way], loss[way] = way.step(way.shard(batch))
             taken.append((seconds[plain], seconds[ours]))
             worst = max(worst, abs(loss[ours] / loss[plain] - 1))
         served = {use.kind: use.kernel for trainer in ours.trainers.values() for use in trainer.describe_kernels()}

@@ -14,9 +14,9 @@ import ray
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StageReport, StageUsage, StepData
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.batching.encoders import Split
-from dhp.batching.feed import Feed
+from dhp.batching.feed import BatchReader
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.degrees import DEEPSPEED, FSDP
@@ -29,8 +29,8 @@ from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, Stages, make_stages
 from dhp.step.step import train_step
 from dhp.trainers.settings import OptimizerSettings
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
+from dhp.trainers.text import TextEngine
+from dhp.trainers.vision import EncoderEngine
 from experiments.layouts.peers import LEARNING_RATE
 from experiments.layouts.work import Run
 from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
@@ -75,7 +75,7 @@ def deal(model: str, vision: Degrees, text: Degrees, samples: Sequence[Sample]) 
 
     source: Any = SimpleNamespace(step=step)
     encoders = {VISION: Split(vision.data, vision.sequence)}
-    return Feed(source, load_family(model), 0, encoders, packing=True, text=text).step(0)
+    return BatchReader(source, load_family(model), 0, encoders, packing=True, text=text).step(0)
 
 
 def run_layout(
@@ -88,67 +88,67 @@ def run_layout(
 ) -> dict[str, Run]:
     """Of every batch, `steps` steps after one that does not count. measure: bytes of the last. address: of a Ray."""
     spread = LAYOUTS[name]
-    chain = pair_of(load_family(model), spread.vision, spread.text)
-    vision = settings_of(chain, VISION, model, UPDATE, measure=measure, zero_stage=spread.vision_stage)
+    graph = pair_of(load_family(model), spread.vision, spread.text)
+    vision = settings_of(graph, VISION, model, UPDATE, measure=measure, zero_stage=spread.vision_stage)
     text = settings_of(
-        chain, TEXT, model, UPDATE, measure=measure, zero_stage=spread.text_stage, zero_engine=spread.text_engine
+        graph, TEXT, model, UPDATE, measure=measure, zero_stage=spread.text_stage, zero_engine=spread.text_engine
     )
-    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(chain, folder, address)) as cluster:
+    with tempfile.TemporaryDirectory() as folder, Cluster(_layout(graph, folder, address)) as cluster:
         groups = cluster.groups
-        groups[VISION].start(VisionTrainer, vision)
-        groups[TEXT].start(TextTrainer, text)
+        groups[VISION].start(EncoderEngine, vision)
+        groups[TEXT].start(TextEngine, text)
         wait_all([w for group in groups.values() for w in group.take_watched()], TIMEOUT_S)
-        stages = make_stages(chain, groups)
+        stages = make_stages(graph, groups)
         found = {}
         for size, samples in batches.items():
             batch = as_batch(deal(model, spread.vision, spread.text, samples), ray.put)
-            seconds, reports = _train(chain, stages, batch, steps)
+            seconds, reports = _train(graph, stages, batch, steps)
             loss = sum(report.loss for report in stages[TEXT].leaders(reports[TEXT]))
-            found[size] = Run(seconds, loss, *(_bytes(chain, reports) if measure else ()))
+            found[size] = Run(seconds, loss, *(_bytes(graph, reports) if measure else ()))
     return found
 
 
-def device_bytes(chain: Chain, usages: Mapping[str, StageUsage]) -> int:
+def device_bytes(graph: StageGraph, usages: Mapping[str, StageUsage]) -> int:
     """The most activations of a device with a rank of both stages, which take turns: vision keeps what its forward
     kept while text works. usages: of its ranks."""
     held = {
         stage: usage.before_bytes + sum(layer.held_bytes for layer in usage.layers) + usage.after_bytes
         for stage, usage in usages.items()
     }
-    taking_turns = arrange(chain, make_schedule("sequential", chain, 1), "cpu")
+    taking_turns = arrange(graph, make_schedule("sequential", graph, 1), "cpu")
     return int(taking_turns.device_bytes(held, {stage: usage.peak_bytes for stage, usage in usages.items()}))
 
 
 def _train(
-    chain: Chain, stages: Stages, batch: Batch, steps: int
+    graph: StageGraph, stages: Stages, batch: Batch, steps: int
 ) -> tuple[tuple[float, ...], dict[str, list[StageReport]]]:
     """Seconds from the end of each step to the end of the next one, and what all ranks tell of the last. As in a run,
     the next step is submitted while one runs."""
-    ends, following = [], _submit(chain, stages, batch)
+    ends, following = [], _submit(graph, stages, batch)
     for step in range(steps + 1):
         watched, reports = following
         if step < steps:
-            following = _submit(chain, stages, batch)
+            following = _submit(graph, stages, batch)
         wait_all(watched, TIMEOUT_S)
         ends.append(time.perf_counter())
     return tuple(end - begin for begin, end in pairwise(ends)), {name: ray.get(refs) for name, refs in reports.items()}
 
 
-def _submit(chain: Chain, stages: Stages, batch: Batch) -> tuple[list[Watched], dict[str, list[Any]]]:
-    submitted = train_step(stages, make_schedule("sequential", chain, 1), chain.ties, batch)
+def _submit(graph: StageGraph, stages: Stages, batch: Batch) -> tuple[list[Watched], dict[str, list[Any]]]:
+    submitted = train_step(stages, make_schedule("sequential", graph, 1), graph.ties, batch)
     return [w for stage in stages.values() for w in stage.group.take_watched()], submitted.reports
 
 
-def _bytes(chain: Chain, reports: Mapping[str, Sequence[StageReport]]) -> tuple[int, int]:
+def _bytes(graph: StageGraph, reports: Mapping[str, Sequence[StageReport]]) -> tuple[int, int]:
     """Peak of activations on the fuller device, and bytes sent by all: device k has rank k of both parts."""
     ranks = zip(reports[VISION], reports[TEXT], strict=True)
-    peak = max(device_bytes(chain, {VISION: vision.usage, TEXT: text.usage}) for vision, text in ranks)
+    peak = max(device_bytes(graph, {VISION: vision.usage, TEXT: text.usage}) for vision, text in ranks)
     return peak, sum(sum(r.sent_bytes.values()) for of_stage in reports.values() for r in of_stage)
 
 
-def _layout(chain: Chain, folder: str, address: str) -> Layout:
+def _layout(graph: StageGraph, folder: str, address: str) -> Layout:
     return Layout(
-        chain=chain,
+        graph=graph,
         device="cpu",
         address=address,
         threads=1,

@@ -21,11 +21,11 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 from dhp.base.degrees import Degrees
 from dhp.base.generation import Answer, Sampling
 from dhp.batching.collate import Collator
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import BatchSharder
 from dhp.data.source import StepSamples
 from dhp.models.decoder import having, unchanged
 from dhp.models.registry import load_family
-from dhp.trainers.text import TextTrainer
+from dhp.trainers.text import TextEngine
 from experiments.long_context.ranks import UPDATE, on_ranks
 from experiments.long_context.work import make_row
 from experiments.pair import ONE, TEXT, pair_of, settings_of
@@ -88,8 +88,8 @@ class Ours:
 
     def __init__(self, model: str, tokens: int, degrees: Degrees):
         family = load_family(model)
-        self._trainer = TextTrainer(settings_of(pair_of(family, ONE, degrees), TEXT, model, UPDATE))
-        dealer = Dealer(family, Collator(family, 0, True), text=degrees)
+        self._trainer = TextEngine(settings_of(pair_of(family, ONE, degrees), TEXT, model, UPDATE))
+        dealer = BatchSharder(family, Collator(family, 0, True), text=degrees)
         row = StepSamples(0, 0, (((make_row(tokens),),),), ())
         shard = dist.get_rank() // degrees.tensor
         self._prompt = dealer.deal_prompts(row, Sampling(NEW)).work[TEXT][0][shard]

@@ -16,11 +16,11 @@ from transformers.utils import logging
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StageReport, StepData
-from dhp.batching.feed import Feed
+from dhp.batching.feed import BatchReader
 from dhp.data.source import StepSamples
 from dhp.models.registry import load_family
 from dhp.trainers.settings import OptimizerSettings
-from dhp.trainers.text import TextTrainer
+from dhp.trainers.text import TextEngine
 from experiments.long_context.work import make_row
 from experiments.pair import ONE, TEXT, pair_of, settings_of
 
@@ -35,16 +35,16 @@ class Decoder:
     ):
         """measure: reports say what activations take."""
         self._model, self.degrees = model, degrees
-        chain = pair_of(load_family(model), ONE, degrees)
-        self._trainer = TextTrainer(
-            settings_of(chain, TEXT, model, UPDATE, recompute, measure=measure, mlp_chunks=mlp_chunks)
+        graph = pair_of(load_family(model), ONE, degrees)
+        self._trainer = TextEngine(
+            settings_of(graph, TEXT, model, UPDATE, recompute, measure=measure, mlp_chunks=mlp_chunks)
         )
 
     def data(self, tokens: int) -> StepData:
         """A step of one row."""
         samples = StepSamples(0, 0, (((make_row(tokens),),),), ())
         source: Any = SimpleNamespace(step=lambda _: samples)
-        return Feed(source, load_family(self._model), 0, packing=True, text=self.degrees).step(0)
+        return BatchReader(source, load_family(self._model), 0, packing=True, text=self.degrees).step(0)
 
     def step(self, data: StepData) -> StageReport:
         """Forward, backward and update, as `dhp.step.step` has them."""

@@ -26,8 +26,8 @@ from dhp.data.sample import Sample
 from dhp.models.registry import load_family
 from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces
 from dhp.step.stages import make_stages
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
+from dhp.trainers.text import TextEngine
+from dhp.trainers.vision import EncoderEngine
 from experiments.layouts.ours import TIMEOUT_S, UPDATE, _layout, _train, deal
 from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
 from experiments.recompute.work import END, IMAGE, PATCH_VALUES, START, make_model
@@ -45,12 +45,12 @@ def measure(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), **WIDTHS)
-        chain = pair_of(load_family(model), vision, text)
-        with Cluster(_layout(chain, folder, "local")) as cluster:
-            cluster.groups[VISION].start(VisionTrainer, settings_of(chain, VISION, model, UPDATE))
-            cluster.groups[TEXT].start(TextTrainer, settings_of(chain, TEXT, model, UPDATE))
+        graph = pair_of(load_family(model), vision, text)
+        with Cluster(_layout(graph, folder, "local")) as cluster:
+            cluster.groups[VISION].start(EncoderEngine, settings_of(graph, VISION, model, UPDATE))
+            cluster.groups[TEXT].start(TextEngine, settings_of(graph, TEXT, model, UPDATE))
             wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
-            stages = make_stages(chain, cluster.groups)
+            stages = make_stages(graph, cluster.groups)
             for seed in range(ROWS):
                 sample = _row(seed)
                 seconds: dict[str, list[float]] = {"two stages": [], "one stage": []}
@@ -59,7 +59,7 @@ def measure(_: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     for way in list(seconds)[:: 1 if number % 2 else -1]:
                         data = _dealt(model, vision, text, sample, way)
                         loads[way] = [len(work.pixels) for work in data.work[VISION][0]]
-                        taken, _ = _train(chain, stages, as_batch(data, ray.put), 1)
+                        taken, _ = _train(graph, stages, as_batch(data, ray.put), 1)
                         seconds[way] += taken
                 pairs = zip(seconds["one stage"], seconds["two stages"], strict=True)
                 ratios.append(median(one / two for one, two in pairs))

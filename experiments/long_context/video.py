@@ -22,8 +22,8 @@ import numpy as np
 
 from dhp.base.messages import VisionInput
 from dhp.batching.encoders import VISION, Split
-from dhp.batching.feed import Feed
-from dhp.batching.loader import FeedSettings, make_feed
+from dhp.batching.feed import BatchReader
+from dhp.batching.loader import BatchReaderSettings, make_reader
 from dhp.config.schema import DatasetEntry
 from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
@@ -54,12 +54,12 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
 
 
-def _settings(folder: Path, minutes: int) -> FeedSettings:
+def _settings(folder: Path, minutes: int) -> BatchReaderSettings:
     make_tiny_assets(folder / "tiny", lambda _: None)
     _write_video(folder / "v.mp4", minutes * 60 * FPS)
     talk = [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "A circle."}]
     (folder / "a.jsonl").write_text(json.dumps({"messages": talk, "videos": ["v.mp4"]}))
-    return FeedSettings(
+    return BatchReaderSettings(
         model_name=str(folder / "tiny" / "model"),
         datasets=("v",),
         registry={"v": DatasetEntry(str(folder / "a.jsonl"), str(folder))},
@@ -94,18 +94,18 @@ def _alone(task: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
         return pool.submit(task, *given).result()
 
 
-def _read(settings: FeedSettings) -> dict[str, Any]:
-    feed = make_feed(settings)
+def _read(settings: BatchReaderSettings) -> dict[str, Any]:
+    feed = make_reader(settings)
     return _measured(lambda: _work(feed)[0])
 
 
-def _fill(settings: FeedSettings, rank: int) -> dict[str, Any]:
-    feed = make_feed(settings)
+def _fill(settings: BatchReaderSettings, rank: int) -> dict[str, Any]:
+    feed = make_reader(settings)
     work = _work(feed)[rank]
     return _measured(lambda: feed.fill(work))
 
 
-def _work(feed: Feed) -> tuple[VisionInput, ...]:
+def _work(feed: BatchReader) -> tuple[VisionInput, ...]:
     found: tuple[VisionInput, ...] = feed.read(feed.batch(0)).work[VISION][0]
     return found
 

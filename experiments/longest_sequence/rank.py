@@ -15,8 +15,8 @@ from dhp.base.degrees import Degrees
 from dhp.base.messages import Bundle, StepData
 from dhp.base.routes import Route
 from dhp.models.registry import load_family
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
+from dhp.trainers.text import TextEngine
+from dhp.trainers.vision import EncoderEngine
 from experiments.layouts.ours import UPDATE, deal, device_bytes
 from experiments.layouts.work import make_sample
 from experiments.longest_sequence.search import largest_within
@@ -60,10 +60,10 @@ class Device:
 
     def __init__(self, model: str, layout: Layout, recompute: str):
         self._model, self._layout = model, layout
-        self._chain = pair_of(load_family(model), layout.vision, layout.text)
+        self._graph = pair_of(load_family(model), layout.vision, layout.text)
         own = {"measure": True, "zero_stage": layout.zero_stage}
-        self._vision = VisionTrainer(settings_of(self._chain, VISION, model, UPDATE, recompute, **own))
-        self._text = TextTrainer(settings_of(self._chain, TEXT, model, UPDATE, recompute, **own))
+        self._vision = EncoderEngine(settings_of(self._graph, VISION, model, UPDATE, recompute, **own))
+        self._text = TextEngine(settings_of(self._graph, TEXT, model, UPDATE, recompute, **own))
         self._known: dict[int, Peaks] = {}
 
     def peaks(self, size: int) -> Peaks:
@@ -88,7 +88,7 @@ class Device:
         of_vision, of_text = (trainer.grad_norm_sq(data.info) for trainer in (self._vision, self._text))
         vision = self._vision.optimizer_step(data.info, of_text).usage
         text = self._text.optimizer_step(data.info, of_vision).usage
-        return Peaks(vision.peak_bytes, device_bytes(self._chain, {VISION: vision, TEXT: text}))
+        return Peaks(vision.peak_bytes, device_bytes(self._graph, {VISION: vision, TEXT: text}))
 
 
 def _received(route: Route, given: Sequence[Sequence[Bundle]], target: int) -> list[Bundle]:

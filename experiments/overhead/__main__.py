@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
-from dhp.base.stages import Chain
-from dhp.batching.loader import make_feed
+from dhp.base.stages import StageGraph
+from dhp.batching.loader import make_reader
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.host_memory import keep_freed_memory
 from dhp.cluster.watch import wait_all
@@ -27,15 +27,15 @@ from dhp.config.load import compose_config
 from dhp.config.schema import Config
 from dhp.models.registry import load_family, load_tokenizer
 from dhp.models.tiny import tiny_config
-from dhp.run.chain import make_chain
+from dhp.run.graph import make_graph
 from dhp.run.preflight import prepare
 from dhp.run.settings import feed_settings, stage_settings
 from dhp.run.tiny_assets import make_tiny_assets
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, Stages, make_stages
 from dhp.step.step import train_step
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
+from dhp.trainers.text import TextEngine
+from dhp.trainers.vision import EncoderEngine
 from experiments.pair import TEXT, VISION, as_batch
 
 TEXT_SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
@@ -110,15 +110,15 @@ class Plain:
         return total
 
 
-def chain_of(config: Config) -> Chain:
+def graph_of(config: Config) -> StageGraph:
     """The configuration's stages."""
-    return make_chain(config, load_family(config.text.model_name), config.text.model_name)
+    return make_graph(config, load_family(config.text.model_name), config.text.model_name)
 
 
-def one_actor_each(chain: Chain, folder: str, transport: str = "auto", trace: bool = False) -> Layout:
+def one_actor_each(graph: StageGraph, folder: str, transport: str = "auto", trace: bool = False) -> Layout:
     """The chain's actors, one a stage, with all threads, on a Ray of their own."""
     return Layout(
-        chain=chain,
+        graph=graph,
         device="cpu",
         address="local",
         threads=os.cpu_count(),
@@ -131,18 +131,18 @@ def one_actor_each(chain: Chain, folder: str, transport: str = "auto", trace: bo
     )
 
 
-def start(cluster: Cluster, chain: Chain, config: Config) -> Stages:
+def start(cluster: Cluster, graph: StageGraph, config: Config) -> Stages:
     """Both stages, loaded."""
-    for stage, trainer in ((VISION, VisionTrainer), (TEXT, TextTrainer)):
-        settings = stage_settings(config, chain, chain.stage(stage), cluster.device, 1000)
+    for stage, trainer in ((VISION, EncoderEngine), (TEXT, TextEngine)):
+        settings = stage_settings(config, graph, graph.stage(stage), cluster.device, 1000)
         cluster.groups[stage].start(trainer, settings)
     wait_all([w for group in cluster.groups.values() for w in group.take_watched()], TIMEOUT_S)
-    return make_stages(chain, cluster.groups)
+    return make_stages(graph, cluster.groups)
 
 
-def dhp_step(chain: Chain, stages: Stages, batch: Batch, micro_batches: int) -> float:
+def dhp_step(graph: StageGraph, stages: Stages, batch: Batch, micro_batches: int) -> float:
     """One step, waited for; the loss. batch: in the object store, as the dataset actor leaves it there."""
-    refs = train_step(stages, make_schedule("sequential", chain, micro_batches), chain.ties, batch)
+    refs = train_step(stages, make_schedule("sequential", graph, micro_batches), graph.ties, batch)
     wait_all([w for stage in stages.values() for w in stage.group.take_watched()], TIMEOUT_S)
     return sum(report.loss for report in ray.get(refs.reports[TEXT]))
 
@@ -151,12 +151,12 @@ def measure(rounds: int, micro_batches: int) -> dict[str, Any]:
     """Interleaved rounds; the first of each is left out."""
     with tempfile.TemporaryDirectory() as name:
         config = configure(Path(name), micro_batches)
-        feed = make_feed(feed_settings(config))
+        feed = make_reader(feed_settings(config))
         plain = Plain(config.text.model_name, config.training.learning_rate)
-        chain = chain_of(config)
+        graph = graph_of(config)
         times: dict[str, list[float]] = {"hf": [], "dhp": []}
-        with Cluster(one_actor_each(chain, name)) as cluster:
-            stages = start(cluster, chain, config)
+        with Cluster(one_actor_each(graph, name)) as cluster:
+            stages = start(cluster, graph, config)
             for step in range(rounds + 1):
                 batch, named = (
                     as_batch(feed.step(step), ray.put),
@@ -165,7 +165,7 @@ def measure(rounds: int, micro_batches: int) -> dict[str, Any]:
                 begin = time.perf_counter()
                 theirs = plain.step(named)
                 between = time.perf_counter()
-                ours = dhp_step(chain, stages, batch, micro_batches)
+                ours = dhp_step(graph, stages, batch, micro_batches)
                 times["hf"].append(between - begin)
                 times["dhp"].append(time.perf_counter() - between)
     hf_s, dhp_s = (median(times[kind][1:]) for kind in ("hf", "dhp"))

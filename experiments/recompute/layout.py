@@ -13,7 +13,7 @@ import ray
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import StageUsage, StepData
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.cluster import Layout as Actors
 from dhp.cluster.watch import wait_all
@@ -25,12 +25,12 @@ from dhp.step.schedule import make_schedule
 from dhp.step.stages import Group, make_stages
 from dhp.step.step import train_step
 from dhp.trainers.settings import OptimizerSettings, StageSettings
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
+from dhp.trainers.text import TextEngine
+from dhp.trainers.vision import EncoderEngine
 from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, pair_of, settings_of
 
 TIMEOUT_S = 900.0
-TRAINERS = {VISION: VisionTrainer, TEXT: TextTrainer}
+TRAINERS = {VISION: EncoderEngine, TEXT: TextEngine}
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)
 Usages = dict[str, StageUsage | None]
 
@@ -48,14 +48,14 @@ class Layout:
     collocate: bool = True
     packing: bool = True
 
-    def chain(self, model: str) -> Chain:
+    def graph(self, model: str) -> StageGraph:
         """Both stages."""
         return pair_of(load_family(model), self.vision, self.text, self.collocate)
 
     def settings(self, stage: str, model: str) -> StageSettings:
         """Of one stage: everything recomputed at first, and measured."""
         own = {"dtype": self.dtype, "zero_stage": self.zero_stage, "packing": self.packing}
-        return settings_of(self.chain(model), stage, model, UPDATE, "full", measure=True, **own)
+        return settings_of(self.graph(model), stage, model, UPDATE, "full", measure=True, **own)
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def as_actors(layout: Layout, model: str) -> Iterator[Run]:
     """All ranks of both parts, on a Ray of their own."""
     with tempfile.TemporaryDirectory() as folder:
         actors = Actors(
-            chain=layout.chain(model),
+            graph=layout.graph(model),
             device="cpu",
             address="local",
             threads=max(1, (os.cpu_count() or 1) // layout.vision.world),
@@ -110,12 +110,12 @@ class Run:
     ):
         """put: a value → what groups are called with; values: what they answer → values, when all is done."""
         self._groups, self._put, self._values = groups, put, values
-        self._chain = layout.chain(model)
-        self._stages = make_stages(self._chain, groups)
-        self._schedule = make_schedule(layout.schedule, self._chain, layout.micro_batches)
+        self._graph = layout.graph(model)
+        self._stages = make_stages(self._graph, groups)
+        self._schedule = make_schedule(layout.schedule, self._graph, layout.micro_batches)
         family = load_family(model)
         self.kinds = {VISION: family.tower.layers.kinds, TEXT: family.decoder.layers.kinds}
-        self.arrangement: Arrangement = arrange(self._chain, self._schedule, "cpu")
+        self.arrangement: Arrangement = arrange(self._graph, self._schedule, "cpu")
 
     def take(self, data: StepData) -> None:
         """The batch of the steps to come."""
@@ -125,7 +125,7 @@ class Run:
         """One step under the plan; what its fullest ranks took."""
         for stage, group in self._groups.items():
             group.execute_all_async("set_recompute", plan[stage], returns=0)
-        reports = train_step(self._stages, self._schedule, self._chain.ties, self._batch).reports
+        reports = train_step(self._stages, self._schedule, self._graph.ties, self._batch).reports
         return {stage: usage_of(self._values(refs)) for stage, refs in reports.items()}
 
     def everything(self, choice: str) -> Plan:

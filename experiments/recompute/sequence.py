@@ -15,7 +15,7 @@ import torch.multiprocessing as multiprocessing
 
 from dhp.base.degrees import Degrees
 from dhp.base.messages import Bundle, VisionInput
-from dhp.trainers.vision import VisionTrainer
+from dhp.trainers.vision import EncoderEngine
 from experiments.pair import VISION
 from experiments.recompute.layout import Layout
 from experiments.recompute.work import deal, make_model, make_samples
@@ -66,7 +66,7 @@ def _work(
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // degrees.world))
     dist.init_process_group("gloo", store=dist.FileStore(store, degrees.world), rank=rank, world_size=degrees.world)
-    trainer = VisionTrainer(Layout(degrees).settings(VISION, model))
+    trainer = EncoderEngine(Layout(degrees).settings(VISION, model))
     trainer.set_recompute((recompute,) * LAYERS)
     (embeddings,) = trainer.forward_step(0, 0, works[rank])
     gradients = {name: torch.ones_like(tensor) for name, tensor in embeddings.tensors.items()}

@@ -15,7 +15,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.geometry import IGNORED
 from dhp.base.messages import StepData
 from dhp.batching.encoders import Split
-from dhp.batching.feed import Feed
+from dhp.batching.feed import BatchReader
 from dhp.data.order.sampler import BatchLayout, slots
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
@@ -99,7 +99,7 @@ def feed_of(
     read: Callable[[], Sequence[Sample]],
     micro_batches: int,
     packing: bool = True,
-) -> Feed:
+) -> BatchReader:
     """Steps of the samples that `read` gives, dealt out to the ranks of both parts."""
 
     def step(k: int) -> StepSamples:
@@ -109,4 +109,4 @@ def feed_of(
         return StepSamples(k, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
     source: Any = SimpleNamespace(step=step)
-    return Feed(source, load_family(model), 0, {"vision": Split(vision.data, vision.sequence)}, packing)
+    return BatchReader(source, load_family(model), 0, {"vision": Split(vision.data, vision.sequence)}, packing)

@@ -28,12 +28,12 @@ class Step:
 def simulate(model: str, sizes: Sizes, fused: str, keys: Sequence[str] = ()) -> Step:
     """One micro-batch forward and backward, norm and update, of the layout that `keys` say. The guard is loaded."""
     layout = lay_out(model, [*keys_of(fused), *keys])
-    data = layout.deal(sizes)
+    data = layout.shard(sizes)
     costs = Costs(layout.family.config.get_text_config().vocab_size)
     with fake_device(costs, stand_ins(costs, fused)):
         drive(layout, data, costs, micro_batches=1)
     kernels = tuple(one for one in costs.launched if one.phase != START and not _makes_states(one))
-    ranks = {stage.part: stage.degrees.world for stage in layout.chain.stages}
+    ranks = {stage.part: stage.degrees.world for stage in layout.graph.stages}
     useful = {part: flops // ranks[part] for part, flops in data.info.flops.items()}
     return Step(kernels, useful, data.info.vision_tokens, data.info.tokens)
 

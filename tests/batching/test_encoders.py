@@ -14,7 +14,7 @@ from dhp.base.messages import StepData
 from dhp.data.sample import Sample
 from dhp.models.registry import load_family
 from tests.helpers.families import Maker
-from tests.helpers.layouts import Case, _slotted, make_dealer
+from tests.helpers.layouts import Case, _slotted, make_sharder
 from tests.helpers.tiny import make_sample
 from tests.helpers.tiny_families import save_family
 
@@ -35,7 +35,7 @@ def samples(folder: str) -> list[Sample]:
 
 
 def deal(folder: str, samples: list[Sample], case: Case) -> StepData:
-    return make_dealer(folder, case).deal(_slotted(0, case, samples))
+    return make_sharder(folder, case).shard(_slotted(0, case, samples))
 
 
 @pytest.mark.parametrize("audio", [Degrees(data=2), Degrees(ulysses=2)], ids=["data", "sequence"])
@@ -86,11 +86,11 @@ def test_a_rank_without_sound_has_a_dummy(folder: str, samples: list[Sample]) ->
 def test_sound_travels_in_the_parts_format(folder: str, samples: list[Sample]) -> None:
     from dhp.batching.collate import Collator
     from dhp.batching.encoders import Split
-    from dhp.batching.scatter import Dealer
+    from dhp.batching.scatter import BatchSharder
 
     family, case = load_family(folder), Case(ONE, ONE, 1, audio=ONE)
-    dealer = Dealer(family, Collator(family, 0, True), {"vision": Split(), "audio": Split(dtype="bfloat16")})
-    work = dealer.deal(_slotted(0, case, samples)).work
+    dealer = BatchSharder(family, Collator(family, 0, True), {"vision": Split(), "audio": Split(dtype="bfloat16")})
+    work = dealer.shard(_slotted(0, case, samples)).work
     assert work["audio"][0][0].pixels.dtype == torch.bfloat16 and work["vision"][0][0].pixels.dtype == torch.float32
 
 

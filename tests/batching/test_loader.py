@@ -17,8 +17,8 @@ from dhp.base.degrees import Degrees
 from dhp.base.errors import ModelError
 from dhp.base.messages import StepData
 from dhp.base.routes import Route
-from dhp.batching.loader import FeedSettings, Split
-from dhp.batching.loader import make_feed as make_real_feed
+from dhp.batching.loader import BatchReaderSettings, Split
+from dhp.batching.loader import make_reader as make_real_feed
 from dhp.config.schema import DatasetEntry
 from dhp.data.order.sampler import BatchLayout
 from dhp.data.read_settings import ReadSettings
@@ -26,7 +26,7 @@ from dhp.models.registry import load_family
 from dhp.models.tiny import make_tiny_model
 from dhp.parallel.attention.sequence_groups import SequenceGroups, choose_groups
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
-from tests.helpers.layouts import Case, make_feed
+from tests.helpers.layouts import Case, make_reader
 from tests.helpers.tiny import make_sample
 
 LAYOUTS = [
@@ -38,7 +38,7 @@ LAYOUTS = [
 
 
 def deal(model: str, case: Case, samples: list) -> StepData:
-    return make_feed(model, case, [samples]).step(0)
+    return make_reader(model, case, [samples]).step(0)
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
@@ -55,7 +55,7 @@ def test_every_patch_reaches_exactly_one_rank(made_model: str, case: Case) -> No
 def test_patches_travel_as_the_tower_rounds_them(made_model: str) -> None:
     """In 16 bits they take half the room, and are what the tower would have made of them."""
     case, samples = LAYOUTS[1], mixed_step()
-    exact, rounded = make_feed(made_model, case, [samples]), make_feed(made_model, case, [samples])
+    exact, rounded = make_reader(made_model, case, [samples]), make_reader(made_model, case, [samples])
     rounded._dealer._encoders["vision"]._dtype = torch.bfloat16
     for ours, theirs in zip(rounded.step(0).work["vision"][0], exact.step(0).work["vision"][0], strict=True):
         assert ours.pixels.dtype == torch.bfloat16 and ours.pixels.nbytes == theirs.pixels.nbytes // 2
@@ -188,7 +188,7 @@ def test_an_empty_place_becomes_one_padding_token_without_target(made_model: str
 
 def test_inputs_for_a_plain_model_are_what_the_ranks_get(made_model: str) -> None:
     case = Case(Degrees(ulysses=2), Degrees(data=2))
-    feed = make_feed(made_model, case, [mixed_step()])
+    feed = make_reader(made_model, case, [mixed_step()])
     named, data = feed.model_inputs(0), feed.step(0)
     for m, row in enumerate(data.work["text"]):
         for d, work in enumerate(row):
@@ -212,7 +212,7 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: 
     tokenizer.add_tokens([f"<extra {n}>" for n in range(rows - len(tokenizer) + 1)])
     tokenizer.save_pretrained(folder)
     layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
-    settings = FeedSettings(folder, (), {}, layout, {"vision": Split()}, None, None, 0, False, "error", 0, False)
+    settings = BatchReaderSettings(folder, (), {}, layout, {"vision": Split()}, None, None, 0, False, "error", 0, False)
     with pytest.raises(ModelError, match=f"ids up to {rows}, but the model's vocabulary has {rows} rows"):
         make_real_feed(settings)
 
@@ -231,7 +231,7 @@ def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Pa
     layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
     model_name, reading = str(tiny_assets / "model"), ReadSettings(video_fps=1.0)
     feed = make_real_feed(
-        FeedSettings(
+        BatchReaderSettings(
             model_name,
             ("v",),
             {"v": entry},
@@ -263,7 +263,7 @@ def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Pa
 def test_a_packed_row_has_no_padding_and_no_target_across_samples(made_model: str) -> None:
     samples = mixed_step()
     case = Case(Degrees(), Degrees(data=2), micro_batches=1, packing=True)
-    feed = make_feed(made_model, case, [samples])
+    feed = make_reader(made_model, case, [samples])
     data = feed.step(0)
     first, second = data.work["text"][0]
     assert first.lengths == tuple(len(s.input_ids) for s in samples[:2])
@@ -307,7 +307,7 @@ def test_loads_are_told_with_padding_and_without(made_model: str) -> None:
 
 def test_layouts_of_images_are_kept_and_those_of_videos_are_not(made_model: str) -> None:
     """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
-    feed = make_feed(made_model, Case(Degrees(), Degrees(), micro_batches=1), [videos(), mixed_step()])
+    feed = make_reader(made_model, Case(Degrees(), Degrees(), micro_batches=1), [videos(), mixed_step()])
     for step in (0, 1, 0, 1):
         feed.step(step)
     found = feed._dealer._encoders["vision"]._known_layout.cache_info()

@@ -20,8 +20,8 @@ from dhp.base.errors import DataError, UnreadableVideo
 from dhp.base.generation import Sampling
 from dhp.base.messages import StepData, UnreadPatches, VisionInput
 from dhp.batching.encoders import Split
-from dhp.batching.feed import Feed
-from dhp.batching.loader import FeedSettings, make_feed
+from dhp.batching.feed import BatchReader
+from dhp.batching.loader import BatchReaderSettings, make_reader
 from dhp.batching.prompts import make_held_out_feed
 from dhp.config.schema import DatasetEntry
 from dhp.data.order.balance_settings import BalanceSettings
@@ -44,7 +44,7 @@ def _write(path: Path, frames: int) -> None:
 
 
 @pytest.fixture
-def feed(tmp_path: Path, tiny_assets: Path) -> Callable[..., Feed]:
+def feed(tmp_path: Path, tiny_assets: Path) -> Callable[..., BatchReader]:
     """feed(split, whole_frames): steps of a picture, a long video and a short one."""
     for name, frames in (("long", FRAMES), ("short", 4)):
         _write(tmp_path / f"{name}.mp4", frames)
@@ -55,9 +55,9 @@ def feed(tmp_path: Path, tiny_assets: Path) -> Callable[..., Feed]:
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, **media}))
 
     def make(
-        split: Split, whole_frames: int | None, on_bad_sample: str = "error", open_feed: Any = make_feed, **more: Any
+        split: Split, whole_frames: int | None, on_bad_sample: str = "error", open_feed: Any = make_reader, **more: Any
     ) -> Any:
-        settings = FeedSettings(
+        settings = BatchReaderSettings(
             model_name=str(tiny_assets / "model"),
             datasets=("v",),
             registry={"v": DatasetEntry(str(tmp_path / "a.jsonl"), str(tmp_path))},
@@ -83,7 +83,7 @@ def _work(data: StepData) -> tuple[VisionInput, ...]:
 
 
 @pytest.mark.parametrize("split", [Split(), Split(ranks=3), Split(replicas=2, ranks=2, dtype="bfloat16")], ids=str)
-def test_filled_work_is_that_of_a_video_decoded_whole(feed: Callable[..., Feed], split: Split) -> None:
+def test_filled_work_is_that_of_a_video_decoded_whole(feed: Callable[..., BatchReader], split: Split) -> None:
     parted, whole = feed(split, 8), feed(split, None)
     wanted, unread = whole.step(0), parted.read(parted.batch(0))
     assert any(work.unread for work in _work(unread))
@@ -94,7 +94,7 @@ def test_filled_work_is_that_of_a_video_decoded_whole(feed: Callable[..., Feed],
         assert (work.shards, work.rows, work.unread) == (full.shards, full.rows, ())
 
 
-def test_who_asks_for_a_step_or_a_sample_gets_all_of_it(feed: Callable[..., Feed]) -> None:
+def test_who_asks_for_a_step_or_a_sample_gets_all_of_it(feed: Callable[..., BatchReader]) -> None:
     parted, whole = feed(Split(), 8), feed(Split(), None)
     assert torch.equal(_work(parted.step(0))[0].pixels, _work(whole.step(0))[0].pixels)
     for own, full in zip(parted.sample(0)[1].pixels, whole.sample(0)[1].pixels, strict=True):
@@ -103,7 +103,7 @@ def test_who_asks_for_a_step_or_a_sample_gets_all_of_it(feed: Callable[..., Feed
     assert all(torch.equal(tensor, named[name]) for name, tensor in parted.model_inputs(0).items())
 
 
-def test_a_rank_decodes_frames_that_follow_each_other(feed: Callable[..., Feed]) -> None:
+def test_a_rank_decodes_frames_that_follow_each_other(feed: Callable[..., BatchReader]) -> None:
     parted = feed(Split(ranks=4), 8)
     held = []
     for work in _work(parted.read(parted.batch(0))):
@@ -114,14 +114,14 @@ def test_a_rank_decodes_frames_that_follow_each_other(feed: Callable[..., Feed])
     assert sorted(held) == list(range(FRAMES // 2))
 
 
-def test_work_that_is_there_stays_as_it_is(feed: Callable[..., Feed]) -> None:
+def test_work_that_is_there_stays_as_it_is(feed: Callable[..., BatchReader]) -> None:
     whole = feed(Split(), FRAMES)  # no more frames than that
     (work,) = _work(whole.read(whole.batch(0)))
     assert whole.fill(work) is work
 
 
 @pytest.mark.parametrize("on_bad_sample", ["error", "skip"])
-def test_a_video_that_proves_broken_is_told_or_left_out(feed: Callable[..., Feed], on_bad_sample: str) -> None:
+def test_a_video_that_proves_broken_is_told_or_left_out(feed: Callable[..., BatchReader], on_bad_sample: str) -> None:
     parted = feed(Split(), 8, on_bad_sample)
     batch = parted.batch(0)
     (work,) = _work(parted.read(batch))
@@ -153,7 +153,7 @@ TOLD = r"dataset 'v', line 1 of .*: video .*long.mp4 (is cut off|cannot be decod
 def test_whoever_asks_for_a_whole_step_is_told_or_it_is_left_out(cut_off: Callable[..., Any]) -> None:
     (skipped,) = cut_off(Split(), 8, "skip").step(0).info.skipped
     assert re.match(TOLD, skipped)
-    for ask in (Feed.step, Feed.sample, Feed.model_inputs):
+    for ask in (BatchReader.step, BatchReader.sample, BatchReader.model_inputs):
         with pytest.raises(DataError, match=TOLD):
             ask(cut_off(Split(), 8), 0)
 
@@ -182,7 +182,7 @@ def test_a_prompt_whose_video_proves_broken_is_told(feed: Callable[..., Any]) ->
         prompts.read(prompts.batch(0), {video.file: "it broke"})
 
 
-def test_a_frame_of_another_size_is_told(feed: Callable[..., Feed]) -> None:
+def test_a_frame_of_another_size_is_told(feed: Callable[..., BatchReader]) -> None:
     parted = feed(Split(), 8)
     (work,) = _work(parted.read(parted.batch(0)))
     video = next(piece.video for piece in work.unread if isinstance(piece, UnreadPatches))

@@ -14,7 +14,7 @@ import torch
 
 from dhp.__main__ import main as dhp
 from dhp.base.errors import CheckpointError
-from dhp.checkpoint.folder import Unfinished, check_checkpoint, finish_checkpoint, open_checkpoint, put_aside
+from dhp.checkpoint.folder import Unfinished, check_checkpoint, finish_checkpoint, open_checkpoint, quarantine
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.resume import find_start
 from dhp.checkpoint.shards import ShardReader, ShardWriter, read_shards
@@ -160,11 +160,11 @@ def test_a_damaged_one_makes_room_for_its_step(tmp_path: Path) -> None:
     damaged = write(tmp_path, 6)
     write(tmp_path, 5)
     empty(damaged / "checkpoint.json")
-    [line] = find_start("auto", tmp_path).put_aside()
+    [line] = find_start("auto", tmp_path).quarantine()
     assert line.startswith("step_6 is skipped, and now named step_6.damaged: ") and "checkpoint.json is damaged" in line
     assert write(tmp_path, 6) == damaged
     assert find_start("auto", tmp_path).step == 6
-    put_aside(damaged)  # again: the older one gives way
+    quarantine(damaged)  # again: the older one gives way
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_5", "step_6.damaged"]
 
 

@@ -15,7 +15,7 @@ from dhp.base.degrees import Degrees
 from dhp.checkpoint.completeness import check_part
 from dhp.checkpoint.shards import read_shards
 from dhp.models.whole import save_whole
-from tests.helpers.layouts import Case, Fault, Running, make_feed
+from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.norms import exact_norms
 from tests.trainers.test_experts import ONE, ExactText
 from tests.trainers.test_families import steps
@@ -35,7 +35,7 @@ def exact() -> Iterator[None]:
 
 def train(model: str, case: Case, numbers: Iterable[int], save: Path, resume: Path | None = None) -> None:
     """Train these steps, begun from `resume`, and save."""
-    feed = make_feed(model, case, STEPS)
+    feed = make_reader(model, case, STEPS)
     begin = lambda stage: resume and str(resume / stage.part)
     with Running(model, case, Fault(text=ExactText), resume_from=begin) as running:
         for number in numbers:

@@ -16,7 +16,7 @@ from dhp.checkpoint.shards import read_shards
 from dhp.doctor.doubles import staying_double
 from dhp.models.whole import persistent_buffers, save_whole
 from tests.helpers.families import Maker
-from tests.helpers.layouts import Case, Running, make_feed
+from tests.helpers.layouts import Case, Running, make_reader
 from tests.helpers.tiny_families import FAMILIES, save_family
 
 CASE = Case(Degrees(ulysses=2), Degrees(tensor=2), 2, dtype="float32", zero_stage=1, packing=True)
@@ -24,7 +24,7 @@ CASE = Case(Degrees(ulysses=2), Degrees(tensor=2), 2, dtype="float32", zero_stag
 
 def train(model: str, steps: list, numbers: Iterable[int], save: Path, resume: Path | None = None) -> list[float]:
     """Losses of these steps, begun from `resume`; everything saved to `save`."""
-    feed = make_feed(model, CASE, steps)
+    feed = make_reader(model, CASE, steps)
     with Running(model, CASE, resume_from=lambda stage: resume and str(resume / stage.part)) as running:
         losses = [running.step(feed.step(number))[0] for number in numbers]
         running.save(save)

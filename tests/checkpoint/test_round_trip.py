@@ -15,7 +15,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.errors import CheckpointError
 from dhp.checkpoint.shards import read_shards
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
-from tests.helpers.layouts import Case, Running, Trained, make_feed
+from tests.helpers.layouts import Case, Running, Trained, make_reader
 
 # The second leaves the vision part as it is, so that its optimizer has taken fewer steps than the run.
 STEPS = [mixed_step(), step_without_image(), step_with_one_window(), mixed_step()]
@@ -48,7 +48,7 @@ def train(
 ) -> Trained:
     """Losses of the steps and the weights after them; everything saved to `save`, begun from `resume`. early: where to
     save before the third step, in passing."""
-    feed, losses = make_feed(model, case, STEPS), []
+    feed, losses = make_reader(model, case, STEPS), []
     begin = lambda stage: resume and str(resume / stage.part)
     with Running(model, case, resume_from=begin) as running:
         for k in steps:

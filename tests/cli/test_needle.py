@@ -14,7 +14,7 @@ from dhp.__main__ import main
 from dhp.base.messages import EvaluatedShare
 from dhp.cli.needle import _hide
 from dhp.run.evaluation import Evaluation, _Done
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 from tests.helpers.runs import train
 
 
@@ -51,7 +51,7 @@ def test_every_cell_has_needles_of_several_colours() -> None:
 def test_a_sample_is_found_where_all_of_its_targets_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas, whose two ranks share a row; the last batch has a sample for one of them alone."""
     evaluation = Evaluation.__new__(Evaluation)
-    evaluation._chain = make_chain(text=_degrees())
+    evaluation._graph = make_graph(text=_degrees())
     evaluation._datasets = [None]  # type: ignore[list-item]
     share = lambda right, targets: EvaluatedShare(0.0, right, targets)
     batches: list[Any] = [

@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from dhp.__main__ import main
-from dhp.base.geometry import IGNORED, SOUND, Form
+from dhp.base.geometry import IGNORED, SOUND, ProcessorOutput
 from dhp.cli.sample_page import sample_page
 from dhp.cli.sample_pictures import Shown, clips_of, pictures_of
 from dhp.cli.sample_text import CYAN, GREEN, PLAIN, Run, as_terminal, lengths, placeholders, runs_of
@@ -208,7 +208,7 @@ def test_a_clip_is_drawn_as_its_spectrum(tmp_path: Path) -> None:
     features = np.arange(12, dtype=np.float32).reshape(4, 3)  # 4 frames, 3 bins
     ids = np.full(2, 7)
     kinds = np.full(2, SOUND)
-    form = Form((), (), 4, 2)
+    form = ProcessorOutput((), (), 4, 2)
     sample = Sample("set", 1, ids, ids, kinds, (), (), clips=(features,), clip_forms=(form,))
     (shown,) = clips_of(record, sample)
     assert shown.images[0].size == (4, 3) and shown.images[0].getpixel((3, 0)) == 255

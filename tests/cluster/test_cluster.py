@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.runtime import LOCAL
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 
 
 @pytest.mark.parametrize(
-    ("chain", "told"),
+    ("graph", "told"),
     [
-        (make_chain(), "1 vision and 1 text actors on cpu, sharing devices"),
-        (make_chain(stages=3), "1 vision, 1 text.0, 1 text.1 and 1 text.2 actors on cpu, sharing devices"),
+        (make_graph(), "1 vision and 1 text actors on cpu, sharing devices"),
+        (make_graph(stages=3), "1 vision, 1 text.0, 1 text.1 and 1 text.2 actors on cpu, sharing devices"),
     ],
 )
-def test_it_lists_its_actors(chain: Chain, told: str) -> None:
-    cluster = Cluster(Layout(chain, "cpu", LOCAL, 1, 60.0, 60.0, "logs", "checkpoints"))
+def test_it_lists_its_actors(graph: StageGraph, told: str) -> None:
+    cluster = Cluster(Layout(graph, "cpu", LOCAL, 1, 60.0, 60.0, "logs", "checkpoints"))
     cluster.device, cluster._where = "cpu", ""
     assert cluster.describe() == told

@@ -23,7 +23,7 @@ from dhp.cluster.gpus import (
     visible_gpus,
 )
 from dhp.cluster.runtime import LOCAL
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 
 NVIDIA_SMI_OUTPUT = "0, 580.65.06, Default, 81559 MiB\n1, 580.65.06, Exclusive_Process, 40960 MiB\n"
 TWO = (Gpu(0, "580.65.06", "Default", 81559 << 20), Gpu(1, "580.65.06", "Exclusive_Process", 40 << 30))
@@ -158,7 +158,7 @@ def test_through_the_multi_process_service_an_exclusive_gpu_is_shared(
 
 def test_a_run_of_its_own_ray_looks_before_it_starts_one(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("auto", "cuda"):
-        layout = Layout(make_chain(), device, LOCAL, 1, 60.0, 60.0, "logs", "checkpoints")
+        layout = Layout(make_graph(), device, LOCAL, 1, 60.0, 60.0, "logs", "checkpoints")
         with pytest.raises(ConfigError, match="^this machine: there are GPUs, but torch .* built for CPUs alone"):
             Cluster(layout).__enter__()
     pretend(monkeypatch, CUDA_13)

@@ -17,7 +17,7 @@ from dhp.base.errors import DataError, ModelError, PartFailed, UnreadableVideo
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.dataset_actor import DatasetActor
 from dhp.cluster.dispatch import Call, per_rank
-from dhp.cluster.elsewhere import Elsewhere
+from dhp.cluster.elsewhere import RemoteValue
 from dhp.cluster.placement.reservation import plan_placement, reserve
 from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
@@ -134,7 +134,7 @@ def test_what_a_rank_looked_ahead_for_is_handed_over_by_its_name(group: ActorGro
     early, late = ray.put(4), ray.put(6)
     group.look_ahead([[early], []])
     for ref, wanted in ((early, 40), (late, 60)):
-        (found, other) = group.execute_all_async("several", Elsewhere(ref), 1)
+        (found, other) = group.execute_all_async("several", RemoteValue(ref), 1)
         assert ray.get([*found, *other]) == [wanted, wanted]
     assert {w.what for w in group.take_watched()} == {"looking ahead", "several"}
 
@@ -150,7 +150,7 @@ def test_calls_are_named_alike_in_every_step(group: ActorGroup, monkeypatch: pyt
         return submit(self, *args, name=name, **options)
 
     monkeypatch.setattr(ActorMethod, "_remote", noted)
-    data = DatasetActor(Feed, micro_batches=3, shards={"vision": 2, "text": 1}, workers=2, prefetch=1)
+    data = DatasetActor(BatchReader, micro_batches=3, shards={"vision": 2, "text": 1}, workers=2, prefetch=1)
     try:
         wait_all(data.take_watched(), WAIT_S)
         for step in range(4):
@@ -226,7 +226,7 @@ def test_a_trainer_that_cannot_be_made_says_why(make_group: Any) -> None:
         wait_all(made.take_watched(), WAIT_S)
 
 
-class Feed:
+class BatchReader:
     size = 7
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class Work:
     by: int = 0
 
 
-class LongFeed(Feed):
+class LongFeed(BatchReader):
     """Vision's first shards hold a part of a long video; that of step 5 is broken, and so is one of step 6, which is
     left out then."""
 
@@ -293,7 +293,7 @@ SHAPE = {"micro_batches": 3, "shards": {"vision": 2, "text": 1}}
 def test_the_dataset_actor_hands_out_refs_by_part_micro_batch_and_shard() -> None:
     import ray
 
-    actor = DatasetActor(Feed, **SHAPE)
+    actor = DatasetActor(BatchReader, **SHAPE)
     try:
         assert actor.ask("size", timeout_s=WAIT_S) == 7
         assert [w.what for w in actor.take_watched()] == ["opening the datasets"]
@@ -314,7 +314,7 @@ def test_the_dataset_actor_hands_out_refs_by_part_micro_batch_and_shard() -> Non
 @pytest.fixture(scope="module")
 def data() -> Iterator[DatasetActor]:
     """One that deals out and two that read, two steps ahead."""
-    actor = DatasetActor(Feed, **SHAPE, workers=2, prefetch=2, trace=True)
+    actor = DatasetActor(BatchReader, **SHAPE, workers=2, prefetch=2, trace=True)
     wait_all(actor.take_watched(), WAIT_S)
     yield actor
     actor.stop()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dhp.cluster import elsewhere
-from dhp.cluster.elsewhere import Elsewhere
+from dhp.cluster.elsewhere import RemoteValue
 from dhp.cluster.lookahead import Lookahead, pin_tensors
 
 
@@ -33,13 +33,13 @@ def test_values_are_prepared_in_order_before_anybody_asks(store: dict[str, Any])
         return value.upper()
 
     ahead = Lookahead(prepare)
-    store |= {"first": "a", "second": Elsewhere("third"), "third": "b", "other": "c"}
+    store |= {"first": "a", "second": RemoteValue("third"), "third": "b", "other": "c"}
     ahead.begin(["first", "second"])
     assert done.wait(60)
     events.append("step begins")
-    assert [ahead.take(Elsewhere(ref)) for ref in ("first", "second")] == ["A", "B"]
+    assert [ahead.take(RemoteValue(ref)) for ref in ("first", "second")] == ["A", "B"]
     assert events == ["pin a", "pin b", "step begins"]
-    assert ahead.take(Elsewhere("other")) == "c"  # nobody began to: as it is
+    assert ahead.take(RemoteValue("other")) == "c"  # nobody began to: as it is
 
 
 def test_what_is_under_way_is_waited_for_and_what_is_lost_is_raised_where_it_is_needed(store: dict[str, Any]) -> None:
@@ -48,9 +48,9 @@ def test_what_is_under_way_is_waited_for_and_what_is_lost_is_raised_where_it_is_
     store["late"] = 7
     ahead.begin(["late", "lost"])
     threading.Timer(0.05, held.set).start()
-    assert ahead.take(Elsewhere("late")) == 7
+    assert ahead.take(RemoteValue("late")) == 7
     with pytest.raises(KeyError, match="lost"):
-        ahead.take(Elsewhere("lost"))
+        ahead.take(RemoteValue("lost"))
 
 
 def test_a_step_is_taken_behind_the_call_that_begins_the_next_one(store: dict[str, Any]) -> None:
@@ -61,14 +61,14 @@ def test_a_step_is_taken_behind_the_call_that_begins_the_next_one(store: dict[st
     taken = []
     for number in range(1, 5):
         ahead.begin([number + 1])
-        taken.append(ahead.take(Elsewhere(number)))
+        taken.append(ahead.take(RemoteValue(number)))
     assert taken == [1, -2, -3, -4]  # nobody looked ahead for the first; all else is fetched once, and prepared
-    assert ahead.take(Elsewhere(5)) == -5 and prepared == [2, 3, 4, 5]
+    assert ahead.take(RemoteValue(5)) == -5 and prepared == [2, 3, 4, 5]
 
 
 def test_what_nobody_looked_ahead_for_is_found_where_it_leads_to(store: dict[str, Any]) -> None:
-    store |= {"shard": Elsewhere("video"), "video": 7}
-    assert Lookahead(lambda value: value).take(Elsewhere("shard")) == 7
+    store |= {"shard": RemoteValue("video"), "video": 7}
+    assert Lookahead(lambda value: value).take(RemoteValue("shard")) == 7
 
 
 def test_a_step_that_never_came_is_forgotten(store: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ def test_a_step_that_never_came_is_forgotten(store: dict[str, Any]) -> None:
     for ref in ("old", "new", "newer"):
         ahead.begin([ref])
     assert list(ahead._begun) == ["new"] and list(ahead._coming) == ["newer"]
-    assert ahead.take(Elsewhere("new")) == 2 and ahead.take(Elsewhere("newer")) == 3
+    assert ahead.take(RemoteValue("new")) == 2 and ahead.take(RemoteValue("newer")) == 3
     assert not ahead._begun and not ahead._coming
 
 

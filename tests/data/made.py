@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Qwen2VLImageProcessorPil
 
-from dhp.data.media.taking import Taking
+from dhp.data.media.taking import FrameSampling
 from dhp.data.preprocess import Preprocessor, Videos
 from dhp.models.qwen2_5_vl import qwen2_5_vl
 from dhp.models.tiny import tiny_config
@@ -18,7 +18,7 @@ def make_preprocessor(tokenizer: Any, **changes: Any) -> Preprocessor:
     """With patches of 14 pixels and one token for 2 × 2 patches."""
     processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
     family = qwen2_5_vl(tiny_config(tokenizer)).processor
-    videos = Videos(family.video_token_id, Taking(fps=2.0, max_frames=768, group=2), family.video_patches)
+    videos = Videos(family.video_token_id, FrameSampling(fps=2.0, max_frames=768, group=2), family.video_patches)
     known = {
         "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         "image_tokens": lambda grid: grid[0] * grid[1] * grid[2] // 4,

@@ -17,7 +17,7 @@ from dhp.data.formats.columns import renamed
 from dhp.data.media.images import open_image
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import Blob
-from dhp.data.media.taking import Taking
+from dhp.data.media.taking import FrameSampling
 from dhp.data.media.video import map_frames
 from dhp.data.parse import FORMATS, detect, parse_record
 from tests.data.rows import ROWS
@@ -32,7 +32,7 @@ def test_damaged_bytes_give_a_picture_or_a_data_error(tmp_path, write_video, end
         whole, decode = buffer.getvalue(), open_image
     else:
         whole = write_video(tmp_path / f"v.{ending}").read_bytes()
-        decode = lambda blob: map_frames(blob, Taking(2.0, 8, 2), len)
+        decode = lambda blob: map_frames(blob, FrameSampling(2.0, 8, 2), len)
     draw = Random(0)
     for _ in range(60):
         damaged = bytearray(whole[: draw.choice([len(whole), draw.randrange(1, len(whole))])])

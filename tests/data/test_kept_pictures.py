@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 
 from dhp.base.features import Features
-from dhp.base.geometry import Form
+from dhp.base.geometry import ProcessorOutput
 from dhp.data import pictures
-from dhp.data.kept_pictures import KeptPictures, key_of, seen_from_json, seen_to_json
+from dhp.data.kept_pictures import CachedPictures, key_of, seen_from_json, seen_to_json
 from dhp.data.media.sources import Blob, Frames, Settings, SizedImage, Video
-from dhp.data.media.taking import Pace
+from dhp.data.media.taking import FrameTimes
 from dhp.data.preprocess import Preprocessor
 from dhp.data.records import Record, Turn
 from dhp.data.sample import Sample
@@ -44,8 +44,8 @@ def shelf() -> Shelf:
     return Shelf()
 
 
-def kept(shelf: Shelf, tower: str = "tower", about: tuple = ("qwen",)) -> KeptPictures:
-    return KeptPictures(tower, shelf.load, NAMES, about)
+def kept(shelf: Shelf, tower: str = "tower", about: tuple = ("qwen",)) -> CachedPictures:
+    return CachedPictures(tower, shelf.load, NAMES, about)
 
 
 def record(*parts: Any) -> Record:
@@ -144,12 +144,12 @@ def test_what_does_not_fit_the_picture_is_made_anew(
     assert (again.features[0].key, again.features[0].tensors) == (cold.features[0].key, None)
 
 
-FORM = Form((("pixel_values", (1, 3, 4)),), (("sizes", "int64", (1, 2), b"\x00\xff"),), 3, 7, "<image>")
+FORM = ProcessorOutput((("pixel_values", (1, 3, 4)),), (("sizes", "int64", (1, 2), b"\x00\xff"),), 3, 7, "<image>")
 
 
 @pytest.mark.parametrize(
     "seen",
-    [((1, 4, 6), None), ((2, 4, 6), Pace(0.1 + 0.2, (0.1, 1 / 3), (0.0, 0.7))), (FORM, None)],
+    [((1, 4, 6), None), ((2, 4, 6), FrameTimes(0.1 + 0.2, (0.1, 1 / 3), (0.0, 0.7))), (FORM, None)],
     ids=["image", "video", "form"],
 )
 def test_what_is_seen_comes_back(seen: tuple) -> None:

@@ -11,13 +11,13 @@ from PIL import Image
 
 from dhp.base.errors import DataError
 from dhp.data.drawing import PALETTE
-from dhp.data.media.taking import Taking
+from dhp.data.media.taking import FrameSampling
 from dhp.data.media.video import map_frames
 from dhp.data.needle import ANNOTATIONS, QUESTION, Hidden, Needle, coloured_needles, make_needles, write_needles
 
 
 def frames_of(path: Path) -> list[np.ndarray]:
-    return map_frames(path, Taking(2.0, 1000, 1), lambda group: np.asarray(group[0]).astype(int))[0]
+    return map_frames(path, FrameSampling(2.0, 1000, 1), lambda group: np.asarray(group[0]).astype(int))[0]
 
 
 def coloured(frame: np.ndarray) -> bool:

@@ -19,7 +19,7 @@ from dhp.base.errors import DataError
 from dhp.base.geometry import IGNORED
 from dhp.data.chat import Rendered, replace_each
 from dhp.data.media.sources import Video
-from dhp.data.media.taking import Pace, Taking
+from dhp.data.media.taking import FrameSampling, FrameTimes
 from dhp.data.pictures import Videos
 from dhp.data.preprocess import Preprocessor
 from dhp.data.records import Record, Turn
@@ -41,7 +41,7 @@ def model(tokenizer: PreTrainedTokenizerBase) -> Processor:
 @pytest.fixture(scope="module")
 def apart(model: Processor, preprocessor: Callable[..., Preprocessor]) -> Callable[..., Preprocessor]:
     """apart(**changes): a preprocessor for Qwen3-VL's videos."""
-    taking = Taking(2.0, 768, 2, model.takes_both_ends)
+    taking = FrameSampling(2.0, 768, 2, model.takes_both_ends)
     videos = Videos(model.video_token_id, taking, model.video_patches, None, model.step_tokens, model.step_text)
     return partial(preprocessor, videos=videos)
 
@@ -97,7 +97,7 @@ def test_text_goes_behind_a_step_too(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:  # fmt: skip
     videos = Videos(
-        model.video_token_id, Taking(2.0, 768, 2), model.video_patches, None, model.step_tokens,
+        model.video_token_id, FrameSampling(2.0, 768, 2), model.video_patches, None, model.step_tokens,
         lambda middle, first: (f"before {middle} ", f" behind {first}"),
     )  # fmt: skip
     path = write_video(tmp_path / "v.mp4", frames=12, rate=4, size=(56, 56))
@@ -177,10 +177,14 @@ def test_replacing_moves_what_follows() -> None:
 
 
 def test_groups_lie_between_their_first_and_last_frame() -> None:
-    assert Taking(2.0, 768, 2).pace(12, 4.0) == Pace(1.0, (0.25, 1.25, 2.25), (0.0, 1.0, 2.0))
-    assert Taking(2.0, 768, 2, both_ends=True).pace(12, 4.0).times == (0.25, 1.375, 2.5)
-    assert Taking(2.0, 768, 2, both_ends=True).pace(20, 8.0).times == (0.3125, 1.5, 2.375)  # the last frame twice
-    assert Taking(2.0, 768, 2).pace(1, 4.0).times == (0.0,)
+    assert FrameSampling(2.0, 768, 2).pace(12, 4.0) == FrameTimes(1.0, (0.25, 1.25, 2.25), (0.0, 1.0, 2.0))
+    assert FrameSampling(2.0, 768, 2, both_ends=True).pace(12, 4.0).times == (0.25, 1.375, 2.5)
+    assert FrameSampling(2.0, 768, 2, both_ends=True).pace(20, 8.0).times == (
+        0.3125,
+        1.5,
+        2.375,
+    )  # the last frame twice
+    assert FrameSampling(2.0, 768, 2).pace(1, 4.0).times == (0.0,)
 
 
 @pytest.mark.parametrize("total", [1, 2, 5, 48, 301])
@@ -192,4 +196,4 @@ def test_the_librarys_processor_takes_the_same_frames(total: int, most: int) -> 
         settings = SimpleNamespace(min_frames=4, max_frames=most, fps=fps)
         about = SimpleNamespace(total_num_frames=total, fps=rate)
         theirs = Qwen3VLVideoProcessor.sample_frames(settings, about, fps=fps)
-        assert Taking(fps, most, 2, both_ends=True).indices(total, rate).tolist() == theirs.tolist()
+        assert FrameSampling(fps, most, 2, both_ends=True).indices(total, rate).tolist() == theirs.tolist()

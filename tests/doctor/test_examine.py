@@ -108,7 +108,7 @@ def test_a_cap_on_the_logits_is_part_of_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_cap_that_is_left_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dhp.models.generic.twin_model.Twin._find_logits", lambda self: LogitRule())
+    monkeypatch.setattr("dhp.models.generic.twin_model.ProbeModel._find_logits", lambda self: LogitRule())
     found = examine(save(tmp_path, "gemma4", final_logit_softcapping=2.0))
     assert not found.trainable and found.split_error is not None and found.split_error > 1e-3
 

@@ -115,12 +115,12 @@ def test_peft_puts_the_plain_models_adapters_where_ours_are(tmp_path: Path) -> N
 
 
 def test_bytes_that_nobody_needs_are_told() -> None:
-    class Kept:
+    class CachedPicture:
         gradient_bytes = 8
         trainer = type("Trainer", (), {"optimizer": None})()
         trained_bytes = staticmethod(lambda: 4)
         optimizer_bytes = staticmethod(lambda: 8)
 
-    stage: Timed = Kept()  # type: ignore[assignment]
+    stage: Timed = CachedPicture()  # type: ignore[assignment]
     with pytest.raises(AssertionError, match="all: 4 bytes of vision are trained, but it keeps 8 of gradients"):
         require_bytes("all", {VISION: stage})

@@ -32,7 +32,7 @@ def probe(model: str, keys: list[str], parts: Sequence[str] = ("vision", "text")
     from experiments.fake_cuda.watch import Watch
 
     layout = lay_out(model, keys)
-    data = layout.deal(Sizes(2, (1, 8, 12), 24))
+    data = layout.shard(Sizes(2, (1, 8, 12), 24))
     watch = Watch(read)
     with fake_device(watch):
         drive(layout, data, watch, parts=parts)
@@ -43,7 +43,7 @@ def probe(model: str, keys: list[str], parts: Sequence[str] = ("vision", "text")
         if phase != START:
             counted.setdefault(phase, {})[f"{kind} at {place}"] = times
     transfers = {f"{phase}: {way}": n for (phase, way), n in watch.transfers.items() if phase != START}
-    stages = [stage.name for stage in layout.chain.stages if stage.part in parts]
+    stages = [stage.name for stage in layout.graph.stages if stage.part in parts]
     targets = len(data.work["vision"][0][0].rows)  # stages and replicas that the first rank of vision hands over to
     told = {"stages": stages, "targets": targets}
     return {"syncs": counted, "transfers": transfers, "kernels": dict(watch.kernels), **told}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dhp.base.errors import ConfigError, DhpError
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.batching.collate import Collator
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import BatchSharder
 from dhp.config.load import compose_config
 from dhp.config.parts import decoder, parts
 from dhp.config.resolve import micro_batches
@@ -25,7 +25,7 @@ from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.doctor.doubles import staying_double
 from dhp.models.registry import load_family
-from dhp.run.chain import make_chain
+from dhp.run.graph import make_graph
 from dhp.run.preflight import prepare
 from dhp.run.settings import feed_settings, passes_of, stage_settings
 from dhp.run.training import adapters_of, training_rules
@@ -75,8 +75,8 @@ def try_draw(draw: Draw, folder: str, everywhere: bool) -> Verdict:
     """folder: of the family's tiny model. everywhere: no sample is without a picture."""
     try:
         config = configure(draw, folder)
-        chain = make_chain(config, load_family(folder), folder)
-        schedule = make_schedule(config.training.schedule, chain, micro_batches(config))
+        graph = make_graph(config, load_family(folder), folder)
+        schedule = make_schedule(config.training.schedule, graph, micro_batches(config))
     except ConfigError as error:
         return Verdict(REFUSED, str(error))
     except Exception:
@@ -86,8 +86,8 @@ def try_draw(draw: Draw, folder: str, everywhere: bool) -> Verdict:
             layout = layout_of(config)
             count = samples_of(layout) if config.data.packing else SAMPLES
             steps = make_steps(folder, draw.data_seed, everywhere, "audio" in parts(config), count)
-            found = _run(config, chain, schedule, steps, draw.dtype)
-            wrong = _compare(found, config, chain, folder, steps, draw.dtype)
+            found = _run(config, graph, schedule, steps, draw.dtype)
+            wrong = _compare(found, config, graph, folder, steps, draw.dtype)
     except DhpError as error:
         return Verdict(DEFECT, f"passes every check and is refused at work: {error}")
     except Exception as error:
@@ -153,31 +153,31 @@ class _Found:
     weights: list[dict[str, Tensor]]  # of each rank
 
 
-def _run(config: Config, chain: Chain, schedule: Any, steps: list[list[Sample]], dtype: str) -> _Found:
+def _run(config: Config, graph: StageGraph, schedule: Any, steps: list[list[Sample]], dtype: str) -> _Found:
     family = load_family(parts(config)["text"].model_name).having(parts(config))
     settings = feed_settings(config, None, passes_of(config))
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     packing = settings.packing or settings.text.sequence > 1
-    dealer = Dealer(family, Collator(family, 0, packing), *division)
+    dealer = BatchSharder(family, Collator(family, 0, packing), *division)
     layout = layout_of(config)
     rules = training_rules(config.training, family, adapters_of(config))
     losses, norms, evaluated = [], [], 0.0
     with ExitStack() as stack:
         groups = {}
-        for spec in chain.stages:
-            own = stage_settings(config, chain, spec, "cpu", 3, rules=rules)
+        for spec in graph.stages:
+            own = stage_settings(config, graph, spec, "cpu", 3, rules=rules)
             group = LocalGroup(RANKS[dtype][spec.part], spec.degrees.world, own, checked=True)
             groups[spec.name] = stack.enter_context(group)
-        stages = make_stages(chain, groups)
-        last = chain.stages[-1].name
+        stages = make_stages(graph, groups)
+        last = graph.stages[-1].name
         for k, samples in enumerate(steps):
             even = tuple(tuple(tuple(slot) for slot in row) for row in slots(samples, layout))
             dealt = deal_unevenly(samples, layout) if config.data.packing else even
-            data = dealer.deal(StepSamples(k, 0, dealt, ()))
+            data = dealer.shard(StepSamples(k, 0, dealt, ()))
             batch = Batch(data.info, data.work, data.routes)
             if k == 1:
-                evaluated = sum(share.loss for share in evaluate_batch(stages, chain, batch).shares)
-            reports = train_step(stages, schedule, chain.ties, batch).reports
+                evaluated = sum(share.loss for share in evaluate_batch(stages, graph, batch).shares)
+            reports = train_step(stages, schedule, graph.ties, batch).reports
             losses.append(sum(r.loss for r in stages[last].leaders(reports[last])))
             norms.append([r.grad_norm for of_stage in reports.values() for r in of_stage])
         weights = [of_rank for group in groups.values() for of_rank in group.execute_all("weights")]
@@ -185,11 +185,11 @@ def _run(config: Config, chain: Chain, schedule: Any, steps: list[list[Sample]],
 
 
 def _compare(
-    found: _Found, config: Config, chain: Chain, folder: str, steps: list[list[Sample]], dtype: str
+    found: _Found, config: Config, graph: StageGraph, folder: str, steps: list[list[Sample]], dtype: str
 ) -> list[str]:
     """What differs from the plain model."""
     limit, of_norm, of_update = LIMITS[dtype]
-    oracle = _plain(config, chain, folder, dtype)
+    oracle = _plain(config, graph, folder, dtype)
     start = {name: weight.clone() for name, weight in oracle.weights().items()}
     wanted = _values(oracle, steps)
     held = _values_of(found, wanted)
@@ -201,16 +201,16 @@ def _compare(
     if of_update is not None:
         return [*wrong.values(), *_wrong_updates(found.weights, start, oracle.weights(), of_update)]
     if wrong:
-        exact, noise = _noise(config, chain, folder, steps, wanted)
+        exact, noise = _noise(config, graph, folder, steps, wanted)
         wrong = {n: told for n, told in wrong.items() if _deviation(held[n], exact[n]) > NOISES * noise[n]}
         wrong = {n: f"{told}, in float64 {exact[n]:.12g}, noise {noise[n]:.2g}" for n, told in wrong.items()}
     return [*wrong.values()]
 
 
-def _plain(config: Config, chain: Chain, folder: str, dtype: str) -> Oracle:
+def _plain(config: Config, graph: StageGraph, folder: str, dtype: str) -> Oracle:
     family = load_family(folder).having(parts(config))
     rules = training_rules(config.training, family, adapters_of(config))
-    update = stage_settings(config, chain, chain.stages[0], "cpu", 3, rules=rules).update
+    update = stage_settings(config, graph, graph.stages[0], "cpu", 3, rules=rules).update
     return Oracle(folder, getattr(torch, dtype), update, "cpu", rules, adapters_of(config))
 
 
@@ -235,15 +235,15 @@ def _values_of(found: _Found, wanted: dict[str, float]) -> dict[str, float]:
 
 
 def _noise(
-    config: Config, chain: Chain, folder: str, steps: list[list[Sample]], plain: dict[str, float]
+    config: Config, graph: StageGraph, folder: str, steps: list[list[Sample]], plain: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The plain model's values in float64, and how far from them it is in float32 at most: as it is, and with weights
     that are off by a rounding."""
     with staying_double():
-        exact = _values(_plain(config, chain, folder, "float64"), steps)
+        exact = _values(_plain(config, graph, folder, "float64"), steps)
     samples = [plain]
     for seed in range(5):
-        oracle = _plain(config, chain, folder, "float32")
+        oracle = _plain(config, graph, folder, "float32")
         generator = torch.Generator().manual_seed(seed)
         for parameter in oracle.model.parameters():
             off = torch.rand(parameter.shape, generator=generator) * 2 - 1

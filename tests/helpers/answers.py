@@ -21,7 +21,7 @@ from dhp.models.registry import load_family
 from dhp.step.generate import answer_batch
 from dhp.step.stages import Batch
 from dhp.trainers.generation import Generator
-from tests.helpers.layouts import Case, Fault, InspectedText, Running, make_dealer
+from tests.helpers.layouts import Case, Fault, InspectedText, Running, make_sharder
 from tests.helpers.oracle import model_inputs
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
@@ -76,7 +76,7 @@ class Told:
 def deal(model: str, case: Case, sample: Sample, sampling: Sampling) -> StepData:
     """One prompt for the first replica."""
     others: list[tuple[Sample, ...]] = [()] * (case.text.data - 1)
-    return make_dealer(model, case).deal_prompts(StepSamples(0, 0, (((sample,), *others),), ()), sampling)
+    return make_sharder(model, case).deal_prompts(StepSamples(0, 0, (((sample,), *others),), ()), sampling)
 
 
 def answer(
@@ -94,7 +94,7 @@ def answer(
         for number, sample in enumerate(samples):
             sample = replace(sample, position=number + 1)
             data = fault.edit(deal(model, case, sample, sampling))
-            refs = answer_batch(running.stages, running.chain, Batch(data.info, data.work, data.routes))
+            refs = answer_batch(running.stages, running.graph, Batch(data.info, data.work, data.routes))
             logits = running.groups["text"].execute_all("take_logits")
             told.append(Told([one for of_replica in refs.replicas for one in of_replica], logits[0]))
     return told

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from dhp.data.sample import Sample
 from dhp.doctor.samples import SampleMaker
-from dhp.models.generic.twin_model import Twin
+from dhp.models.generic.twin_model import ProbeModel
 from dhp.models.registry import load_family
 
 
@@ -16,7 +16,7 @@ class Maker:
     """Samples of a tiny model's family, by the pictures that its encoder takes."""
 
     def __init__(self, model: str):
-        self._maker = SampleMaker(Twin(AutoConfig.from_pretrained(model)), load_family(model))
+        self._maker = SampleMaker(ProbeModel(AutoConfig.from_pretrained(model)), load_family(model))
 
     def sample(self, pictures: Sequence[int], targets: int, seed: int, clips: Sequence[int] = ()) -> Sample:
         """Pictures by their numbers, clips by their frames; the last `targets` tokens are labels."""

@@ -19,10 +19,10 @@ from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
 from dhp.base.messages import EvaluatedShare, StepData
 from dhp.base.parameters import GroupRule, TrainingRules
-from dhp.base.stages import Chain, StageSpec
+from dhp.base.stages import StageGraph, StageSpec
 from dhp.batching.collate import Collator
 from dhp.batching.encoders import Split
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import BatchSharder
 from dhp.config.recompute import read_choices
 from dhp.config.schema import TrainingConfig
 from dhp.data.order.sampler import BatchLayout, slots
@@ -42,14 +42,14 @@ from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
 from dhp.step.step import accumulate_gradients, update_weights
 from dhp.trainers.settings import OptimizerSettings, StageSettings
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import AudioTrainer, VisionTrainer
-from tests.helpers.chains import make_chain
+from dhp.trainers.text import TextEngine
+from dhp.trainers.vision import AudioEngine, EncoderEngine
+from tests.helpers.graphs import make_graph
 from tests.helpers.oracle import MixedOracle, Oracle, Step
 from tests.helpers.ranks import LocalGroup
 
 if TYPE_CHECKING:
-    from dhp.batching.feed import Feed
+    from dhp.batching.feed import BatchReader
 
 FIRST_OUT = 0.5
 UPDATE = OptimizerSettings(
@@ -182,15 +182,15 @@ class Inspected:
         return all(torch.equal(_whole(p.detach(), p), masters[n].to(p.dtype)) for n, p in named)
 
 
-class InspectedVision(Inspected, VisionTrainer):
+class InspectedVision(Inspected, EncoderEngine):
     pass
 
 
-class InspectedText(Inspected, TextTrainer):
+class InspectedText(Inspected, TextEngine):
     pass
 
 
-class InspectedAudio(Inspected, AudioTrainer):
+class InspectedAudio(Inspected, AudioEngine):
     pass
 
 
@@ -211,13 +211,13 @@ def _whole(value: Tensor, like: Tensor) -> Tensor:
     return value.clone()
 
 
-def chain_of(model: str, case: Case) -> Chain:
+def graph_of(model: str, case: Case) -> StageGraph:
     """The stages of a case for a model."""
     family = family_of(model, case)
     takes = {name: layer for name, layer in family.decoder.takes.items() if name in family.tower.tensors}
     rules, decoder = rules_of(model, case), family.decoder
     make = partial(
-        make_chain,
+        make_graph,
         case.vision,
         case.text,
         case.stages,
@@ -250,14 +250,14 @@ def family_of(model: str, case: Case) -> Family:
     return load_family(model).having(() if case.audio is None else ("audio",))
 
 
-def settings(stage: StageSpec, chain: Chain, model: str, case: Case) -> StageSettings:
+def settings(stage: StageSpec, graph: StageGraph, model: str, case: Case) -> StageSettings:
     """Settings of one stage of a case."""
     zero_stage = {"vision": case.zero_stage, "audio": case.audio_zero_stage, "text": case.text_zero_stage}
-    layers = sum(len(one.layers) for one in chain.of_part(stage.part))
+    layers = sum(len(one.layers) for one in graph.of_part(stage.part))
     choices = read_choices("full" if case.checkpointing else case.recompute, layers)
     return StageSettings(
         spec=stage,
-        chain=chain,
+        graph=graph,
         model_name=model,
         dtype=case.dtype,
         device=case.device,
@@ -275,13 +275,13 @@ def settings(stage: StageSpec, chain: Chain, model: str, case: Case) -> StageSet
     )
 
 
-def make_feed(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Feed:
+def make_reader(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> BatchReader:
     """A feed that deals the given samples of each step over the case's micro-batches and replicas."""
-    from dhp.batching.feed import Feed  # which decodes videos, and needs a package for it
+    from dhp.batching.feed import BatchReader  # which decodes videos, and needs a package for it
 
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     family = family_of(model, case)
-    return Feed(source, family, 0, _encoders(case), case.packing, **_division(case))
+    return BatchReader(source, family, 0, _encoders(case), case.packing, **_division(case))
 
 
 def _division(case: Case) -> dict[str, Any]:
@@ -304,11 +304,11 @@ def _slotted(step: int, case: Case, samples: Sequence[Sample]) -> StepSamples:
     return StepSamples(step, 0, tuple(tuple(tuple(slot) for slot in row) for row in dealt), ())
 
 
-def make_dealer(model: str, case: Case) -> Dealer:
+def make_sharder(model: str, case: Case) -> BatchSharder:
     """What deals samples out over the case's ranks: the feed without what reads and decodes them."""
     family = family_of(model, case)
     collator = Collator(family, 0, case.packing or case.text.sequence > 1)
-    return Dealer(family, collator, _encoders(case), **_division(case))
+    return BatchSharder(family, collator, _encoders(case), **_division(case))
 
 
 @dataclass(frozen=True)
@@ -337,22 +337,22 @@ class Running:
 
     def __init__(self, model: str, case: Case, fault: Fault | None = None, **changes: Any):
         """changes: of every stage's settings; a function is given the stage."""
-        self.case, self.chain, self._fault = case, chain_of(model, case), fault or Fault()
-        self.schedule = make_schedule(case.schedule, self.chain, case.micro_batches)
-        self._settings = {spec.name: settings(spec, self.chain, model, case) for spec in self.chain.stages}
-        for spec in self.chain.stages:
+        self.case, self.graph, self._fault = case, graph_of(model, case), fault or Fault()
+        self.schedule = make_schedule(case.schedule, self.graph, case.micro_batches)
+        self._settings = {spec.name: settings(spec, self.graph, model, case) for spec in self.graph.stages}
+        for spec in self.graph.stages:
             own = {key: value(spec) if callable(value) else value for key, value in changes.items()}
             self._settings[spec.name] = replace(self._settings[spec.name], **own)
 
     def __enter__(self) -> Running:
         with ExitStack() as stack:
             self.groups = {}
-            for spec in self.chain.stages:
+            for spec in self.graph.stages:
                 trainer = getattr(self._fault, spec.part)
                 group = LocalGroup(trainer, spec.degrees.world, self._settings[spec.name], checked=self.case.checked)
                 self.groups[spec.name] = stack.enter_context(group)
             self._stack = stack.pop_all()
-        self.stages = make_stages(self.chain, self.groups)
+        self.stages = make_stages(self.graph, self.groups)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -366,8 +366,8 @@ class Running:
 
     def update(self, batch: Batch) -> tuple[float, dict[str, list[Any]]]:
         """Norms and optimizer steps: the step's loss, and by stage the report of every rank."""
-        reports = update_weights(self.stages, self.chain.ties, batch).reports
-        last = self.chain.stages[-1].name
+        reports = update_weights(self.stages, self.graph.ties, batch).reports
+        last = self.graph.stages[-1].name
         return sum(r.loss for r in self.stages[last].leaders(reports[last])), reports
 
     def step(self, data: StepData) -> tuple[float, dict[str, list[Any]]]:
@@ -376,7 +376,7 @@ class Running:
 
     def evaluate(self, data: StepData) -> EvaluatedShare:
         """The loss of a step's data, and how many of its targets are the likeliest token, forward alone."""
-        shares = evaluate_batch(self.stages, self.chain, Batch(data.info, data.work, data.routes)).shares
+        shares = evaluate_batch(self.stages, self.graph, Batch(data.info, data.work, data.routes)).shares
         return EvaluatedShare(*(sum(getattr(one, name) for one in shares) for name in ("loss", "right", "targets")))
 
     def weights(self) -> list[list[dict[str, Tensor]]]:
@@ -385,21 +385,21 @@ class Running:
 
     def save(self, folder: Path) -> None:
         """As a run does, by part."""
-        for spec in self.chain.stages:
+        for spec in self.graph.stages:
             self.groups[spec.name].execute_all("save", str(folder / spec.part))
 
 
 def train(model: str, case: Case, steps: Sequence[Sequence[Sample]], fault: Fault | None = None) -> Trained:
     """Train the steps in the case's layout."""
     fault = fault or Fault()
-    dealer = make_dealer(model, case)
+    dealer = make_sharder(model, case)
     losses, norms, gradients = [], [], []
     with Running(model, case, fault) as running:
         for k in range(len(steps)):
-            data = fault.edit(dealer.deal(_slotted(k, case, steps[k])))
+            data = fault.edit(dealer.shard(_slotted(k, case, steps[k])))
             batch = running.accumulate(data)
             idle = {part for part, shown in (("vision", data.info.images), ("audio", data.info.clips)) if not shown}
-            gradients.append(_found_gradients(running.groups, running.chain, idle))
+            gradients.append(_found_gradients(running.groups, running.graph, idle))
             loss, reports = running.update(batch)
             losses.append(loss)
             norms.append([r.grad_norm for of_stage in reports.values() for r in of_stage])
@@ -538,11 +538,11 @@ def _deviation(found: float, wanted: float) -> float:
     return math.inf if math.isnan(error) else error  # max() would pass over it
 
 
-def _found_gradients(groups: dict[str, LocalGroup], chain: Chain, idle: set[str]) -> list[dict[str, Tensor]]:
+def _found_gradients(groups: dict[str, LocalGroup], graph: StageGraph, idle: set[str]) -> list[dict[str, Tensor]]:
     """Of every rank: all must agree, not only the first. Of a weight that two stages hold, the sum of both. idle:
     encoders that saw nothing in the step."""
     found = {name: group.execute_all("gradients") for name, group in groups.items() if name not in idle}
-    for tie in chain.ties:
+    for tie in graph.ties:
         for ours, theirs in zip(found[tie.owner], found[tie.other], strict=True):
             for name in ours.keys() & theirs.keys():
                 ours[name] = theirs[name] = ours[name] + theirs[name]

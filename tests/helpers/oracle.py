@@ -14,7 +14,7 @@ from torch.nn import Linear
 from transformers import AutoModelForImageTextToText, PreTrainedModel, get_scheduler
 
 from dhp.base.adapters import AdapterSettings
-from dhp.base.geometry import Form
+from dhp.base.geometry import ProcessorOutput
 from dhp.base.messages import EvaluatedShare
 from dhp.base.parameters import ALL, Group, TrainingRules
 from dhp.data.sample import Sample
@@ -167,7 +167,7 @@ def model_inputs(sample: Sample, family: Family, model: PreTrainedModel) -> dict
     inputs = {"input_ids": torch.from_numpy(sample.input_ids)[None]}
     kinds = torch.from_numpy(sample.mm_token_type_ids)[None]
     kinds = token_types(family.config, kinds, torch.from_numpy(sample.labels)[None])
-    if sample.pixels and isinstance(sample.grids[0], Form):
+    if sample.pixels and isinstance(sample.grids[0], ProcessorOutput):
         inputs |= {"attention_mask": torch.ones_like(kinds), **_whole_pictures(sample, model.dtype)}
     elif sample.pixels:
         inputs |= _pictures(sample, model.dtype)

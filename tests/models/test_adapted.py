@@ -21,7 +21,7 @@ from dhp.models.registry import load_family
 from dhp.models.shape import adapt
 from dhp.models.whole import save_whole
 from tests.helpers.batches import mixed_step
-from tests.helpers.layouts import Case, Running, make_feed
+from tests.helpers.layouts import Case, Running, make_reader
 from tests.helpers.tiny_families import save_family
 
 Adapters = dict[str, AdapterSettings]
@@ -38,7 +38,7 @@ CASES = {
 
 def trained(model: str, case: Case, folder: Path) -> dict[str, Tensor]:
     """Weights of a checkpoint after two steps."""
-    feed = make_feed(model, case, [mixed_step()] * 2)
+    feed = make_reader(model, case, [mixed_step()] * 2)
     with Running(model, case) as running:
         for step in range(2):
             running.step(feed.step(step))

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from dhp.base.degrees import Degrees
-from dhp.base.passes import EVERYTHING, NO_BACKWARD, Passes, Products
+from dhp.base.passes import EVERYTHING, NO_BACKWARD, MatmulShare, TrainedShare
 from dhp.batching.collate import Collator
-from dhp.batching.scatter import Dealer
+from dhp.batching.scatter import BatchSharder
 from dhp.data.sample import Sample
 from dhp.data.source import StepSamples
 from dhp.models.family import ImageLayout
 from dhp.models.flops import TextWork, VisionWork
 from dhp.models.registry import load_family
 from tests.helpers.arithmetic import count_decoding, count_encoding, load_plain
-from tests.helpers.layouts import Case, make_feed
+from tests.helpers.layouts import Case, make_reader
 from tests.helpers.tiny import make_sample
 
 WITHIN = 0.01
@@ -105,17 +105,17 @@ def test_each_part_equals_the_counter_of_pytorch(counted: Counted, backward: boo
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_a_step_counts_what_its_samples_need_however_it_is_dealt_out(counted: Counted, case: Case) -> None:
-    flops = make_feed(counted.model, case, [counted.samples]).step(0).info.flops
+    flops = make_reader(counted.model, case, [counted.samples]).step(0).info.flops
     assert set(flops) == {"vision", "text"}
     assert flops["vision"] == pytest.approx(counted.vision[True], rel=WITHIN)
     assert flops["text"] == pytest.approx(counted.text[True], rel=WITHIN)
 
 
 def test_a_step_counts_what_its_parts_compute(made_model: str) -> None:
-    family, half = load_family(made_model), Passes(layers=Products(inputs=0.0), attention=0.5)
+    family, half = load_family(made_model), TrainedShare(layers=MatmulShare(inputs=0.0), attention=0.5)
     samples, slot = qwen_step(family), lambda sample: (sample,)
-    dealer = Dealer(family, Collator(family, 0, True), passes={"vision": NO_BACKWARD, "text": half})
-    flops = dealer.deal(StepSamples(0, 0, tuple((slot(sample),) for sample in samples), ())).info.flops
+    dealer = BatchSharder(family, Collator(family, 0, True), passes={"vision": NO_BACKWARD, "text": half})
+    flops = dealer.shard(StepSamples(0, 0, tuple((slot(sample),) for sample in samples), ())).info.flops
     lengths, targets = [len(s.input_ids) for s in samples], sum(s.target_tokens for s in samples)
     layouts = [family.tower.image_layout(grid) for sample in samples for grid in sample.grids]
     assert flops["vision"] == family.tower.work.flops(layouts, NO_BACKWARD) < family.tower.work.flops(layouts)

@@ -13,7 +13,7 @@ from PIL import Image
 from dhp.base.errors import DataError, ModelError
 from dhp.base.geometry import SOUND
 from dhp.batching.collate import Collator
-from dhp.batching.loader import FeedSettings, Split, make_feed
+from dhp.batching.loader import BatchReaderSettings, Split, make_reader
 from dhp.data.media.sources import Sound
 from dhp.data.order.sampler import BatchLayout
 from dhp.data.preprocess import Preprocessor
@@ -52,11 +52,11 @@ def preprocess(folder: Path) -> Preprocessor:
 def of_run(folder: Path, encoders: tuple[str, ...]) -> Preprocessor:
     from dhp.config.schema import DatasetEntry
 
-    settings = FeedSettings(
+    settings = BatchReaderSettings(
         str(folder), ("x",), {"x": DatasetEntry(str(folder / "none.json"))}, BatchLayout(1, 1, 1),
         dict.fromkeys(encoders, Split()), None, None, 0, True, "error", True, str(folder / "cache"),
     )  # fmt: skip
-    return make_feed(settings)._source._preprocess
+    return make_reader(settings)._source._preprocess
 
 
 def record(folder: Path, *asked: str) -> Record:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dhp.base.adapters import AdapterSettings
-from dhp.base.passes import EVERYTHING, NO_BACKWARD, Passes, Products
+from dhp.base.passes import EVERYTHING, NO_BACKWARD, MatmulShare, TrainedShare
 from dhp.config.schema import TrainingConfig
 from dhp.data.sample import Sample
 from dhp.models.passes import find_passes
@@ -23,7 +23,7 @@ from tests.helpers.tiny import make_sample
 WITHIN = 0.01
 LORA = AdapterSettings(4, 8.0)
 NONE: Mapping[str, AdapterSettings] = MappingProxyType({})
-WHOLE = Passes(entering=Products(inputs=0.0))  # pixels and words have no gradient
+WHOLE = TrainedShare(entering=MatmulShare(inputs=0.0))  # pixels and words have no gradient
 NO_VISION = ["vision", "projector"]
 TRAINED: dict[str, dict[str, Any]] = {
     "nothing_of_vision": dict(frozen=NO_VISION),
@@ -63,7 +63,7 @@ def count(name: str, samples: Sequence[Sample], adapted: Mapping[str, AdapterSet
     lengths = [len(sample.input_ids) for sample in samples]
     targets = sum(sample.target_tokens for sample in samples)
 
-    def told(vision: Passes, text: Passes) -> tuple[int, int]:
+    def told(vision: TrainedShare, text: TrainedShare) -> tuple[int, int]:
         return family.tower.work.flops(layouts, vision), family.decoder.work.flops(lengths, targets, text)
 
     vision = [count_encoding(model, family, s, n)[True] for s in samples for n in range(len(s.grids))]
@@ -87,7 +87,7 @@ def test_of_images_of_one_size(trained: str, llava_model: str) -> None:
     assert found.said == pytest.approx(found.plain, rel=WITHIN)
 
 
-def passes_of(model: str, **asked: Any) -> dict[str, Passes]:
+def passes_of(model: str, **asked: Any) -> dict[str, TrainedShare]:
     family = load_family(model)
     return find_passes(family, list_parameters(model, family), training_rules(TrainingConfig(**asked), family))
 
@@ -102,15 +102,15 @@ def test_all_and_nothing(made_model: str) -> None:
 def test_a_decoder_that_is_not_trained_lets_gradients_through(made_model: str) -> None:
     found = passes_of(made_model, frozen=["text"])
     assert found["vision"] == WHOLE
-    assert found["text"].layers == found["text"].ending == Products(weights=0.0) and found["text"].attention == 1
+    assert found["text"].layers == found["text"].ending == MatmulShare(weights=0.0) and found["text"].attention == 1
 
 
 def test_a_head_that_is_the_embedding_is_trained_with_it(few_keys_model: str) -> None:
     assert load_family(few_keys_model).decoder.tied
     frozen = passes_of(few_keys_model, trainable=["layers.1"])["text"]
-    assert frozen.ending == Products(weights=0.0) and frozen.attention == 0.5
+    assert frozen.ending == MatmulShare(weights=0.0) and frozen.attention == 0.5
     trained = passes_of(few_keys_model, trainable=["embed_tokens"])["text"]
-    assert trained.ending == Products() and trained.layers == Products(weights=0.0)
+    assert trained.ending == MatmulShare() and trained.layers == MatmulShare(weights=0.0)
 
 
 def test_experts_count_as_often_as_they_are_visited(qwen3_vl_moe_model: str) -> None:

@@ -22,7 +22,7 @@ from dhp.parallel.attention.sharded import plan_segments, segment_attention
 from dhp.parallel.tensor.local_shards import use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.parallel.tensor.styles import with_fused
-from tests.helpers.chain import Chain, cut_layers, largest_difference
+from tests.helpers.cut_model import CutModel, cut_layers, largest_difference
 from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, compare
 from tests.helpers.norms import exact_norms, use_exact_norms
 from tests.helpers.oracle import Oracle, Step
@@ -145,7 +145,7 @@ SPLITS = {"whole": ((4,), (0,)), "three stages": ((2, 1, 1), (0, 1, 2)), "two gr
 @pytest.mark.parametrize("split", SPLITS)
 def test_parts_equal_the_plain_model(split: str, qwen3_vl_model: str, samples: list[Sample], plain: Step) -> None:
     counts, owners = SPLITS[split]
-    assert largest_difference(Chain(qwen3_vl_model, cut_layers(counts), owners).step(samples), plain) < 1e-9
+    assert largest_difference(CutModel(qwen3_vl_model, cut_layers(counts), owners).step(samples), plain) < 1e-9
 
 
 class ExactText(InspectedText):
@@ -175,14 +175,14 @@ def test_layouts_equal_the_plain_model(case: Case, qwen3_vl_model: str, samples:
         assert_exact(compare(qwen3_vl_model, case, steps, Fault(text=ExactText)))
 
 
-class DroppedFeature(Chain):
+class DroppedFeature(CutModel):
     """What goes wrong: a feature does not arrive."""
 
     def given(self, name: str, rows: Tensor) -> Tensor:
         return torch.zeros_like(rows) if name == "deepstack.1" else rows.clone()
 
 
-class ExchangedImages(Chain):
+class ExchangedImages(CutModel):
     """What goes wrong: two images of one size get each other's features."""
 
     def given(self, name: str, rows: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class ExchangedImages(Chain):
         return torch.cat([rows[-4:], rows[4:-4], rows[:4]])
 
 
-class LostGradient(Chain):
+class LostGradient(CutModel):
     """What goes wrong: the tower gets no gradient of a feature."""
 
     def image_gradient(self, name: str, gradient: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class LostGradient(Chain):
 
 
 @pytest.mark.parametrize("fault", [DroppedFeature, ExchangedImages, LostGradient])
-def test_a_fault_shows(fault: type[Chain], qwen3_vl_model: str, samples: list[Sample], plain: Step) -> None:
+def test_a_fault_shows(fault: type[CutModel], qwen3_vl_model: str, samples: list[Sample], plain: Step) -> None:
     assert largest_difference(fault(qwen3_vl_model, cut_layers((4,)), (0,)).step(samples), plain) > 1e-3
 
 

@@ -13,7 +13,7 @@ from dhp.models.registry import load_family
 from dhp.models.shape import DecoderSizes, PartShape, decoder_sizes, part_shape
 from dhp.models.split import load_part
 from dhp.parallel.tensor.styles import with_fused
-from tests.helpers.chain import cut_layers
+from tests.helpers.cut_model import cut_layers
 from tests.helpers.ranks import run_on_ranks
 
 # A decoder layer of 64 hidden, 8 query heads of 8, 96 intermediate; weights and biases.

@@ -22,7 +22,7 @@ from dhp.parallel.optimizer.fsdp import FullySharded
 from dhp.parallel.tensor.local_shards import cut_of, use_local_slices
 from dhp.parallel.tensor.plan import local_plan
 from dhp.trainers.objective import Targets
-from tests.helpers.chain import Chain, cut_layers, largest_difference
+from tests.helpers.cut_model import CutModel, cut_layers, largest_difference
 from tests.helpers.layouts import UPDATE
 from tests.helpers.norms import exact_norms
 from tests.helpers.oracle import Oracle, Step
@@ -47,8 +47,8 @@ class Known:
         self.name, self.samples = str(name), samples
         self.step: Step = Oracle(self.name, torch.float64, UPDATE).step(samples)
 
-    def difference(self, chain: Chain) -> float:
-        return largest_difference(chain.step(self.samples), self.step)
+    def difference(self, cut_model: CutModel) -> float:
+        return largest_difference(cut_model.step(self.samples), self.step)
 
 
 def qwen_samples() -> list[Sample]:
@@ -86,10 +86,10 @@ def known_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 @pytest.mark.parametrize(("model", "cut"), CASES)
 def test_chunks_equal_the_plain_model(known_models: Callable[[str], Known], model: str, cut: str) -> None:
     known, (counts, owners) = known_models(model), CUTS[cut]
-    assert known.difference(Chain(known.name, cut_layers(counts), owners)) < EXACT
+    assert known.difference(CutModel(known.name, cut_layers(counts), owners)) < EXACT
 
 
-class Sharded(Chain):
+class Sharded(CutModel):
     """Groups on several ranks that recompute their layers: cut by heads, or with states sharded over the ranks."""
 
     def __init__(self, model_name: str, chunks: Sequence[Chunk], owners: Sequence[int], tensor: bool):
@@ -144,7 +144,7 @@ def test_two_chunks_a_group_on_ranks_that_recompute(
     assert max(run_on_ranks(_sharded_difference, 2, known.name, known.samples, known.step, tensor)) < EXACT
 
 
-class LostHidden(Chain):
+class LostHidden(CutModel):
     """What goes wrong: the first chunk gets no gradient of its states."""
 
     def hidden_gradient(self, number: int, gradient: Tensor) -> Tensor:
@@ -159,16 +159,16 @@ def test_a_lost_gradient_of_states_shows(known_models: Callable[[str], Known]) -
 def test_a_layer_run_twice_shows(known_models: Callable[[str], Known]) -> None:
     known = known_models("qwen2_5_vl")
     overlapping = (Chunk(range(0, 2), True, False), Chunk(range(1, 4), False, True))
-    assert known.difference(Chain(known.name, overlapping, (0, 1))) > 1e-3
+    assert known.difference(CutModel(known.name, overlapping, (0, 1))) > 1e-3
 
 
 def test_half_of_a_tied_gradient_shows(known_models: Callable[[str], Known]) -> None:
     """The weight is held by the group with the first chunk and by that with the last, and each has a part."""
     known = known_models("qwen2_5_vl, tied")
-    chain = Chain(known.name, cut_layers((2, 2)), (0, 1))
-    found = chain.step(known.samples)
+    cut_model = CutModel(known.name, cut_layers((2, 2)), (0, 1))
+    found = cut_model.step(known.samples)
     name = "model.language_model.embed_tokens.weight"
-    parts = [dict(group.named_parameters())[name].grad for group in chain.groups]
+    parts = [dict(group.named_parameters())[name].grad for group in cut_model.groups]
     wanted = known.step.gradients[name]
     assert all(float((part - wanted).norm() / wanted.norm()) > 1e-2 for part in parts)
     torch.testing.assert_close(found.gradients[name], wanted, rtol=1e-9, atol=1e-12)

@@ -14,7 +14,7 @@ from dhp.config.resolve import resolve
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.run import session as session_module
 from dhp.run.session import Session
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 
 
 def write(file: Path, nbytes: int) -> None:
@@ -61,8 +61,8 @@ def test_a_run_waits_for_its_parts_by_the_size_of_its_model(
     config = resolve(compose_config("tiny", overrides=[f"run_dir={tmp_path / 'run'}"]))
     config.text.model_name = str(model)
     config.cluster.start_timeout_s, config.cluster.step_timeout_s = 40.0, 50.0
-    chain = make_chain()
-    session = Session(config, chain, tmp_path, Start())
+    graph = make_graph()
+    session = Session(config, graph, tmp_path, Start())
     cluster = session._cluster
     assert (cluster._layout.start_timeout_s, cluster._layout.build_timeout_s) == (40.0, 110.0)
     cluster.device = "cpu"

@@ -12,16 +12,16 @@ from dhp.base.degrees import Degrees
 from dhp.base.errors import ConfigError
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import wait_all
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 from tests.nodes.conftest import ADDRESSES
 
 WAIT_S = 120.0
 
 
 def layout(address: str, folder: Path, data: int, tensor: int) -> Layout:
-    chain = make_chain(Degrees(data=data * tensor), Degrees(data=data, tensor=tensor))
+    graph = make_graph(Degrees(data=data * tensor), Degrees(data=data, tensor=tensor))
     folders = (str(folder / "logs"), str(folder))
-    return Layout(chain, "cuda", address, 1, WAIT_S, WAIT_S, *folders)
+    return Layout(graph, "cuda", address, 1, WAIT_S, WAIT_S, *folders)
 
 
 @pytest.mark.usefixtures("recwarn")

@@ -111,7 +111,7 @@ def test_a_path_that_a_node_lacks_is_told_with_the_node(reserved: Any, tmp_path:
         made.stop()
 
 
-class Feed:
+class BatchReader:
     @property
     def node(self) -> str:
         import ray
@@ -120,7 +120,7 @@ class Feed:
 
 
 def test_the_dataset_actor_runs_beside_the_driver() -> None:
-    actor = DatasetActor(Feed, micro_batches=1, shards={"vision": 1})
+    actor = DatasetActor(BatchReader, micro_batches=1, shards={"vision": 1})
     try:
         assert actor.ask("node", timeout_s=WAIT_S) == own_node()
     finally:

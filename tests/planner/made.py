@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dhp.base.messages import Choices, LayerUsage, StageUsage
+from dhp.base.messages import LayerUsage, RecomputePolicies, StageUsage
 from dhp.planner.costs import Arrangement, LayerCost, StageCosts
 from dhp.planner.probes import probes
 
@@ -41,7 +41,7 @@ def costs(layers: int, scale: float = 1.0, kinds: Sequence[str] | None = None) -
     return StageCosts(ROWS, kinds, 3 * MIB, 2 * MIB, of_kind)
 
 
-def usage(known: StageCosts, choices: Choices, rows: int = ROWS, factor: float = 1.0) -> StageUsage:
+def usage(known: StageCosts, choices: RecomputePolicies, rows: int = ROWS, factor: float = 1.0) -> StageUsage:
     """What a step under these choices would report, `factor` times what the costs say at the peak."""
     scale = rows / known.rows
     layers = []
@@ -54,7 +54,7 @@ def usage(known: StageCosts, choices: Choices, rows: int = ROWS, factor: float =
     return StageUsage(peak, before, after, rows, 4 * rows, 1.0, 2.0, tuple(layers))
 
 
-def probed(kinds: Sequence[str]) -> list[Choices]:
+def probed(kinds: Sequence[str]) -> list[RecomputePolicies]:
     """What a stage of such layers recomputes in the steps that measure, where there is memory for all of them."""
     plans, untried = probes({"text": kinds}, {"text": ("all",) * len(kinds)}, lambda plan: True)
     assert not untried

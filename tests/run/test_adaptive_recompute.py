@@ -16,11 +16,11 @@ from dhp.config.load import compose_config
 from dhp.models.registry import load_family
 from dhp.planner.planner import PATIENCE
 from dhp.run.adaptive_recompute import Recomputing, arrange, room
-from dhp.run.chain import make_chain as chain_of
+from dhp.run.graph import make_graph as graph_of
 from dhp.run.preflight import prepare
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 from tests.helpers.runs import tiny, train
 from tests.planner.made import MIB, costs, usage
 
@@ -62,7 +62,7 @@ def test_a_plan_is_measured_tried_and_kept_for_the_next_run(tiny_assets: Path, t
 
 
 def test_what_is_alive_together() -> None:
-    pair = make_chain()
+    pair = make_graph()
     one, two = make_schedule("sequential", pair, 4), make_schedule("vision_ahead", pair, 4)
     assert arrange(pair, one, "cpu").holding["text"] == {"vision": 1, "text": 1}
     assert arrange(pair, two, "cpu").holding["text"] == {"vision": 2, "text": 1}
@@ -72,8 +72,8 @@ def test_what_is_alive_together() -> None:
 
 
 def test_stages_of_a_pipeline_share_devices_with_vision_and_not_with_one_another() -> None:
-    chain = make_chain(Degrees(data=2), stages=2, chunks=2)
-    found = arrange(chain, make_schedule("interleaved", chain, 4), "cpu")
+    graph = make_graph(Degrees(data=2), stages=2, chunks=2)
+    found = arrange(graph, make_schedule("interleaved", graph, 4), "cpu")
     assert found.sharing == (frozenset({"vision", "text.0"}), frozenset({"vision", "text.1"}))
     assert found.holding["text.0"]["text.0"] == 2.5  # five chunks of two layers each at most
 
@@ -117,9 +117,9 @@ def plan(
     family = load_family(config.text.model_name)
     parts = {"vision": Told(family.tower.layers.kinds, beside), "text": Told(family.decoder.layers.kinds, beside)}
     said: list[str] = []
-    chain = chain_of(config, family, config.text.model_name)
-    stages = make_stages(chain, parts)
-    recomputing = Recomputing(config, chain, stages, "cpu", make_schedule("sequential", chain, 4), said.append, memory)
+    graph = graph_of(config, family, config.text.model_name)
+    stages = make_stages(graph, parts)
+    recomputing = Recomputing(config, graph, stages, "cpu", make_schedule("sequential", graph, 4), said.append, memory)
     for step in range(late + 20):
         reports = {name: part.report() for name, part in parts.items()}
         if step < late:

@@ -11,8 +11,8 @@ from dhp.base.degrees import Degrees
 from dhp.base.messages import DeviceInfo, KernelUse
 from dhp.cluster.dispatch import spread
 from dhp.run.devices import find_peak, name_kernels, overlap_warning
-from dhp.trainers.stage import StageRank
-from tests.helpers.chains import make_chain
+from dhp.trainers.stage import StageEngine
+from tests.helpers.graphs import make_graph
 
 
 class Group:
@@ -58,7 +58,7 @@ def test_gpus_are_looked_up_and_an_unknown_one_is_told_once() -> None:
 def test_kernels_of_a_stage_are_one_result_of_its_verb() -> None:
     """A rank's tuple is as many results of a call, which has one."""
     uses = (KernelUse("attention", "varlen", 2), KernelUse("loss", "chunked"))
-    found = StageRank.describe_kernels(SimpleNamespace(_kernels=uses))  # type: ignore[arg-type]
+    found = StageEngine.describe_kernels(SimpleNamespace(_kernels=uses))  # type: ignore[arg-type]
     assert not isinstance(found, tuple) and list(found) == list(uses)
 
 
@@ -85,7 +85,7 @@ def test_each_stage_names_its_kernels_and_what_would_be_faster() -> None:
 def test_overlapping_collectives_on_shared_gpus_are_warned_of(
     schedule: str, device: str, tensor: int, warns: bool
 ) -> None:
-    chain = make_chain(Degrees(ulysses=tensor), Degrees(tensor=tensor))
+    graph = make_graph(Degrees(ulysses=tensor), Degrees(tensor=tensor))
     config: Any = SimpleNamespace(training=SimpleNamespace(schedule=schedule))
-    warning = overlap_warning(config, chain, device)
+    warning = overlap_warning(config, graph, device)
     assert (warning is not None) == warns and (not warns or "training.schedule=vision_ahead" in warning)

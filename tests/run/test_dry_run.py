@@ -14,9 +14,9 @@ from dhp.config.load import compose_config
 from dhp.config.schema import Config, LoraConfig, PartConfig
 from dhp.models.registry import load_family
 from dhp.models.shape import PartShape
-from dhp.run.chain import make_chain
 from dhp.run.dry_run import dry_run, stage_shapes
 from dhp.run.footprint import RankBytes, by_zero_stage, gathered_bytes, rank_bytes, runtime_bytes
+from dhp.run.graph import make_graph
 from dhp.run.preflight import prepare
 from tests.helpers.runs import tiny, train
 
@@ -37,10 +37,10 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
     config = prepared(
         "tiny", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "cluster.device=cpu", *models
     )
-    chain = make_chain(config, load_family(made_model), made_model)
-    shapes = stage_shapes(config, chain, made_model)
+    graph = make_graph(config, load_family(made_model), made_model)
+    shapes = stage_shapes(config, graph, made_model)
     assert shapes == {"vision": PartShape(VISION, VISION, VISION), "text": PartShape(TEXT, TEXT_RANK, 320)}
-    vision, text = (rank_bytes(getattr(config, s.part), s, shapes[s.name]) for s in chain.stages)
+    vision, text = (rank_bytes(getattr(config, s.part), s, shapes[s.name]) for s in graph.stages)
     assert vision == RankBytes(4 * VISION, 4 * VISION, 4 * 3 * VISION // 2)  # ZeRO-1 over two ranks
     assert text == RankBytes(4 * TEXT_RANK, 4 * TEXT_RANK, 4 * 2 * TEXT_RANK)
     printed = dry_run(config)

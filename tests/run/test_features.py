@@ -12,8 +12,8 @@ from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
-from dhp.run.chain import make_chain
 from dhp.run.features import GIB, check_features, check_folder, feature_settings, keep_settings
+from dhp.run.graph import make_graph
 from dhp.run.settings import feed_settings, needed_paths, stage_settings
 
 FROZEN = ("training.frozen=[vision,projector]", "vision.zero_stage=0")
@@ -26,7 +26,7 @@ def config_of(model: str, *overrides: str) -> Config:
 
 def check(model: str, *overrides: str) -> None:
     config = config_of(model, *overrides)
-    check_features(config, make_chain(config, load_family(model), model))
+    check_features(config, make_graph(config, load_family(model), model))
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_the_room_is_shared_out(made_model: str, tmp_path: Path) -> None:
     (tmp_path / "ab").mkdir()
     (tmp_path / "ab" / "file").write_bytes(b"1" * (GIB >> 10))
     kept = f"data.cache_features={tmp_path}"
-    chain = lambda config: make_chain(config, load_family(made_model), made_model)
-    of = lambda *more: keep_settings(config := config_of(made_model, *FROZEN, *more), chain(config))
+    graph = lambda config: make_graph(config, load_family(made_model), made_model)
+    of = lambda *more: keep_settings(config := config_of(made_model, *FROZEN, *more), graph(config))
     assert of() == {}
     assert of(kept) == {"vision": KeepSettings(str(tmp_path))}
     two = (kept, "vision.num_actors=2")
@@ -75,9 +75,9 @@ def test_readers_and_ranks_are_told(made_model: str, monkeypatch: pytest.MonkeyP
     assert feed_settings(config, features=told).features == told
     needs = needed_paths(config, None)
     assert [part for part, paths in needs.items() if paths.get("data.cache_features") == folder] == ["vision", "data"]
-    chain = make_chain(config, load_family(made_model), made_model)
+    graph = make_graph(config, load_family(made_model), made_model)
     keep = KeepSettings(folder, 7)
-    assert stage_settings(config, chain, chain.stage("vision"), "cpu", 1, features=keep).features == keep
+    assert stage_settings(config, graph, graph.stage("vision"), "cpu", 1, features=keep).features == keep
 
 
 def test_the_folder_is_tried_before_a_run(made_model: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dhp.base.routes import Route, dense
-from dhp.base.stages import Chain, Edge, Node
+from dhp.base.stages import Edge, Node, StageGraph
 from dhp.config.degrees import resolve_part
 from dhp.config.load import compose_config
 from dhp.config.part import PartConfig
@@ -18,7 +18,7 @@ from dhp.config.schema import Config
 from dhp.models.family import Family, LayerParts
 from dhp.models.part import Part
 from dhp.models.registry import load_family
-from dhp.run.chain import make_chain
+from dhp.run.graph import make_graph
 from dhp.run.locality import devices_as_planned, find_localities
 from dhp.run.settings import feed_settings, kept_settings, measures, needed_paths, stage_settings, world
 from dhp.step.schedule import draw, make_schedule
@@ -72,57 +72,57 @@ def resolve_radar(asked: PartConfig) -> PartConfig:
 
 
 @pytest.fixture(scope="module")
-def heard(four_layers_model: str) -> tuple[WithRadar, Chain]:
+def heard(four_layers_model: str) -> tuple[WithRadar, StageGraph]:
     config, family = with_radar(four_layers_model)
-    return config, make_chain(config, family, four_layers_model)
+    return config, make_graph(config, family, four_layers_model)
 
 
-def test_its_stage_and_edges_are_in_the_chain(heard: tuple[WithRadar, Chain]) -> None:
-    _, chain = heard
-    assert [(s.name, s.degrees.world, s.trains) for s in chain.stages] == [
+def test_its_stage_and_edges_are_in_the_chain(heard: tuple[WithRadar, StageGraph]) -> None:
+    _, graph = heard
+    assert [(s.name, s.degrees.world, s.trains) for s in graph.stages] == [
         ("vision", 2, True), ("radar", 3, False), ("text.0", 1, True), ("text.1", 1, True),
     ]  # fmt: skip
     first, second = Node("text.0"), Node("text.1")
-    assert set(chain.edges) == {
+    assert set(graph.edges) == {
         Edge(Node("vision"), first, ("embeddings",), True),
         Edge(Node("radar"), first, ("radar_embeddings",), False),
         Edge(Node("radar"), second, ("radar_features",), False),
         Edge(first, second, ("hidden_states",), True),
     }
-    assert not chain.goes_back(Node("radar"))
+    assert not graph.goes_back(Node("radar"))
 
 
-def test_its_settings_come_from_its_own_section(heard: tuple[WithRadar, Chain]) -> None:
-    config, chain = heard
+def test_its_settings_come_from_its_own_section(heard: tuple[WithRadar, StageGraph]) -> None:
+    config, graph = heard
     assert list(world(config)) == ["vision", "radar", "text"]
     assert world(config)["radar"]["data"] == 3
     assert kept_settings(config)["radar.dtype"] == "bfloat16"
     assert set(needed_paths(config, None)) == {"vision", "radar", "text", "data"}
     assert measures(config)
     assert not measures(replace(config, radar=replace(config.radar, recompute="none")))
-    own = stage_settings(config, chain, chain.stage("radar"), "cpu", 10)
+    own = stage_settings(config, graph, graph.stage("radar"), "cpu", 10)
     assert (own.dtype, own.recompute) == ("bfloat16", ("none", "none"))
-    encoders = feed_settings(config, find_localities(chain, devices_as_planned(chain), 0.01)).encoders
+    encoders = feed_settings(config, find_localities(graph, devices_as_planned(graph), 0.01)).encoders
     assert (encoders["radar"].replicas, encoders["radar"].dtype) == (3, "bfloat16")
     assert encoders["radar"].locality.distances == ((0, 1, 1),)  # the first of them is on the first text stage's device
     assert set(encoders) == {"vision", "radar"}
 
 
-def test_a_step_sends_its_rows_to_both_text_stages(heard: tuple[WithRadar, Chain]) -> None:
-    _, chain = heard
-    schedule = make_schedule("1f1b", chain, 2)
-    assert draw(schedule, chain).splitlines() == [
+def test_a_step_sends_its_rows_to_both_text_stages(heard: tuple[WithRadar, StageGraph]) -> None:
+    _, graph = heard
+    schedule = make_schedule("1f1b", graph, 2)
+    assert draw(schedule, graph).splitlines() == [
         "vision 0 1 . .  .  0' .  1'",
         "radar  0 1 . .  .  .  .  .",
         "text.0 . 0 1 .  0' .  1' .",
         "text.1 . . 0 0' 1  1' .  .",
     ]
     calls: list[Call] = []
-    stages = make_stages(chain, {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in chain.stages})
+    stages = make_stages(graph, {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in graph.stages})
     ranks = {"vision": 2, "radar": 3, "text": 1}
     work = {part: [[f"{part}{m}:{shard}" for shard in range(n)] for m in (0, 1)] for part, n in ranks.items()}
     routes = {"vision": [dense(2, 1)] * 2, "radar": [Route(((1, 0),))] * 2}
-    train_step(stages, schedule, chain.ties, Batch("info", work, routes))
+    train_step(stages, schedule, graph.ties, Batch("info", work, routes))
     given = [(c.stage, c.arguments[2:]) for c in calls if c.method == "forward_step" and c.arguments[0] == 1]
     assert given == [
         *(("vision", (f"vision1:{rank}",)) for rank in (0, 1)),
@@ -131,7 +131,7 @@ def test_a_step_sends_its_rows_to_both_text_stages(heard: tuple[WithRadar, Chain
         ("text.1", ("text1:0", "e10:radar1#1", "e10:text.00#0")),
     ]
     assert {c.stage for c in calls if c.method == "backward_step"} == {"vision", "text.0", "text.1"}
-    assert {c.stage for c in calls if c.method == "optimizer_step"} == {s.name for s in chain.stages}
+    assert {c.stage for c in calls if c.method == "optimizer_step"} == {s.name for s in graph.stages}
 
 
 @pytest.mark.parametrize("room", ["run", "step", "cluster", "planner"])

@@ -18,7 +18,7 @@ from dhp.config.load import compose_config
 from dhp.run.preflight import prepare
 from dhp.run.session import Session
 from dhp.train_ray import main
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 from tests.helpers.runs import Outcome, tiny, train
 
 STEPS = 4
@@ -185,7 +185,7 @@ def test_other_data_under_the_same_name(stopped: Path, tmp_path: Path, tiny_asse
     """How many samples there are is known only when the dataset actor has read them: refused before any rank starts."""
     data = SimpleNamespace(take_watched=list, ask=lambda _, timeout_s: 7)
     config = prepare(compose_config("tiny", overrides=tiny(tiny_assets, tmp_path / "next", *SETTINGS)[1:]))
-    session = Session(config, make_chain(), tmp_path, find_start("auto", stopped / "checkpoints"))
+    session = Session(config, make_graph(), tmp_path, find_start("auto", stopped / "checkpoints"))
     session._cluster = SimpleNamespace(dataset_actor=lambda *_, **__: data, devices={})
     with pytest.raises(CheckpointError, match=r"data\.samples was \d+ and is 7\. Reason: .* the data's order"):
         session.open_data(lambda done, parts: None)

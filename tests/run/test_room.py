@@ -9,7 +9,7 @@ from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.models.config_source import config_source
 from dhp.models.registry import load_family
-from dhp.run.chain import make_chain
+from dhp.run.graph import make_graph
 from dhp.run.room import require_room
 
 
@@ -17,11 +17,11 @@ def test_what_stages_keep_is_held_against_the_gpu() -> None:
     """Of the 3B 18.5 GB of text, 6.0 of vision and two contexts with their communicators: see a dry run."""
     config = resolve(compose_config("qwen2_5_vl_3b", overrides=["cluster.device=cuda"]))
     source = config_source(config.text.model_name)
-    chain = make_chain(config, load_family(source), source)
-    require_room(config, chain, None)  # nobody knows
-    require_room(config, chain, 28 * 10**9)
+    graph = make_graph(config, load_family(source), source)
+    require_room(config, graph, None)  # nobody knows
+    require_room(config, graph, 28 * 10**9)
     with pytest.raises(ConfigError) as caught:
-        require_room(config, chain, 24 << 30)
+        require_room(config, graph, 24 << 30)
     said = str(caught.value)
     assert "keep 27.5 GB between steps (vision 7.5 GB, text 20.0 GB: weights" in said and "it has 25.8 GB" in said
     assert "text.zero_stage=3" in said and "cluster.collocate=false" in said

@@ -11,7 +11,7 @@ import pytest
 from dhp.base.adapters import AdapterSettings
 from dhp.base.degrees import Degrees
 from dhp.base.parameters import Selector, TrainingRules
-from dhp.base.passes import NO_BACKWARD, Passes, Products
+from dhp.base.passes import NO_BACKWARD, MatmulShare, TrainedShare
 from dhp.batching.loader import Split
 from dhp.config.load import compose_config, to_yaml
 from dhp.config.resolve import resolve
@@ -22,9 +22,9 @@ from dhp.data.read_settings import ReadSettings
 from dhp.models.registry import load_family
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
-from dhp.run.chain import make_chain as of_config
+from dhp.run.graph import make_graph as of_config
 from dhp.run.settings import feed_settings, kept_settings, passes_of, resume_line, stage_settings
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 
 OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.video_fps=1", "data.allow_http=true"]
 
@@ -77,14 +77,14 @@ NOTHING_AS_BY_DEFAULT = [
 def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> None:
     config = resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT))
     tower = Degrees(data=2, ring=3, ulysses=2, tensor=2)
-    chain = make_chain(tower, Degrees(data=3, tensor=2), layers=2, tower_layers=2)
+    graph = make_graph(tower, Degrees(data=3, tensor=2), layers=2, tower_layers=2)
     rules = TrainingRules(frozen=(Selector("vision", ("model.visual",), ("model.visual.merger",)),))
-    found = {s.name: stage_settings(config, chain, s, "cuda", 40, Path("step_7"), rules) for s in chain.stages}
+    found = {s.name: stage_settings(config, graph, s, "cuda", 40, Path("step_7"), rules) for s in graph.stages}
     shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
     shared |= {"rules": rules, "features": None, "resume_states": True, "deterministic": True}
     shared |= {"compiled": False}  # as it must be with what else is asked for
     shared |= {"exclusive_sums": True}  # stages that share GPUs
-    shared |= {"chain": chain, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
+    shared |= {"graph": graph, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts
     own = {
         "vision": {
             "mlp_chunks": 4,
@@ -110,32 +110,32 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     for name, settings in found.items():
         told = {field.name: getattr(settings, field.name) for field in fields(settings)}
         del told["update"]
-        assert told == shared | own[name] | {"spec": chain.stage(name)}
+        assert told == shared | own[name] | {"spec": graph.stage(name)}
 
 
 def test_who_answers_reads_no_states_and_trains_nothing(tiny_assets: Path) -> None:
     config = resolve(
         compose_config("tiny", overrides=[f"{part}.model_name={tiny_assets / 'model'}" for part in ("vision", "text")])
     )
-    chain = of_config(config, load_family(config.text.model_name), config.text.model_name, trains=False)
-    assert not any(stage.trains for stage in chain.stages) and not any(edge.gradients for edge in chain.edges)
-    settings = stage_settings(config, chain, chain.stages[0], "cpu", 1, Path("step_7"), states=False)
+    graph = of_config(config, load_family(config.text.model_name), config.text.model_name, trains=False)
+    assert not any(stage.trains for stage in graph.stages) and not any(edge.gradients for edge in graph.edges)
+    settings = stage_settings(config, graph, graph.stages[0], "cpu", 1, Path("step_7"), states=False)
     assert (settings.resume_from, settings.resume_states) == ("step_7/vision", False)
 
 
 def test_a_stage_recomputes_what_its_own_layers_are_told() -> None:
     cut = ["text.parallelism=pipeline", "text.num_actors=2", "text.recompute='mlp:0-1,all:3'"]
     config = resolve(compose_config("tiny", overrides=cut))
-    chain = make_chain(stages=2, chunks=2, layers=4)
-    found = [stage_settings(config, chain, s, "cpu", 1).recompute for s in chain.of_part("text")]
+    graph = make_graph(stages=2, chunks=2, layers=4)
+    found = [stage_settings(config, graph, s, "cpu", 1).recompute for s in graph.of_part("text")]
     assert found == [("mlp", "none"), ("mlp", "all")]
 
 
 def test_a_frozen_tower_keeps_nothing_to_recompute() -> None:
     frozen = ["vision.zero_stage=0", "vision.recompute=auto", "memory.budget_gib=1"]
     config = resolve(compose_config("tiny", overrides=frozen))
-    chain = make_chain(vision_trains=False)
-    settings = stage_settings(config, chain, chain.stage("vision"), "cpu", 1)
+    graph = make_graph(vision_trains=False)
+    settings = stage_settings(config, graph, graph.stage("vision"), "cpu", 1)
     assert (settings.measure, set(settings.recompute)) == (False, {"none"})
 
 
@@ -145,8 +145,8 @@ def test_each_part_has_its_own_stage_of_zero(stages: tuple[int, int]) -> None:
         *("vision.parallelism=data", f"vision.zero_stage={stages[0]}"),
         *("text.parallelism=data", f"text.zero_stage={stages[1]}"),
     ])  # fmt: skip
-    config, chain = resolve(config), make_chain()
-    assert tuple(stage_settings(config, chain, s, "cpu", 1).zero_stage for s in chain.stages) == stages
+    config, graph = resolve(config), make_graph()
+    assert tuple(stage_settings(config, graph, s, "cpu", 1).zero_stage for s in graph.stages) == stages
 
 
 def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
@@ -183,10 +183,10 @@ def test_what_is_computed_follows_from_what_is_trained(made_model: str) -> None:
     made = lambda *own: passes_of(resolve(compose_config("tiny", overrides=[*names, *own])))
     assert made() == {}
     found = made("training.frozen=[vision,projector]")
-    assert found == {"vision": NO_BACKWARD, "text": Passes(entering=Products(inputs=0.0))}
+    assert found == {"vision": NO_BACKWARD, "text": TrainedShare(entering=MatmulShare(inputs=0.0))}
     adapted = made("training.frozen=[vision,projector]", "text.lora.rank=2")["text"]
     assert adapted.layers.forward - 1 == pytest.approx(adapted.layers.weights) and 0 < adapted.layers.weights < 0.2
-    assert adapted.ending == Products(weights=0.0)
+    assert adapted.ending == MatmulShare(weights=0.0)
 
 
 def test_how_rows_are_balanced_reaches_the_dataset_actor() -> None:
@@ -235,5 +235,5 @@ def test_a_resumed_run_trains_what_its_checkpoint_trained() -> None:
 
 def test_each_part_is_compiled_where_it_says() -> None:
     asked = ["vision.compile=true", "vision.zero_stage=0"]
-    config, chain = resolve(compose_config("tiny", overrides=asked)), make_chain()
-    assert [stage_settings(config, chain, s, "cpu", 1).compiled for s in chain.stages] == [True, False]
+    config, graph = resolve(compose_config("tiny", overrides=asked)), make_graph()
+    assert [stage_settings(config, graph, s, "cpu", 1).compiled for s in graph.stages] == [True, False]

@@ -12,7 +12,7 @@ from dhp.config.resolve import resolve
 from dhp.config.schema import Config, GroupConfig, TrainingConfig
 from dhp.models.registry import load_family
 from dhp.models.shape import list_parameters
-from dhp.run.chain import make_chain
+from dhp.run.graph import make_graph
 from dhp.run.training import check_frozen_states, check_rules, part_names, table_of_training, training_rules
 
 LAYERS = "model.language_model.layers"
@@ -82,8 +82,8 @@ def test_stages_of_a_pipeline_are_frozen_one_by_one(tied_model: str) -> None:
     family = load_family(tied_model)
 
     def found(*asked: str) -> tuple[list[bool], list[bool], tuple[Tie, ...]]:
-        chain = make_chain(config_of(tied_model, *cut, *asked), family, tied_model)
-        return [stage.trains for stage in chain.stages], [edge.gradients for edge in chain.edges], chain.ties
+        graph = make_graph(config_of(tied_model, *cut, *asked), family, tied_model)
+        return [stage.trains for stage in graph.stages], [edge.gradients for edge in graph.edges], graph.ties
 
     below = "training.frozen=[vision,projector,embed_tokens,layers.0,layers.1]"
     assert found(below) == ([False, False, True], [False, False], (Tie("text.0", "text.1", False),))
@@ -93,11 +93,11 @@ def test_stages_of_a_pipeline_are_frozen_one_by_one(tied_model: str) -> None:
 
 def test_zero_of_what_is_not_trained_is_refused(made_model: str) -> None:
     config = config_of(made_model, "training.frozen=[vision,projector]", "vision.zero_stage=1")
-    chain = make_chain(config, load_family(made_model), made_model)
+    graph = make_graph(config, load_family(made_model), made_model)
     with pytest.raises(
         ConfigError, match="vision.zero_stage=1 with nothing of vision trained.*Set vision.zero_stage=0"
     ):
-        check_frozen_states(config, chain)
+        check_frozen_states(config, graph)
 
 
 def test_the_table_says_how_much_is_trained_and_how_fast(made_model: str) -> None:

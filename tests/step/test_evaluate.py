@@ -13,7 +13,7 @@ from dhp.base.degrees import Degrees
 from dhp.base.geometry import IGNORED
 from dhp.data.sample import Sample
 from tests.helpers.batches import awkward_steps, mixed_step, step_without_image
-from tests.helpers.layouts import UPDATE, Case, Oracle, Running, make_feed
+from tests.helpers.layouts import UPDATE, Case, Oracle, Running, make_reader
 
 ONE = Degrees()
 LORA = (("text", AdapterSettings(2, 4.0, dropout=0.4)),)
@@ -33,7 +33,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_plain_models_loss_and_no_trace_of_it(case: Case, four_layers_model: str) -> None:
     steps = awkward_steps()
-    feed = make_feed(four_layers_model, case, [*steps, mixed_step(), step_without_image()])
+    feed = make_reader(four_layers_model, case, [*steps, mixed_step(), step_without_image()])
     others = [feed.step(len(steps)), feed.step(len(steps) + 1)]
     ends = []
     for evaluates in (False, True):
@@ -70,7 +70,7 @@ def test_likeliest_tokens_are_counted_once(text: Degrees, four_layers_model: str
     oracle = Oracle(four_layers_model, torch.float64, UPDATE)
     samples = _half_right(oracle)
     with Running(four_layers_model, case := Case(ONE, text, 1, packing=True)) as running:
-        found = running.evaluate(make_feed(four_layers_model, case, [samples]).step(0))
+        found = running.evaluate(make_reader(four_layers_model, case, [samples]).step(0))
     wanted = oracle.evaluate(samples)
     targets = sum(sample.target_tokens for sample in samples)
     assert (found.right, found.targets) == (wanted.right, targets) and targets / 3 < found.right < targets
@@ -78,7 +78,7 @@ def test_likeliest_tokens_are_counted_once(text: Degrees, four_layers_model: str
 
 def test_adapters_drop_nothing_out(four_layers_model: str) -> None:
     case = Case(ONE, ONE, 1, lora=LORA)
-    feed = make_feed(four_layers_model, case, [mixed_step()])
+    feed = make_reader(four_layers_model, case, [mixed_step()])
     with Running(four_layers_model, case) as running:
         first, again = running.evaluate(feed.step(0)), running.evaluate(feed.step(0))
         trained, _ = running.step(feed.step(0))

@@ -16,7 +16,7 @@ from dhp.step.generate import answer_batch
 from dhp.step.stages import Batch
 from tests.helpers.answers import RecordingText, make_prompt, make_text, plain_answer
 from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import Case, Fault, Running, make_dealer, make_feed
+from tests.helpers.layouts import Case, Fault, Running, make_reader, make_sharder
 
 ONE = Degrees()
 NEW = Sampling(5)
@@ -36,7 +36,7 @@ def test_answers_between_steps(case: Case, four_layers_model: str) -> None:
     model, steps = four_layers_model, awkward_steps()[:2]
     samples = [make_prompt([(1, 8, 6)], 9, 1), make_text(20, 2), make_prompt([(1, 4, 4), (1, 4, 8)], 3, 3)]
     samples = samples[: case.text.data + 1]
-    feed, dealer = make_feed(model, case, steps), make_dealer(model, case)
+    feed, dealer = make_reader(model, case, steps), make_sharder(model, case)
     ends, told = [], []
     for answers in (False, True):
         with Running(model, case, Fault(text=RecordingText)) as running:
@@ -46,7 +46,7 @@ def test_answers_between_steps(case: Case, four_layers_model: str) -> None:
                     rows = tuple((one,) for one in held) + ((),) * (case.text.data - len(held))
                     data = dealer.deal_prompts(StepSamples(0, 0, (rows,), ()), replace(NEW, seed=0))
                     batch = Batch(data.info, data.work, data.routes)
-                    refs = answer_batch(running.stages, running.chain, batch)
+                    refs = answer_batch(running.stages, running.graph, batch)
                     told += [of_replica[0].token_ids for of_replica in refs.replicas] if number == 0 else []
                 running.step(feed.step(number))
             ends.append(running.weights())

@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 
 from dhp.base.errors import ConfigError
-from dhp.base.stages import Chain, Node
+from dhp.base.stages import Node, StageGraph
 from dhp.config.ranges import SCHEDULES
 from dhp.step.schedule import (
     Backward,
@@ -22,13 +22,13 @@ from dhp.step.schedule import (
     outstanding,
     without_idle,
 )
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 
-PAIR = make_chain()
-TWO, FOUR = make_chain(stages=2), make_chain(stages=4)
-TWICE = make_chain(stages=2, chunks=2)
-FROZEN_TOWER = make_chain(stages=2, vision_trains=False)
-FROZEN_TEXT = make_chain(stages=2, text_trains=False)
+PAIR = make_graph()
+TWO, FOUR = make_graph(stages=2), make_graph(stages=4)
+TWICE = make_graph(stages=2, chunks=2)
+FROZEN_TOWER = make_graph(stages=2, vision_trains=False)
+FROZEN_TEXT = make_graph(stages=2, text_trains=False)
 
 DRAWINGS = [
     (
@@ -115,42 +115,42 @@ DRAWINGS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "chain", "micro_batches", "drawing"), DRAWINGS, ids=[f"{d[0]}-{len(d[1].stages)}-{d[2]}" for d in DRAWINGS]
+    ("kind", "graph", "micro_batches", "drawing"), DRAWINGS, ids=[f"{d[0]}-{len(d[1].stages)}-{d[2]}" for d in DRAWINGS]
 )
-def test_the_clock_table(kind: str, chain: Chain, micro_batches: int, drawing: str) -> None:
-    assert draw(make_schedule(kind, chain, micro_batches), chain) == dedent(drawing).strip("\n").rstrip()
+def test_the_clock_table(kind: str, graph: StageGraph, micro_batches: int, drawing: str) -> None:
+    assert draw(make_schedule(kind, graph, micro_batches), graph) == dedent(drawing).strip("\n").rstrip()
 
 
-def _all() -> list[tuple[str, Chain, int]]:
-    chains = [
-        make_chain(stages=stages, chunks=chunks, layers=stages * chunks, vision_trains=vision, text_trains=text)
+def _all() -> list[tuple[str, StageGraph, int]]:
+    graphs = [
+        make_graph(stages=stages, chunks=chunks, layers=stages * chunks, vision_trains=vision, text_trains=text)
         for stages, chunks in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 3)]
         for vision, text in [(True, True), (False, True), (True, False)]
     ]
     found = []
-    for kind, chain, micro_batches in product(SCHEDULES, chains, (1, 2, 3, 4, 8, 12)):
-        (chunks,) = {len(stage.chunks) for stage in chain.of_part("text")}
+    for kind, graph, micro_batches in product(SCHEDULES, graphs, (1, 2, 3, 4, 8, 12)):
+        (chunks,) = {len(stage.chunks) for stage in graph.of_part("text")}
         if kind != "sequential" and (kind == "interleaved") != (chunks > 1):
             continue
-        if kind != "interleaved" or micro_batches % len(chain.of_part("text")) == 0:
-            found.append((kind, chain, micro_batches))
+        if kind != "interleaved" or micro_batches % len(graph.of_part("text")) == 0:
+            found.append((kind, graph, micro_batches))
     return found
 
 
 def test_every_schedule_visits_every_node_once_each_way_and_never_too_early() -> None:
     cases = _all()
     assert len(cases) > 200
-    for kind, chain, micro_batches in cases:
-        schedule = make_schedule(kind, chain, micro_batches)
-        wanted = {Forward(node, m) for node in chain.nodes() for m in range(micro_batches)}
-        wanted |= {Backward(node, m) for node in chain.nodes() for m in range(micro_batches) if chain.goes_back(node)}
+    for kind, graph, micro_batches in cases:
+        schedule = make_schedule(kind, graph, micro_batches)
+        wanted = {Forward(node, m) for node in graph.nodes() for m in range(micro_batches)}
+        wanted |= {Backward(node, m) for node in graph.nodes() for m in range(micro_batches) if graph.goes_back(node)}
         assert len(schedule) == len(wanted) and set(schedule) == wanted
-        _assert_in_order(schedule, chain)
+        _assert_in_order(schedule, graph)
 
 
-def _assert_in_order(schedule: Schedule, chain: Chain) -> None:
+def _assert_in_order(schedule: Schedule, graph: StageGraph) -> None:
     at = {action: place for place, action in enumerate(schedule)}
-    for edge in chain.edges:
+    for edge in graph.edges:
         for m in {action.micro_batch for action in schedule}:
             assert at[Forward(edge.source, m)] < at[Forward(edge.target, m)]
             if edge.gradients:

@@ -8,13 +8,13 @@ from typing import Any
 
 from dhp.base.degrees import Degrees
 from dhp.base.routes import Route, dense
-from dhp.base.stages import Chain
+from dhp.base.stages import StageGraph
 from dhp.cluster.dispatch import Call as Verb
 from dhp.cluster.dispatch import PerRank, spread
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, Group, make_stages
 from dhp.step.step import StepRefs, train_step
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 
 
 @dataclass(frozen=True)
@@ -66,25 +66,25 @@ class Recorded:
         return [call.returns for call in self.calls if (call.stage, call.method) == (stage, method)]
 
 
-def step(chain: Chain, routes: Sequence[Route], kind: str = "sequential") -> Recorded:
+def step(graph: StageGraph, routes: Sequence[Route], kind: str = "sequential") -> Recorded:
     """routes: for each micro-batch."""
     calls: list[Call] = []
-    groups = {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in chain.stages}
-    stages = make_stages(chain, groups)
+    groups = {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in graph.stages}
+    stages = make_stages(graph, groups)
     micro_batches = len(routes)
-    shards = {part: chain.of_part(part)[0].degrees.shards for part in chain.parts()}
+    shards = {part: graph.of_part(part)[0].degrees.shards for part in graph.parts()}
     work = {
         part: [[f"{part}{m}:{shard}" for shard in range(count)] for m in range(micro_batches)]
         for part, count in shards.items()
     }
-    schedule = make_schedule(kind, chain, micro_batches)
-    refs = train_step(stages, schedule, chain.ties, Batch("info", work, {"vision": routes}))
+    schedule = make_schedule(kind, graph, micro_batches)
+    refs = train_step(stages, schedule, graph.ties, Batch("info", work, {"vision": routes}))
     return Recorded(calls, refs, {name: group.turns for name, group in groups.items()})
 
 
 def pair(vision: Degrees, text: Degrees, *routes: Route) -> Recorded:
     """Every vision shard sends to every text replica, unless routes are given."""
-    return step(make_chain(vision, text), routes or (dense(vision.shards, text.shards),))
+    return step(make_graph(vision, text), routes or (dense(vision.shards, text.shards),))
 
 
 def test_each_vision_rank_gets_its_own_pixels() -> None:
@@ -134,7 +134,7 @@ def test_a_micro_batch_without_pictures_leaves_vision_alone_and_its_last_backwar
 
 
 def test_hidden_states_go_from_stage_to_stage_and_their_gradients_back() -> None:
-    recorded = step(make_chain(text=Degrees(data=2, tensor=2), stages=2), [dense(1, 2)])
+    recorded = step(make_graph(text=Degrees(data=2, tensor=2), stages=2), [dense(1, 2)])
     own = [f"text0:{d}" for d in (0, 0, 1, 1)]
     states = ["e00:text.00#0", "e00:text.00#0", "e00:text.02#0", "e00:text.02#0"]
     assert recorded.of("text.1", "forward_step") == [(0, 0, o, s) for o, s in zip(own, states, strict=True)]
@@ -146,8 +146,8 @@ def test_hidden_states_go_from_stage_to_stage_and_their_gradients_back() -> None
 
 
 def test_a_tensor_that_enters_a_later_stage_goes_there_beside_the_hidden_states() -> None:
-    chain = make_chain(stages=2, enters={"deepstack.0": 0, "deepstack.1": 2})
-    recorded = step(chain, [dense(1, 1)])
+    graph = make_graph(stages=2, enters={"deepstack.0": 0, "deepstack.1": 2})
+    recorded = step(graph, [dense(1, 1)])
     assert recorded.returns("vision", "forward_step") == [2]
     assert recorded.of("text.0", "forward_step") == [(0, 0, "text0:0", "e00:vision0#0")]
     assert recorded.of("text.1", "forward_step") == [(0, 0, "text0:0", "e00:vision0#1", "e00:text.00#0")]
@@ -156,7 +156,7 @@ def test_a_tensor_that_enters_a_later_stage_goes_there_beside_the_hidden_states(
 
 
 def test_chunks_of_an_interleaved_stage_are_told_apart() -> None:
-    recorded = step(make_chain(stages=2, chunks=2), [dense(1, 1)] * 2, "interleaved")
+    recorded = step(make_graph(stages=2, chunks=2), [dense(1, 1)] * 2, "interleaved")
     assert [arguments[:2] for arguments in recorded.of("text.0", "forward_step")] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert recorded.of("text.0", "forward_step")[2] == (0, 1, "text0:0", "e00:text.10#0")
     last = [arguments[:3] for arguments in recorded.of("text.0", "backward_step")]
@@ -164,23 +164,23 @@ def test_chunks_of_an_interleaved_stage_are_told_apart() -> None:
 
 
 def test_a_frozen_tower_gets_no_gradients_and_nobody_makes_them() -> None:
-    recorded = step(make_chain(vision_trains=False), [dense(1, 1)])
+    recorded = step(make_graph(vision_trains=False), [dense(1, 1)])
     assert recorded.of("vision", "backward_step") == []
     assert recorded.returns("text", "backward_step") == [0]
 
 
 def test_a_frozen_decoder_lets_gradients_through() -> None:
-    recorded = step(make_chain(stages=2, text_trains=False), [dense(1, 1)])
+    recorded = step(make_graph(stages=2, text_trains=False), [dense(1, 1)])
     assert recorded.returns("text.0", "backward_step") == [1]
     assert recorded.of("vision", "backward_step") == [(0, 0, True, "g00:text.00#0")]
 
 
 def test_stages_that_share_a_weight_get_one_another_s_gradient_before_the_norm() -> None:
-    recorded = step(make_chain(text=Degrees(tensor=2), stages=3, tied=True), [dense(1, 1)])
+    recorded = step(make_graph(text=Degrees(tensor=2), stages=3, tied=True), [dense(1, 1)])
     assert recorded.of("text.0", "grad_norm_sq") == [("info", f"tied_gradient:text.2{rank}#0") for rank in (0, 1)]
     assert recorded.of("text.2", "grad_norm_sq") == [("info", f"tied_gradient:text.0{rank}#0") for rank in (0, 1)]
     assert recorded.of("text.1", "grad_norm_sq") == [("info",)] * 2
-    frozen = step(make_chain(stages=2, text_trains=False, tied=True, tie_trained=False), [dense(1, 1)])
+    frozen = step(make_graph(stages=2, text_trains=False, tied=True, tie_trained=False), [dense(1, 1)])
     assert frozen.of("text.0", "tied_gradient") == []
 
 
@@ -213,13 +213,13 @@ def test_calls_are_submitted_in_the_order_of_the_schedule() -> None:
 def test_a_backward_that_needs_nothing_from_others_goes_with_the_forward_before_it() -> None:
     """A forward never waits in a call for what is before it: its own data come meanwhile."""
     three = (dense(1, 1),) * 3
-    found = step(make_chain(), three).turns
+    found = step(make_graph(), three).turns
     assert found == {"vision": ["F0", "B0", "F1", "B1", "F2", "B2"], "text": ["F0 B0", "F1 B1", "F2 B2"]}
-    pipeline = step(make_chain(stages=2), three, "gpipe").turns
+    pipeline = step(make_graph(stages=2), three, "gpipe").turns
     assert pipeline == {
         "vision": ["F0", "F1", "F2", "B0", "B1", "B2"],
         "text.0": ["F0", "F1", "F2", "B0", "B1", "B2"],
         "text.1": ["F0", "F1", "F2 B0", "B1", "B2"],
     }
-    frozen = step(make_chain(vision_trains=False), three).turns
+    frozen = step(make_graph(vision_trains=False), three).turns
     assert frozen == {"vision": ["F0", "F1", "F2"], "text": ["F0 B0", "F1 B1", "F2 B2"]}

@@ -15,9 +15,9 @@ from dhp.models.registry import load_family
 from dhp.planner.costs import predicted_bytes
 from dhp.planner.planner import Planner
 from dhp.run.adaptive_recompute import arrange, usage_of
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
-from tests.helpers.layouts import Case, Fault, Running, chain_of, make_feed, settings
+from dhp.trainers.text import TextEngine
+from dhp.trainers.vision import EncoderEngine
+from tests.helpers.layouts import Case, Fault, Running, graph_of, make_reader, settings
 from tests.helpers.ranks import LocalGroup
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
@@ -25,7 +25,7 @@ ONE = Degrees()
 PATCHES = 32 * 32
 
 
-class Encoding(VisionTrainer):
+class Encoding(EncoderEngine):
     """A tower that encodes and goes back on its own."""
 
     def peak(self, *works: object) -> int:
@@ -45,9 +45,9 @@ def encode(made_model: str) -> Callable[[Degrees, str], list[int]]:
     @cache
     def peaks(degrees: Degrees, recompute: str) -> list[int]:
         case = Case(degrees, ONE, 1, "float32", packing=True, recompute=recompute)
-        feed = make_feed(made_model, case, [[make_sample([(1, 32, 32)], 8, 4, 0, IMAGE_TOKEN)]])
-        chain = chain_of(made_model, case)
-        own = replace(settings(chain.stage("vision"), chain, made_model, case), measure=True)
+        feed = make_reader(made_model, case, [[make_sample([(1, 32, 32)], 8, 4, 0, IMAGE_TOKEN)]])
+        graph = graph_of(made_model, case)
+        own = replace(settings(graph.stage("vision"), graph, made_model, case), measure=True)
         with LocalGroup(Encoding, degrees.world, own) as group:
             return group.execute_all("peak", *feed.step(0).work["vision"][0])
 
@@ -69,12 +69,12 @@ def test_each_of_four_ranks_keeps_a_quarter(encode: Callable, recompute: str, de
 def test_a_plan_takes_what_the_planner_expects(made_model: str, schedule: str) -> None:
     case = Case(Degrees(ulysses=2), Degrees(tensor=2), 2, "float32", schedule=schedule, packing=True)
     samples = [make_sample([(1, 16, 16)], 40, 20, seed, IMAGE_TOKEN) for seed in range(2)]
-    data = make_feed(made_model, case, [samples]).step(0)
-    chain, everything = chain_of(made_model, case), lambda stage: ("all",) * len(stage.layers)
+    data = make_reader(made_model, case, [samples]).step(0)
+    graph, everything = graph_of(made_model, case), lambda stage: ("all",) * len(stage.layers)
     family = load_family(made_model)
     kinds = {"vision": family.tower.layers.kinds, "text": family.decoder.layers.kinds}
-    with Running(made_model, case, Fault(VisionTrainer, TextTrainer), measure=True, recompute=everything) as running:
-        arrangement = arrange(chain, running.schedule, "cpu")
+    with Running(made_model, case, Fault(EncoderEngine, TextEngine), measure=True, recompute=everything) as running:
+        arrangement = arrange(graph, running.schedule, "cpu")
 
         def step(planner: Planner) -> dict[str, StageUsage | None]:
             for stage, group in running.groups.items():

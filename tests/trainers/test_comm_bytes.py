@@ -20,7 +20,7 @@ from dhp.parallel.attention.sharded import GATHER_TOKENS
 from dhp.step.schedule import Forward, last_backwards
 from dhp.step.stages import Batch, InFlight
 from experiments.two_hosts.formula import Shape
-from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_feed
+from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_reader
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 VISION, TEXT = "vision", "text"
@@ -68,7 +68,7 @@ def traffic(model: str, case: Case, samples: list[Sample]) -> Traffic:
     """What one step sends: forward and backward of the only micro-batch, and what follows."""
     found: dict[str, dict[str, list[Sent]]] = {"forward": {}, "backward": {}}
     with Running(model, case, Fault(_Vision, _Text)) as running:
-        data = make_feed(model, case, [samples]).step(0)
+        data = make_reader(model, case, [samples]).step(0)
         batch = Batch(data.info, data.work, data.routes)
         in_flight, last = InFlight(batch), last_backwards(running.schedule)
         for at, action in enumerate(running.schedule):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dhp.trainers.evaluating import EvaluatingRank
+from dhp.trainers.evaluating import EvaluatingEngine
 
 
-class Dropping(EvaluatingRank):
+class Dropping(EvaluatingEngine):
     """A rank whose stage is a dropout, as an adapter has one."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from dhp.base.messages import StepData
 from dhp.data.sample import Sample
 from dhp.features.folder import FeatureFolder
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
-from tests.helpers.layouts import Case, Running, make_feed
+from tests.helpers.layouts import Case, Running, make_reader
 from tests.helpers.tiny import make_sample
 
 ONE, FROZEN = Degrees(), ("vision", "projector")
@@ -53,7 +53,7 @@ def run(
 ) -> Outcome:
     """Train the steps, in which samples are as they are. folder: where features are kept."""
     keep = None if folder is None else KeepSettings(str(folder), room)
-    feed, losses, norms, data, notes = make_feed(model, case, steps), [], [], [], []
+    feed, losses, norms, data, notes = make_reader(model, case, steps), [], [], [], []
     own = lambda spec: keep if spec.part == "vision" else None
     with Running(model, case, features=own, **changes) as running:
         for number in range(len(steps)):
@@ -198,7 +198,7 @@ def test_what_is_there_is_dealt_to_nobody(made_model: str, tmp_path: Path) -> No
     rows = {"embeddings": torch.rand(16, 64)}
     kept = iter([None, rows, rows, None])
     samples = [keyed(sample, lambda own: (lambda found: found and replace(own, tensors=found))(next(kept)))]
-    data = make_feed(made_model, Case(Degrees(data=2), ONE, 1), [samples]).step(0)
+    data = make_reader(made_model, Case(Degrees(data=2), ONE, 1), [samples]).step(0)
     assert [len(work.pixels) for work in data.work["vision"][0]] == [64, 64]
     assert [[picture.key for picture in work.to_keep] for work in data.work["vision"][0]] == [
         [samples[0].features[0].key], [samples[0].features[3].key],
@@ -209,7 +209,7 @@ def test_what_is_there_is_dealt_to_nobody(made_model: str, tmp_path: Path) -> No
     assert firsts[1:3] == [32, 48] and sorted((firsts[0] // 16, firsts[3] // 16)) == [0, 1]
     assert (data.info.cached_images, data.info.images, data.info.vision_tokens) == (2, 4, 256)
     assert data.info.dist_ratio["vision"] == 0
-    whole = make_feed(made_model, Case(Degrees(data=2), ONE, 1), [[sample]]).step(0).info
+    whole = make_reader(made_model, Case(Degrees(data=2), ONE, 1), [[sample]]).step(0).info
     assert data.info.flops == {**whole.flops, "vision": whole.flops["vision"] // 2}  # for mfu: what is encoded
 
 
@@ -242,7 +242,7 @@ def test_a_folder_that_cannot_be_written_ends_the_step(made_model: str, tmp_path
 def test_weights_of_a_checkpoint_must_be_the_models(made_model: str, few_keys_model: str, tmp_path: Path) -> None:
     case, changes = PLAIN, {"resume_from": lambda spec: str(tmp_path / spec.part)}
     with Running(made_model, replace(case, frozen=("vision",))) as running:  # which trains the projector
-        running.step(make_feed(made_model, case, [mixed_step()]).step(0))
+        running.step(make_reader(made_model, case, [mixed_step()]).step(0))
         running.save(tmp_path)
     run(made_model, case, [mixed_step()], None, **changes)
     with pytest.raises(RuntimeError, match=r"has another model\.visual\.merger.*Resume without data\.cache_features"):

@@ -15,7 +15,7 @@ from dhp.base.generation import Answer, PromptInput, Sampling
 from dhp.base.geometry import IGNORED
 from dhp.base.messages import Bundle
 from dhp.data.sample import Sample
-from dhp.parallel.decode.cache import Held, HeldCache
+from dhp.parallel.decode.cache import ShardedCacheIndex, ShardedKVCache
 from tests.helpers.answers import (
     Recording,
     RecordingText,
@@ -128,14 +128,14 @@ class CountsTokens(RecordingText):
         return super().generate(micro_batch, chunk, replace(work, next_position=work.tokens + 1), *received)
 
 
-class _EveryoneTakes(Held):
+class _EveryoneTakes(ShardedCacheIndex):
     @property
     def takes(self) -> bool:
         return True
 
 
 class _Doubled(Recording):
-    def make_cache(self, prompt: PromptInput) -> HeldCache:
+    def make_cache(self, prompt: PromptInput) -> ShardedKVCache:
         cache = super().make_cache(prompt)
         cache.held.__class__ = _EveryoneTakes
         cache.held.most += prompt.sampling.max_new_tokens

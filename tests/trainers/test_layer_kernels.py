@@ -33,7 +33,7 @@ def gradients(model: str, **changes: Any) -> tuple[float, dict[str, Tensor]]:
         for trainer in ours.trainers.values():
             trainer.grad_norm_sq = partial(_noting, trainer, found, trainer.grad_norm_sq)
         first, second, _ = Maker(model).steps()
-        return ours.step(ours.deal((tuple(first), tuple(second))))[1], found
+        return ours.step(ours.shard((tuple(first), tuple(second))))[1], found
 
 
 def _noting(trainer: Any, found: dict[str, Tensor], measure: Any, *arguments: Any) -> float:

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from dhp.base.degrees import Degrees
-from dhp.trainers.text import TextTrainer
-from dhp.trainers.vision import VisionTrainer
-from tests.helpers.layouts import Case, Fault, Running, make_feed
+from dhp.trainers.text import TextEngine
+from dhp.trainers.vision import EncoderEngine
+from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
 
 
-class ShortText(TextTrainer):
+class ShortText(TextEngine):
     """Its last rank has no room for a first micro-batch of which any layer is kept."""
 
     def forward(self, rows: int, micro_batch: int, compute: Callable[[], Any]) -> Any:
@@ -36,7 +36,7 @@ class ShortText(TextTrainer):
         return float(torch.rand(()))
 
 
-class Plain(TextTrainer):
+class Plain(TextEngine):
     def drawn(self) -> float:
         return float(torch.rand(()))
 
@@ -50,12 +50,12 @@ def trained(model: str, text: Degrees, kind: type, planned: bool = True) -> tupl
     each rank draws next."""
     case = Case(ONE, text, 2, "float32", packing=True)
     samples = [make_sample([(1, 8, 8)], 20, 10, seed, IMAGE_TOKEN) for seed in range(2 * text.shards)]
-    feed = make_feed(model, case, [samples] * 3)
+    feed = make_reader(model, case, [samples] * 3)
     told: list[Any] = []
-    with Running(model, case, Fault(VisionTrainer, kind), measure=True, recompute=everything) as running:
+    with Running(model, case, Fault(EncoderEngine, kind), measure=True, recompute=everything) as running:
         for step, choice in enumerate(("all", "none", "all")):
             group = running.groups["text"]
-            layers = len(running.chain.stage("text").layers)
+            layers = len(running.graph.stage("text").layers)
             group.execute_all_async("set_recompute", (choice,) * layers, returns=0)
             loss, reports = running.step(feed.step(step))
             of_text = reports["text"]
@@ -88,4 +88,4 @@ class ShortBoth(ShortText):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return output
 
-        return TextTrainer.forward(self, rows, micro_batch, short)
+        return TextEngine.forward(self, rows, micro_batch, short)

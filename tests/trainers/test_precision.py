@@ -16,7 +16,7 @@ from dhp.base.degrees import Degrees
 from dhp.models.weights import stored_dtype
 from tests.helpers import layouts
 from tests.helpers.batches import awkward_steps, mixed_step
-from tests.helpers.layouts import Case, InspectedText, InspectedVision, chain_of, compare_rounding, settings
+from tests.helpers.layouts import Case, InspectedText, InspectedVision, compare_rounding, graph_of, settings
 from tests.helpers.ranks import LocalGroup
 
 ONE = Degrees()
@@ -81,8 +81,8 @@ def test_weights_are_rounded_and_rotary_frequencies_are_not(part: str, trainer: 
     found = {}
     for dtype in ("float32", "bfloat16"):
         case = Case(ONE, ONE, dtype=dtype)
-        chain = chain_of(made_model, case)
-        with LocalGroup(trainer, 1, settings(chain.stage(part), chain, made_model, case)) as group:
+        graph = graph_of(made_model, case)
+        with LocalGroup(trainer, 1, settings(graph.stage(part), graph, made_model, case)) as group:
             (formats,), (frequencies,) = group.execute_all("formats"), group.execute_all("frequencies")
             assert group.execute_all("rounded") == [True]
         assert formats["parameters"] == {getattr(torch, dtype)}

@@ -25,7 +25,7 @@ from experiments.finetuning.lora import Ours
 from experiments.finetuning.ways import Trained
 from experiments.pair import TEXT, VISION, join_alone
 from tests.helpers.batches import awkward_steps, mixed_step
-from tests.helpers.layouts import FIRST_OUT, Case, Running, make_feed, train
+from tests.helpers.layouts import FIRST_OUT, Case, Running, make_reader, train
 from tests.helpers.tiny_families import save_family
 
 ASKED = AdapterSettings(4, 8.0, quantization=NF4)
@@ -90,7 +90,7 @@ def test_equals_transformers_and_peft(name: str, tmp_path: Path, monkeypatch: py
         plain = Plain(model, data, partial(with_adapters, family=data.family))
         for number in range(3):
             samples = data.step(number)
-            assert ours.step(ours.deal(samples))[1] == pytest.approx(plain.step(plain.deal(samples))[1], rel=1e-6)
+            assert ours.step(ours.shard(samples))[1] == pytest.approx(plain.step(plain.shard(samples))[1], rel=1e-6)
 
 
 CASES = [
@@ -108,7 +108,7 @@ def test_layouts_are_alike(case: Case, tied_model: str) -> None:
 
 def test_a_checkpoint_of_adapters_alone_goes_on_to_the_bit(made_model: str, tmp_path: Path) -> None:
     case = Case(ONE, ONE, 2, "float32", lora=tuple(BOTH.items()), packing=True)
-    feed = make_feed(made_model, case, [mixed_step()] * 4)
+    feed = make_reader(made_model, case, [mixed_step()] * 4)
     with Running(made_model, case) as running:
         for step in range(2):
             running.step(feed.step(step))

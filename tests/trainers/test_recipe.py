@@ -17,7 +17,7 @@ from dhp.models.weights import stored_dtype
 from dhp.run.settings import stage_settings
 from dhp.trainers.recipe import cuts_first, dtype_to_load, freeze, optimizer_maker, trained_groups
 from dhp.trainers.settings import OptimizerSettings, StageSettings
-from tests.helpers.chains import make_chain
+from tests.helpers.graphs import make_graph
 
 UPDATE = OptimizerSettings(
     learning_rate=0.02,
@@ -33,8 +33,8 @@ UPDATE = OptimizerSettings(
 
 def settings(rules: TrainingRules = ALL) -> StageSettings:
     config = resolve(compose_config("tiny"))
-    chain = make_chain()
-    return replace(stage_settings(config, chain, chain.stage("text"), "cpu", 10), update=UPDATE, rules=rules)
+    graph = make_graph()
+    return replace(stage_settings(config, graph, graph.stage("text"), "cpu", 10), update=UPDATE, rules=rules)
 
 
 def test_adamw_has_every_configured_value() -> None:
@@ -81,9 +81,9 @@ def test_what_is_configured_reaches_every_stage() -> None:
     }
     config = resolve(compose_config("tiny", overrides=[f"training.{name}={value}" for name, value in values.items()]))
     expected = OptimizerSettings(0.002, (0.7, 0.95), 1e-3, 0.3, "cosine", 3, 40, 0.25)
-    chain = make_chain()
-    for stage in chain.stages:
-        settings = stage_settings(config, chain, stage, "cpu", 40)
+    graph = make_graph()
+    for stage in graph.stages:
+        settings = stage_settings(config, graph, stage, "cpu", 40)
         assert settings.spec == stage and settings.update == expected
 
 

@@ -24,7 +24,7 @@ from tests.helpers.layouts import (
     InspectedVision,
     compare,
     compare_rounding,
-    make_feed,
+    make_reader,
 )
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
@@ -128,7 +128,10 @@ def test_short_samples_on_fewer_ranks_equal_the_plain_model(case: Case, attendin
 def test_what_is_divided_though_it_is_short_is_told(attending_model: str) -> None:
     case = GROUPED[0]
     of_groups, of_one = (
-        [make_feed(attending_model, replace(case, sequence_groups=groups), long_and_short()).step(k) for k in range(3)]
+        [
+            make_reader(attending_model, replace(case, sequence_groups=groups), long_and_short()).step(k)
+            for k in range(3)
+        ]
         for groups in ("auto", "one")
     )
     short = sum(len(sample.input_ids) for sample in long_and_short()[0][1:])
@@ -261,10 +264,10 @@ def test_a_planted_mistake_is_seen(fault: Fault, seen: Callable[[Errors], bool],
 
 
 def test_no_rank_gets_the_whole_row(attending_model: str) -> None:
-    from tests.helpers.layouts import _slotted, make_dealer
+    from tests.helpers.layouts import _slotted, make_sharder
 
     case = Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 1)
-    data = make_dealer(attending_model, case).deal(_slotted(0, case, steps()[0]))
+    data = make_sharder(attending_model, case).shard(_slotted(0, case, steps()[0]))
     total = sum(len(sample.input_ids) for sample in steps()[0])
     shares = [work.tensors["input_ids"].numel() for work in data.work["text"][0]]
     assert sum(shares) == total and max(shares) - min(shares) <= len(steps()[0])

@@ -19,7 +19,7 @@ from dhp.models import adapters
 from tests.helpers import ranks
 from tests.helpers.batches import mixed_step, step_without_image
 from tests.helpers.families import Maker
-from tests.helpers.layouts import FIRST_OUT, Case, _slotted, compare, make_dealer
+from tests.helpers.layouts import FIRST_OUT, Case, _slotted, compare, make_sharder
 from tests.helpers.tiny_families import FAMILIES
 from tests.trainers.test_declared_families import EXACTLY, PICTURES_EVERYWHERE, Made, made, run  # noqa: F401
 from tests.trainers.test_parity import assert_exact
@@ -45,7 +45,7 @@ def test_the_steps_are_uneven(made: dict[str, Made]) -> None:  # noqa: F811
     step = uneven_steps(model)[1]
     calls = lambda case: [
         [len(one.calls) for one in of_ranks]
-        for of_ranks in make_dealer(model, case).deal(_slotted(0, case, step)).work["vision"]
+        for of_ranks in make_sharder(model, case).shard(_slotted(0, case, step)).work["vision"]
     ]
     lonely = Case(TWO, TWO, 2, packing=True)
     assert calls(lonely) != calls(FSDP)
@@ -124,7 +124,7 @@ def rows_of_unlike_runs(model: str) -> list[list[Sample]]:
 def test_layers_that_take_each_sample_by_itself_are_called_alike(made: dict[str, Made]) -> None:  # noqa: F811
     model = made["qwen3_5"]
     steps = rows_of_unlike_runs(model.folder)
-    rows = make_dealer(model.folder, ROWS).deal(_slotted(0, ROWS, steps[0])).work["text"][0]
+    rows = make_sharder(model.folder, ROWS).shard(_slotted(0, ROWS, steps[0])).work["text"][0]
     assert [len(set(row.lengths)) for row in rows] == [1, 2] and [row.segment_calls for row in rows] == [2, 2]
     check(model, ROWS, steps)
 

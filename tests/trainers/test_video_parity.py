@@ -12,7 +12,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from dhp.base.degrees import Degrees
 from dhp.data.sample import Sample
-from tests.helpers.layouts import Case, Fault, compare, make_feed
+from tests.helpers.layouts import Case, Fault, compare, make_reader
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 from tests.trainers.test_parity import assert_exact
 
@@ -74,7 +74,7 @@ def _hurried(tensors: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("packing", [False, True])
 def test_positions_are_those_of_transformers(made_model: str, packing: bool) -> None:
     samples = _samples()
-    feed = make_feed(made_model, Case(ONE, ONE, micro_batches=1, packing=packing), [samples])
+    feed = make_reader(made_model, Case(ONE, ONE, micro_batches=1, packing=packing), [samples])
     (work,) = feed.step(0).work["text"][0]
     model = Qwen2_5_VLModel(AutoConfig.from_pretrained(made_model))
     found = work.tensors["position_ids"]

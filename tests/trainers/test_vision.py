@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dhp.trainers.vision import AudioTrainer, VisionTrainer
+from dhp.trainers.vision import AudioEngine, EncoderEngine
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,6 @@ def test_one_picture_or_clip_of_a_step_with_a_target_is_enough(
     images: int, clips: int, targets: int, vision: bool, audio: bool
 ) -> None:
     info: Any = SimpleNamespace(images=images, clips=clips, target_tokens=targets)
-    kinds = (VisionTrainer, AudioTrainer)
+    kinds = (EncoderEngine, AudioEngine)
     found = tuple(kind.is_active(object.__new__(kind), info) for kind in kinds)
     assert found == (vision, audio)

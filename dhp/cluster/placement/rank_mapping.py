@@ -24,7 +24,7 @@ SHOWN_GROUPS = 3  # groups that a warning names
 
 
 @dataclass(frozen=True)
-class Straddle:
+class CrossNodeGroup:
     """Groups of one axis that lie across nodes.
 
     block: consecutive ranks that hold a group. groups: how many groups the axis has. across: the ranks of each group
@@ -83,7 +83,7 @@ def map_ranks(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDe
     return {stage: tuple(replace(s, bundle=best[s.bundle]) for s in of_stage) for stage, of_stage in slots.items()}
 
 
-def find_straddles(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDegrees]) -> list[Straddle]:
+def find_straddles(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDegrees]) -> list[CrossNodeGroup]:
     """For each stage and each axis of `INNER`, the groups that lie across nodes, if there are any."""
     found = []
     for stage, of_stage in slots.items():
@@ -95,11 +95,11 @@ def find_straddles(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, A
             if across:
                 degree = degrees[stage][axis]
                 block = degree * _stride(degrees[stage], axis)
-                found.append(Straddle(stage, axis, degree, block, len(groups), across, shares))
+                found.append(CrossNodeGroup(stage, axis, degree, block, len(groups), across, shares))
     return found
 
 
-def describe_straddle(straddle: Straddle, names: Sequence[str]) -> str:
+def describe_straddle(straddle: CrossNodeGroup, names: Sequence[str]) -> str:
     """One paragraph: which groups lie across which nodes, and what would keep them inside. names: node by rank."""
     key, inside = _key(straddle), _inside(straddle)
     smaller = f"set {key}={inside}, or " if inside > 1 else ""
@@ -110,7 +110,7 @@ def describe_straddle(straddle: Straddle, names: Sequence[str]) -> str:
     )
 
 
-def refuse_straddle(straddle: Straddle, degrees: AxisDegrees, names: Sequence[str]) -> str:
+def refuse_straddle(straddle: CrossNodeGroup, degrees: AxisDegrees, names: Sequence[str]) -> str:
     """One paragraph of an error about a tensor group on GPUs: which groups, how the part is split, what would do."""
     key, stage = _key(straddle), straddle.stage
     split = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items())
@@ -236,26 +236,26 @@ def _across(stretch: _Stretch, nodes: Sequence[int]) -> Counter[str]:
     return counts
 
 
-def _key(straddle: Straddle) -> str:
+def _key(straddle: CrossNodeGroup) -> str:
     """The configuration's key of the degree: all stages of a part have it in common."""
     return f"{part_of(straddle.stage)}.{straddle.axis}"
 
 
-def _whose(straddle: Straddle) -> str:
+def _whose(straddle: CrossNodeGroup) -> str:
     return f" of {straddle.stage}" if "." in straddle.stage else ""
 
 
-def _inside(straddle: Straddle) -> int:
+def _inside(straddle: CrossNodeGroup) -> int:
     """The largest degree, of those that divide the one asked for, whose groups would each lie inside a node."""
     stride, fitting = straddle.block // straddle.degree, gcd(straddle.block, *straddle.shares)
     return fitting // stride if fitting % stride == 0 else 1
 
 
-def _shares(straddle: Straddle) -> str:
+def _shares(straddle: CrossNodeGroup) -> str:
     return ", ".join(str(share) for share in straddle.shares)
 
 
-def _which(straddle: Straddle, names: Sequence[str]) -> str:
+def _which(straddle: CrossNodeGroup, names: Sequence[str]) -> str:
     groups = "; ".join(_group(ranks, names) for ranks in straddle.across[:SHOWN_GROUPS])
     more = len(straddle.across) - SHOWN_GROUPS
     return (

@@ -11,12 +11,14 @@ from PIL import Image
 from dhp.base.errors import DataError
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Frames, name_of
-from dhp.data.media.taking import Extent, Pace, Taking
+from dhp.data.media.taking import Extent, FrameSampling, FrameTimes
 
 Result = TypeVar("Result")
 
 
-def map_images(frames: Frames, taking: Taking, use: Callable[[list[Image.Image]], Result]) -> tuple[list[Result], Pace]:
+def map_images(
+    frames: Frames, taking: FrameSampling, use: Callable[[list[Image.Image]], Result]
+) -> tuple[list[Result], FrameTimes]:
     """What `use` makes of each group of frames, in order, and when the groups are. All frames are taken, filled up to
     whole groups with the last one, unless they are more than `taking.max_frames`: then so many, evenly.
 
@@ -33,7 +35,7 @@ def map_images(frames: Frames, taking: Taking, use: Callable[[list[Image.Image]]
     return results, pace
 
 
-def extent_of_images(frames: Frames, taking: Taking) -> Extent:
+def extent_of_images(frames: Frames, taking: FrameSampling) -> Extent:
     """What `map_images` takes, from the files' headers. Raises DataError as it does, for what these show."""
     files, pace = _taken(frames, taking)
     sizes = [read_size(file) for file in files]
@@ -42,9 +44,9 @@ def extent_of_images(frames: Frames, taking: Taking) -> Extent:
     return Extent(-(-len(files) // taking.group) * taking.group, *sizes[0], pace)
 
 
-def _taken(frames: Frames, taking: Taking) -> tuple[list[File], Pace]:
+def _taken(frames: Frames, taking: FrameSampling) -> tuple[list[File], FrameTimes]:
     total = -(-len(frames.files) // taking.group) * taking.group
-    every = Taking(frames.rate, taking.max_frames, taking.group, taking.both_ends, taking.start, taking.end)
+    every = FrameSampling(frames.rate, taking.max_frames, taking.group, taking.both_ends, taking.start, taking.end)
     indices = np.minimum(every.indices(total, frames.rate), len(frames.files) - 1)
     return [frames.files[index] for index in indices.tolist()], every.pace(total, frames.rate)
 

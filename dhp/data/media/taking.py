@@ -14,7 +14,7 @@ MIN_FRAMES = 4  # as the processors of the Qwen models have it
 
 
 @dataclass(frozen=True)
-class Taking:
+class FrameSampling:
     """Which frames of a video are taken.
 
     fps: frames of each second. max_frames: the most of a video.
@@ -61,17 +61,17 @@ class Taking:
         count = int(wanted // self.group) * self.group or total
         return np.arange(count, dtype=np.int64) * total // count
 
-    def pace(self, total: int, rate: float) -> Pace:
+    def pace(self, total: int, rate: float) -> FrameTimes:
         """When the groups are, of a video with `total` frames, `rate` a second."""
         seconds = (self.indices(total, rate) / rate).tolist()
         groups = [seconds[first : first + self.group] for first in range(0, len(seconds), self.group)]
         middles, firsts = tuple((g[0] + g[-1]) / 2 for g in groups), tuple(g[0] for g in groups)
         first, stop = self._part(total, rate)
-        return Pace(self.group * (stop - first) / (len(seconds) * rate), middles, firsts)
+        return FrameTimes(self.group * (stop - first) / (len(seconds) * rate), middles, firsts)
 
 
 @dataclass(frozen=True)
-class Pace:
+class FrameTimes:
     """When the groups of frames are.
 
     seconds: from one group to the next, on average. times: of each group, seconds from the beginning of the video to
@@ -94,7 +94,7 @@ class Extent:
     frames: int
     width: int
     height: int
-    pace: Pace
+    pace: FrameTimes
 
 
 @dataclass(frozen=True)

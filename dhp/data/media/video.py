@@ -14,7 +14,7 @@ from dhp.base.errors import DataError
 from dhp.data.media.decoding import decoding
 from dhp.data.media.images import MAX_PIXELS
 from dhp.data.media.sources import File, name_of, open_media
-from dhp.data.media.taking import Extent, Pace, Taking, VideoLength
+from dhp.data.media.taking import Extent, FrameSampling, FrameTimes, VideoLength
 
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,gif,ogg,asf"
@@ -29,8 +29,8 @@ def read_length(file: File) -> VideoLength:
 
 
 def map_frames(
-    file: File, taking: Taking, use: Callable[[list[Image.Image]], Result], length: VideoLength | None = None
-) -> tuple[list[Result], Pace]:
+    file: File, taking: FrameSampling, use: Callable[[list[Image.Image]], Result], length: VideoLength | None = None
+) -> tuple[list[Result], FrameTimes]:
     """Decode a video: what `use` makes of each group of frames, in order, and when the groups are. length: where it is
     known already.
 
@@ -51,7 +51,7 @@ def map_frames(
     return results, taking.pace(total, rate)
 
 
-def read_extent(file: File, taking: Taking) -> Extent:
+def read_extent(file: File, taking: FrameSampling) -> Extent:
     """What `map_frames` takes of a video, from the file's header.
 
     Frames are decoded only to be counted, where the header does not say how many there are (as in Matroska files).

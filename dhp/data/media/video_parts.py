@@ -13,7 +13,7 @@ from PIL import Image
 
 from dhp.data.media.decoding import decoding
 from dhp.data.media.sources import File, name_of
-from dhp.data.media.taking import Taking, VideoLength
+from dhp.data.media.taking import FrameSampling, VideoLength
 from dhp.data.media.video import opened_video, read_in_order, to_upright_image
 
 
@@ -30,7 +30,9 @@ class _Index:
         return self.keys[bisect_right(self.keys, self.times[frame]) - 1]
 
 
-def read_groups(file: File, taking: Taking, length: VideoLength, groups: Sequence[int]) -> Iterator[list[Image.Image]]:
+def read_groups(
+    file: File, taking: FrameSampling, length: VideoLength, groups: Sequence[int]
+) -> Iterator[list[Image.Image]]:
     """The frames of some groups (ascending numbers), upright, one group after another: the same as
     `dhp.data.media.video.map_frames` decodes.
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from dhp.base.errors import ModelError
-from dhp.base.geometry import Form
+from dhp.base.geometry import ProcessorOutput
 from dhp.base.logits import LogitRule
 from dhp.models.decoder import embed
 from dhp.models.family import DecoderInputs, LayerParts
@@ -27,7 +27,7 @@ from dhp.models.generic.plan import complete_plan
 from dhp.models.generic.rows import generic_name, kinds_for
 from dhp.models.generic.structure import Structure, find_structure, refuse_unknown_layers, without_weights
 from dhp.models.generic.twin import shrink
-from dhp.models.generic.twin_model import Twin
+from dhp.models.generic.twin_model import ProbeModel
 from dhp.models.generic.work import count_text, count_vision
 from dhp.models.slice import Chunk
 
@@ -63,7 +63,7 @@ class Contract:
     structure: Structure
     base: type[nn.Module]
     handover: Handover
-    dummy: Form
+    dummy: ProcessorOutput
     values: int
     arguments: tuple[str, ...]
     batches: bool
@@ -104,7 +104,7 @@ def _find(config: PreTrainedConfig) -> Contract:
     model = without_weights(config)
     structure = find_structure(model)
     refuse_unknown_layers(config, structure)
-    twin = _short_twin(config) or Twin(shrink(config))
+    twin = _short_twin(config) or ProbeModel(shrink(config))
     values = row_values(config)
     text_layers = find_text_parts(model, structure, config.get_text_config())
     picture = {name: tensor.numpy() for name, tensor in twin.picture(0).items() if tensor is not None}
@@ -131,19 +131,19 @@ def _find(config: PreTrainedConfig) -> Contract:
     )
 
 
-def _short_twin(config: PreTrainedConfig) -> Twin | None:
+def _short_twin(config: PreTrainedConfig) -> ProbeModel | None:
     """A twin whose tower has few layers, where these say all of the others; None where it would not."""
     chosen = getattr(config, "vision_feature_layer", None)
     chosen = [chosen] if isinstance(chosen, int) else chosen or []
     if any(layer >= 0 for layer in chosen):
         return None  # by its number, not from the end
     try:
-        return Twin(shrink(config, towers=True))
+        return ProbeModel(shrink(config, towers=True))
     except Exception:  # a tower whose layers cannot be cut anyhow is run with all of them
         return None
 
 
-def _batches(twin: Twin) -> bool:
+def _batches(twin: ProbeModel) -> bool:
     """Whether two pictures of one shape give together what each gives alone."""
     pair = [twin.picture(0), twin.picture(3)]
     with torch.no_grad():
@@ -159,7 +159,7 @@ def _batches(twin: Twin) -> bool:
     return True
 
 
-def _loops(twin: Twin) -> bool:
+def _loops(twin: ProbeModel) -> bool:
     """Whether some module is called once for each picture of a call, as a merger of pictures of many sizes may be."""
     try:
         alone, together = twin.picture(0), joined([twin.picture(0), twin.picture(3)])
@@ -168,7 +168,7 @@ def _loops(twin: Twin) -> bool:
         return True
 
 
-def _count_calls(twin: Twin, pictures: Picture) -> Counter[str]:
+def _count_calls(twin: ProbeModel, pictures: Picture) -> Counter[str]:
     """How often an encoding calls each module that has parameters of its own."""
     calls = Counter[str]()
     hooks = [
@@ -185,7 +185,7 @@ def _count_calls(twin: Twin, pictures: Picture) -> Counter[str]:
     return calls
 
 
-def _embeds(twin: Twin) -> bool:
+def _embeds(twin: ProbeModel) -> bool:
     """Whether the decoder makes of such embeddings what the base model makes of tokens and pictures."""
     structure, handover = twin.structure, twin.handover
     if handover.more or handover.shared or block_rule(twin.config) is not None:
@@ -205,7 +205,7 @@ def _embeds(twin: Twin) -> bool:
     return bool((found - wanted).abs().max() <= 1e-5 * wanted.abs().max())
 
 
-def _cuts(twin: Twin) -> bool:
+def _cuts(twin: ProbeModel) -> bool:
     """Whether two halves of the decoder, one behind the other, give what the whole gives."""
     structure = twin.structure
     if twin.handover.more or structure.norm is None or structure.depth < 2:
@@ -226,7 +226,7 @@ def _cuts(twin: Twin) -> bool:
     return bool((found - whole).abs().max() <= 1e-5 * whole.abs().max())  # rounding aside, which norms in float32 do
 
 
-def _unused(twin: Twin, structure: Structure) -> tuple[str, ...]:
+def _unused(twin: ProbeModel, structure: Structure) -> tuple[str, ...]:
     """Parameters that no logit depends on: of the decoder in all layers alike, as the twin has fewer; of a tower's last
     layers by their place from the end. structure: of the model itself."""
     sample = twin.sample([0], seed=4)

@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Form
+from dhp.base.geometry import ProcessorOutput
 
 
-def pack(picture: Mapping[str, np.ndarray], tokens: int, values: int, written: str = "") -> tuple[np.ndarray, Form]:
+def pack(
+    picture: Mapping[str, np.ndarray], tokens: int, values: int, written: str = ""
+) -> tuple[np.ndarray, ProcessorOutput]:
     """One picture's arguments as rows [rows, values], float32, and its form."""
     kept = {name: np.asarray(array) for name, array in picture.items() if array is not None}
     pixels = {name: array for name, array in kept.items() if array.dtype.kind == "f"}
@@ -22,7 +24,9 @@ def pack(picture: Mapping[str, np.ndarray], tokens: int, values: int, written: s
     rows = -(-len(flat) // values)
     whole = np.zeros((rows, values), np.float32)
     whole.reshape(-1)[: len(flat)] = flat
-    return whole, Form(tuple((name, array.shape) for name, array in pixels.items()), others, rows, tokens, written)
+    return whole, ProcessorOutput(
+        tuple((name, array.shape) for name, array in pixels.items()), others, rows, tokens, written
+    )
 
 
 def _brief(array: np.ndarray) -> bytes:
@@ -32,7 +36,7 @@ def _brief(array: np.ndarray) -> bytes:
     return flat[:1].tobytes() if same else array.tobytes()
 
 
-def arrays_of(form: Form) -> dict[str, np.ndarray]:
+def arrays_of(form: ProcessorOutput) -> dict[str, np.ndarray]:
     """The arguments of a form beside its pixels; not to be written to."""
     return {
         name: np.broadcast_to(np.frombuffer(raw, dtype), shape)
@@ -42,7 +46,7 @@ def arrays_of(form: Form) -> dict[str, np.ndarray]:
     }
 
 
-def unpack(form: Form, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def unpack(form: ProcessorOutput, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """The arguments again, on the rows' device; pixels in `dtype`."""
     flat, at, picture = rows.flatten(), 0, {}
     for name, shape in form.pixels:

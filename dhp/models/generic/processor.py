@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dhp.base.errors import ModelError
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.models.generic.contract import Contract
 from dhp.models.generic.forms import arrays_of, pack
 from dhp.models.generic.library import LibraryProcessor
@@ -45,14 +45,14 @@ class ContractProcessor(Processor):
         """See `Processor`. Raises ModelError where the family's processor cannot be used."""
         self._library.load()
 
-    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Form]:
+    def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ProcessorOutput]:
         written = self._library.written(output)
         taken = {name: np.asarray(output[name]) for name in self._contract.arguments if name in output}
         return pack(taken, written.count(self._library.token), self._contract.values, written)
 
-    def frames(self, pixels: np.ndarray, grid: Grid | Form, moving: bool = False) -> np.ndarray | None:
+    def frames(self, pixels: np.ndarray, grid: Grid | ProcessorOutput, moving: bool = False) -> np.ndarray | None:
         """See `Processor`: whole tiles, or patches as most families order them."""
-        if not isinstance(grid, Form):
+        if not isinstance(grid, ProcessorOutput):
             return None
         name, shape = grid.pixels[0]
         if self.from_patches(grid):
@@ -62,7 +62,7 @@ class ContractProcessor(Processor):
         tiles = pixels.reshape(-1)[: int(np.prod(shape))].reshape(-1, *shape[-3:])
         return tiles.transpose(0, 2, 3, 1)
 
-    def _put_together(self, pixels: np.ndarray, form: Form) -> np.ndarray | None:
+    def _put_together(self, pixels: np.ndarray, form: ProcessorOutput) -> np.ndarray | None:
         (whole,) = arrays_of(form)["image_grid_thw"].tolist()
         channels, side, merge = patch_shape(self.config)
         frames, rest = divmod(pixels.size // prod(whole), channels * side**2)
@@ -70,17 +70,17 @@ class ContractProcessor(Processor):
             return None
         return put_together(pixels, tuple(whole), merge, channels, frames, side)[:1]
 
-    def from_patches(self, grid: Grid | Form) -> bool:
+    def from_patches(self, grid: Grid | ProcessorOutput) -> bool:
         """See `Processor`."""
-        return isinstance(grid, Form) and any(name == "image_grid_thw" for name, *_ in grid.arrays)
+        return isinstance(grid, ProcessorOutput) and any(name == "image_grid_thw" for name, *_ in grid.arrays)
 
-    def image_tokens(self, grid: Grid | Form) -> int:
-        if not isinstance(grid, Form):
+    def image_tokens(self, grid: Grid | ProcessorOutput) -> int:
+        if not isinstance(grid, ProcessorOutput):
             raise TypeError(f"a picture of {self.config.model_type} is told by its form, not by a grid {grid}")
         return grid.tokens
 
-    def written(self, grid: Grid | Form) -> str | None:
-        assert isinstance(grid, Form)
+    def written(self, grid: Grid | ProcessorOutput) -> str | None:
+        assert isinstance(grid, ProcessorOutput)
         return grid.written
 
     @property
@@ -112,7 +112,7 @@ class ContractProcessor(Processor):
         lengths: Tensor,
         video_grids: Tensor | None = None,
         video_seconds: Tensor | None = None,
-        forms: Sequence[Form] = (),
+        forms: Sequence[ProcessorOutput] = (),
         **more: Tensor,
     ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dhp.base.errors import ConfigError, ModelError
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.config.part import PartConfig
 from dhp.config.resolved import resolved
 from dhp.models.family import ImageLayout
@@ -43,7 +43,7 @@ class WholeTower(Tower):
         self.layers = contract.vision_layers
 
     @property
-    def dummy_form(self) -> Form:
+    def dummy_form(self) -> ProcessorOutput:
         return self._contract.dummy
 
     def check(self, asked: PartConfig) -> None:
@@ -58,7 +58,7 @@ class WholeTower(Tower):
             )
         self.check_backend("vision", asked)
 
-    def calls(self, forms: Sequence[Form], even: bool = False) -> tuple[tuple[int, ...], ...]:
+    def calls(self, forms: Sequence[ProcessorOutput], even: bool = False) -> tuple[tuple[int, ...], ...]:
         """Pictures of one shape together, or each by itself."""
         if not self._contract.batches or (even and self._contract.loops):
             return tuple((number,) for number in range(len(forms)))
@@ -67,8 +67,8 @@ class WholeTower(Tower):
             groups[form.pixels, tuple(shape for _, _, shape, _ in form.arrays)].append(number)
         return tuple(map(tuple, groups.values()))
 
-    def image_layout(self, grid: Grid | Form) -> ImageLayout:
-        if not isinstance(grid, Form):
+    def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
+        if not isinstance(grid, ProcessorOutput):
             raise TypeError(f"a picture of {self.config.model_type} is told by its form, not by a grid {grid}")
         rows, tokens = grid.rows, grid.tokens
         nowhere = torch.zeros(rows, 0, dtype=torch.long)
@@ -90,7 +90,7 @@ class WholeTower(Tower):
         return {name: torch.cat([one[name] for one in found]) for name in self.tensors}
 
     def _encode_together(
-        self, model: PreTrainedModel, pictures: Sequence[dict[str, Tensor]], forms: Sequence[Form]
+        self, model: PreTrainedModel, pictures: Sequence[dict[str, Tensor]], forms: Sequence[ProcessorOutput]
     ) -> list[Mapping[str, Tensor]]:
         """Each picture's rows by name, of pictures that one call takes."""
         base, tokens = model.get_submodule(self._contract.structure.base), [form.tokens for form in forms]

@@ -30,7 +30,7 @@ class Sample:
     pictures: tuple[int, ...]
 
 
-class Twin:
+class ProbeModel:
     """The model in float64, in training mode, with weights that leave no output small."""
 
     def __init__(self, config: PreTrainedConfig):

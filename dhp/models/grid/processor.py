@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.models.generic.rows import positions
 from dhp.models.processor import Processor
 
@@ -54,9 +54,9 @@ class GridProcessor(Processor):
         moving = np.stack([still[frame, :, :, frame] for frame in range(frames)], axis=2)
         return moving.reshape(h * w, self.patch_dim), (1, h, w)
 
-    def frames(self, pixels: np.ndarray, grid: Grid | Form, moving: bool = False) -> np.ndarray | None:
+    def frames(self, pixels: np.ndarray, grid: Grid | ProcessorOutput, moving: bool = False) -> np.ndarray | None:
         """See `Processor`. An image is one frame, which its patches repeat in time."""
-        if isinstance(grid, Form):
+        if isinstance(grid, ProcessorOutput):
             return None
         vision = self.config.vision_config
         shape = (channels_of(vision), self.frames_per_patch, int(vision.patch_size))
@@ -73,7 +73,7 @@ class GridProcessor(Processor):
         lengths: Tensor,
         video_grids: Tensor | None = None,
         video_seconds: Tensor | None = None,
-        forms: Sequence[Form] = (),
+        forms: Sequence[ProcessorOutput] = (),
         **more: Tensor,
     ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]

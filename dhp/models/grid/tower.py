@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Form, Grid
+from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.models.family import ImageLayout, LayerParts
 from dhp.models.flops import VisionWork
 from dhp.models.grid.processor import merge_side, patch_values
@@ -49,10 +49,10 @@ class GridTower(Tower):
         """Of each layer."""
         return ("full",) * int(getattr(vision, "depth", None) or vision.num_hidden_layers)
 
-    def image_layout(self, grid: Grid | Form) -> ImageLayout:
+    def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         from transformers.vision_utils import get_vision_position_ids
 
-        assert not isinstance(grid, Form)
+        assert not isinstance(grid, ProcessorOutput)
         t, h, w = grid
         merge = merge_side(self.config.vision_config)
         coordinates = get_vision_position_ids(torch.tensor([grid]), merge)  # [patches, 2]

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from dhp.base.messages import Choices
+from dhp.base.messages import RecomputePolicies
 from dhp.config.recompute import CHOICES, OFFLOAD
 from dhp.parallel.activation.draws import device_of_draws, go_on_from, state_of_draws
 from dhp.parallel.activation.offload import Host
@@ -69,7 +69,7 @@ class RecomputedLayers:
         self,
         layers: Sequence[nn.Module],
         parts: LayerMap,
-        choices: Choices,
+        choices: RecomputePolicies,
         watcher: Watcher | None = None,
         device: torch.device | None = None,
     ):
@@ -79,10 +79,10 @@ class RecomputedLayers:
         self.choose(choices)
 
     @property
-    def choices(self) -> Choices:
+    def choices(self) -> RecomputePolicies:
         return tuple(layer.choice for layer in self._layers)
 
-    def choose(self, choices: Choices) -> None:
+    def choose(self, choices: RecomputePolicies) -> None:
         """What each layer recomputes from now on. Raises ValueError for a choice too many, too few, or unknown."""
         unknown = sorted(set(choices) - set(CHOICES))
         if len(choices) != len(self._layers) or unknown:

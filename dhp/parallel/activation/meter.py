@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dhp.base.messages import Choices, LayerUsage, StageUsage
+from dhp.base.messages import LayerUsage, RecomputePolicies, StageUsage
 from dhp.parallel.activation.saved_tensors import SavedTensors
 
 
@@ -107,7 +107,7 @@ class _MicroBatch:
     after: int = 0
 
 
-class Meter:
+class ActivationMeter:
     """Measures steps. `forward` and `backward` go around the part's work, `layer` and `replay` around a layer's."""
 
     def __init__(self, model: nn.Module, device: torch.device, kinds: Sequence[str]):
@@ -158,7 +158,7 @@ class Meter:
             self._replays.setdefault(index, []).append((begin, self._watch.mark()))
             self._added[index] = max(self._added.get(index, 0), self._bytes.now() - before)
 
-    def take(self, choices: Choices, gradient_bytes: int = 0) -> StageUsage | None:
+    def take(self, choices: RecomputePolicies, gradient_bytes: int = 0) -> StageUsage | None:
         """What the step took, under these choices; None when this stage had no work in it. To be called before the
         optimizer takes its step: what that allocates is no activation. gradient_bytes: of the step's own gradients."""
         if not self._micro_batches:

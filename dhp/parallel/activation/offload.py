@@ -1,7 +1,7 @@
 """What enters layers, kept in host memory between forward and backward.
 
 On a GPU copies run on a stream of their own, beside the layers' work, into pinned memory; and while backward is in one
-layer, what entered the layer before it is on its way back. Elsewhere a copy stands in for it.
+layer, what entered the layer before it is on its way back. RemoteValue a copy stands in for it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class Held:
+class ShardedCacheIndex:
     """Which tokens of a row a rank has, told by all layers of its cache."""
 
     def __init__(self, places: Sequence[int], total: int, rank: int, ranks: int, room: int):
@@ -51,7 +51,7 @@ class HeldLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, held: Held):
+    def __init__(self, held: ShardedCacheIndex):
         super().__init__()
         self._held, self._count = held, 0
 
@@ -98,10 +98,10 @@ class HeldLayer(CacheLayerMixin):
         return -1
 
 
-class HeldCache(Cache):
+class ShardedKVCache(Cache):
     """The cache of one row on one rank."""
 
-    def __init__(self, layers: int, held: Held):
+    def __init__(self, layers: int, held: ShardedCacheIndex):
         super().__init__(layers=[HeldLayer(held) for _ in range(layers)])
         self.held = held
 

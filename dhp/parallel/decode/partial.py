@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dhp.parallel.attention.kernels import AUTO, Block, Dense, choose_kernel, takes_varlen
 from dhp.parallel.attention.visibility import LayerRule, layer_rule
-from dhp.parallel.decode.cache import Held
+from dhp.parallel.decode.cache import ShardedCacheIndex
 from dhp.parallel.decode.merge import merge_over_ranks
 
 
@@ -21,7 +21,7 @@ class NewToken:
     """What a layer's attention must know of the one new token of a row: the row's tokens on this rank, and the ranks
     that have the others; None: this one has all."""
 
-    held: Held
+    held: ShardedCacheIndex
     group: dist.ProcessGroup | None
     backend: str = AUTO
 

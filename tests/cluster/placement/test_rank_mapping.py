@@ -10,7 +10,7 @@ from math import prod
 import pytest
 
 from dhp.base.errors import ConfigError
-from dhp.cluster.cluster import tell_straddles
+from dhp.cluster.cluster import warn_cross_node_groups
 from dhp.cluster.placement.nodes import ClusterNode
 from dhp.cluster.placement.rank_mapping import describe_straddle, find_straddles, map_ranks, ranks_by_group
 from dhp.cluster.placement.reservation import plan_placement
@@ -145,11 +145,11 @@ def test_a_run_warns_once_of_all_that_lies_across(recwarn: pytest.WarningsRecord
     topology = find_topology(["10.0.0.5", "10.0.0.6"], nodes)
     slots = plan_placement({"vision": range(2), "text": range(2)}, gpus=0).slots
     with pytest.warns(UserWarning) as caught:
-        tell_straddles(slots, topology, {"vision": mesh(ulysses=2), "text": mesh(tensor=2)}, "cpu")
+        warn_cross_node_groups(slots, topology, {"vision": mesh(ulysses=2), "text": mesh(tensor=2)}, "cpu")
     (told,) = [str(warning.message) for warning in caught]
     assert "vision.ulysses=2 lie across" in told and "text.tensor=2 lie across" in told
     for device in ("cpu", "cuda"):
-        tell_straddles(slots, topology, {"vision": mesh(data=2), "text": mesh(data=2)}, device)
+        warn_cross_node_groups(slots, topology, {"vision": mesh(data=2), "text": mesh(data=2)}, device)
     assert not recwarn.list
 
 
@@ -171,7 +171,7 @@ def test_a_tensor_group_of_gpus_across_nodes_is_refused_with_a_degree_that_would
     degrees = {"vision": mesh(ulysses=total), "text": mesh(data=total // tensor, tensor=tensor)}
     slots = plan_placement({"vision": range(total), "text": range(total)}, gpus=total).slots
     with pytest.raises(ConfigError) as caught:
-        tell_straddles(slots, topology, degrees, "cuda")
+        warn_cross_node_groups(slots, topology, degrees, "cuda")
     told = str(caught.value)
     assert told.startswith(f"1 of {total // tensor} groups of text.tensor={tensor} lie across nodes: ranks ")
     assert f"text, split by data {total // tensor}, ring 1, ulysses 1, tensor {tensor}, would" in told
@@ -180,7 +180,7 @@ def test_a_tensor_group_of_gpus_across_nodes_is_refused_with_a_degree_that_would
     smaller = int(remedy.partition("text.tensor=")[2].partition(",")[0])
     fitting = degrees | {"text": mesh(data=total // smaller, tensor=smaller)}
     with pytest.warns(UserWarning, match="^1 of 1 groups of vision.ulysses="):
-        tell_straddles(map_ranks(slots, topology.of_bundle, fitting), topology, fitting, "cuda")
+        warn_cross_node_groups(map_ranks(slots, topology.of_bundle, fitting), topology, fitting, "cuda")
 
 
 @pytest.mark.parametrize("node_of", ["AABB", "ABAB"])

@@ -24,7 +24,7 @@ from transformers import (
 from dhp.base.errors import ConfigError, DataError
 from dhp.data.annotations import Annotations, read_annotations
 from dhp.data.lengths.cache import LengthCache, Lengths, key_of, measure_lengths
-from dhp.data.media.taking import Taking
+from dhp.data.media.taking import FrameSampling
 from dhp.data.preprocess import Preprocessor, Videos
 from dhp.data.tiny_dataset import ANNOTATIONS, make_dataset
 from dhp.models.llava import llava as llava_family
@@ -40,7 +40,9 @@ DAMAGED_PIXELS = {"an image cut off", "data address with half an image"}
 
 def qwen(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Preprocessor:
     family = qwen2_5_vl(tiny_config(tokenizer)).processor
-    videos = Videos(family.video_token_id, Taking(2.0, 768, 2), family.video_patches, changes.pop("video_pixels", None))
+    videos = Videos(
+        family.video_token_id, FrameSampling(2.0, 768, 2), family.video_patches, changes.pop("video_pixels", None)
+    )
     processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
     return Preprocessor(
         tokenizer, processor, family.image_token_id, family.image_tokens, family.patches, videos=videos, **changes

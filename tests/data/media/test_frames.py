@@ -12,10 +12,10 @@ from dhp.base.errors import DataError
 from dhp.data.long_video import LongVideo
 from dhp.data.media.frames import extent_of_images, map_images
 from dhp.data.media.sources import Frames, Settings, SizedImage, Video
-from dhp.data.media.taking import Taking
+from dhp.data.media.taking import FrameSampling
 from dhp.data.records import Record, Turn
 
-TAKING = Taking(fps=2.0, max_frames=6, group=2)
+TAKING = FrameSampling(fps=2.0, max_frames=6, group=2)
 
 
 def frames(folder, count, rate=2.0):

@@ -12,7 +12,7 @@ from PIL import Image
 from dhp.base.errors import DataError
 from dhp.data.media import video, video_parts
 from dhp.data.media.sources import Blob, Video
-from dhp.data.media.taking import Extent, Taking
+from dhp.data.media.taking import Extent, FrameSampling
 from dhp.data.media.video import _frame_size, map_frames, read_extent, read_in_order, read_length
 from dhp.data.media.video_parts import read_groups
 from dhp.data.records import Record, Turn
@@ -31,35 +31,37 @@ from dhp.data.records import Record, Turn
     ],
 )
 def test_frames_are_taken_evenly(fps, most, group, total, rate, expected):
-    assert Taking(fps, most, group).indices(total, rate).tolist() == expected
+    assert FrameSampling(fps, most, group).indices(total, rate).tolist() == expected
 
 
 def test_groups_of_frames_in_order_and_the_seconds_between_them(tmp_path, write_video):
     path = write_video(tmp_path / "v.mp4", frames=12, rate=4)
-    shades, pace = map_frames(path, Taking(2.0, 768, 2), lambda group: [int(np.asarray(i).mean()) for i in group])
+    shades, pace = map_frames(
+        path, FrameSampling(2.0, 768, 2), lambda group: [int(np.asarray(i).mean()) for i in group]
+    )
     assert np.allclose(shades, [[20, 40], [60, 80], [100, 120]], atol=4)
     assert pace.seconds == pytest.approx(1.0)  # two frames, two a second
     assert pace.times == (0.25, 1.25, 2.25)  # frames 0 and 2, 4 and 6, 8 and 10, four a second
-    in_memory, _ = map_frames(Blob("v", path.read_bytes()), Taking(2.0, 768, 2), len)
+    in_memory, _ = map_frames(Blob("v", path.read_bytes()), FrameSampling(2.0, 768, 2), len)
     assert in_memory == [2, 2, 2]
 
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv", "avi"])  # some containers say how many frames they hold
 def test_the_number_of_frames_is_found(tmp_path, write_video, ending):
     path = write_video(tmp_path / f"v.{ending}", frames=12, rate=4)
-    assert map_frames(path, Taking(2.0, 768, 2), len)[0] == [2, 2, 2]
+    assert map_frames(path, FrameSampling(2.0, 768, 2), len)[0] == [2, 2, 2]
 
 
 def test_a_single_frame_fills_its_group(tmp_path, write_video):
     path = write_video(tmp_path / "v.mp4", frames=1)
-    groups, _ = map_frames(path, Taking(2.0, 768, 2), lambda group: group)
+    groups, _ = map_frames(path, FrameSampling(2.0, 768, 2), lambda group: group)
     assert len(groups) == 1 and groups[0][0] == groups[0][1]
 
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv", "avi"])
 @pytest.mark.parametrize("frames, expected", [(1, 2), (3, 2), (12, 6), (40, 20)])
 def test_what_is_taken_is_known_from_the_header(tmp_path, write_video, monkeypatch, ending, frames, expected):
-    path, taking = write_video(tmp_path / f"v.{ending}", frames=frames, size=(112, 56)), Taking(2.0, 768, 2)
+    path, taking = write_video(tmp_path / f"v.{ending}", frames=frames, size=(112, 56)), FrameSampling(2.0, 768, 2)
     counts, pace = map_frames(path, taking, len)
     assert sum(counts) == expected
     if ending != "mkv":  # which does not say how many frames it holds
@@ -76,9 +78,9 @@ def test_the_header_of_a_turned_video_has_its_sides_exchanged(tmp_path):
         for _ in range(4):
             container.mux(stream.encode(av.VideoFrame(112, 56, "yuv420p")))
         container.mux(stream.encode())
-    sizes, pace = map_frames(path, Taking(2.0, 768, 2), lambda group: group[0].size)
+    sizes, pace = map_frames(path, FrameSampling(2.0, 768, 2), lambda group: group[0].size)
     assert sizes == [(56, 112)] * 2
-    assert read_extent(path, Taking(2.0, 768, 2)) == Extent(4, 112, 56, pace)
+    assert read_extent(path, FrameSampling(2.0, 768, 2)) == Extent(4, 112, 56, pace)
 
 
 def test_a_size_that_the_header_lacks_is_the_first_frames():
@@ -92,8 +94,8 @@ def test_a_size_that_the_header_lacks_is_the_first_frames():
 @pytest.mark.parametrize("content", [b"", b"not a video" * 100])
 def test_the_header_of_no_video(content):
     errors = []
-    for read in (lambda: map_frames(Blob("v", content), Taking(2.0, 768, 2), len),
-                 lambda: read_extent(Blob("v", content), Taking(2.0, 768, 2))):  # fmt: skip
+    for read in (lambda: map_frames(Blob("v", content), FrameSampling(2.0, 768, 2), len),
+                 lambda: read_extent(Blob("v", content), FrameSampling(2.0, 768, 2))):  # fmt: skip
         with pytest.raises(DataError, match="^video v ") as raised:
             read()
         errors.append(str(raised.value))
@@ -142,7 +144,7 @@ def test_a_video_becomes_steps_of_two_frames(tmp_path, write_video, preprocessor
 def test_each_patch_holds_both_frames(tmp_path, write_video, preprocessor):
     """A step in time equals both of its frames as still images, the first in the first half of each channel."""
     path = write_video(tmp_path / "v.mp4", frames=12, rate=4)
-    frames, _ = map_frames(path, Taking(2.0, 768, 1), lambda group: group[0])
+    frames, _ = map_frames(path, FrameSampling(2.0, 768, 1), lambda group: group[0])
     make = preprocessor()
     moving = make(clip(path)).pixels[0].reshape(3, 16, 3, 2, 196)  # [time, patches, channels, frames, values]
     for number, frame in enumerate(frames):
@@ -177,7 +179,7 @@ def test_transformers_own_video_processor_takes_the_same_frames(total, rate, fps
 
     about = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
     theirs = Qwen2VLVideoProcessor().sample_frames(about, fps=fps, max_frames=most)
-    assert Taking(fps, most, 2).indices(total, rate).tolist() == theirs.tolist()
+    assert FrameSampling(fps, most, 2).indices(total, rate).tolist() == theirs.tolist()
 
 
 def test_transformers_own_video_processor_gives_the_same(tmp_path, write_video, preprocessor):
@@ -187,7 +189,7 @@ def test_transformers_own_video_processor_gives_the_same(tmp_path, write_video, 
     from transformers.video_utils import VideoMetadata
 
     path = write_video(tmp_path / "v.mp4", frames=12, rate=4, size=(112, 56))
-    every, _ = map_frames(path, Taking(1e9, 768, 1), lambda group: np.asarray(group[0]))
+    every, _ = map_frames(path, FrameSampling(1e9, 768, 1), lambda group: np.asarray(group[0]))
     processor = Qwen2VLVideoProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 168 * 168})
     about = VideoMetadata(total_num_frames=12, fps=4.0, duration=3.0)
     theirs = processor(
@@ -234,7 +236,7 @@ def test_frames_that_are_not_shown_do_not_count(tmp_path, hidden):
     path = write_noise(tmp_path / "v.mp4", "libx264")
     cut = without_beginning(path, tmp_path / "cut.mp4", hidden)
     first = lambda group: np.asarray(group[0])
-    every, taking = map_frames(path, Taking(1e9, 768, 1), first)[0], Taking(1e9, 768, 1)
+    every, taking = map_frames(path, FrameSampling(1e9, 768, 1), first)[0], FrameSampling(1e9, 768, 1)
     assert read_length(cut).total == read_extent(cut, taking).frames == 60 - hidden
     shown = map_frames(cut, taking, first)[0]
     assert len(shown) == 60 - hidden and all(map(np.array_equal, shown, every[hidden:]))
@@ -251,7 +253,7 @@ def test_some_groups_are_those_of_the_whole_video(tmp_path, ending, codec):
 def assert_groups_are_those_of_the_whole(path):
     as_arrays = lambda group: np.stack([np.asarray(image) for image in group])
     length = read_length(path)
-    for taking in (Taking(25.0, 768, 2), Taking(6.0, 768, 2), Taking(11.0, 25, 4, both_ends=True)):
+    for taking in (FrameSampling(25.0, 768, 2), FrameSampling(6.0, 768, 2), FrameSampling(11.0, 25, 4, both_ends=True)):
         whole, _ = map_frames(path, taking, as_arrays, length)
         last = len(whole) - 1
         for wanted in (range(last + 1), range(last // 2, last), (0, last), (last // 3,), range(1, last, 3)):
@@ -261,7 +263,7 @@ def assert_groups_are_those_of_the_whole(path):
 
 
 def test_frames_without_times_are_counted_from_the_beginning(tmp_path, write_video, monkeypatch):
-    path, taking = write_video(tmp_path / "v.mp4", frames=40), Taking(4.0, 768, 2)
+    path, taking = write_video(tmp_path / "v.mp4", frames=40), FrameSampling(4.0, 768, 2)
     wanted = [np.asarray(group[0]) for group in read_groups(path, taking, read_length(path), [7, 15])]
     monkeypatch.setattr(video_parts, "_find_index", lambda *_: None)
     found = [np.asarray(group[0]) for group in read_groups(path, taking, read_length(path), [7, 15])]
@@ -269,7 +271,7 @@ def test_frames_without_times_are_counted_from_the_beginning(tmp_path, write_vid
 
 
 def test_a_long_video_that_is_cut_off_is_told(tmp_path, write_video):
-    path, taking = write_video(tmp_path / "v.avi", frames=40), Taking(4.0, 768, 2)
+    path, taking = write_video(tmp_path / "v.avi", frames=40), FrameSampling(4.0, 768, 2)
     length = read_length(path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DataError, match=r"v.avi (is cut off|cannot be decoded)"):

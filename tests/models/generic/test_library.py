@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from dhp.base.errors import ModelError
-from dhp.base.geometry import Form
+from dhp.base.geometry import ProcessorOutput
 from dhp.data.preprocess import Preprocessor
 from dhp.data.records import Record, Turn
 from dhp.models.generic.forms import unpack
@@ -60,7 +60,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_processor(name: str, tmp_pat
     assert sample.input_ids.tolist() == wanted["input_ids"][0].tolist()
     kinds = (sample.input_ids == load_family(str(tmp_path)).processor.image_token_id).astype(int)
     assert np.array_equal(sample.mm_token_type_ids, kinds)
-    forms = [form for form in sample.grids if isinstance(form, Form)]
+    forms = [form for form in sample.grids if isinstance(form, ProcessorOutput)]
     assert sum(form.tokens for form in forms) == kinds.sum()
     pairs = zip(forms, sample.pixels, strict=True)
     found = joined([unpack(form, torch.from_numpy(pixels), torch.float32) for form, pixels in pairs])

@@ -14,7 +14,7 @@ from dhp.parallel.activation import checkpointing
 from dhp.parallel.activation import meter as meter_module
 from dhp.parallel.activation.checkpointing import ATTENTION, RecomputedLayers, save_output
 from dhp.parallel.activation.draws import device_of_draws
-from dhp.parallel.activation.meter import Meter
+from dhp.parallel.activation.meter import ActivationMeter
 from dhp.parallel.activation.saved_tensors import SavedTensors
 
 ROWS, WIDTH, INNER = 24, 16, 40
@@ -198,7 +198,7 @@ def test_a_deeper_choice_holds_less_and_recomputes_more() -> None:
 
 def measured(choice: str, gradient_bytes: int = 0):
     model = Model()
-    meter = Meter(model, torch.device("cpu"), Parts.kinds)
+    meter = ActivationMeter(model, torch.device("cpu"), Parts.kinds)
     layers = RecomputedLayers(model.layers, Parts(), (choice,) * 3, meter)
     with meter.forward(ROWS):
         loss = model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().sum()
@@ -229,7 +229,7 @@ def test_a_peak_is_never_less_than_what_the_fullest_micro_batch_kept(monkeypatch
 
 
 def test_a_step_without_work_has_no_usage() -> None:
-    meter = Meter(Model(), torch.device("cpu"), Parts.kinds)
+    meter = ActivationMeter(Model(), torch.device("cpu"), Parts.kinds)
     assert meter.take(("none",) * 3) is None
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dhp.parallel.attention.visibility import PLAIN, LayerRule
-from dhp.parallel.decode.cache import Held, HeldCache
+from dhp.parallel.decode.cache import ShardedCacheIndex, ShardedKVCache
 from dhp.parallel.decode.merge import merge
 from dhp.parallel.decode.partial import NewToken, attend_own, new_token_attention
 
@@ -65,7 +65,7 @@ def test_windows_and_chunks_are_the_last_tokens_of_the_row(kind: str, window: in
     """The new token is the row's eleventh, of which this rank has some."""
     query, key, value = states()
     places = [0, 1, 4, 5, 6, 8, 10]
-    plan = NewToken(Held(places, 10, 0, 2, 0), None)
+    plan = NewToken(ShardedCacheIndex(places, 10, 0, 2, 0), None)
     own = torch.tensor(places)
     given = (s.transpose(0, 1)[None] for s in (query, key[own], value[own]))
     output, _ = new_token_attention(Layer(kind), *given, None, 0.3, plan, sliding_window=window)
@@ -75,7 +75,7 @@ def test_windows_and_chunks_are_the_last_tokens_of_the_row(kind: str, window: in
 
 def test_the_cache_keeps_what_is_its_own() -> None:
     """Two ranks; five tokens of a prompt, of which this one has the first and the last two; then new ones in turn."""
-    cache = HeldCache(1, Held([0, 3, 4], 5, 1, 2, room=3))
+    cache = ShardedKVCache(1, ShardedCacheIndex([0, 3, 4], 5, 1, 2, room=3))
     layer, make = cache.layers[0], lambda tokens, value: torch.full((1, KV, tokens, WIDTH), float(value))
     given = make(3, 1)
     assert layer.update(given, given)[0] is given and cache.get_seq_length() == 0
@@ -91,7 +91,7 @@ def test_the_cache_keeps_what_is_its_own() -> None:
 
 
 def test_a_rank_without_tokens_keeps_none_of_its_dummy() -> None:
-    cache = HeldCache(1, Held([], 1, 1, 2, room=2))
+    cache = ShardedKVCache(1, ShardedCacheIndex([], 1, 1, 2, room=2))
     dummy = torch.ones(1, KV, 1, WIDTH)
     cache.layers[0].update(dummy, dummy)
     assert cache.bytes == 0

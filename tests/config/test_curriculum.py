@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dhp.base.errors import ConfigError
-from dhp.config.course import GROUP, training_stages
+from dhp.config.curriculum import GROUP, training_stages
 from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config, StageEntry

@@ -49,7 +49,7 @@ def cut_layers(counts: Sequence[int]) -> tuple[Chunk, ...]:
     )
 
 
-class Chain:
+class CutModel:
     """Chunks in the order in which they run; `owners[i]` is the number of the group that holds chunk i."""
 
     def __init__(self, model_name: str, chunks: Sequence[Chunk], owners: Sequence[int]):

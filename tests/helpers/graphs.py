@@ -1,16 +1,16 @@
-"""Chains of stages made by hand."""
+"""Graphs of stages made by hand."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 from dhp.base.degrees import Degrees
-from dhp.base.stages import HIDDEN_STATES, Chain, Edge, Node, StageSpec, Tie
+from dhp.base.stages import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
 
 ONE = Degrees()
 
 
-def make_chain(
+def make_graph(
     vision: Degrees = ONE,
     text: Degrees = ONE,
     stages: int = 1,
@@ -26,7 +26,7 @@ def make_chain(
     audio: Degrees | None = None,
     audio_layers: int = 1,
     audio_trains: bool = True,
-) -> Chain:
+) -> StageGraph:
     """Vision, and text in so many stages of so many chunks each, that share devices.
 
     text_trains: of each of its stages. cuts: of the text's layers; none: even ones. enters: the layer after which a
@@ -63,4 +63,4 @@ def make_chain(
         back = back or trains[before.stage]
         edges.append(Edge(before, after, (HIDDEN_STATES,), back))
     ties = (Tie(parts[0].name, parts[-1].name, tie_trained),) if tied and stages > 1 else ()
-    return Chain((*encoders, *parts), tuple(edges), ties)
+    return StageGraph((*encoders, *parts), tuple(edges), ties)

@@ -1,4 +1,4 @@
-"""A course: training stages one after another, each from the weights of the one before it."""
+"""A curriculum: training stages one after another, each from the weights of the one before it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dhp.base.errors import ConfigError, DhpError
 from dhp.base.folder_lock import locked
 from dhp.base.new_folder import new_folder
 from dhp.checkpoint.folder import checkpoints, find_checkpoint
-from dhp.config.course import GROUP, TrainingStage, training_stages
+from dhp.config.curriculum import GROUP, TrainingStage, training_stages
 from dhp.config.parts import model_name, parts
 from dhp.config.run_dir import refuse_to_remove
 from dhp.config.schema import Config
@@ -25,7 +25,7 @@ from dhp.config.shipped import shipped_directory
 from dhp.models.registry import auxiliary_files
 from dhp.models.rope import change_positions
 from dhp.observe.metrics import read_metrics
-from dhp.run.course_record import CourseRecord
+from dhp.run.curriculum_record import CurriculumRecord
 from dhp.run.exporting import export_whole
 from dhp.run.preflight import prepare
 
@@ -62,7 +62,7 @@ class CheckedStage:
         """Beside its checkpoints where they have a place of their own: one that all machines see."""
         return (self.folder if self.stage.config.training.checkpoint_dir is None else self.checkpoints) / START
 
-    def has_begun(self, record: CourseRecord) -> bool:
+    def has_begun(self, record: CurriculumRecord) -> bool:
         """Whether something of it is there."""
         return self.folder.name in record.begun and (self.folder.is_dir() or self.checkpoints.is_dir())
 
@@ -78,7 +78,7 @@ class CheckedStage:
         return bool(ended == "completed" and same)
 
 
-def run_course(config: Config, train: Train, say: Callable[[str], None]) -> None:
+def run_curriculum(config: Config, train: Train, say: Callable[[str], None]) -> None:
     """Run every stage of `config.stages` that is not done yet, from where it stopped. train: runs one, prepared.
 
     All are checked before the first begins. run_dir/stages.json has an entry for each that has begun. Raises DhpError;
@@ -92,11 +92,11 @@ def run_course(config: Config, train: Train, say: Callable[[str], None]) -> None
         return
     folder = stages[0].folder.parent
     with locked(folder, "run_dir", say):
-        _train_stages(CourseRecord(folder), stages, config.overwrite, train, say)
+        _train_stages(CurriculumRecord(folder), stages, config.overwrite, train, say)
 
 
 def _train_stages(
-    record: CourseRecord, stages: Sequence[CheckedStage], overwrite: bool, train: Train, say: Callable[[str], None]
+    record: CurriculumRecord, stages: Sequence[CheckedStage], overwrite: bool, train: Train, say: Callable[[str], None]
 ) -> None:
     if overwrite:
         _remove(record, stages)
@@ -129,7 +129,7 @@ def _checked_stages(config: Config) -> list[CheckedStage]:
     return checked
 
 
-def _require_order(record: CourseRecord, stages: Sequence[CheckedStage]) -> None:
+def _require_order(record: CurriculumRecord, stages: Sequence[CheckedStage]) -> None:
     """Raise ConfigError where a stage is to be trained and a later one has begun with what it was."""
     for one in stages:
         later = [other for other in stages[one.stage.number :] if other.has_begun(record)]
@@ -149,19 +149,19 @@ def _removing(stages: Sequence[CheckedStage]) -> str:
 
 @contextmanager
 def _telling(one: CheckedStage, overwrite: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Say how the course goes on where the stage ends before its end."""
+    """Say how the curriculum goes on where the stage ends before its end."""
     try:
         yield
     except (DhpError, KeyboardInterrupt):
         keeping = " and overwrite=false" if overwrite else ""
         say(
-            f"the course stops in stage {one.stage.number}, {one.stage.name}; the same command with this run_dir"
+            f"the curriculum stops in stage {one.stage.number}, {one.stage.name}; the same command with this run_dir"
             f"{keeping} goes on there"
         )
         raise
 
 
-def _made_with(one: CheckedStage, record: CourseRecord) -> dict[str, Any]:
+def _made_with(one: CheckedStage, record: CurriculumRecord) -> dict[str, Any]:
     """Positions, which must be those that the stage began with, if it has: raises ConfigError."""
     own = _positions(one.stage)
     known = record.made_with(one.folder.name)
@@ -226,11 +226,11 @@ def _account(one: CheckedStage) -> dict[str, Any]:
     }
 
 
-def _remove(record: CourseRecord, stages: Sequence[CheckedStage]) -> None:
-    """Remove what an earlier course left here: the directories of its stages, by its record, and the record.
+def _remove(record: CurriculumRecord, stages: Sequence[CheckedStage]) -> None:
+    """Remove what an earlier curriculum left here: the directories of its stages, by its record, and the record.
 
     Checkpoints in a training.checkpoint_dir elsewhere stay, as those of runs do, and no stage may go on with them:
-    raises ConfigError for them, as for what this course reads.
+    raises ConfigError for them, as for what this curriculum reads.
     """
     root = record.path.parent
     folders = [root / name for name in record.begun if Path(name).name == name and _is_stage(root / name)]

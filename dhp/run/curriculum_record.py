@@ -1,4 +1,4 @@
-"""What a course has done so far: a file in its run_dir, with an entry for each stage that has begun."""
+"""What a curriculum has done so far: a file in its run_dir, with an entry for each stage that has begun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "stages.json"
 _STEPS = "steps"  # an entry has it from the stage's end on
 
 
-class CourseRecord:
+class CurriculumRecord:
     """Entries by the name of a stage's directory, in the order in which they began; each change is written at once.
 
     Raises ConfigError for a file that is none.

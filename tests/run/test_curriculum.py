@@ -20,7 +20,7 @@ from dhp.base.errors import ConfigError
 from dhp.base.folder_lock import locked
 from dhp.config.load import compose_config
 from dhp.config.schema import Config, StageEntry
-from dhp.run.course import run_course
+from dhp.run.curriculum import run_curriculum
 from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
 from tests.run.test_failures import wait_for_steps
 
@@ -45,7 +45,7 @@ def test_a_course_goes_on_in_the_stage_that_was_stopped(tiny_assets: Path, tmp_p
 
     stopped = train(*arguments, meanwhile=interrupt, own_ray=True)
     assert stopped.status == 130 and stopped.left == (), stopped.stderr
-    assert "the course stops in stage 2, two; the same command with this run_dir goes on there" in stopped.stdout
+    assert "the curriculum stops in stage 2, two; the same command with this run_dir goes on there" in stopped.stdout
     assert ["steps" in one for one in json.loads((root / "stages.json").read_text()).values()] == [True, False]
     done = len((root / "2_two" / "metrics.jsonl").read_text().splitlines())
     again = train(*arguments, f"stages.two.settings.training.max_steps={done + 1}")
@@ -81,7 +81,7 @@ def test_a_mistake_in_a_later_stage_is_told_before_the_first_begins(tiny_assets:
     wrong = StageEntry("context_extension", {"vision": {"zero_stage": 1}})
     config.stages = {"one": StageEntry("alignment"), "two": wrong}
     with pytest.raises(ConfigError, match="stage 2 of 2, two: vision.zero_stage=1 with nothing of vision trained"):
-        run_course(config, lambda _: pytest.fail("it began"), lambda _: None)
+        run_curriculum(config, lambda _: pytest.fail("it began"), lambda _: None)
     assert not (tmp_path / "run").exists()
 
 
@@ -95,7 +95,7 @@ def test_a_first_stage_may_raise_positions_without_a_copy_of_its_weights(tiny_as
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_course(config, stop, lambda _: None)
+        run_curriculum(config, stop, lambda _: None)
     start = tmp_path / "run" / "1_far" / "start"
     assert begun == [str(start)]
     assert AutoConfig.from_pretrained(start).get_text_config().rope_parameters["rope_theta"] == 7e4
@@ -132,7 +132,7 @@ class Trains:
 def two_stages(tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A second stage begins with a copy of the tiny model, whatever was trained before it."""
     model = tiny_assets / "model"
-    monkeypatch.setattr("dhp.run.course.export_whole", lambda _, folder: shutil.copytree(model, folder))
+    monkeypatch.setattr("dhp.run.curriculum.export_whole", lambda _, folder: shutil.copytree(model, folder))
     config = compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}"])
     config.stages = {"one": StageEntry("alignment"), "two": StageEntry("pretraining", rope_theta=7e4)}
     return config
@@ -141,7 +141,7 @@ def two_stages(tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def run_all(config: Config, *stopped: str) -> tuple[Trains, list[str]]:
     trains, said = Trains(*stopped), list[str]()
     with suppress(KeyboardInterrupt):
-        run_course(config, trains, said.append)
+        run_curriculum(config, trains, said.append)
     return trains, said
 
 
@@ -157,13 +157,13 @@ def test_checkpoints_may_lie_elsewhere_and_so_do_the_models_that_stages_begin_wi
     assert run_all(two_stages)[0].begun == []
     two_stages.overwrite = True
     with pytest.raises(ConfigError, match=r"shared/1_one holds files of another training, with which stage 1 of 2"):
-        run_course(two_stages, Trains(), lambda _: None)
+        run_curriculum(two_stages, Trains(), lambda _: None)
     assert (tmp_path / "run" / "1_one").is_dir()
 
 
 def test_overwriting_begins_anew_with_stages_that_never_ended_too(two_stages: Config, tmp_path: Path) -> None:
     _, said = run_all(two_stages, "2_two")
-    assert said[-1] == "the course stops in stage 2, two; the same command with this run_dir goes on there"
+    assert said[-1] == "the curriculum stops in stage 2, two; the same command with this run_dir goes on there"
     own = tmp_path / "run" / "mine.txt"
     own.touch()
     assert run_all(two_stages)[0].begun == ["2_two"]
@@ -189,7 +189,7 @@ def test_overwriting_removes_nothing_that_the_course_reads(two_stages: Config, t
     two_stages.overwrite = True
     two_stages.text.model_name = two_stages.vision.model_name = str(tmp_path / "run" / "2_two" / "start")
     with pytest.raises(ConfigError, match=r"model_name=\S+/2_two/start lies in \S+/2_two, which is removed"):
-        run_course(two_stages, Trains(), lambda _: None)
+        run_curriculum(two_stages, Trains(), lambda _: None)
     assert (tmp_path / "run" / "2_two" / "start").is_dir()
 
 
@@ -199,7 +199,7 @@ def test_a_stage_that_has_begun_keeps_its_positions(two_stages: Config, tmp_path
     folder = tmp_path / "run" / "2_two"
     told = rf"stages.two.rope_theta=80000.0, and the stage in {folder} began with 70000.0. .* or remove {folder} to"
     with pytest.raises(ConfigError, match=told):
-        run_course(two_stages, Trains(), lambda _: None)
+        run_curriculum(two_stages, Trains(), lambda _: None)
     shutil.rmtree(folder)
     assert run_all(two_stages)[0].begun == ["2_two"]
     start = AutoConfig.from_pretrained(folder / "start").get_text_config()
@@ -213,7 +213,7 @@ def test_an_earlier_stage_is_not_trained_again_behind_a_later_ones_back(two_stag
     assert run_all(two_stages)[0].begun == ["2_two"]
     shutil.rmtree(one)
     with pytest.raises(ConfigError, match=rf"stage 1 of 2, one, is to be .* and {two} has begun .* remove {two} "):
-        run_course(two_stages, Trains(), lambda _: None)
+        run_curriculum(two_stages, Trains(), lambda _: None)
     shutil.rmtree(two)
     assert run_all(two_stages)[0].begun == ["1_one", "2_two"]
 
@@ -224,7 +224,7 @@ def test_the_last_stage_may_be_made_longer(two_stages: Config, tmp_path: Path) -
     assert run_all(two_stages)[0].begun == ["2_two"]
     two_stages.stages["one"].settings = {"training": {"max_steps": 9}}
     with pytest.raises(ConfigError, match=r"its max_steps and num_epochs too"):
-        run_course(two_stages, Trains(), lambda _: None)
+        run_curriculum(two_stages, Trains(), lambda _: None)
 
 
 def test_places_below_the_home_directory_and_a_model_named_once(
@@ -246,4 +246,4 @@ def test_a_record_that_is_none_is_told(two_stages: Config, tmp_path: Path) -> No
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "stages.json").write_text("[1")
     with pytest.raises(ConfigError, match=r"stages.json is no record of training stages \(.*restore it"):
-        run_course(two_stages, Trains(), lambda _: None)
+        run_curriculum(two_stages, Trains(), lambda _: None)

@@ -1,4 +1,4 @@
-"""The chain of stages that a configuration asks for: derived once, before any actor, from it and the model's shape."""
+"""The graph of stages that a configuration asks for: derived once, before any actor, from it and the model's shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from dhp.base.degrees import Degrees
-from dhp.base.stages import HIDDEN_STATES, Chain, Edge, Node, StageSpec, Tie
+from dhp.base.stages import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
 from dhp.config.checks import check_cuts, check_stages
 from dhp.config.parts import parts
 from dhp.config.resolved import resolved
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dhp.models.shape import DecoderSizes
 
 
-def make_chain(config: Config, family: Family, source: str, trains: bool = True) -> Chain:
+def make_graph(config: Config, family: Family, source: str, trains: bool = True) -> StageGraph:
     """The stages of a resolved configuration for the model of `source`, as `dhp.models.config_source` gives it. trains:
     false where nothing is trained, whatever the configuration says.
 
@@ -45,7 +45,7 @@ def make_chain(config: Config, family: Family, source: str, trains: bool = True)
         stages += own
         if part.tied and len(own) > 1:
             ties.append(Tie(own[0].name, own[-1].name, rules.trains(part.tied_weight)))
-    return Chain(tuple(stages), tuple(_edges(family, stages)), tuple(ties))
+    return StageGraph(tuple(stages), tuple(_edges(family, stages)), tuple(ties))
 
 
 def _sizes(source: str) -> DecoderSizes:
