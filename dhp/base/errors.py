@@ -18,8 +18,8 @@ def raise_all(errors: Sequence[ConfigError]) -> None:
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        told = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, errors)))
-        raise ConfigError(f"{len(errors)} things are wrong:{told}")
+        lines = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, errors)))
+        raise ConfigError(f"{len(errors)} things are wrong:{lines}")
 
 
 class DataError(DhpError):

@@ -28,7 +28,7 @@ class KeepSettings:
 class Features:
     """Features of one picture.
 
-    key: hex digest that they are kept under. about: of the picture, what whoever reads them later needs beside them.
+    key: hex digest that they are kept under. about: of the picture, what a later reader needs as well.
 
     tensors: [tokens, width] by name, in the order of the picture's placeholders; None: nothing is kept under the key.
     """

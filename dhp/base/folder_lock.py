@@ -37,11 +37,11 @@ class Holder:
 
 @contextmanager
 def locked(folder: Path, key: str, say: Callable[[str], None] = say_nothing) -> Iterator[None]:
-    """Hold `folder`, which is made where it is not there, and goes again where it is empty at the end.
+    """Hold `folder`: created if missing, removed at the end if it is empty.
 
-    key: the configuration's, for messages. say: is told what is waited for. Raises ConfigError where another process
-    holds it, or where it cannot be written. What a dead process has left is no obstacle; of one on another host it
-    takes `BEAT_S` × `WATCHED_BEATS` to see that it is dead.
+    key: the configuration's, for messages. say: receives a line on what is waited for. Raises ConfigError where another
+    process holds it, or where it cannot be written. What a dead process has left is no obstacle; of one on another host
+    it takes `BEAT_S` × `WATCHED_BEATS` to see that it is dead.
     """
     made = _make(folder, key)
     path = folder.resolve() / NAME
@@ -55,7 +55,7 @@ def locked(folder: Path, key: str, say: Callable[[str], None] = say_nothing) -> 
         finally:
             ended.set()
             beat.join()
-            with suppress(OSError):  # how the run ended is what is told
+            with suppress(OSError):  # the error to report is the run's own
                 if os.stat(path).st_ino == os.fstat(handle).st_ino:  # or it is somebody else's by now
                     path.unlink()
             os.close(handle)

@@ -1,4 +1,4 @@
-"""What crosses a process: frozen values, named tensors inside."""
+"""Messages between processes: frozen values with named tensors."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ class TextInput:
     of its tokens: (sample, first token, tokens).
 
     placement: for each image token of the rows, in order, its row among those received from the vision shards, one
-    shard behind another, and then those of `kept`; None where the rows hold no image. heard: the same of sound and the
-    audio shards.
+    shard behind another, and then those of `kept`; None where the rows hold no image. audio_placement: the
+    same of sound and the audio shards.
 
     target_tokens: N_global of the step, not of these rows.
 
@@ -170,7 +170,7 @@ class TextInput:
     placement: Tensor | None
     target_tokens: int
     samples: tuple[int, ...] = ()
-    heard: Tensor | None = None
+    audio_placement: Tensor | None = None
     kept: Mapping[str, Tensor] = field(default_factory=dict)
     shards: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     blocks: Tensor | None = None
@@ -201,7 +201,7 @@ class StageReport:
 
     usage: of activations, where they are measured.
 
-    notes: what whoever watches the run should know, each told once.
+    notes: messages for the user, each shown once.
 
     short: whether a forward pass ran out of memory, and all of it was recomputed instead; no usage then.
 
@@ -252,7 +252,7 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class StepData:
-    """One step, dealt out.
+    """One step, sharded over the ranks.
 
     work: for each part, [micro-batch][shard]. routes: for each part whose rows go where the data say, one for each
     micro-batch.

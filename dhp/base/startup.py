@@ -24,4 +24,4 @@ def say_line(text: str, file: TextIO | None = None) -> None:
 
 
 def say_nothing(text: str) -> None:
-    """For whoever starts something without an audience."""
+    """Discard the line: the default where no progress is to be printed."""

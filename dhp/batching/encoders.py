@@ -1,4 +1,4 @@
-"""An encoder's side of dealing out: which rank takes which picture or clip, and what goes to whom from there."""
+"""Shards the inputs of one encoder: which rank encodes which picture or clip, and which text shard gets its rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHOWN: Mapping[str, Callable[[Sample], Shown]] = {
 
 @dataclass(frozen=True)
 class Split:
-    """How an encoder's inputs are dealt out.
+    """How an encoder's inputs are sharded.
 
     replicas × ranks: its data replicas, and the ranks of each that share a sequence. dtype: a torch dtype's name, in
     which inputs travel. locality: which replicas are near which replica of the decoder; None: all alike.
@@ -172,17 +172,17 @@ class Encoder:
         sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
         return EncoderShards(pictures, [pieces for replica in sharded for pieces in replica], kept, owners, sharing)
 
-    def inputs(self, dealt: EncoderShards) -> tuple[VisionInput, ...]:
+    def inputs(self, sharded: EncoderShards) -> tuple[VisionInput, ...]:
         """What each rank receives."""
-        cuts = [self._cuts(dealt, pieces) for pieces in dealt.shards]
+        cuts = [self._cuts(sharded, pieces) for pieces in sharded.shards]
         forms, even = [[cut.form for cut in own if cut.form is not None] for own in cuts], self._split.even_calls
         calls = [self.tower.calls(own, even) for own in forms]
         most = max(map(len, calls)) if even else 0
         filled = [own + ((),) * (most - len(own)) for own in calls]
-        return tuple(self._input(dealt, rank, cuts[rank], filled[rank]) for rank in range(len(cuts)))
+        return tuple(self._input(sharded, rank, cuts[rank], filled[rank]) for rank in range(len(cuts)))
 
     def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[CachedPicture]]:
-        """Those to encode, and those whose features are there: work is dealt out evenly of the former alone."""
+        """Those to encode, and those whose features are there: work is balanced over the former alone."""
         found, kept = [], []
         for replica, row in enumerate(rows):
             place = 0
@@ -202,20 +202,20 @@ class Encoder:
         video = not isinstance(grid, ProcessorOutput) and grid[0] > 1
         return self.tower.image_layout(grid) if video else self._known_layout(grid)
 
-    def _cuts(self, dealt: EncoderShards, pieces: Pieces) -> list[_Cut]:
+    def _cuts(self, sharded: EncoderShards, pieces: Pieces) -> list[_Cut]:
         """What a rank with these pieces computes; a dummy where it has none."""
         if pieces:
-            return [_cut(dealt.pictures[piece.image], piece.first, piece.last) for piece in pieces]
+            return [_cut(sharded.pictures[piece.image], piece.first, piece.last) for piece in pieces]
         tower, dummy = self.tower, self.tower.dummy_patches
         positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
         return [_Cut(tower.dummy_pixels(torch.empty(0)), positions, (dummy,), tower.dummy_form)]
 
     def _input(
-        self, dealt: EncoderShards, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]
+        self, sharded: EncoderShards, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]
     ) -> VisionInput:
         first = rank - rank % self._split.ranks
-        group = dealt.shards[first : first + self._split.ranks]
-        layouts, sent = [picture.layout for picture in dealt.pictures], dealt.sent[rank]
+        group = sharded.shards[first : first + self._split.ranks]
+        layouts, sent = [picture.layout for picture in sharded.pictures], sharded.sent[rank]
         segment_lengths, shards = lay_out(layouts, group, self.tower.dummy_patches)
         pixels, unread = self._join([cut.pixels for cut in cuts])
         return VisionInput(
@@ -228,7 +228,7 @@ class Encoder:
             order=sent.order,
             forms=tuple(cut.form for cut in cuts if cut.form is not None),
             calls=calls,
-            to_keep=tuple(_to_keep(dealt.pictures, group)),
+            to_keep=tuple(_to_keep(sharded.pictures, group)),
             unread=unread,
         )
 

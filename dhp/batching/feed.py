@@ -1,4 +1,4 @@
-"""Steps as the ranks receive them: what a source reads, dealt out."""
+"""Reads a global batch and shards it over ranks."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class BatchReader:
         self._source.sampler.load_state_dict(state)
 
     def batch(self, step: int) -> StepBatch:
-        """Which samples a step (0-based) has. Raises DataError for lengths that cannot be told, as data.on_bad_sample
-        says."""
+        """Which samples a step (0-based) has. Raises DataError for lengths that cannot be measured, as
+        data.on_bad_sample says."""
         start = time.perf_counter()
         batch = self._source.sampler.batch(step)
         return replace(batch, measure_s=time.perf_counter() - start)
 
     def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepData:
-        """Read, decode and deal out one step; patches of long videos are left to `fill`. Raises DataError as
+        """Read, decode and shard one step; patches of long videos are left to `fill`. Raises DataError as
         data.on_bad_sample says, for `broken` ones too: long videos that `fill` found to be so, and what is wrong."""
         data = self._deal(partial(self._source.read, batch, broken))
         return replace(data, info=replace(data.info, measure_s=batch.measure_s))
@@ -117,7 +117,7 @@ class BatchReader:
         return self._source.sample(index)
 
     def samples(self, step: int) -> StepSamples:
-        """The samples of a step (0-based), before they are dealt out."""
+        """The samples of a step (0-based), before they are sharded."""
         return self._source.step(step)
 
     def missing(self, step: int = 0) -> list[RowChunk]:

@@ -35,13 +35,13 @@ from dhp.models.registry import load_family, load_image_processor, load_tokenize
 
 @dataclass(frozen=True)
 class BatchReaderSettings:
-    """What the dataset actor is told at birth.
+    """Settings of the dataset actor.
 
-    registry: where each dataset lies, by its name.
+    registry: the files of each dataset, by its name.
 
-    encoders: how each one's inputs are dealt out, by part.
+    encoders: how each one's inputs are sharded, by part.
 
-    cache_dir: where lengths are kept. features: where those of pictures are; None: every picture is decoded.
+    cache_dir: where lengths are cached. features: where those of pictures are; None: every picture is decoded.
 
     passes: what a step computes of each part of which not all is trained; none: all is.
 

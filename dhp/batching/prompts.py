@@ -1,4 +1,4 @@
-"""Prompts as the ranks receive them: records that ask, preprocessed and dealt out as those of training are."""
+"""Preprocesses prompts and shards them over ranks as training samples are."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class PromptReader:
         with a video of `broken` too, as `dhp.batching.feed.BatchReader.read` has them."""
         sample = partial(self._sample, broken=broken)
         rows = tuple(tuple(tuple(map(sample, slot)) for slot in row) for row in batch.samples)
-        return self._dealer.deal_prompts(StepSamples(batch.step, 0, rows, (), batch.done), self._sampling)
+        return self._dealer.shard_prompts(StepSamples(batch.step, 0, rows, (), batch.done), self._sampling)
 
     def fill(self, work: VisionInput) -> VisionInput:
         """As `dhp.batching.feed.BatchReader.fill`."""

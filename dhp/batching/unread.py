@@ -1,4 +1,4 @@
-"""The patches of long videos: read by whoever prepares one shard's work, no more of them than that shard has."""
+"""Reads the patches of long videos where one shard's work is prepared, no more of them than that shard has."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fill(work: VisionInput, read: ReadPatches) -> VisionInput:
 
 def nothing_unread(video: Any, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """What reads patches where samples have all of theirs."""
-    raise AssertionError(f"{len(rows)} patches of {video} are unread, though nobody was told to leave them so")
+    raise AssertionError(f"{len(rows)} patches of {video} are unread, though no sample was to be read in parts")
 
 
 def count_patches(piece: Tensor | UnreadPatches) -> int:

@@ -1,4 +1,4 @@
-"""The configuration vocabulary of ray-project/multimodal-training, told in ours: a table and what applies it.
+"""The configuration keys of ray-project/multimodal-training, translated to ours: a table and what applies it.
 
 The table is data: `python -m dhp.config.aliases` prints it as the one in docs/configuration.md.
 """
@@ -92,10 +92,10 @@ def names_here(key: str) -> list[str]:
 def translated(values: Values) -> tuple[dict[str, Any], list[str]]:
     """`values` in our vocabulary, and a line for each that was another's.
 
-    Raises ConfigError for what cannot be told in ours, and where two keys contradict each other.
+    Raises ConfigError for what cannot be translated, and where two keys contradict each other.
     """
     given = {key: value for key, value in values.items() if not has_alias(key, value)}
-    told: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
     notices = []
     for row, value in _aliased(values):
         old = f"{row.old}={_shown(value)}"
@@ -105,13 +105,13 @@ def translated(values: Values) -> tuple[dict[str, Any], list[str]]:
             notices.append(f"{old} has no effect here: {row.why or 'null leaves the default'}")
             continue
         becomes = _becomes(row, value, values)
-        fresh = {new: becomes for new in row.new if new not in told}  # a part's own key beats training's for both
+        fresh = {new: becomes for new in row.new if new not in ours}  # a part's own key beats training's for both
         if row.to is _ANY:
             _refuse_contradiction(old, fresh, given)
-        told |= fresh
+        ours |= fresh
         shown = " and ".join(f"{new}={_shown(becomes)}" for new in fresh) or "overruled by each part's own key"
         notices.append(f"{old} is {shown} here" + (f"; {row.why}" if row.why else ""))
-    return given | told, notices
+    return given | ours, notices
 
 
 def table() -> str:

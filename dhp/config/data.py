@@ -16,9 +16,9 @@ class DatasetEntry:
     """Directory that the paths of images and videos start from; none may leave it. Empty: no such files."""
 
     format: str = "auto"
-    """How conversations are written: llava | sharegpt | openai | alpaca | swift | auto (told by the first samples). Or
-    text: a row is {text: …} for continued pre-training, without a chat template; all its tokens are learned, and those
-    beyond max_tokens are cut off."""
+    """How conversations are written: llava | sharegpt | openai | alpaca | swift | auto (found from the first samples).
+    Or text: a row is {text: …} for continued pre-training, without a chat template; all its tokens are learned, and
+    those beyond max_tokens are cut off."""
 
     columns: dict[str, str] = field(default_factory=dict)
     """Keys of these samples that have other names than the format's: its name on the left, this file's on the right, as

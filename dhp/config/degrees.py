@@ -175,20 +175,20 @@ def _check_sequence(name: str, part: PartConfig, degrees: dict[str, int]) -> Non
     require_choice(f"{name}.sequence_groups", part.sequence_groups, SEQUENCE_GROUPS)
     if name != "text" and part.sequence_groups != SEQUENCE_GROUPS[0]:
         raise ConfigError(
-            f"{name}.sequence_groups={part.sequence_groups}: images and clips are always dealt out whole as far as "
+            f"{name}.sequence_groups={part.sequence_groups}: images and clips are always sharded whole as far as "
             "that is even. Leave it out, or set text.sequence_groups"
         )
     if ring * ulysses == 1:
         return
-    told = f"{name}.ulysses={ulysses} and {name}.ring={ring}"
+    setting = f"{name}.ulysses={ulysses} and {name}.ring={ring}"
     if part.parallelism == "autotp":
         raise ConfigError(
-            f"{name}.parallelism=autotp with {told}: DeepSpeed's layers know no shared sequence. Set "
+            f"{name}.parallelism=autotp with {setting}: DeepSpeed's layers know no shared sequence. Set "
             f"{name}.parallelism=tensor or sequence."
         )
     if part.expert > 1:
         raise ConfigError(
-            f"{name}.expert={part.expert} with {told}: experts are shared out among replicas (data) alone. Set "
+            f"{name}.expert={part.expert} with {setting}: experts are shared out among replicas (data) alone. Set "
             f"{name}.expert=1; {name}.tensor cuts each expert."
         )
 

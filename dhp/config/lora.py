@@ -63,7 +63,7 @@ def _check_quantization(name: str, part: PartConfig) -> None:
     for other, (goes, needed, why) in rules.items():
         if not goes:
             value = part.lora.dora if other == "lora.dora" else getattr(part, other)
-            told = str(value).lower() if isinstance(value, bool) else value
+            shown = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(
-                f"{key}={found} with {name}.{other}={told}: {why}. Set {name}.{other}={needed}, or leave {key} out."
+                f"{key}={found} with {name}.{other}={shown}: {why}. Set {name}.{other}={needed}, or leave {key} out."
             )

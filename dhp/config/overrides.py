@@ -48,7 +48,7 @@ def _is_alias(override: Override) -> bool:
 
 
 def _translated(parsed: Sequence[tuple[str, Override]], of_others: Sequence[Override]) -> list[str]:
-    """Overrides in the vocabulary of `dhp.config.aliases`, told in ours; each is named on stderr."""
+    """Overrides in the vocabulary of `dhp.config.aliases`, translated to ours; each is named on stderr."""
     if not of_others:
         return []
     plain = [override for _, override in parsed if not (override.is_delete() or override.is_sweep_override())]

@@ -1,4 +1,4 @@
-"""The directory of a run: refused when it holds a run already, emptied of that run when told to overwrite."""
+"""The directory of a run: refused when it holds a run already, emptied of that run with overwrite=true."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def make_run_dir(config: Config) -> Path:
 @contextmanager
 def run_directory(config: Config, say: Callable[[str], None] = say_nothing) -> Iterator[Path]:
     """Hold run_dir and training.checkpoint_dir for the time of a run, so that no other one writes there: ConfigError
-    where one does. `make_run_dir` is for the block to call. say: is told what is waited for.
+    where one does. `make_run_dir` is for the block to call. say: receives a line on what is waited for.
 
     A run that is refused (ConfigError) before its first step leaves nothing in run_dir, and no new directory that is
     empty.

@@ -119,7 +119,7 @@ class TrainingConfig:
 
     eval_answers: int = 0
     """Samples of each dataset of data.eval_datasets, its first ones, whose first answers are generated with each
-    evaluation, the likeliest token each time, and told beside those of the dataset: in the log, metrics.jsonl and
+    evaluation, the likeliest token each time, and shown with those of the dataset: in the log, metrics.jsonl and
     TensorBoard. With text.pipeline=1, expert=1, compile=false, and zero_stage up to 2 by DeepSpeed. 0: none."""
 
     eval_answer_tokens: int = 64

@@ -27,7 +27,7 @@ from dhp.config.translate import unknown_keys
 class YamlFiles(FileConfigSource):
     """A directory of YAML files, given to Hydra as `dhp:///directory`. Files of groups are left as they are."""
 
-    said: set[str] = set()  # Hydra reads a file several times; a person is told once
+    said: set[str] = set()  # Hydra reads a file several times; a notice is printed once
 
     @staticmethod
     def scheme() -> str:

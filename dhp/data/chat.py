@@ -163,7 +163,7 @@ def _prompts(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tup
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, before: list[Message]) -> str:
-    """What a template that writes no prompt for an answer puts before one, told by an answer of one word."""
+    """What a template that writes no prompt for an answer puts before one, found with an answer of one word."""
     if _ASKED in tokenizer.chat_template:
         return ""
     plain = _write(tokenizer, before, prompt=False)

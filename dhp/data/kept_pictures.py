@@ -93,14 +93,14 @@ def seen_to_json(grid: Grid | ProcessorOutput, pace: FrameTimes | None) -> str:
     """As text. Numbers with fractions come back to the bit."""
     form = grid if isinstance(grid, ProcessorOutput) else None
     arrays = None if form is None else [(*about, raw.hex()) for *about, raw in form.arrays]
-    told = grid if form is None else {**vars(form), "arrays": arrays}
-    return json.dumps([told, None if pace is None else [pace.seconds, pace.times, pace.firsts]])
+    shape = grid if form is None else {**vars(form), "arrays": arrays}
+    return json.dumps([shape, None if pace is None else [pace.seconds, pace.times, pace.firsts]])
 
 
 def seen_from_json(text: str) -> Seen:
     """The same again. Raises ValueError, KeyError or TypeError for another text."""
-    grid, told = json.loads(text)
-    pace = None if told is None else FrameTimes(told[0], tuple(told[1]), tuple(told[2]))
+    grid, times = json.loads(text)
+    pace = None if times is None else FrameTimes(times[0], tuple(times[1]), tuple(times[2]))
     if not isinstance(grid, dict):
         t, h, w = map(int, grid)
         return (t, h, w), pace
@@ -115,8 +115,8 @@ def key_of(tower: str, seen: str, kind: str, content: bytes) -> str:
     tower: see `dhp.base.features.FeatureSettings`. seen: hex digest of how pictures become patches. kind: image or
     video, and its own settings. content: SHA-256 of the bytes of its file.
     """
-    told = json.dumps([FEATURE_FORMAT, tower, seen, kind, content.hex()])
-    return hashlib.sha256(told.encode()).hexdigest()
+    hashed = json.dumps([FEATURE_FORMAT, tower, seen, kind, content.hex()])
+    return hashlib.sha256(hashed.encode()).hexdigest()
 
 
 def _digest(medium: Picture) -> tuple[bytes, Picture]:

@@ -150,9 +150,9 @@ class Pictures:
     def about(self) -> list[Any]:
         """All that decides the number of tokens of pictures, beside the files."""
         videos = self._videos
-        told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
+        timing = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
         processor = self._image_processor.to_json_string()
-        return [processor, self._arguments, self._scaling, self._video_scaling, told]
+        return [processor, self._arguments, self._scaling, self._video_scaling, timing]
 
     def _some_patches(self, video: LongVideo, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         videos, (_, h, w) = self._seeing(video.file), video.grid

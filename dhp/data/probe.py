@@ -97,8 +97,8 @@ def _check(record: Record, hears: bool) -> None:
 
 def _files(record: Record) -> list[tuple[Path, str]]:
     shown = [(file, _kind(part)) for part in record.media for file in files_of(part)]
-    heard = [(file, "audio") for file in record.sounds]
-    return [(file, what) for file, what in shown + heard if isinstance(file, Path)]
+    audio = [(file, "audio") for file in record.sounds]
+    return [(file, what) for file, what in shown + audio if isinstance(file, Path)]
 
 
 def _kind(part: Picture) -> str:

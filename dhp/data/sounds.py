@@ -1,4 +1,4 @@
-"""Files of sound to what the model hears of them, or, from their headers alone, to how many tokens that is."""
+"""Audio files to the model's input features, or, from their headers alone, to their number of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dhp.data.records import Record
 
 @dataclass(frozen=True)
 class Clip:
-    """What the model hears of a file: features float32 [frames, bins]; None: told from the header."""
+    """The model's input of an audio file: features float32 [frames, bins]; None: only the header was read."""
 
     form: ProcessorOutput
     features: np.ndarray | None = None
@@ -25,7 +25,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class AudioPreprocessing:
-    """How the model hears.
+    """Audio preprocessing of one model.
 
     token_id: its placeholder. rate: samples a second. shortest: samples of the shortest clip.
 
@@ -86,5 +86,5 @@ def refuse_sound(record: Record, why: str = NO_ACTORS) -> None:
 
 
 def _tags(record: Record) -> int:
-    told = [part for turn in record.turns if turn.role == "user" for part in turn.parts if isinstance(part, str)]
-    return sum(text.count("<audio>") for text in told)
+    texts = [part for turn in record.turns if turn.role == "user" for part in turn.parts if isinstance(part, str)]
+    return sum(text.count("<audio>") for text in texts)

@@ -69,7 +69,7 @@ class FeatureFolder:
                 unfinished.unlink()
 
     def check(self) -> None:
-        """Raises ConfigError where nothing can be written: better told before a run than in its first step."""
+        """Raises ConfigError where nothing can be written; called before a run starts."""
         probe = self._folder / f".{uuid4().hex}.tmp"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,7 @@ class AudioTower(Tower):
 
     def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         if not isinstance(grid, ProcessorOutput):
-            raise TypeError(f"a clip is told by its form, not by a grid {grid}")
+            raise TypeError(f"a clip is described by its form, not by a grid {grid}")
         nowhere = torch.zeros(grid.rows, 0, dtype=torch.long)
         return ImageLayout(torch.arange(grid.tokens), 1, (grid.rows,), (grid.rows,), nowhere, (grid.tokens,), grid)
 

@@ -118,8 +118,8 @@ class Decoder(Part):
         if self.experts and self.experts.balance and asked.mlp_chunks > 1:
             raise ConfigError(
                 f"text.mlp_chunks={asked.mlp_chunks} of a decoder with a load-balancing loss (output_router_logits="
-                f"true, router_aux_loss_coef={self.experts.balance} in its configuration): its routers are listened "
-                "to, and would be heard again with each chunk. Set text.mlp_chunks=1, or output_router_logits to false "
+                f"true, router_aux_loss_coef={self.experts.balance} in its configuration): its routers are recorded, "
+                "and would be recorded again with each chunk. Set text.mlp_chunks=1, or output_router_logits to false "
                 "in text_config of the model's config.json to train without it."
             )
         if self.experts and self.experts.balance and resolved(asked.pipeline) > 1:

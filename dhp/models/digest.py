@@ -32,8 +32,8 @@ def digest_tower(model_name: str, dtype: str, parts: Iterable[str]) -> str:
     model = load_part(model_name, (*family.outside(VISION), *family.idle), loaded)
     _refuse_dropout(model)
     config = {key: value for key, value in family.config.to_dict().items() if key not in _ELSEWHERE}
-    told = [type(model).__name__, transformers.__version__, dtype, config]
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    hashed = [type(model).__name__, transformers.__version__, dtype, config]
+    digest = hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode())
     for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
         whole = tensor.detach().contiguous()
         digest.update(json.dumps([name, str(whole.dtype), list(whole.shape)]).encode())

@@ -30,7 +30,7 @@ class Family:
 
     idle: modules that no part of a run trains: vision's ranks hold them as they are, so that a checkpoint has all.
 
-    note: what whoever trains it should know; "" where that is nothing.
+    note: for users who train it; "": none.
     """
 
     config: Any

@@ -89,18 +89,18 @@ def _weights(own: Sequence[Parameter], part: Part, experts: Experts | None, rule
     passed = False
     for one in own:
         module, adapter = _module(one.name), is_adapter(one.name)
-        told = (_size(one, experts), rules.trains(one.name), adapter, not adapter or _READS in one.name)
+        about = (_size(one, experts), rules.trains(one.name), adapter, not adapter or _READS in one.name)
         if is_inside(one.name, [part.layers.path]):
             number, _, inside = module.removeprefix(f"{part.layers.path}.").partition(".")
             passed = True
-            yield _Weight(_LAYERS, (int(number), _place(inside, module in matrices, part.layers)), *told)
+            yield _Weight(_LAYERS, (int(number), _place(inside, module in matrices, part.layers)), *about)
             continue
         place = (0, numbers.setdefault(module, len(numbers)))
         leads_out = any(is_inside(name, behind) for name in (one.name, *one.also))
         if not (passed or is_inside(one.name, behind)):
-            yield _Weight(_ENTERING, place, *told)
+            yield _Weight(_ENTERING, place, *about)
         if passed or leads_out:  # an embedding that is the head too does both
-            yield _Weight(_ENDING, place, *told)
+            yield _Weight(_ENDING, place, *about)
 
 
 def _module(name: str) -> str:

@@ -76,7 +76,7 @@ class Processor(ABC):
 
     @property
     def image_arguments(self) -> Mapping[str, Any]:
-        """What the image processor is told beside the images."""
+        """Arguments of the image processor, besides the images."""
         return {}
 
     def written(self, grid: Grid | ProcessorOutput) -> str | None:

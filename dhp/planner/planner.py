@@ -24,7 +24,7 @@ PATIENCE = 16  # steps without work for a stage (no image), after which it is pl
 
 
 class Planner:
-    """Told what each step took, says what to recompute from now on. Decides only; others act.
+    """Plans what to recompute from now on, from what each step took. Decides only; others act.
 
     asked: the plan that is to be in force. budget_bytes: may be set anew before there is a plan. untried: (stage,
     choice) that the budget had no room to measure.

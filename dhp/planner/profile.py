@@ -1,7 +1,7 @@
 """From what steps took to what layers cost: the third of the four steps of adaptive recomputation.
 
 OmniBal (Yao et al. 2025) solves the bytes of a layer from two runs that differ in a few layers. Here each
-layer's bytes and seconds are told apart in the run itself, so that one step tells several choices, and nothing has to
+layer's bytes and seconds are measured in the run itself, so that one step measures several choices, and nothing has to
 be solved for.
 """
 

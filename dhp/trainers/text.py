@@ -241,8 +241,8 @@ class TextEngine(StageEngine):
         plan = self._plan(work)
         told = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
         heard = told[-1] == SOUND
-        seen = told[-1] if work.heard is None else (told[-1] > 0) & ~heard
-        places = (_places(work.placement, seen), _places(work.heard, heard))
+        seen = told[-1] if work.audio_placement is None else (told[-1] > 0) & ~heard
+        places = (_places(work.placement, seen), _places(work.audio_placement, heard))
         given = (*told, *find_targets(named["targets"]), *places)
         (input_ids, position_ids, kinds, *targets, image_rows, sound_rows), (segments,) = move_with_plans(
             given, [plan], self.device

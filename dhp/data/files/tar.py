@@ -106,7 +106,7 @@ def _members(file: BinaryIO, start: int, stop: int | None) -> Iterator[tarfile.T
             if info.offset <= at or info.size < 0:
                 raise tarfile.ReadError(f"the header behind byte {at} leads back to {info.offset}")
             at = info.offset
-            archive.members = []  # or it keeps every header that it has seen
+            archive.members = []  # or it keeps every header that it has shown
             if info.isreg() and not info.issparse():
                 yield info
 
@@ -137,9 +137,9 @@ def _with_media(value: Any, members: dict[str, Member]) -> Any:
     plural = "s" if "messages" in value else ""
     if _parts_name_files(value):
         return value
-    seen = () if {"image", "images", "video", "videos"} & set(value) else (("image", IMAGES), ("video", VIDEOS))
-    heard = () if {"audio", "audios"} & set(value) else (("audio", AUDIO),)
-    for kind, endings in (*seen, *heard):
+    shown = () if {"image", "images", "video", "videos"} & set(value) else (("image", IMAGES), ("video", VIDEOS))
+    audio = () if {"audio", "audios"} & set(value) else (("audio", AUDIO),)
+    for kind, endings in (*shown, *audio):
         found = [name for name in members if _ending(name).rpartition(".")[2] in endings]
         if found:
             named[kind + plural] = found

@@ -12,8 +12,8 @@ ROW, TURN, PART = "", "turn", "part"
 
 
 class Fields(Mapping[str, Any]):
-    """One raw object: a row, a turn of it or a part of a turn. Whoever asks for a key has taken it; `in` and iteration
-    take nothing."""
+    """One raw object: a row, a turn of it or a part of a turn. Looking a key up takes it; `in` and iteration take
+    nothing."""
 
     def __init__(self, raw: Mapping[str, Any], level: str = ROW, place: str = "", row: Fields | None = None) -> None:
         """level: ROW, TURN or PART. place: of a turn or part in words, for errors. row: that it is in."""

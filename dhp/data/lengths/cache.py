@@ -80,7 +80,7 @@ class LengthCache:
             os.replace(unfinished, self._path(key))
 
     def check(self) -> None:
-        """Raises ConfigError when the folder cannot be written to: better told before all is measured than after."""
+        """Raises ConfigError when the folder cannot be written to, before anything is measured."""
         with self._writing() as unfinished:
             unfinished.touch()
 

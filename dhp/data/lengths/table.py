@@ -91,8 +91,8 @@ class LengthTable:
         fresh = np.array([row for row in rows if row < known and row not in self.defects], dtype=np.int64)
         self._missing -= int((self.text[fresh] == UNKNOWN).sum())
         self.vision[fresh] = self.text[fresh] = 0
-        told = "was defective when this run began, and stays left out until its end"
-        self.defects |= {row: f"{self._annotations.where(row)}: {told}" for row in fresh.tolist()}
+        reason = "was defective when this run began, and stays left out until its end"
+        self.defects |= {row: f"{self._annotations.where(row)}: {reason}" for row in fresh.tolist()}
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Vision and text of these rows, int32; those that are not known are measured now, one by one."""
@@ -143,7 +143,7 @@ class MeasuredDataset:
         return found
 
     def measure(self, chunk: RowChunk) -> Lengths:
-        """Lengths of a chunk; whoever has the same dataset may do it."""
+        """Lengths of a chunk; any process with the same dataset may measure it."""
         return self.tables[chunk.dataset].measure(chunk.rows)
 
     def missing(self, indices: np.ndarray) -> list[RowChunk]:

@@ -27,14 +27,14 @@ def read_sound(file: File, rate: int) -> np.ndarray:
     DataError names the file and the reason: missing, empty, broken, no sound, too long, cut off.
     """
     with _opened(file) as (container, stream):
-        told, own = _told(container, stream), stream.codec_context.sample_rate
+        declared, own = _declared_samples(container, stream), stream.codec_context.sample_rate
         resample = av.AudioResampler(format="fltp", rate=rate)
         pieces, count = [], 0
         for frame in _frames(container, stream, file):
             count += frame.samples
             pieces += [_mixed(piece) for piece in resample.resample(frame)]
         pieces += [_mixed(piece) for piece in resample.resample(None)] if count else []
-    _check_whole(count, told, file)
+    _check_whole(count, declared, file)
     wave = np.zeros(_resampled(count, own, rate), np.float32)
     if pieces:  # of a few samples the resampler gives nothing; the silence is then found too short
         found = np.concatenate(pieces)[: len(wave)]
@@ -48,11 +48,11 @@ def count_samples(file: File, rate: int) -> int:
     Raises DataError as `read_sound` does, for what shows.
     """
     with _opened(file) as (container, stream):
-        told, own = _told(container, stream), stream.codec_context.sample_rate
-        if told is None:
-            told = sum(frame.samples for frame in _frames(container, stream, file))
-            _check_whole(told, None, file)
-        return _resampled(told, own, rate)
+        declared, own = _declared_samples(container, stream), stream.codec_context.sample_rate
+        if declared is None:
+            declared = sum(frame.samples for frame in _frames(container, stream, file))
+            _check_whole(declared, None, file)
+        return _resampled(declared, own, rate)
 
 
 def _resampled(samples: int, own: int, rate: int) -> int:
@@ -86,12 +86,12 @@ def _check_riff(content: BinaryIO, name: str) -> None:
     head = content.read(8)
     size = content.seek(0, os.SEEK_END)
     content.seek(0)
-    told = int.from_bytes(head[4:8], "little") + 8
-    if head[:4] == b"RIFF" and size < told < _STREAMED:
-        raise DataError(f"audio {name} is cut off: it has {size} bytes, and its header says {told}. Copy it again")
+    declared = int.from_bytes(head[4:8], "little") + 8
+    if head[:4] == b"RIFF" and size < declared < _STREAMED:
+        raise DataError(f"audio {name} is cut off: it has {size} bytes, and its header says {declared}. Copy it again")
 
 
-def _told(container: Any, stream: Any) -> int | None:
+def _declared_samples(container: Any, stream: Any) -> int | None:
     """Samples by the header; None where it does not say exactly."""
     exact = stream.codec_context.name.startswith("pcm_") or stream.codec_context.name == "flac"
     if container.format.name not in _EXACT_CONTAINERS or not exact or not stream.duration:
@@ -126,10 +126,10 @@ def _check_length(seconds: float, name: str) -> None:
         )
 
 
-def _check_whole(count: int, told: int | None, file: File) -> None:
+def _check_whole(count: int, declared: int | None, file: File) -> None:
     if not count:
         raise DataError(f"audio {name_of(file)} has no sound in it (0 samples)")
-    if told is not None and count != told:
+    if declared is not None and count != declared:
         raise DataError(
-            f"audio {name_of(file)} is cut off: it has {count} samples, and its header says {told}. Copy it again"
+            f"audio {name_of(file)} is cut off: it has {count} samples, and its header says {declared}. Copy it again"
         )

@@ -93,7 +93,7 @@ class Video:
 
 @dataclass(frozen=True)
 class Sound:
-    """A file that is heard."""
+    """An audio file."""
 
     file: File
 

@@ -156,7 +156,7 @@ def _check_size(width: int, height: int, name: str) -> None:
 
 def _check_same(size: tuple[int, int], first: tuple[int, int], number: int, name: str) -> None:
     if size != first:
-        told = " to ".join(f"{width} × {height}" for width, height in (first, size))
+        sizes = " to ".join(f"{width} × {height}" for width, height in (first, size))
         raise DataError(
-            f"video {name} changes the size of its frames from {told} at frame {number}. Write it in one size"
+            f"video {name} changes the size of its frames from {sizes} at frame {number}. Write it in one size"
         )

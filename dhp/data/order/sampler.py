@@ -106,9 +106,9 @@ class Sampler:
         other = [key for key in now if state["order"].get(key) != now[key]]
         if other:
             causes = {key: f" ({cause})" for key, cause in _CAUSES.items()}
-            told = "; ".join(f"{k} was {state['order'].get(k)} and is {now[k]}{causes.get(k, '')}" for k in other)
+            changes = "; ".join(f"{k} was {state['order'].get(k)} and is {now[k]}{causes.get(k, '')}" for k in other)
             raise DataError(
-                f"the run cannot go on in the middle of its data, which is dealt out otherwise: {told}. Set what it "
+                f"the run cannot go on in the middle of its data, which has another order now: {changes}. Set what it "
                 "had, or begin anew with training.resume=never"
             )
         self.position = state["step"]

@@ -16,8 +16,8 @@ _BLOCKS = {
 }
 # Families in which all tokens before an answer see each other (Beyer et al. 2024, PaliGemma, section 3).
 _PREFIX = frozenset({"paligemma"})
-# Families whose MLPs are told which of all tokens are an image's, and route them otherwise.
-_TOLD_TOKENS = frozenset({"ernie4_5_vl_moe"})
+# Families whose MLPs take as an argument which of all tokens are an image's, and route these otherwise.
+_MLPS_WITH_KINDS = frozenset({"ernie4_5_vl_moe"})
 # Families whose every layout is in the tests' matrix, beside those with an adapter of their own.
 _DECLARED = frozenset({
     "aya_vision", "cohere2_vision", "ernie4_5_vl_moe", "gemma3", "gemma4", "idefics3", "internvl", "llava",
@@ -45,12 +45,12 @@ def sees_prefix(config: Any) -> bool:
 
 def mlps_need_rows(config: Any) -> bool:
     """Whether an MLP computes all tokens at once or none."""
-    return config.model_type in _TOLD_TOKENS
+    return config.model_type in _MLPS_WITH_KINDS
 
 
 def token_types(config: Any, kinds: Tensor, labels: Tensor) -> Tensor:
-    """What the plain model is told of each token of one sample, [1, tokens]: its kind, or, where a prefix is seen both
-    ways, whether it is behind that."""
+    """The plain model's type of each token of one sample, [1, tokens]: its kind, or, where a prefix is seen both ways,
+    whether it is behind that."""
     if not sees_prefix(config):
         return kinds
     return (labels != -100).long().cumsum(-1).clamp(max=1)

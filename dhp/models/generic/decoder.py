@@ -41,8 +41,8 @@ def run_layers(
     named = {"position_ids": inputs.position_ids, "use_cache": False, **extra}
     with having(decoder, **_replaced(decoder, structure, chunk)):
         if inputs.hidden is None:
-            told = kinds_for(base.forward, inputs.kinds)
-            output = base(input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **told, **named)
+            kinds = kinds_for(base.forward, inputs.kinds)
+            output = base(input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **kinds, **named)
         else:
             output = decoder(inputs_embeds=inputs.hidden, **kinds_for(decoder.forward, inputs.kinds), **named)
     return output.last_hidden_state
@@ -95,8 +95,8 @@ class ContractDecoder(Decoder):
             )
         if asked.mlp_chunks > 1 and mlps_need_rows(self.config):
             raise ConfigError(
-                f"text.mlp_chunks={asked.mlp_chunks} with a {self.config.model_type} model: its MLPs are told of all "
-                "tokens of a row which are an image's. Set text.mlp_chunks=1"
+                f"text.mlp_chunks={asked.mlp_chunks} with a {self.config.model_type} model: its MLPs take, for "
+                "all tokens of a row, which are an image's. Set text.mlp_chunks=1"
             )
         if shares_sequence(asked) and self._contract.handover.shared:
             raise ConfigError(

@@ -94,9 +94,9 @@ class LibraryProcessor:
         """Of its constructor's arguments, those that the directory's processor_config.json tells, or else the model's
         configuration under the same name."""
         file = Path(self._model_name) / "processor_config.json"
-        told = json.loads(file.read_text()) if file.is_file() else {}
+        found = json.loads(file.read_text()) if file.is_file() else {}
         asked = [name for name in signature(kind.__init__).parameters if name not in ("self", "kwargs", *_PARTS)]
         vision = getattr(self._config, "vision_config", None)
         for section in (vision, self._config):
-            told = {n: getattr(section, n) for n in asked if getattr(section, n, None) is not None} | told
-        return {name: told[name] for name in asked if name in told}
+            found = {n: getattr(section, n) for n in asked if getattr(section, n, None) is not None} | found
+        return {name: found[name] for name in asked if name in found}

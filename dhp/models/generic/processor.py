@@ -76,7 +76,7 @@ class ContractProcessor(Processor):
 
     def image_tokens(self, grid: Grid | ProcessorOutput) -> int:
         if not isinstance(grid, ProcessorOutput):
-            raise TypeError(f"a picture of {self.config.model_type} is told by its form, not by a grid {grid}")
+            raise TypeError(f"a picture of {self.config.model_type} is described by its form, not by a grid {grid}")
         return grid.tokens
 
     def written(self, grid: Grid | ProcessorOutput) -> str | None:

@@ -83,7 +83,7 @@ def _numbers(config: PreTrainedConfig) -> list[int]:
 
 
 def kinds_for(forward: Any, kinds: Tensor) -> dict[str, Tensor]:
-    """The arguments that `forward` takes to be told which tokens are pictures'."""
+    """The arguments of `forward` that say which tokens are pictures'."""
     return {name: kinds for name in KINDS if name in signature(forward).parameters}
 
 

@@ -79,7 +79,7 @@ def _like(model_type: str) -> str:
 
 
 def find_structure(model: PreTrainedModel) -> Structure:
-    """Of a model, which may be on the meta device. Raises ModelError for one whose parts cannot be told apart."""
+    """Of a model, which may be on the meta device. Raises ModelError for one whose parts cannot be distinguished."""
     names = {id(module): name for name, module in model.named_modules()}
     base = _base(model)
     decoder, head = _decoder(model), model.get_output_embeddings()

@@ -69,7 +69,7 @@ class WholeTower(Tower):
 
     def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         if not isinstance(grid, ProcessorOutput):
-            raise TypeError(f"a picture of {self.config.model_type} is told by its form, not by a grid {grid}")
+            raise TypeError(f"a picture of {self.config.model_type} is described by its form, not by a grid {grid}")
         rows, tokens = grid.rows, grid.tokens
         nowhere = torch.zeros(rows, 0, dtype=torch.long)
         return ImageLayout(torch.arange(tokens), 1, (rows,), (rows,), nowhere, (tokens,), grid)

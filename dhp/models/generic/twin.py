@@ -204,7 +204,7 @@ def _follow(section: dict[str, Any], width: _Widths) -> None:
 
 
 def _fit_rotation(text: dict[str, Any]) -> None:
-    """Positions on several axes share a head out among them: what they turn of it is told beside their shares."""
+    """Positions on several axes share a head; the fraction of it that they rotate is a key of its own."""
     rope = text.get("rope_parameters")
     sections = rope.get("mrope_section") if isinstance(rope, dict) else None
     head = text.get("head_dim") or (_first(text, _WIDTHS) or 0) // (_first(text, _HEADS) or 1)

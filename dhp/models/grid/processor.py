@@ -77,9 +77,9 @@ class GridProcessor(Processor):
         **more: Tensor,
     ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
-        told = {"image_grid_thw": grids, "video_grid_thw": video_grids, **more}
-        told |= dict.fromkeys(("second_per_grid_ts", "second_per_grids"), video_seconds)  # names that models give it
-        return positions(self.model(), self.config, input_ids, mm_token_type_ids, inside, told)
+        given = {"image_grid_thw": grids, "video_grid_thw": video_grids, **more}
+        given |= dict.fromkeys(("second_per_grid_ts", "second_per_grids"), video_seconds)  # names that models give it
+        return positions(self.model(), self.config, input_ids, mm_token_type_ids, inside, given)
 
 
 def put_together(pixels: np.ndarray, grid: Grid, merge: int, channels: int, frames: int, side: int) -> np.ndarray:
