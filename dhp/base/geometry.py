@@ -1,4 +1,4 @@
-"""Words that data, models and parallel share about pictures and tokens: a grid, a label, a range of tokens."""
+"""Types of pictures and tokens that data, models and parallel share: a grid, a label, a range of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process did when: named stretches of time, kept only while a run is being traced."""
+"""Named spans of time of one process, recorded only while a run is traced."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# The kinds that a trace tells apart.
+# The kinds that a trace distinguishes.
 FORWARD, BACKWARD, TRANSFER, COLLECTIVE = "forward", "backward", "transfer", "collective"
 WAIT, DATA, OPTIMIZER, CHECKPOINT = "wait", "data", "optimizer", "checkpoint"
 
@@ -26,13 +26,13 @@ _kept: list[Span] | None = None
 
 
 def keep_spans() -> None:
-    """Begin to keep the spans of this process."""
+    """Begin to record the spans of this process."""
     global _kept
     _kept = []
 
 
 def take_spans() -> list[Span]:
-    """The spans kept since the last time."""
+    """The spans recorded since the last call."""
     global _kept
     taken = _kept or []
     if _kept is not None:
@@ -41,14 +41,14 @@ def take_spans() -> list[Span]:
 
 
 def add_span(name: str, kind: str, start_ns: int, end_ns: int) -> None:
-    """Keep a span whose ends are known already."""
+    """Record a span whose ends are known already."""
     if _kept is not None:
         _kept.append(Span(name, kind, start_ns, end_ns))
 
 
 @contextmanager
 def span(name: str, kind: str) -> Iterator[None]:
-    """The time that the block takes."""
+    """Record the time that the block takes."""
     if _kept is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What a run says of its start: a line for each thing that takes time, when it begins."""
+"""Prints the progress of a run's start: a line when each slow operation begins."""
 
 from __future__ import annotations
 

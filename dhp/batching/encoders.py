@@ -57,7 +57,7 @@ class Picture:
     """An image or video, or a clip: the text replica that needs it, its patches in processor order, its layout.
 
     place: of its first token among those of all the replica's pictures. features: the key that its features are to be
-    kept under; None: they are not.
+    cached under; None: they are not.
     """
 
     replica: int
@@ -69,7 +69,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class CachedPicture:
-    """A picture that nobody encodes, as its features are there: [tokens, width] by name. Else as `Picture`."""
+    """A picture whose features are cached, so that no rank encodes it: [tokens, width] by name. Else as `Picture`."""
 
     replica: int
     place: int
@@ -83,7 +83,7 @@ class CachedPicture:
 @dataclass(frozen=True)
 class EncoderShards:
     """A micro-batch of one encoder: its pictures in the order of the text replicas and their samples, and the pieces
-    of each rank, sequence ranks innermost; kept: pictures that no rank encodes.
+    of each rank, sequence ranks innermost; kept: pictures with cached features, which no rank encodes.
 
     owners: where ranks share a text replica's row, for each replica and each token of its pictures, in order, the rank
     that has it. sharing: how many they are.
@@ -97,11 +97,11 @@ class EncoderShards:
 
     @cached_property
     def sent(self) -> list[Sent]:
-        """What each rank hands over."""
+        """What each rank sends."""
         return [self._sent(pieces) for pieces in self.shards]
 
     def route(self) -> Route:
-        """Which shard has rows for which text shard."""
+        """Which shard sends rows to which text shard."""
         return Route(tuple((rank, target) for rank, sent in enumerate(self.sent) for target in sorted(sent.places)))
 
     def placement(self, target: int) -> Tensor | None:
@@ -118,7 +118,7 @@ class EncoderShards:
         return {name: torch.cat([_chosen(values[name], rows) for values, rows in own]) for name in names}
 
     def _kept(self, target: int) -> Iterator[tuple[CachedPicture, Tensor]]:
-        """Kept pictures of the target's replica, and which of their rows it has."""
+        """Cached pictures of the target's replica, and which of their rows it has."""
         for one in self.kept:
             if one.replica == target // self.sharing:
                 rows = torch.arange(one.tokens)
@@ -128,7 +128,7 @@ class EncoderShards:
                 yield one, rows
 
     def _sent(self, pieces: Pieces) -> Sent:
-        """What a rank with these pieces hands over."""
+        """What a rank with these pieces sends."""
         places, targets = [], []
         for piece in pieces:
             picture = self.pictures[piece.image]
@@ -147,7 +147,7 @@ class EncoderShards:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank of an encoder hands over. places: by text shard, the place of each row among the tokens of its
+    """What a rank of an encoder sends. places: by text shard, the place of each row among the tokens of its
     replica's pictures. order: its rows, those of the first shard first; None: as they come."""
 
     places: Mapping[int, Tensor]
@@ -155,7 +155,7 @@ class Sent:
 
 
 class Encoder:
-    """One encoder's ranks, for one model."""
+    """Shards inputs over one encoder's ranks, for one model."""
 
     def __init__(self, name: str, tower: Tower, split: Split):
         """name: the part's. Patches travel in the split's dtype: the tower gets the same bits if it rounds them to this
@@ -165,7 +165,7 @@ class Encoder:
         self._known_layout = lru_cache(maxsize=256)(tower.image_layout)
 
     def shard(self, rows: Sequence[Row], owners: Sequence[Tensor] = (), sharing: int = 1) -> EncoderShards:
-        """One micro-batch. owners and sharing: see `EncoderShards`."""
+        """Shard one micro-batch. owners and sharing: see `EncoderShards`."""
         pictures, kept = self._pictures(rows)
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
         crossover, own = self.tower.attention_crossover_patches, self._split
@@ -173,7 +173,7 @@ class Encoder:
         return EncoderShards(pictures, [pieces for replica in sharded for pieces in replica], kept, owners, sharing)
 
     def inputs(self, sharded: EncoderShards) -> tuple[VisionInput, ...]:
-        """What each rank receives."""
+        """Each rank's input."""
         cuts = [self._cuts(sharded, pieces) for pieces in sharded.shards]
         forms, even = [[cut.form for cut in own if cut.form is not None] for own in cuts], self._split.even_calls
         calls = [self.tower.calls(own, even) for own in forms]
@@ -182,7 +182,7 @@ class Encoder:
         return tuple(self._input(sharded, rank, cuts[rank], filled[rank]) for rank in range(len(cuts)))
 
     def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[CachedPicture]]:
-        """Those to encode, and those whose features are there: work is balanced over the former alone."""
+        """Pictures to encode, and those with cached features: work is balanced over the former alone."""
         found, kept = [], []
         for replica, row in enumerate(rows):
             place = 0
@@ -198,12 +198,12 @@ class Encoder:
         return found, kept
 
     def _layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
-        """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
+        """Layouts of images are cached, since sizes repeat; those of videos are large, and seldom repeat."""
         video = not isinstance(grid, ProcessorOutput) and grid[0] > 1
         return self.tower.image_layout(grid) if video else self._known_layout(grid)
 
     def _cuts(self, sharded: EncoderShards, pieces: Pieces) -> list[_Cut]:
-        """What a rank with these pieces computes; a dummy where it has none."""
+        """The patches that a rank with these pieces encodes; a dummy where it has none."""
         if pieces:
             return [_cut(sharded.pictures[piece.image], piece.first, piece.last) for piece in pieces]
         tower, dummy = self.tower, self.tower.dummy_patches
@@ -269,7 +269,7 @@ def _chosen(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def _to_keep(pictures: Sequence[Picture], group: Sequence[Pieces]) -> Iterator[PictureRows]:
-    """Of the pictures of a group of ranks, those whose features are to be kept, and which rank has which rows."""
+    """Of the pictures of a group of ranks, those whose features are to be cached, and which rank has which rows."""
     runs: dict[int, list[RowRun]] = {}
     for rank, pieces in enumerate(group):
         row = 0

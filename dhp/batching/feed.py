@@ -29,7 +29,7 @@ from dhp.models.family import Family
 
 
 class BatchReader:
-    """Steps as the ranks receive them. `step(k)` depends on k alone."""
+    """Reads steps and shards them over ranks. `step(k)` depends on k alone."""
 
     def __init__(
         self,
@@ -80,13 +80,14 @@ class BatchReader:
         return self._source.sampler.steps(epochs)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` steps keeps of the data's order; left_out: what was found defective."""
+        """State of the data's order for a checkpoint after `step` steps; left_out: samples that were found
+        defective."""
         state = {"step": step, "order": self._source.sampler.order(step)}
         return state if self.measured is None else state | {"left_out": self.measured.left_out()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Before anything is planned. Samples that were left out stay so. Raises DataError unless the steps after those
-        of `state` go on where it stopped."""
+        """Restore `state`; called before anything is planned. Samples that were left out stay so. Raises DataError
+        unless the steps after those of `state` go on where it stopped."""
         if self.measured is not None:
             self.measured.leave_out(state.get("left_out", {}))
         self._source.sampler.load_state_dict(state)
@@ -125,11 +126,11 @@ class BatchReader:
         return [] if self.measured is None else self.measured.missing(self._source.sampler.first(step))
 
     def measure(self, chunk: RowChunk) -> Lengths:
-        """Lengths of a part of a dataset; another feed of the same settings may do it for this one."""
+        """Lengths of a part of a dataset; another reader with the same settings may measure them for this one."""
         return self.measured.measure(chunk)
 
     def learn(self, chunk: RowChunk, lengths: Lengths) -> None:
-        """Take what was measured."""
+        """Store measured lengths."""
         self.measured.learn(chunk, lengths)
 
     def model_inputs(self, step: int) -> dict[str, Tensor]:

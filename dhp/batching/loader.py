@@ -1,4 +1,4 @@
-"""Where steps come from: datasets, a sampler, the model's processors and the dealing out, joined without Ray."""
+"""Builds a reader of steps from datasets, a sampler, the model's processors and a sharder, without Ray."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
 
 
 def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: Any) -> Preprocessor:
-    """What turns records into samples, as the settings say."""
+    """The preprocessor of records to samples, as the settings say."""
     images = load_image_processor(settings.model_name)
     return Preprocessor(
         tokenizer,
@@ -151,7 +151,7 @@ def _sampler(settings: BatchReaderSettings, dataset: Any) -> Sampler:
 
 
 def _videos(family: Family, reading: ReadSettings) -> Videos | None:
-    """How the model sees videos; None: not at all."""
+    """Video preprocessing; None: the model takes no videos."""
     own = family.processor
     if own.video_token_id is None:
         return None
@@ -161,7 +161,7 @@ def _videos(family: Family, reading: ReadSettings) -> Videos | None:
 
 
 def _sounds(family: Family) -> AudioPreprocessing | None:
-    """How the run hears; None: not at all."""
+    """Audio preprocessing; None: the run takes no audio."""
     own = family.processor.hearing
     if own is None or AUDIO not in family.parts:
         return None
@@ -170,7 +170,7 @@ def _sounds(family: Family) -> AudioPreprocessing | None:
 
 
 def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | None:
-    """Pictures whose features are on disk; None: none are looked for."""
+    """Lookup of cached features; None: every picture is decoded."""
     own = family.processor
     about = [type(own).__name__, *own.about()]
     if features is None:

@@ -128,7 +128,7 @@ class BatchSharder:
         return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared)
 
     def _plan(self, lengths: Sequence[int]) -> ShardPlan:
-        """Who holds what of a row that ranks share."""
+        """How ranks share a row."""
         mesh = self._degrees.ring, self._degrees.ulysses
         if not self._auto_groups:
             return grouped_plan(lengths, *mesh, divide_all(lengths, *mesh))
@@ -151,7 +151,7 @@ class BatchSharder:
     def _text(
         self, made: _Made, replica: int, sharded: Mapping[str, EncoderShards], target_tokens: int
     ) -> Iterator[TextInput]:
-        """What each of the ranks that share the replica's rows gets."""
+        """Inputs of the ranks that share the replica's rows."""
         shared, ranks = made.shared, self._degrees.sequence
         for rank in range(ranks):
             target = replica * ranks + rank
@@ -170,7 +170,7 @@ class BatchSharder:
 
 @dataclass(frozen=True)
 class _Made:
-    """A text replica's rows. shared: who has what of them; None: one rank has all. divided: see `count_divided`."""
+    """A text replica's rows. shared: how ranks share them; None: one rank has all. divided: see `count_divided`."""
 
     tensors: dict[str, Tensor]
     lengths: tuple[int, ...] | None
@@ -186,7 +186,7 @@ def _count_runs(lengths: Sequence[int] | None) -> int:
 
 
 def _prompt(row: TextInput, samples: Row, whole: Mapping[str, Tensor], sampling: Sampling) -> PromptInput:
-    """What a shard gets of a replica's prompt, of which there is one or none. whole: with its last token."""
+    """A shard's input for a replica's prompt, of which there is one or none. whole: with its last token."""
     ids, positions = whole["input_ids"][0], whole["position_ids"]
     if not samples:
         return PromptInput(row, 0, None, positions[..., -1:], 0, sampling)
