@@ -1,8 +1,8 @@
-"""The audio part of Qwen3-Omni: clips of sound in, as frames of a mel spectrogram, a row for each placeholder out.
+"""The audio part of Qwen3-Omni: clips in, as frames of a mel spectrogram; a row for each placeholder out.
 
 Convolutions see a clip in chunks of a second at most, layers attend to windows of several chunks. The library fills
-chunks up to the longest one of a call, and what lies behind a short chunk shows in its last row. So a clip keeps how
-long the longest chunk of its own sample is, and gives the same rows whatever goes through the tower beside it.
+pads chunks to the longest one of a call, and the padding behind a short chunk shows in its last row. So a clip records
+how long the longest chunk of its own sample is, and gives the same rows whatever other clips a call has.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def clip_forms(frames: Sequence[int], config: Any) -> list[ProcessorOutput]:
 
 
 class AudioTower(Tower):
-    """Each clip lies on one rank; the ranks of a sequence share clips out."""
+    """Each clip is encoded by one rank; clips are divided among the ranks of a sequence."""
 
     modules = (PATH,)
     projector = (f"{PATH}.proj1", f"{PATH}.proj2")
@@ -133,14 +133,14 @@ class AudioTower(Tower):
         return output.last_hidden_state.split([form.tokens for form in forms])
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
-        """Attention stays the library's: windows are short."""
+        """Keeps the library's attention: windows are short."""
 
     def call_modules_once(self, model: PreTrainedModel) -> None:
-        """See `Tower`: the library convolves so many chunks of sound at a time, to spare memory."""
+        """See `Tower`: the library convolves so many chunks of audio at a time, to save memory."""
         model.get_submodule(PATH).conv_chunksize = sys.maxsize
 
     def _plan(self, frames: Sequence[int], longest: int, device: torch.device) -> _Plan:
-        """How clips of so many frames go through the tower, chunks filled up to `longest`."""
+        """The layout of clips of so many frames in the tower, chunks padded to `longest`."""
         audio, most = self.config.audio_config, 2 * self.config.audio_config.n_window
         own = [[min(most, count - first) for first in range(0, count, most)] for count in frames]
         chunks = torch.tensor([length for of_clip in own for length in of_clip])
@@ -164,7 +164,7 @@ class AudioTower(Tower):
 @dataclass(frozen=True)
 class _Plan:
     """frames: which row of the clips each place of a chunk has, [chunks, longest]. chunks: frames of each. valid: of
-    all chunks' rows behind the convolutions, those that are no filling. windows: cumulative lengths. Chunks and windows
+    all chunks' rows behind the convolutions, those that are no padding. windows: cumulative lengths. Chunks and windows
     stay on the host, which reads them: on the device it would wait for them in every layer."""
 
     frames: Tensor
@@ -174,12 +174,12 @@ class _Plan:
 
 
 def _longest_chunk(form: ProcessorOutput) -> int:
-    """Frames to which the chunks of a clip are filled up."""
+    """Frames to which the chunks of a clip are padded."""
     return int(arrays_of(form)[_CHUNK][0])
 
 
 def _moved(indices: Tensor, device: torch.device) -> Tensor:
-    """From pageable memory a transfer would wait until all that is queued on the device is done."""
+    """Copy through pinned memory: from pageable memory a transfer would wait for all that is queued on the device."""
     return indices if device.type == "cpu" else indices.pin_memory().to(device, non_blocking=True)
 
 

@@ -32,9 +32,9 @@ class VisionWork:
     window_pair, segment_pair: for two tokens that see each other, in all layers that attend to windows, and in all that
     attend to whole segments.
 
-    embedding: for each embedding that is handed over.
+    embedding: for each embedding that is sent to the decoder.
 
-    beside: tokens that each segment has beside its patches.
+    beside: tokens that each segment has in addition to its patches.
     """
 
     patch: int
@@ -116,7 +116,7 @@ def decoder_work(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: 
 
 
 def text_work(text: Any) -> TextWork:
-    """What the decoder of that configuration computes; of experts, those that a token visits, and their router."""
+    """Arithmetic of the decoder of that configuration; of experts, those that a token visits, and their router."""
     dense = decoder_work(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -134,17 +134,17 @@ def text_work(text: Any) -> TextWork:
 
 
 def _of_matrices(done: int, products: MatmulShare) -> float:
-    """Operations of so many multiply-adds of states and matrices."""
+    """Operations of so many multiply-adds between states and matrices."""
     return OPERATIONS * done * (products.forward + products.inputs + products.weights)
 
 
 def _of_data(done: int, products: MatmulShare) -> float:
-    """Of data, which have no gradient, and matrices."""
+    """Operations between data, which have no gradient, and matrices."""
     return OPERATIONS * done * (products.forward + products.weights)
 
 
 def _of_attention(done: int, passes: TrainedShare) -> float:
-    """Of states and states: each has a gradient, or none."""
+    """Operations between states: both have a gradient, or neither."""
     return OPERATIONS * done * (1 + 2 * passes.attention)
 
 

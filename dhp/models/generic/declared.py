@@ -1,4 +1,4 @@
-"""What is declared of families beside their contract: one line each, where a small model cannot tell."""
+"""Properties of families that their small model cannot show, declared one line each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCKS = {
 _PREFIX = frozenset({"paligemma"})
 # Families whose MLPs take as an argument which of all tokens are an image's, and route these otherwise.
 _MLPS_WITH_KINDS = frozenset({"ernie4_5_vl_moe"})
-# Families whose every layout is in the tests' matrix, beside those with an adapter of their own.
+# Families whose every layout is in the tests' matrix, besides those with an adapter of their own.
 _DECLARED = frozenset({
     "aya_vision", "cohere2_vision", "ernie4_5_vl_moe", "gemma3", "gemma4", "idefics3", "internvl", "llava",
     "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "ovis2", "paligemma", "smolvlm",
@@ -26,7 +26,7 @@ _DECLARED = frozenset({
 
 
 def is_declared(config: Any) -> bool:
-    """Whether the family is held to the plain model by tests."""
+    """Whether tests compare the family with the plain model."""
     return config.model_type in _DECLARED
 
 

@@ -1,4 +1,4 @@
-"""A decoder run by the family's own base model, to which pictures come by transformers' contract."""
+"""A decoder run by the family's own base model, which takes pictures by transformers' contract."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def run_layers(
     encoded: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Tensor:
-    """The states that a chunk makes of its inputs: of tokens and pictures by the base model, or of states, where there
-    are some, by the decoder. encoded: pictures as the base model takes them."""
+    """The output states of a chunk: from tokens and pictures by the base model, or from states, where there are some,
+    by the decoder. encoded: pictures as the base model takes them."""
     base, decoder = model.get_submodule(structure.base), model.get_submodule(structure.decoder)
     named = {"position_ids": inputs.position_ids, "use_cache": False, **extra}
     with having(decoder, **_replaced(decoder, structure, chunk)):
@@ -49,7 +49,7 @@ def run_layers(
 
 
 def _replaced(decoder: nn.Module, structure: Structure, chunk: Chunk) -> dict[str, Any]:
-    """What stands in the places of layers that the chunk has not, and of the norm before the last."""
+    """Replacements of the layers that the chunk does not have, and of the norm before the last chunk."""
     if chunk.layers == range(structure.depth):
         return {}
     own = decoder.get_submodule(_own(structure.layers))
@@ -62,7 +62,7 @@ def _own(name: str) -> str:
 
 
 class ContractDecoder(Decoder):
-    """Whatever the base model does with what the encoder hands over, it does here."""
+    """Runs the base model's own code on the encoder's output."""
 
     def __init__(self, config: Any, contract: Contract):
         structure = contract.structure

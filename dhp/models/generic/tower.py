@@ -1,4 +1,4 @@
-"""A tower that takes pictures whole, by the model's own `get_image_features`: a sequence's ranks share pictures out."""
+"""A tower that takes pictures whole, by the model's own `get_image_features`; ranks of a sequence divide pictures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class WholeTower(Tower):
-    """Each picture lies on one rank. What the family needs is in its contract."""
+    """Each picture is encoded by one rank. The family's properties are in its contract."""
 
     position_columns = 0
     takes_attention = False
