@@ -26,7 +26,7 @@ class Alias:
 
     times: another key of the other vocabulary, whose value multiplies this one.
 
-    why: why it has no effect, or what to bear in mind. instead: it is refused; what to write.
+    why: why it has no effect, or a remark. instead: it is refused; what to write.
     """
 
     old: str
@@ -85,12 +85,12 @@ def has_alias(key: str, value: Any) -> bool:
 
 
 def names_here(key: str) -> list[str]:
-    """Our keys for a key of the other vocabulary; none when it is no such key, or has no effect here."""
+    """dhp's keys for a key of the other vocabulary; none when it is no such key, or has no effect here."""
     return sorted({new for row in ALIASES if row.old == key for new in row.new})
 
 
 def translated(values: Values) -> tuple[dict[str, Any], list[str]]:
-    """`values` in our vocabulary, and a line for each that was another's.
+    """`values` in dhp's vocabulary, and a line for each that was of the other one.
 
     Raises ConfigError for what cannot be translated, and where two keys contradict each other.
     """

@@ -6,7 +6,7 @@ from typing import Optional
 
 @dataclass
 class DatasetEntry:
-    """Where one dataset lies, and how it is read."""
+    """The files of one dataset, and how they are read."""
 
     annotation_path: str = ""
     """A .json file (a list of samples), a .jsonl file (a sample a line), a .parquet file, a WebDataset .tar shard; or a
@@ -84,7 +84,7 @@ class DataConfig:
 
     max_tiles: Optional[int] = None
     """Most tiles that an image is cut into, of models that see images as tiles of one size, as InternVL; a thumbnail
-    beside them is not counted. Null: the model's own setting."""
+    is not counted. Null: the model's own setting."""
 
     packing: bool = True
     """Lay the samples of a micro-batch one behind another in one row, without padding, each seeing itself only. False:
@@ -156,7 +156,7 @@ class DataConfig:
 
     pin_memory: bool = True
     """On GPUs, vision and sound actors fetch the next step's patches into page-locked memory while a step runs, so that
-    their copy to the GPU waits for nothing and goes on beside what the GPU computes. It holds one step's patches."""
+    their copy to the GPU waits for nothing and overlaps with the GPU's work. It holds one step's patches."""
 
     video_whole_frames: Optional[int] = 256
     """Most frames of a video that one process decodes whole. Of a longer one each vision actor's share is decoded

@@ -1,4 +1,4 @@
-"""Keys of other trainers and what they are called here: data alone, read by `dhp.config.foreign`.
+"""Keys of other trainers and their names here: data alone, read by `dhp.config.foreign`.
 
 L is LLaMA-Factory, S ms-swift, T transformers' TrainingArguments, M names that several others use (Megatron,
 torchtitan, TRL, PEFT).

@@ -1,4 +1,4 @@
-"""Overrides as typed on the command line, checked against the schema and put into Hydra's terms."""
+"""Checks overrides of the command line against the schema and translates them for Hydra."""
 
 from collections.abc import Collection, Sequence
 from typing import Any

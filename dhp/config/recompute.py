@@ -1,4 +1,4 @@
-"""What `vision.recompute` and `text.recompute` say: none, full, auto, or which layers recompute what."""
+"""Parses `vision.recompute` and `text.recompute`: none, full, auto, or which layers recompute what."""
 
 import re
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _ITEM = re.compile(r"(?:(?P<choice>[a-z]+)(?::|$))?(?P<first>\d+)?(?:-(?P<last>\
 
 
 def read_choices(text: str, layers: int, key: str = "recompute") -> tuple[str, ...]:
-    """What each of `layers` layers recomputes, one of CHOICES. auto, which is measured later: all.
+    """What each of `layers` layers recomputes, one of CHOICES. auto, which the planner decides later: all.
 
     `text`: none | full | auto, or items with commas between them, each a layer (7) or a range of them (0-3), with or
     without what they recompute before it (mlp:0-3), which goes for the items after it too and is "all" at first; a

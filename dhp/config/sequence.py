@@ -1,4 +1,4 @@
-"""Which decoders may share a sequence among how many actors."""
+"""Checks whether a decoder may share a sequence among so many actors."""
 
 from __future__ import annotations
 

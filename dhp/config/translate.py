@@ -41,7 +41,7 @@ def unknown_key(path: str, where: str = "") -> ConfigError:
 
 
 def unknown_keys(values: Mapping[Any, Any], section: str = "", where: str = "") -> list[ConfigError]:
-    """An error for each key of `values`, which lies in `section`, that the schema does not have."""
+    """An error for each key of `values`, the contents of `section`, that the schema does not have."""
     errors = []
     for name, value in values.items():
         path = f"{section}.{name}" if section else str(name)

@@ -1,4 +1,4 @@
-"""A record to a sample: chat template, one tokenisation, labels on the answers, pictures and sound as features."""
+"""Turns a record into a sample: chat template, tokenisation, labels on the answers, pictures and audio as features."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Prompts:
     """How conversations are written, beyond what the model's chat template says.
 
     system: text of those that have none; None: nothing is added. learn_empty_thoughts: see `dhp.data.chat.render`.
-    deaf: why a run without sounds hears nothing.
+    deaf: why a run takes no audio, for errors.
     """
 
     system: str | None = None
@@ -87,9 +87,9 @@ class Preprocessor:
         min_pixels, max_pixels: width × height bounds of a scaled image; None: the image processor's own.
         videos: None for a model that sees none. max_tokens: of a sample, those of its pictures included. written: how a
         prompt shows an image; None: by its placeholder again and again. about: all else that decides lengths.
-        image_arguments: of the image processor. sounds: None for a run that hears nothing. prompts:
-        how conversations are written. kept: pictures with features on disk; None: none are looked for. positions: that
-        the model knows; None: any. whole_frames: videos of more frames stay in their files
+        image_arguments: of the image processor. sounds: None for a run without audio. prompts:
+        how conversations are written. kept: lookup of cached features; None: there is none. positions: that the
+        model supports; None: any. whole_frames: videos of more frames stay in their files
         (`Pictures.read_patches`); None: none do.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
@@ -137,7 +137,7 @@ class Preprocessor:
             return length
 
     def fingerprint(self) -> str:
-        """Hex digest of all that decides lengths, beside the records: equal digests mean equal lengths."""
+        """Hex digest of all that decides lengths, except the records: equal digests mean equal lengths."""
         tokenizer = self._tokenizer
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         about = {

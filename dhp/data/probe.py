@@ -1,5 +1,5 @@
-"""A look at some samples before anything is started: a wrong folder of images is wrong for all of them, and so is a key
-that no format has."""
+"""Checks some samples before a run starts: a wrong folder of images is wrong for all of them, and so is a key that no
+format has."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_some_samples(
     hears: bool = True,
     skips: bool = False,
 ) -> list[str]:
-    """Read some annotations of each named dataset, and see whether the files that they name are there. hears: whether
-    the run may use sound. skips: defective samples are left out, so they are no error here.
+    """Read some annotations of each named dataset, and check that the files that they name exist. hears: whether the
+    run may use audio. skips: defective samples are left out, so they are no error here.
 
     Returns a line for each dataset that has keys which were not read. Datasets that are large or of another kind are
     not looked at, and no file of an image or video is opened. Raises DataError for a dataset that cannot be opened, and

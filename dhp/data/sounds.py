@@ -31,7 +31,7 @@ class AudioPreprocessing:
 
     features: waves of one sample's clips → float32 [frames, bins] each. forms: samples in these waves → forms.
 
-    about: all that decides a clip's tokens beside its file.
+    about: all that decides a clip's tokens, except its file.
     """
 
     token_id: int
@@ -78,7 +78,7 @@ def sounds_of(record: Record) -> tuple[File, ...]:
 
 def refuse_sound(record: Record, why: str = NO_ACTORS) -> None:
     """Raises DataError where there is sound, or a tag of it: without it such a sample would be trained on as another
-    one. why: the run hears nothing."""
+    one. why: the run takes no audio."""
     if record.sounds:
         raise DataError(f"audio {name_of(record.sounds[0])}, but {why}")
     if tags := _tags(record):

@@ -86,7 +86,7 @@ def measure_balance(packs: Packs, loads: Loads, replicas: int, padded: bool, dis
 
 
 def dist_ratio(devices: np.ndarray) -> float:
-    """DistRatio of one step: loads [devices]. 0 where nobody has any."""
+    """DistRatio of one step: loads [devices]. 0 where no device has any."""
     most = devices.max(initial=0)
     return float((most - devices).sum() / (most * len(devices))) if most else 0.0
 

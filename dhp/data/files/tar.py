@@ -83,7 +83,7 @@ def _sample_starts(shard: Path) -> np.ndarray:
 
 
 class _Header(tarfile.TarInfo):
-    """A header whose numbers are looked at before anything is read by them."""
+    """A header whose numbers are checked before they are used."""
 
     @classmethod
     def frombuf(cls, buf: bytes, encoding: str, errors: str) -> _Header:
@@ -130,7 +130,7 @@ def _ending(name: str) -> str:
 
 
 def _with_media(value: Any, members: dict[str, Member]) -> Any:
-    """A sample that names no image or video shows all those of its archive, in order; the same of sound."""
+    """A sample that names no image or video has all those of its archive, in order; likewise audio."""
     if not isinstance(value, dict):
         return value
     named = dict(value)

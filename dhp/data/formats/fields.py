@@ -1,4 +1,4 @@
-"""A raw object that remembers which of its keys its reader took, so that none is dropped without a word."""
+"""A raw object that records which of its keys its reader took, so that none is dropped silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sound files to waves of one channel at the rate that a model hears, or a DataError that says what is wrong."""
+"""Decodes audio files to mono waves at a model's sample rate, or raises a DataError that says what is wrong."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dhp.base.errors import DataError
 from dhp.data.media.decoding import decoding
 from dhp.data.media.sources import File, name_of, open_media
 
-MAX_SECONDS = 3600  # of a clip: all of it has to lie in memory
+MAX_SECONDS = 3600  # of a clip: all of it has to fit into memory
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
 _CONTAINERS = "wav,w64,flac,mp3,aac,ogg,aiff,caf,au,amr,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,asf"
-_STREAMED = 0x7FFF_0000  # a size from here on was written by who did not know it yet
+_STREAMED = 0x7FFF_0000  # a size from here on means that the writer did not know it yet
 _EXACT_CONTAINERS = {"wav", "flac"}  # whose headers say how many samples there are
 
 
@@ -43,7 +43,7 @@ def read_sound(file: File, rate: int) -> np.ndarray:
 
 
 def count_samples(file: File, rate: int) -> int:
-    """How many samples `read_sound` gives. From the header where that says so; else the file is decoded to be counted.
+    """The number of samples that `read_sound` gives: from the header where it says, else by decoding the file.
 
     Raises DataError as `read_sound` does, for what shows.
     """

@@ -88,7 +88,7 @@ class BalancedSampler(Sampler):
 
     @property
     def limits(self) -> Limits:
-        """What a row may hold."""
+        """Limits of a row."""
         if self._planner.limits is None:
             self._locate(0)
         return self._planner.limits
