@@ -109,7 +109,7 @@ class CallRecord:
         store.set(keys[rank], own)
         try:
             store.wait(keys, self._timeout)
-        except RuntimeError:  # what a store raises when time is out
+        except RuntimeError:  # raised by a store at its time-out
             raise PartFailed(
                 f"rank {rank} waits in {own}; {self._missing(keys)}. A rank's collectives must not depend on its own "
                 "data: see the last call of each rank"

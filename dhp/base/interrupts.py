@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM (a stopped Ray job, a scheduler) do: outside a run, in one, and while it is being ended."""
+"""Handles Ctrl-C and SIGTERM (a stopped Ray job, a scheduler): outside a run, in one, and during its shutdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
+INTERRUPTED = 130  # exit status that a shell reports after Ctrl-C
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _OUTSIDE, _RUNNING, _ENDING = "outside a run", "running", "ending"

@@ -150,14 +150,14 @@ class TextInput:
     of its tokens: (sample, first token, tokens).
 
     placement: for each image token of the rows, in order, its row among those received from the vision shards, one
-    shard behind another, and then those of `kept`; None where the rows hold no image. audio_placement: the
+    shard after another, and then those of `cached`; None where the rows hold no image. audio_placement: the
     same of sound and the audio shards.
 
     target_tokens: N_global of the step, not of these rows.
 
     samples: tokens of each sample of the rows, in order, without padding.
 
-    kept: rows of pictures whose features were on disk, by the name of the vision part's tensor.
+    cached: rows of pictures whose features were on disk, by the name of the vision part's tensor.
 
     blocks: tokens with the same number see each other both ways, -1: none; int64, of the rows, or of all samples that
     ranks share. None where the family has no blocks.
@@ -171,7 +171,7 @@ class TextInput:
     target_tokens: int
     samples: tuple[int, ...] = ()
     audio_placement: Tensor | None = None
-    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    cached: Mapping[str, Tensor] = field(default_factory=dict)
     shards: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     blocks: Tensor | None = None
     segment_calls: int = 0

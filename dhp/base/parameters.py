@@ -68,8 +68,8 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class TrainingRules:
-    """What is trained: what `trainable` selects (none: all), without what `frozen` selects. How: by `groups`, of which
-    a later one beats an earlier one in what it says.
+    """Trained parameters: those that `trainable` selects (none: all), without those of `frozen`. How: by `groups`, of
+    which a later one beats an earlier one in what it says.
 
     adapted: parts that have adapters. Those are trained whatever is selected, and of the parts' own weights only what
     `trainable` selects.

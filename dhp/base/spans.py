@@ -22,34 +22,34 @@ class Span:
     end_ns: int
 
 
-_kept: list[Span] | None = None
+_recorded: list[Span] | None = None
 
 
 def keep_spans() -> None:
     """Begin to record the spans of this process."""
-    global _kept
-    _kept = []
+    global _recorded
+    _recorded = []
 
 
 def take_spans() -> list[Span]:
     """The spans recorded since the last call."""
-    global _kept
-    taken = _kept or []
-    if _kept is not None:
-        _kept = []
+    global _recorded
+    taken = _recorded or []
+    if _recorded is not None:
+        _recorded = []
     return taken
 
 
 def add_span(name: str, kind: str, start_ns: int, end_ns: int) -> None:
     """Record a span whose ends are known already."""
-    if _kept is not None:
-        _kept.append(Span(name, kind, start_ns, end_ns))
+    if _recorded is not None:
+        _recorded.append(Span(name, kind, start_ns, end_ns))
 
 
 @contextmanager
 def span(name: str, kind: str) -> Iterator[None]:
     """Record the time that the block takes."""
-    if _kept is None:
+    if _recorded is None:
         yield
         return
     start = time.perf_counter_ns()

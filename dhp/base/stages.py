@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dhp.base.degrees import Degrees
 
-HIDDEN_STATES = "hidden_states"  # what one range of layers hands to the next
+HIDDEN_STATES = "hidden_states"  # the output of one range of layers, input of the next
 
 
 @dataclass(frozen=True, order=True)

@@ -25,7 +25,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
-    with lock:  # what starts a thread must not be left half way
+    with lock:  # starting a thread must not be interrupted
         timer.start()
     try:
         yield

@@ -83,7 +83,7 @@ class CachedPicture:
 @dataclass(frozen=True)
 class EncoderShards:
     """A micro-batch of one encoder: its pictures in the order of the text replicas and their samples, and the pieces
-    of each rank, sequence ranks innermost; kept: pictures with cached features, which no rank encodes.
+    of each rank, sequence ranks innermost; cached: pictures with cached features, which no rank encodes.
 
     owners: where ranks share a text replica's row, for each replica and each token of its pictures, in order, the rank
     that has it. sharing: how many they are.
@@ -91,7 +91,7 @@ class EncoderShards:
 
     pictures: Sequence[Picture]
     shards: Sequence[Pieces]
-    kept: Sequence[CachedPicture] = ()
+    cached: Sequence[CachedPicture] = ()
     owners: Sequence[Tensor] = ()
     sharing: int = 1
 
@@ -106,20 +106,20 @@ class EncoderShards:
 
     def placement(self, target: int) -> Tensor | None:
         """For each token of pictures that a text shard has, in order, its row among those received from the shards, one
-        shard behind another, and behind them those of `kept_rows`; None where it has none."""
+        shard behind another, and behind them those of `cached_rows`; None where it has none."""
         received = [sent.places[target] for sent in self.sent if target in sent.places]
-        received += [one.place + rows for one, rows in self._kept(target) if len(rows)]
+        received += [one.place + rows for one, rows in self._cached(target) if len(rows)]
         return torch.argsort(torch.cat(received)) if received else None
 
-    def kept_rows(self, target: int) -> dict[str, Tensor]:
+    def cached_rows(self, target: int) -> dict[str, Tensor]:
         """Rows of pictures that no rank encodes and a text shard has tokens of, by name; none where it has none."""
-        own = [(one.rows, rows) for one, rows in self._kept(target) if len(rows)]
+        own = [(one.rows, rows) for one, rows in self._cached(target) if len(rows)]
         names = own[0][0] if own else ()
         return {name: torch.cat([_chosen(values[name], rows) for values, rows in own]) for name in names}
 
-    def _kept(self, target: int) -> Iterator[tuple[CachedPicture, Tensor]]:
+    def _cached(self, target: int) -> Iterator[tuple[CachedPicture, Tensor]]:
         """Cached pictures of the target's replica, and which of their rows it has."""
-        for one in self.kept:
+        for one in self.cached:
             if one.replica == target // self.sharing:
                 rows = torch.arange(one.tokens)
                 if self.owners:
@@ -166,11 +166,11 @@ class Encoder:
 
     def shard(self, rows: Sequence[Row], owners: Sequence[Tensor] = (), sharing: int = 1) -> EncoderShards:
         """Shard one micro-batch. owners and sharing: see `EncoderShards`."""
-        pictures, kept = self._pictures(rows)
+        pictures, cached = self._pictures(rows)
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
         crossover, own = self.tower.attention_crossover_patches, self._split
         sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
-        return EncoderShards(pictures, [pieces for replica in sharded for pieces in replica], kept, owners, sharing)
+        return EncoderShards(pictures, [pieces for replica in sharded for pieces in replica], cached, owners, sharing)
 
     def inputs(self, sharded: EncoderShards) -> tuple[VisionInput, ...]:
         """Each rank's input."""
@@ -183,19 +183,19 @@ class Encoder:
 
     def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[CachedPicture]]:
         """Pictures to encode, and those with cached features: work is balanced over the former alone."""
-        found, kept = [], []
+        found, cached = [], []
         for replica, row in enumerate(rows):
             place = 0
             for pixels, grid, features in (one for sample in row for one in self._shown(sample)):
                 if features is not None and features.tensors is not None:
-                    kept.append(CachedPicture(replica, place, features.tensors))
-                    place += kept[-1].tokens
+                    cached.append(CachedPicture(replica, place, features.tensors))
+                    place += cached[-1].tokens
                 else:
                     layout = self._layout(grid)
                     here = pixels if isinstance(pixels, LongVideo) else torch.from_numpy(pixels)
                     found.append(Picture(replica, here, layout, place, features))
                     place += len(layout.order)
-        return found, kept
+        return found, cached
 
     def _layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         """Layouts of images are cached, since sizes repeat; those of videos are large, and seldom repeat."""

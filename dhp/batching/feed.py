@@ -62,7 +62,7 @@ class BatchReader:
         self._source, self._read_patches = source, read_patches
         self._family = family
         self._collator = Collator(family, pad_token_id, packing or text.sequence > 1)
-        self._dealer = BatchSharder(family, self._collator, encoders, passes, text, sequence_groups, even_calls)
+        self._sharder = BatchSharder(family, self._collator, encoders, passes, text, sequence_groups, even_calls)
         self.measured = measured
 
     @property
@@ -102,7 +102,7 @@ class BatchReader:
     def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepData:
         """Read, decode and shard one step; patches of long videos are left to `fill`. Raises DataError as
         data.on_bad_sample says, for `broken` ones too: long videos that `fill` found to be so, and what is wrong."""
-        data = self._deal(partial(self._source.read, batch, broken))
+        data = self._shard(partial(self._source.read, batch, broken))
         return replace(data, info=replace(data.info, measure_s=batch.measure_s))
 
     def fill(self, work: VisionInput) -> VisionInput:
@@ -111,7 +111,7 @@ class BatchReader:
 
     def step(self, step: int) -> StepData:
         """`read` of the `batch` of that number (0-based)."""
-        return self._deal(partial(self._source.step, step))
+        return self._shard(partial(self._source.step, step))
 
     def sample(self, index: int) -> tuple[Record, Sample]:
         """One sample of the first epoch, by its 0-based index. Raises DataError where it cannot be used."""
@@ -147,7 +147,7 @@ class BatchReader:
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
         return tensors
 
-    def _deal(self, read: Callable[[], StepSamples]) -> StepData:
+    def _shard(self, read: Callable[[], StepSamples]) -> StepData:
         start = time.perf_counter()
-        data = self._dealer.shard(read())
+        data = self._sharder.shard(read())
         return replace(data, info=replace(data.info, data_s=time.perf_counter() - start))

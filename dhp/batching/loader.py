@@ -179,8 +179,8 @@ def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | 
 
 
 def _prompts(family: Family, reading: ReadSettings) -> Prompts:
-    deaf = NO_TOWER if family.processor.hearing is None else NO_ACTORS
-    return Prompts(reading.system_prompt, reading.learn_empty_thoughts, deaf)
+    no_audio = NO_TOWER if family.processor.hearing is None else NO_ACTORS
+    return Prompts(reading.system_prompt, reading.learn_empty_thoughts, no_audio)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:

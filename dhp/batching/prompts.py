@@ -47,13 +47,13 @@ class PromptReader:
         settings: BatchReaderSettings,
         records: Sequence[Record],
         preprocess: Preprocessor,
-        dealer: BatchSharder,
+        sharder: BatchSharder,
         tokenizer: Any,
         sampling: Sampling,
         positions: PositionRange | None,
     ):
         """positions: that the model knows."""
-        self._records, self._preprocess, self._dealer = list(records), preprocess, dealer
+        self._records, self._preprocess, self._sharder = list(records), preprocess, sharder
         self._tokenizer, self._sampling, self._positions = tokenizer, sampling, positions
         self._replicas = settings.text.data
         self._references: list[str | None] = [None] * len(records)
@@ -97,7 +97,7 @@ class PromptReader:
         with a video of `broken` too, as `dhp.batching.feed.BatchReader.read` has them."""
         sample = partial(self._sample, broken=broken)
         rows = tuple(tuple(tuple(map(sample, slot)) for slot in row) for row in batch.samples)
-        return self._dealer.shard_prompts(StepSamples(batch.step, 0, rows, (), batch.done), self._sampling)
+        return self._sharder.shard_prompts(StepSamples(batch.step, 0, rows, (), batch.done), self._sampling)
 
     def fill(self, work: VisionInput) -> VisionInput:
         """As `dhp.batching.feed.BatchReader.fill`."""
@@ -143,9 +143,9 @@ def make_prompt_feed(settings: BatchReaderSettings, records: Sequence[Record], s
     family, tokenizer = open_model(settings)
     preprocess = make_preprocessor(settings, family, tokenizer)
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups)
-    dealer = BatchSharder(family, Collator(family, pad_token(tokenizer), True), *division)
+    sharder = BatchSharder(family, Collator(family, pad_token(tokenizer), True), *division)
     own = replace(sampling, stop=find_stop_tokens(settings.model_name, family.config, tokenizer))
-    return PromptReader(settings, records, preprocess, dealer, tokenizer, own, find_positions(family.config))
+    return PromptReader(settings, records, preprocess, sharder, tokenizer, own, find_positions(family.config))
 
 
 def make_held_out_feed(settings: BatchReaderSettings, count: int | None, sampling: Sampling) -> PromptReader:

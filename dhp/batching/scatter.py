@@ -162,7 +162,7 @@ class BatchSharder:
                 target_tokens,
                 made.samples,
                 sharded[AUDIO].placement(target) if AUDIO in sharded else None,
-                sharded[VISION].kept_rows(target),
+                sharded[VISION].cached_rows(target),
                 () if shared is None else shared.shards,
                 made.blocks if shared is None else shared.with_dummies(made.blocks),
             )

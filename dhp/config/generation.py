@@ -31,7 +31,7 @@ class GenerateRequest:
     """Settings of the command alone, in the order in which its help tells them."""
 
     prompt: str = ""
-    """What the user says, behind the images and videos."""
+    """What the user says, after the images and videos."""
 
     images: list[str] = field(default_factory=list)
     """Files, shown in this order."""

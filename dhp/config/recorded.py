@@ -42,7 +42,7 @@ def compose_recorded(file: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _plain_values(file: Path) -> Mapping[Any, Any]:
-    """What is in the file. Raises ConfigError for interpolations, which may name the reader's environment, and for
+    """The file's contents. Raises ConfigError for interpolations, which may name the reader's environment, and for
     other files and parts of Hydra that it asks for."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))

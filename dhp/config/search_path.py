@@ -52,7 +52,7 @@ class ConfigSource:
         return source
 
     def names(self) -> list[str]:
-        """Names of the configurations that lie directly in the directories."""
+        """Names of the configurations directly in the directories."""
         return sorted({file.stem for directory in self.directories for file in directory.glob("*.yaml")})
 
     def has_group(self, group: str) -> bool:

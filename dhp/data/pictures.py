@@ -133,7 +133,7 @@ class Pictures:
                     pass
 
     def outline(self, media: Sequence[Picture]) -> list[Outline]:
-        """What `decode` would give, from headers. Raises DataError as it does, for what shows without pixels."""
+        """Outlines of what `decode` would give, from headers. Raises DataError as it does, as far as headers show."""
         return [self._video_outline(m) if isinstance(m, Video) else self._image_outline(m) for m in media]
 
     def runs(self, seen: Sequence[PicturePatches | Outline]) -> list[int]:

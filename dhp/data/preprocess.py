@@ -51,12 +51,12 @@ class Prompts:
     """How conversations are written, beyond what the model's chat template says.
 
     system: text of those that have none; None: nothing is added. learn_empty_thoughts: see `dhp.data.chat.render`.
-    deaf: why a run takes no audio, for errors.
+    no_audio: why a run takes no audio, for errors.
     """
 
     system: str | None = None
     learn_empty_thoughts: bool = False
-    deaf: str = NO_ACTORS
+    no_audio: str = NO_ACTORS
 
 
 class Preprocessor:
@@ -163,7 +163,7 @@ class Preprocessor:
         come first.
         """
         if self._sounds is None:
-            refuse_sound(record, self._prompts.deaf)
+            refuse_sound(record, self._prompts.no_audio)
         apart = self._videos is not None and self._videos.step_tokens is not None
         if apart and len(record.images) < len(record.media):
             seen = look(record.media)

@@ -29,11 +29,11 @@ def check_some_samples(
     registry: Mapping[str, DatasetEntry],
     seed: int,
     allow_http: bool,
-    hears: bool = True,
+    audio_allowed: bool = True,
     skips: bool = False,
 ) -> list[str]:
-    """Read some annotations of each named dataset, and check that the files that they name exist. hears: whether the
-    run may use audio. skips: defective samples are left out, so they are no error here.
+    """Read some annotations of each named dataset, and check that the files that they name exist. audio_allowed:
+    whether the run may use audio. skips: defective samples are left out, so they are no error here.
 
     Returns a line for each dataset that has keys which were not read. Datasets that are large or of another kind are
     not looked at, and no file of an image or video is opened. Raises DataError for a dataset that cannot be opened, and
@@ -48,7 +48,7 @@ def check_some_samples(
         for index in chosen:
             try:
                 record = dataset.record(index)
-                _check(record, hears)
+                _check(record, audio_allowed)
                 unread.update(record.unread)
             except DataError:
                 if not skips:
@@ -87,9 +87,9 @@ def _is_cheap(annotation_path: str) -> bool:
     return path.suffix.lower() in _CHEAP and path.is_file() and path.stat().st_size <= _CHEAP_BYTES
 
 
-def _check(record: Record, hears: bool) -> None:
+def _check(record: Record, audio_allowed: bool) -> None:
     with located(record.where):
-        if not hears:
+        if not audio_allowed:
             refuse_sound(record)
         for file, what in _files(record):
             open_media(file, what).close()

@@ -48,7 +48,7 @@ class AudioPreprocessing:
         return [Clip(form, found) for form, found in zip(forms, self.features(waves) if waves else (), strict=True)]
 
     def outline(self, files: Sequence[File]) -> list[Clip]:
-        """What `decode` would give, without features. Raises DataError as it does, for what shows in headers."""
+        """The clips that `decode` would give, without features. Raises DataError as it does, as far as headers show."""
         return [Clip(form) for form in self._forms(files, [count_samples(file, self.rate) for file in files])]
 
     def _forms(self, files: Sequence[File], samples: Sequence[int]) -> list[ProcessorOutput]:

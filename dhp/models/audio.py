@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PATH = "model.audio_tower"
-AUDIO_EMBEDDINGS = "audio_embeddings"  # the tensor whose rows stand in the places of a clip's placeholders
+AUDIO_EMBEDDINGS = "audio_embeddings"  # the tensor whose rows replace those of a clip's placeholders
 _FEATURES, _CHUNK = "input_features", "chunk"
 _DUMMY_FRAMES = 8
 
@@ -98,10 +98,10 @@ class AudioTower(Tower):
         return ImageLayout(torch.arange(grid.tokens), 1, (grid.rows,), (grid.rows,), nowhere, (grid.tokens,), grid)
 
     def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
-        """Rows of frames in, one clip behind another. Clips whose samples have chunks of one length go through the
+        """Encode rows of frames, one clip after another. Clips whose samples have chunks of one length go through the
         tower together."""
         clips = inputs.pixels.split([form.rows for form in inputs.forms])
-        found: list[Tensor] = [clips[0][:0]] * len(clips)  # of as many rows as nobody asks for
+        found: list[Tensor] = [clips[0][:0]] * len(clips)  # replaced by each clip's rows below
         for numbers in inputs.calls:
             if not numbers:
                 found += self._encode_together(model, [self.dummy_pixels(inputs.pixels)], [self.dummy_form])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dhp.models.processor import Processor
     from dhp.models.tower import Tower
 
-VISION = "vision"  # the part that every family has beside its decoder
+VISION = "vision"  # the part that every family has besides its decoder
 
 
 @dataclass(frozen=True)

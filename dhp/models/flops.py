@@ -34,7 +34,7 @@ class VisionWork:
 
     embedding: for each embedding that is sent to the decoder.
 
-    beside: tokens that each segment has in addition to its patches.
+    extra_tokens: of each segment, in addition to its patches.
     """
 
     patch: int
@@ -42,13 +42,13 @@ class VisionWork:
     window_pair: int
     segment_pair: int
     embedding: int
-    beside: int = 0
+    extra_tokens: int = 0
 
     def flops(self, layouts: Iterable[ImageLayout], passes: TrainedShare = EVERYTHING) -> int:
         """Operations for these images and videos."""
         entering = inside = seen = handed = 0
         for layout in layouts:
-            segments = [length + self.beside for length in layout.frame_lengths]
+            segments = [length + self.extra_tokens for length in layout.frame_lengths]
             entering += self.patch * layout.patches
             inside += self.token * sum(segments)
             seen += self.window_pair * _squares(layout.window_lengths) + self.segment_pair * _squares(segments)

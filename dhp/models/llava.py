@@ -122,7 +122,7 @@ class LlavaTower(Tower):
             window_pair=0,
             segment_pair=layers * 2 * width,
             embedding=text * (len(features) * width + text),
-            beside=1,  # the class token
+            extra_tokens=1,  # the class token
         )
 
 

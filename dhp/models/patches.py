@@ -42,7 +42,7 @@ def project_as_products(model: nn.Module) -> None:
 
 
 def _patches(pixels: Tensor, kernel: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """[images, channels, *sizes] as [images, patches, channels × kernel], and how many patches lie along each."""
+    """[images, channels, *sizes] as [images, patches, channels × kernel], and the number of patches along each."""
     counts = tuple(size // length for size, length in zip(pixels.shape[2:], kernel, strict=True))
     if all(count == 1 for count in counts):
         return pixels.reshape(len(pixels), 1, -1), counts

@@ -43,7 +43,7 @@ class Processor(ABC):
 
     def video_patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
         """The image processor's output for `frames_per_patch` frames of a video, as rows [patches, values], float32,
-        and their grid, one step in time. A video is such steps one behind another.
+        and their grid, one step in time. A video is a sequence of such steps.
         """
         raise NotImplementedError(f"{type(self).__name__}: the model sees no videos")
 

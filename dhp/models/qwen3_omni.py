@@ -35,12 +35,12 @@ def qwen3_omni(config: Any) -> Family:
     # The twin does not test this: features enter after layers, as with Qwen3-VL, so that these can be cut.
     decoder = OmniDecoder(config, replace(contract, embeds=True, cuts=True))
     processor = OmniProcessor(config, contract)
-    others = {AUDIO: AudioTower(config)} if hears(config) else {}
+    others = {AUDIO: AudioTower(config)} if has_audio(config) else {}
     idle = tuple(module for module in contract.structure.audio if not (others and module in AudioTower.modules))
     return Family(config, processor, OmniTower(config), decoder, others=others, idle=idle)
 
 
-def hears(config: Any) -> bool:
+def has_audio(config: Any) -> bool:
     """Whether a configuration has an audio tower."""
     return getattr(config, "audio_config", None) is not None
 
@@ -53,7 +53,7 @@ class OmniProcessor(GridProcessor):
     def __init__(self, config: Any, contract: Contract):
         super().__init__(config, contract.base)
         self._forward = contract.base.forward
-        if hears(config):
+        if has_audio(config):
             self.hearing = AudioProcessor(config, config.name_or_path)
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ class OmniDecoder(ContractDecoder):
     @property
     def takes(self) -> Mapping[str, int]:
         """Pictures and audio at the first layer, features after the first ones."""
-        return {EMBEDDINGS: 0, **self.enters, **({AUDIO_EMBEDDINGS: 0} if hears(self.config) else {})}
+        return {EMBEDDINGS: 0, **self.enters, **({AUDIO_EMBEDDINGS: 0} if has_audio(self.config) else {})}
 
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
         """See `Decoder`, which adds features after a layer."""

@@ -22,7 +22,7 @@ from dhp.models.part import Part
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-EMBEDDINGS = "embeddings"  # the tensor whose rows stand in the places of placeholder tokens
+EMBEDDINGS = "embeddings"  # the tensor whose rows replace those of placeholder tokens
 
 
 @dataclass(frozen=True)

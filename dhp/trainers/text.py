@@ -256,7 +256,7 @@ class TextEngine(StageEngine):
     def _cached(self, chunk: int, work: TextInput) -> list[dict[str, Tensor]]:
         """Rows of pictures that no tower encoded: of the tensors that enter this chunk."""
         entering = {name for edge in self.edges_in(chunk) for name in edge.tensors}
-        kept = {name: to_device(rows, self.device) for name, rows in work.kept.items() if name in entering}
+        kept = {name: to_device(rows, self.device) for name, rows in work.cached.items() if name in entering}
         return [kept] if kept else []
 
     def _joined(self, bundles: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

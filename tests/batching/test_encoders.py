@@ -102,5 +102,5 @@ def test_pictures_that_are_there_have_their_places_among_the_others(made_model: 
     pixels = tuple(one if n == 2 else one[:0] for n, one in enumerate(sample.pixels))
     data = deal(made_model, [replace(sample, features=tuple(found), pixels=pixels)], Case(ONE, ONE, 1))
     (text,) = data.work["text"][0]
-    assert torch.equal(text.kept["embeddings"], torch.cat([rows[0], rows[1], rows[3]]))
+    assert torch.equal(text.cached["embeddings"], torch.cat([rows[0], rows[1], rows[3]]))
     assert text.placement.tolist() == [*range(4, 12), *range(4), *range(12, 16)]

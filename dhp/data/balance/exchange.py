@@ -36,7 +36,7 @@ class _Bins(NamedTuple):
 
 
 class _Goal(NamedTuple):
-    """What bins should hold: 1 of each feature.
+    """The target of all bins: 1 of each feature.
 
     loads: float64 [items, features], relative to the target of a bin. weights: float64 [features], of deviations.
     """

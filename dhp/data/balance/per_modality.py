@@ -143,7 +143,7 @@ def _steps(
     group = np.where(raised, np.searchsorted(np.sort(levels), t), -1)
     group[usual] = len(levels)
     steps, left = [], np.zeros(0, dtype=np.int64)
-    for number in range(group.max() + 1):  # what is too little for a step goes on to the next group
+    for number in range(group.max() + 1):  # rows that are too few for a step go on to the next group
         held = rng.permutation(np.concatenate([left, np.flatnonzero(group == number)]))
         held, left = np.split(held, [len(held) // replicas * replicas])
         steps.append(_even_steps(held, v, replicas))

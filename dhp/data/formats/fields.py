@@ -55,7 +55,7 @@ class Fields(Mapping[str, Any]):
         return Fields(raw, level, place, self)
 
     def left(self) -> Iterator[tuple[Fields, str, Any]]:
-        """What is set and was not taken, of this object and of those inside: where, key, value."""
+        """Keys that are set and were not taken, of this object and of those inside: where, key, value."""
         for fields in self._all:
             for key, value in fields._raw.items():
                 if key not in fields._taken and is_set(value):

@@ -104,14 +104,14 @@ def _shown(number: int, part: Fields, raw: Mapping[str, Any], media: MediaResolv
 
 
 def _address(value: Mapping[str, Any], kind: str) -> Any:
-    """What OpenAI's {url} and Anthropic's {type, media_type, data} stand for; another mapping as it is."""
+    """The address in OpenAI's {url} or Anthropic's {type, media_type, data}; another mapping as it is."""
     if isinstance(value.get("data"), str):
         return f"data:{value.get('media_type') or kind};base64,{value['data']}"
     return value["url"] if "url" in value else value
 
 
 def _spoken(number: int, value: Any) -> str:
-    """The address that {data, format} of an input_audio part stand for."""
+    """The address of {data, format} in an input_audio part."""
     if not isinstance(value, Mapping) or not isinstance(value.get("data"), str):
         raise DataError(f"turn {number}: 'input_audio' must hold 'data' in base64 and 'format', got {value!r:.80}")
     return f"data:audio/{value.get('format')};base64,{value['data']}"
