@@ -1,4 +1,4 @@
-"""What adapters a part has: values that cross processes."""
+"""Settings of a part's adapters, sent between processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ADAPTER = "default"  # peft's own name of the one adapter that a model has here
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Low-rank adapters (Hu et al. 2021, "LoRA") beside the matrices of a part: W + scale × B A.
+    """Low-rank adapters (Hu et al. 2021, "LoRA") added to the matrices of a part: W + scale × B A.
 
     rank: rows of A, columns of B. scale: alpha / rank; with rslora alpha / √rank (Kalajdzievski 2023).
 
@@ -32,5 +32,5 @@ class AdapterSettings:
     quantization: str | None = None
 
     def selectors(self) -> tuple[Selector, ...]:
-        """What `targets` select, by names of weights."""
+        """`targets` as selectors over names of weights."""
         return tuple(Selector(said) for said in self.targets)

@@ -1,8 +1,8 @@
-"""What this process has sent to other ranks and parts: bytes by kind, added up until somebody takes them."""
+"""Bytes that this process has sent to other ranks and parts, by kind, accumulated until they are read."""
 
 from __future__ import annotations
 
-# The kinds that metrics tell apart. RING: messages from one rank to another, which only rings send.
+# The kinds that metrics distinguish. RING: messages from one rank to another, which only rings send.
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 BROADCAST, REDUCE, GATHER, SCATTER = "broadcast", "reduce", "gather", "scatter"
 RING, HANDOFF = "ring", "handoff"
@@ -20,7 +20,7 @@ def add_sent(kind: str, nbytes: float) -> None:
 
 
 def take_sent() -> dict[str, int]:
-    """Bytes by kind since the last time, rounded; kinds of which nothing was sent are left out."""
+    """Bytes by kind since the last call, rounded; kinds without any are left out."""
     taken = {kind: round(nbytes) for kind, nbytes in _sent.items()}
     _sent.clear()
     return taken

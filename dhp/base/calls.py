@@ -1,10 +1,10 @@
-"""The sequence of this process's collectives: how many, the last of them, and on request that all ranks agree on each.
+"""Records this process's collectives and, on request, checks that all ranks agree on each.
 
 A rank's sequence of collectives must be a function of the layout and of the step's plan, never of the rank's own data.
 Where it is not, ranks wait for one another for ever, or, where two calls happen to be of one size, train on numbers of
 one another. `check_calls` holds the rule while a run goes on: before a collective begins, the ranks of its group
-exchange what it is, and one that differs is an error. torch's own check (TORCH_DISTRIBUTED_DEBUG=DETAIL) compares
-operations and shapes alone; here the caller counts too, with the layer that it is about.
+exchange a description of it, and one that differs is an error. torch's own check (TORCH_DISTRIBUTED_DEBUG=DETAIL)
+compares operations and shapes alone; here the calling function and its layer are compared too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Call:
 
 
 class CallRecord:
-    """Of one process."""
+    """The calls of one process."""
 
     def __init__(self) -> None:
         self.last: Call | None = None
@@ -75,12 +75,12 @@ class CallRecord:
         return self._store is not None
 
     def check(self, store: Store, timeout_s: float) -> None:
-        """From now on, compare each call with the other ranks'. All ranks together, before their next collective."""
+        """From now on, compare each call with the other ranks'. Collective: all ranks, before their next collective."""
         self._store, self._timeout = store, timedelta(seconds=timeout_s)
 
     def note(self, operation: str, group: ProcessGroup, arguments: Sequence[Any]) -> None:
-        """A call is about to begin. Raises PartFailed where it is checked and another rank makes another one, or none
-        within the time-out."""
+        """Record a call that is about to begin. Where calls are checked, raises PartFailed if another rank makes
+        another one, or none within the time-out."""
         name, together = group.group_name, operation not in _MESSAGES
         self._numbers[name] += together
         rows = (-1,) if operation in _UNEVEN else ()
@@ -91,7 +91,7 @@ class CallRecord:
 
     @contextmanager
     def in_layer(self, name: str) -> Iterator[None]:
-        """Calls inside are about a layer."""
+        """Attribute the calls inside to a layer."""
         before, self._layer = self._layer, f" in {name}"
         try:
             yield
@@ -99,7 +99,7 @@ class CallRecord:
             self._layer = before
 
     def go_back_through(self, name: str) -> None:
-        """A backward has come to a layer."""
+        """Attribute the following calls to a layer that backward has reached."""
         self._layer = f" in the backward of {name}"
 
     def _agree(self, rank: int, call: Call, own: str) -> None:
@@ -109,7 +109,7 @@ class CallRecord:
         store.set(keys[rank], own)
         try:
             store.wait(keys, self._timeout)
-        except RuntimeError:  # what a store raises when time is out
+        except RuntimeError:  # raised by a store at its time-out
             raise PartFailed(
                 f"rank {rank} waits in {own}; {self._missing(keys)}. A rank's collectives must not depend on its own "
                 "data: see the last call of each rank"
@@ -164,7 +164,7 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _find_origin() -> list[str]:
-    """Functions that began this process's present call, with the module that a sharding library is about."""
+    """The functions that began the current call, with the module that a sharding library works on."""
     found: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < CALLERS:
@@ -176,7 +176,7 @@ def _find_origin() -> list[str]:
 
 
 def _find_module(names: Mapping[str, Any]) -> str:
-    """Which module a function of FSDP2 or of DeepSpeed's stage 3 gathers or reduces."""
+    """The module that a function of FSDP2 or of DeepSpeed's stage 3 gathers or reduces."""
     path = getattr(names.get("self"), "_module_fqn", None)
     if path is not None:
         return f"[{path}]"

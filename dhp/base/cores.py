@@ -1,4 +1,4 @@
-"""The cores that this process may run on."""
+"""The number of cores that this process may use."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def count_cores() -> int:
-    """How many: those that the system lets it run on, where it says (Linux), else all of the machine."""
+    """Cores of the process's affinity mask where the system has one (Linux), else all of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

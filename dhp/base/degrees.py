@@ -9,8 +9,8 @@ AXES = ("data", "ring", "ulysses", "tensor")
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks along each axis; tensor ranks are neighbours. expert: of the data ranks, so many neighbours share out the
-    experts of a decoder; no axis of its own."""
+    """Ranks along each axis; tensor ranks are consecutive. expert: so many consecutive data ranks share out the experts
+    of a decoder; no axis of its own."""
 
     data: int = 1
     ring: int = 1
@@ -35,7 +35,7 @@ class Degrees:
 
     @property
     def holders(self) -> int:
-        """Ranks that hold all weights between them: the first of these neighbours begins with rank 0."""
+        """Ranks that hold all weights together: consecutive ones, the first group from rank 0 on."""
         return self.tensor * self.expert
 
     def by_axis(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Errors a person is meant to read: what happened, with which values, why, and what to do next."""
+"""Errors for users: what happened, with which values, why, and what to do next."""
 
 from collections.abc import Sequence
 
@@ -14,18 +14,18 @@ class ConfigError(DhpError):
 
 
 def raise_all(errors: Sequence[ConfigError]) -> None:
-    """Raise one error that tells all of them, if there are any."""
+    """Raise one error that lists all of them, if there are any."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        told = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, errors)))
-        raise ConfigError(f"{len(errors)} things are wrong:{told}")
+        lines = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, errors)))
+        raise ConfigError(f"{len(errors)} things are wrong:{lines}")
 
 
 class DataError(DhpError):
     """A dataset, sample or image that cannot be used; the text names dataset, position and reason.
 
-    It may quote what strangers wrote, so it is one line, with control characters spelt out.
+    It may quote untrusted text, so it is one line, with control characters escaped.
     """
 
     def __init__(self, text: str, *more: object):

@@ -1,4 +1,4 @@
-"""A picture's features, what leaves a tower that is not trained; and where they are kept."""
+"""Cached features of a picture: the output of a frozen tower, and where it is cached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FeatureSettings:
-    """Where features are kept. tower: hex digest of the weights and all else that makes features of patches."""
+    """Where features are cached. tower: hex digest of the weights and all else that turns patches into features."""
 
     folder: str
     tower: str
@@ -18,7 +18,7 @@ class FeatureSettings:
 
 @dataclass(frozen=True)
 class KeepSettings:
-    """Where ranks write features. room_bytes: what each of them may add; None: no bound."""
+    """Where ranks write features. room_bytes: the most that each rank may add; None: no bound."""
 
     folder: str
     room_bytes: int | None = None
@@ -28,9 +28,9 @@ class KeepSettings:
 class Features:
     """Features of one picture.
 
-    key: hex digest that they are kept under. about: of the picture, what whoever reads them later needs beside them.
+    key: hex digest that they are cached under. about: of the picture, what a later reader needs as well.
 
-    tensors: [tokens, width] by name, in the order of the picture's placeholders; None: nothing is kept under the key.
+    tensors: [tokens, width] by name, in the order of the picture's placeholders; None: nothing is cached yet.
     """
 
     key: str

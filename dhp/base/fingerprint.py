@@ -1,4 +1,4 @@
-"""Whether files are those that they were, without reading all of them."""
+"""Detects changed files without reading all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILES = 64  # of more files than that as many, spread over them; of the others 
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """A digest of the files' names, sizes and contents; of large ones samples. Where they lie makes no difference.
+    """A digest of the files' names, sizes and contents; of large ones samples. Their folder makes no difference.
 
     Raises OSError.
     """

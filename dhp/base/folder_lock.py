@@ -1,4 +1,4 @@
-"""A lock on a directory that one run alone may write: held while the run lives, gone when its process is.
+"""An exclusive lock on a directory, held for the time of a run and released when its process ends.
 
 The lock is the kernel's (flock) on a file in the directory, which says who holds it. Some network file systems keep
 flock within a host: so the holder touches its file again and again, and a file left by another host is watched before
@@ -37,11 +37,11 @@ class Holder:
 
 @contextmanager
 def locked(folder: Path, key: str, say: Callable[[str], None] = say_nothing) -> Iterator[None]:
-    """Hold `folder`, which is made where it is not there, and goes again where it is empty at the end.
+    """Hold `folder`: created if missing, removed at the end if it is empty.
 
-    key: the configuration's, for messages. say: is told what is waited for. Raises ConfigError where another process
-    holds it, or where it cannot be written. What a dead process has left is no obstacle; of one on another host it
-    takes `BEAT_S` × `WATCHED_BEATS` to see that it is dead.
+    key: the configuration's, for messages. say: receives a line on what is waited for. Raises ConfigError where another
+    process holds it, or where it cannot be written. What a dead process has left is no obstacle; of one on another host
+    it takes `BEAT_S` × `WATCHED_BEATS` to see that it is dead.
     """
     made = _make(folder, key)
     path = folder.resolve() / NAME
@@ -55,8 +55,8 @@ def locked(folder: Path, key: str, say: Callable[[str], None] = say_nothing) -> 
         finally:
             ended.set()
             beat.join()
-            with suppress(OSError):  # how the run ended is what is told
-                if os.stat(path).st_ino == os.fstat(handle).st_ino:  # or it is somebody else's by now
+            with suppress(OSError):  # the error to report is the run's own
+                if os.stat(path).st_ino == os.fstat(handle).st_ino:  # or it is another process's by now
                     path.unlink()
             os.close(handle)
     finally:
@@ -68,7 +68,7 @@ def locked(folder: Path, key: str, say: Callable[[str], None] = say_nothing) -> 
 
 
 def _make(folder: Path, key: str) -> list[Path]:
-    """Make `folder`; those of its parents and itself that were not there, innermost first."""
+    """Create `folder`. Returns the folders that were created, parents included, innermost first."""
     missing = [one for one in (folder.absolute(), *folder.absolute().parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def _take(path: Path, key: str, folder: Path, say: Callable[[str], None]) -> int
 
 
 def _lock(handle: int, path: Path, key: str, folder: Path, say: Callable[[str], None]) -> bool:
-    """Lock the file and write into it who holds it. False: it was removed meanwhile, and another may be there."""
+    """Lock the file and write its holder into it. False: it was removed meanwhile, and another may be there."""
     own, known = Holder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")), True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,7 +122,7 @@ def _lock(handle: int, path: Path, key: str, folder: Path, say: Callable[[str], 
 
 
 def _read(handle: int) -> Holder | None:
-    """Who wrote the file; None: it is empty, or no lock's."""
+    """The holder that the file names; None: it is empty, or no lock's."""
     try:
         found = json.loads(os.pread(handle, 4096, 0))
         return Holder(str(found["host"]), int(found["pid"]), str(found["since"]))
@@ -131,7 +131,7 @@ def _read(handle: int) -> Holder | None:
 
 
 def _is_touched(handle: int) -> bool:
-    """Whether somebody touches the file while it is watched. No clock is compared with another host's."""
+    """Whether the file is touched while it is watched. No clock is compared with another host's."""
     before = os.fstat(handle).st_mtime_ns
     for _ in range(WATCHED_BEATS):
         time.sleep(BEAT_S)

@@ -1,4 +1,4 @@
-"""What crosses a process when prompts are answered: how tokens are chosen, a prompt as its ranks get it, an answer."""
+"""Messages between processes for generation: sampling settings, a rank's share of a prompt, an answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dhp.base.messages import TextInput
 
 @dataclass(frozen=True)
 class Sampling:
-    """How new tokens are chosen, and when that ends.
+    """How new tokens are sampled, and when generation stops.
 
     stop: tokens that end an answer, of which it has the last. temperature: what logits are divided by before one is
     drawn; 0: the likeliest token is taken. top_k: of the likeliest only so many; 0: all. top_p: of the likeliest as few
@@ -31,7 +31,7 @@ class PromptInput:
     """A prompt as one text shard gets it.
 
     row: all of its tokens but the last, as ranks share a row in training; without target. What a rank without any of
-    them computes is not kept.
+    them computes is discarded.
 
     tokens: how many of the prompt are in the row, on all ranks together. last: its last token; None: the replica has no
     prompt. position: of that token as the model takes it, [..., 1, 1]. next_position: of the first new token: one more
@@ -48,7 +48,7 @@ class PromptInput:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank tells of a prompt that was answered; all ranks of a replica tell the same tokens.
+    """One rank's report of an answered prompt; all ranks of a replica report the same tokens.
 
     token_ids: the new ones, the one that ended it included. prompt_tokens: those of the prompt.
 

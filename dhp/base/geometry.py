@@ -1,4 +1,4 @@
-"""Words that data, models and parallel share about pictures and tokens: a grid, a label, a range of tokens."""
+"""Types of pictures and tokens that data, models and parallel share: a grid, a label, a range of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Grid = tuple[int, int, int]  # (t, h, w) of an image or a video, in patches
 class ProcessorOutput:
     """A picture that is not a grid: what its image processor gave, without the numbers of the pixels.
 
-    pixels: names and shapes of the arrays of pixels, which travel as [rows, values], one behind another. arrays: the
+    pixels: names and shapes of the arrays of pixels, which are sent as [rows, values], one after another. arrays: the
     other arguments of the encoder: name, dtype, shape and bytes of each. tokens: placeholders. written: what a prompt
     has in the picture's place.
     """

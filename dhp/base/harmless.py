@@ -1,4 +1,4 @@
-"""Text that came with data or a model, made fit to be shown: it may hold what would steer a terminal."""
+"""Escapes untrusted text of data or models for display: it may hold terminal control sequences."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 
 
 def harmless(text: str) -> str:
-    """Text with its control characters spelt out, but line ends and tabs."""
+    """Text with control characters escaped, except line ends and tabs."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def one_line(text: str) -> str:
-    """The same, with line ends spelt out as well: it cannot pass for a line of somebody else's."""
+    """As `harmless`, with line ends escaped as well: the text cannot fake another line."""
     return harmless(text).replace("\n", "\\n").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

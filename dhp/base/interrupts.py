@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM (a stopped Ray job, a scheduler) do: outside a run, in one, and while it is being ended."""
+"""Handles Ctrl-C and SIGTERM (a stopped Ray job, a scheduler): outside a run, in one, and during its shutdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
+INTERRUPTED = 130  # exit status that a shell reports after Ctrl-C
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _OUTSIDE, _RUNNING, _ENDING = "outside a run", "running", "ending"
@@ -33,7 +33,7 @@ def heed() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """The time of a run: both signals raise KeyboardInterrupt in the main thread, until `end` is called."""
+    """In a run both signals raise KeyboardInterrupt in the main thread, until `end` is called."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -49,14 +49,14 @@ def interruptible() -> Iterator[None]:
 
 
 def end() -> None:
-    """Called where a run begins to be ended: a signal would only leave that half done, and is ignored from now on."""
+    """Ignore signals from now on: called where the shutdown of a run begins, which a signal would leave half done."""
     if _State.phase == _RUNNING:
         _State.phase = _ENDING
 
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """`end` when this block is left, however."""
+    """Call `end` when this block is left, in any way."""
     try:
         yield
     finally:
@@ -65,7 +65,7 @@ def ending() -> Iterator[None]:
 
 @contextmanager
 def ending_on_error() -> Iterator[None]:
-    """`end` when this block is left by an exception."""
+    """Call `end` when this block is left by an exception."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""What becomes of the head's output before it is a logit, as data."""
+"""How logits are computed from the head's output, as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses a process: frozen values, named tensors inside."""
+"""Messages between processes: frozen values with named tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What everyone must know of a step: global counts over all replicas and micro-batches.
+    """Global counts of a step, over all replicas and micro-batches.
 
     epoch: the one that the step begins in. done: epochs after the step, with a fraction.
 
@@ -70,7 +70,7 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class RowRun:
-    """Rows of a picture's features that one rank has: those of its output from `first` on. places: of each of them
+    """Rows of a picture's features that one rank has, from row `first` of its output on. places: of each of them
     among the picture's, int64 [rows]."""
 
     rank: int  # of those that share the sequence
@@ -80,7 +80,7 @@ class RowRun:
 
 @dataclass(frozen=True)
 class PictureRows:
-    """A picture whose features are to be kept: see `dhp.base.features.Features`. runs: all of its rows."""
+    """A picture whose features are to be cached: see `dhp.base.features.Features`. runs: all of its rows."""
 
     key: str
     about: str
@@ -100,7 +100,7 @@ class UnreadPatches:
 
 @dataclass(frozen=True)
 class VisionInput:
-    """One shard's work of an encoder in a micro-batch; patches in tower order. Of sound, a frame is a patch.
+    """One shard's input of an encoder in a micro-batch; patches in tower order. Of audio, a frame is a patch.
 
     pixels: [patches, values]; positions: of each patch, as the tower takes them, [patches, …].
 
@@ -139,7 +139,7 @@ class VisionInput:
 
 @dataclass(frozen=True)
 class TextInput:
-    """One text shard's tokens in a micro-batch: a replica's rows, or of its one row what a rank of a sequence has.
+    """One text shard's tokens in a micro-batch: a replica's rows, or a sequence rank's share of its one row.
 
     tensors: the model's own arguments (input_ids, position_ids, …), rows right-padded or packed into one; and targets:
     for each token the one that it should predict, -100 where there is none.
@@ -150,14 +150,14 @@ class TextInput:
     of its tokens: (sample, first token, tokens).
 
     placement: for each image token of the rows, in order, its row among those received from the vision shards, one
-    shard behind another, and then those of `kept`; None where the rows hold no image. heard: the same of sound and the
-    audio shards.
+    shard after another, and then those of `cached`; None where the rows hold no image. audio_placement: the
+    same of sound and the audio shards.
 
     target_tokens: N_global of the step, not of these rows.
 
     samples: tokens of each sample of the rows, in order, without padding.
 
-    kept: rows of pictures whose features were on disk, by the name of the vision part's tensor.
+    cached: rows of pictures whose features were on disk, by the name of the vision part's tensor.
 
     blocks: tokens with the same number see each other both ways, -1: none; int64, of the rows, or of all samples that
     ranks share. None where the family has no blocks.
@@ -170,8 +170,8 @@ class TextInput:
     placement: Tensor | None
     target_tokens: int
     samples: tuple[int, ...] = ()
-    heard: Tensor | None = None
-    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    audio_placement: Tensor | None = None
+    cached: Mapping[str, Tensor] = field(default_factory=dict)
     shards: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     blocks: Tensor | None = None
     segment_calls: int = 0
@@ -179,7 +179,7 @@ class TextInput:
 
 @dataclass(frozen=True)
 class EvaluatedShare:
-    """What one rank tells of a batch that was evaluated. loss: its share of the objective. targets: how many it has,
+    """One rank's share of an evaluated batch. loss: its share of the objective. targets: how many it has,
     and right: those with the highest logit."""
 
     loss: float
@@ -189,7 +189,7 @@ class EvaluatedShare:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one rank of a stage tells after its optimizer step.
+    """One rank's report after its optimizer step.
 
     loss: its share of the objective, a sum over N_global; None where the stage has no head.
 
@@ -201,7 +201,7 @@ class StageReport:
 
     usage: of activations, where they are measured.
 
-    notes: what whoever watches the run should know, each told once.
+    notes: messages for the user, each shown once.
 
     short: whether a forward pass ran out of memory, and all of it was recomputed instead; no usage then.
 
@@ -222,7 +222,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What one rank computes on.
+    """The device of one rank.
 
     device_id: the same for ranks that share the device. format: of the numbers that it multiplies. measured: operations
     a second, where this rank has measured them. memory_bytes: of a GPU, all of it.
@@ -238,7 +238,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class KernelUse:
-    """Which kernel serves a kind of layer in a stage.
+    """The kernel that a kind of layer uses in a stage.
 
     kind: attention, norm, rotary, gate, loss or patches. count: of modules; 0 where none are counted. faster: a kernel
     that would be faster there, and what it needs.
@@ -252,7 +252,7 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class StepData:
-    """One step, dealt out.
+    """One step, sharded over the ranks.
 
     work: for each part, [micro-batch][shard]. routes: for each part whose rows go where the data say, one for each
     micro-batch.
@@ -268,11 +268,11 @@ RecomputePolicies = tuple[str, ...]  # what each layer of a stage recomputes, in
 
 @dataclass(frozen=True)
 class LayerUsage:
-    """What one layer took in the step's largest micro-batch.
+    """Memory and time of one layer in the step's largest micro-batch.
 
     kind: layers of one kind do the same work.
 
-    held_bytes: kept from forward to backward. replay_bytes: added by recomputing, until the layer's backward is done.
+    held_bytes: saved from forward to backward. replay_bytes: added by recomputing, until the layer's backward is done.
 
     replay_s: seconds of recomputing in the whole step.
     """
@@ -286,11 +286,11 @@ class LayerUsage:
 
 @dataclass(frozen=True)
 class StageUsage:
-    """What activations took on one rank of a stage in one step.
+    """Memory of activations on one rank of a stage in one step.
 
     peak_bytes: the most at any moment.
 
-    before_bytes, after_bytes: kept for backward by what comes before and after the layers.
+    before_bytes, after_bytes: saved for backward by what comes before and after the layers.
 
     rows: patches or tokens of the largest micro-batch. all_rows: those of the step.
     """

@@ -1,4 +1,4 @@
-"""A folder that appears complete or not at all, also when several processes make it at once."""
+"""Creates a folder atomically, also when several processes create it at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from uuid import uuid4
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A path to make and fill, which becomes `folder` when the block ends, and is removed when it raises.
+    """A temporary path to create and fill: renamed to `folder` when the block ends, removed when it raises.
 
     Where another process was faster, `folder` is the one that it made. OSError when nothing can be written there.
     """

@@ -1,6 +1,6 @@
-"""Which parameters are trained, and how fast: rules over their names, which print, compare and cross processes.
+"""Which parameters are trained, and how fast: rules over their names, sent between processes.
 
-A run makes them once of its configuration (`dhp.run.training`); every rank asks them of the parameters that it holds.
+A run makes them once from its configuration (`dhp.run.training`); every rank applies them to the parameters it holds.
 Names are those of the whole model's parameters in transformers, as `model.language_model.layers.0.mlp.up_proj.weight`.
 """
 
@@ -16,7 +16,7 @@ from dhp.base.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
 _ADAPTERS = {"lora_A", "lora_B", "lora_magnitude_vector"}  # pieces of the names that peft gives adapters' parameters
-_BASE = "base_layer"  # and of the names of the weights that they stand beside
+_BASE = "base_layer"  # and of the names of the weights that they adapt
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupRule:
-    """What is different for some parameters; None: as without the rule."""
+    """Settings that differ for some parameters; None: as without the rule."""
 
     name: str
     selectors: tuple[Selector, ...]
@@ -62,14 +62,14 @@ class GroupRule:
     warmup_steps: int | None = None
 
     def fits(self, name: str) -> bool:
-        """Whether it is about the parameter of that name."""
+        """Whether it applies to the parameter of that name."""
         return any(selector.fits(name) for selector in self.selectors)
 
 
 @dataclass(frozen=True)
 class TrainingRules:
-    """What is trained: what `trainable` selects (none: all), without what `frozen` selects. How: by `groups`, of which
-    a later one beats an earlier one in what it says.
+    """Trained parameters: those that `trainable` selects (none: all), without those of `frozen`. How: by `groups`, of
+    which a later one beats an earlier one in what it says.
 
     adapted: parts that have adapters. Those are trained whatever is selected, and of the parts' own weights only what
     `trainable` selects.
@@ -94,7 +94,7 @@ class TrainingRules:
         return chosen and not _any(self.frozen, name)
 
     def group(self, name: str, default: Group) -> Group:
-        """The group of the parameter of that name; `default` where no rule is about it."""
+        """The group of the parameter of that name; `default` where no rule applies to it."""
         found, rules = default, [rule for rule in self.groups if rule.fits(plain_name(name))]
         for rule in rules:
             found = Group(
@@ -127,7 +127,7 @@ def plain_name(name: str) -> str:
 
 
 def is_inside(name: str, modules: Sequence[str]) -> bool:
-    """Whether a module or parameter of that name is one of the modules, or lies in one."""
+    """Whether a module or parameter of that name is one of the modules, or inside one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 

@@ -1,4 +1,4 @@
-"""What a step computes of a part of which not all is trained: shares, which cross processes."""
+"""The share of a part's matrix products that a step computes when not all of it is trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MatmulShare:
 
 @dataclass(frozen=True)
 class TrainedShare:
-    """Of a part: the matrices before its layers, those of its layers, and those behind, the projector or the head.
+    """Shares of a part: of the matrices before its layers, of those in them, and of those after, projector or head.
 
     attention: the share of the layers' attention that gradients go through.
     """

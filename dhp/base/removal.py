@@ -1,4 +1,4 @@
-"""What a run removes: its own files and folders, never what a link leads to."""
+"""Removes a run's own files and folders, never the target of a link."""
 
 from __future__ import annotations
 

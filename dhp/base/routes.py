@@ -1,4 +1,4 @@
-"""Who sends rows to whom along an edge in one micro-batch: small values that travel beside the data."""
+"""Which shards send rows to which along an edge in one micro-batch; small values sent with the data."""
 
 from __future__ import annotations
 

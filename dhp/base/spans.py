@@ -1,4 +1,4 @@
-"""What a process did when: named stretches of time, kept only while a run is being traced."""
+"""Named spans of time of one process, recorded only while a run is traced."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# The kinds that a trace tells apart.
+# The kinds that a trace distinguishes.
 FORWARD, BACKWARD, TRANSFER, COLLECTIVE = "forward", "backward", "transfer", "collective"
 WAIT, DATA, OPTIMIZER, CHECKPOINT = "wait", "data", "optimizer", "checkpoint"
 
@@ -22,34 +22,34 @@ class Span:
     end_ns: int
 
 
-_kept: list[Span] | None = None
+_recorded: list[Span] | None = None
 
 
 def keep_spans() -> None:
-    """Begin to keep the spans of this process."""
-    global _kept
-    _kept = []
+    """Begin to record the spans of this process."""
+    global _recorded
+    _recorded = []
 
 
 def take_spans() -> list[Span]:
-    """The spans kept since the last time."""
-    global _kept
-    taken = _kept or []
-    if _kept is not None:
-        _kept = []
+    """The spans recorded since the last call."""
+    global _recorded
+    taken = _recorded or []
+    if _recorded is not None:
+        _recorded = []
     return taken
 
 
 def add_span(name: str, kind: str, start_ns: int, end_ns: int) -> None:
-    """Keep a span whose ends are known already."""
-    if _kept is not None:
-        _kept.append(Span(name, kind, start_ns, end_ns))
+    """Record a span whose ends are known already."""
+    if _recorded is not None:
+        _recorded.append(Span(name, kind, start_ns, end_ns))
 
 
 @contextmanager
 def span(name: str, kind: str) -> Iterator[None]:
-    """The time that the block takes."""
-    if _kept is None:
+    """Record the time that the block takes."""
+    if _recorded is None:
         yield
         return
     start = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""The model as a small graph: stages, and edges that lead from a stage to a later one. Values that print and compare.
+"""The model as a graph of stages, with edges from a stage to a later one.
 
 A *part* is what the user configures (vision, text). A *stage* is what one group of actors runs: all of a part, or some
 of its layers. A *chunk* is a run of neighbouring layers that a stage computes at a time; a stage of an interleaved
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dhp.base.degrees import Degrees
 
-HIDDEN_STATES = "hidden_states"  # what one range of layers hands to the next
+HIDDEN_STATES = "hidden_states"  # the output of one range of layers, input of the next
 
 
 @dataclass(frozen=True, order=True)
@@ -29,7 +29,7 @@ class Node:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What one group of actors runs.
+    """The part, or run of its layers, that one group of actors runs.
 
     name: "vision", "text", or "text.1" where the part has several stages. part: its section of the configuration.
 
@@ -131,7 +131,7 @@ class StageGraph:
         return sum(stage.degrees.world for stage in self.of_part(part))
 
     def goes_back(self, node: Node) -> bool:
-        """Whether a micro-batch's backward visits a node: it trains, or something before it does."""
+        """Whether backward visits a node: it, or a node before it, is trained."""
         return self.stage(node.stage).trains or any(edge.gradients for edge in self.inputs(node))
 
     def sharing(self) -> int:

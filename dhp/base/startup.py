@@ -1,4 +1,4 @@
-"""What a run says of its start: a line for each thing that takes time, when it begins."""
+"""Prints the progress of a run's start: a line when each slow operation begins."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ def say_line(text: str, file: TextIO | None = None) -> None:
 
 
 def say_nothing(text: str) -> None:
-    """For whoever starts something without an audience."""
+    """Discard the line: the default where no progress is to be printed."""

@@ -1,4 +1,4 @@
-"""A limit on the time that Python code of somebody else's may take in this thread, as a chat template's."""
+"""A time limit for foreign Python code in this thread, as a chat template's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class OutOfTime(Exception):
-    """The time was over."""
+    """The time limit was exceeded."""
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
-    with lock:  # what starts a thread must not be left half way
+    with lock:  # starting a thread must not be interrupted
         timer.start()
     try:
         yield
@@ -37,6 +37,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _raise_in(thread: int, kind: type[Exception] | None) -> None:
-    """At the thread's next operation of Python; None: what waits to be raised there is forgotten."""
+    """Raise it at the thread's next Python operation; None: cancel an exception that was not raised yet."""
     exception = ctypes.py_object(kind) if kind is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)

@@ -1,4 +1,4 @@
-"""Which tokens of a row see each other both ways: those of an image, or of a prompt, as the model's family has it."""
+"""Blocks of tokens with bidirectional attention: those of an image, or of a prompt, as the model's family has it."""
 
 from __future__ import annotations
 

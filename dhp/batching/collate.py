@@ -30,7 +30,7 @@ class Collator:
 
     def make(self, row: Row) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
         """A replica's samples by model argument, and their lengths if they are packed. In place of labels there are
-        `targets`: for each token the one that follows it in its sample, so that nobody behind has to shift anything."""
+        `targets`: for each token the one that follows it in its sample, so that no stage has to shift anything."""
         if not self._packing or not row:
             return _with_targets(self.padded(row)), (1,) if self._packing else None
         packed = [_with_targets(self.padded((sample,))) for sample in row]

@@ -1,4 +1,4 @@
-"""An encoder's side of dealing out: which rank takes which picture or clip, and what goes to whom from there."""
+"""Shards the inputs of one encoder: which rank encodes which picture or clip, and which text shard gets its rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHOWN: Mapping[str, Callable[[Sample], Shown]] = {
 
 @dataclass(frozen=True)
 class Split:
-    """How an encoder's inputs are dealt out.
+    """How an encoder's inputs are sharded.
 
     replicas × ranks: its data replicas, and the ranks of each that share a sequence. dtype: a torch dtype's name, in
     which inputs travel. locality: which replicas are near which replica of the decoder; None: all alike.
@@ -57,7 +57,7 @@ class Picture:
     """An image or video, or a clip: the text replica that needs it, its patches in processor order, its layout.
 
     place: of its first token among those of all the replica's pictures. features: the key that its features are to be
-    kept under; None: they are not.
+    cached under; None: they are not.
     """
 
     replica: int
@@ -69,7 +69,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class CachedPicture:
-    """A picture that nobody encodes, as its features are there: [tokens, width] by name. Else as `Picture`."""
+    """A picture whose features are cached, so that no rank encodes it: [tokens, width] by name. Else as `Picture`."""
 
     replica: int
     place: int
@@ -83,7 +83,7 @@ class CachedPicture:
 @dataclass(frozen=True)
 class EncoderShards:
     """A micro-batch of one encoder: its pictures in the order of the text replicas and their samples, and the pieces
-    of each rank, sequence ranks innermost; kept: pictures that no rank encodes.
+    of each rank, sequence ranks innermost; cached: pictures with cached features, which no rank encodes.
 
     owners: where ranks share a text replica's row, for each replica and each token of its pictures, in order, the rank
     that has it. sharing: how many they are.
@@ -91,35 +91,35 @@ class EncoderShards:
 
     pictures: Sequence[Picture]
     shards: Sequence[Pieces]
-    kept: Sequence[CachedPicture] = ()
+    cached: Sequence[CachedPicture] = ()
     owners: Sequence[Tensor] = ()
     sharing: int = 1
 
     @cached_property
     def sent(self) -> list[Sent]:
-        """What each rank hands over."""
+        """What each rank sends."""
         return [self._sent(pieces) for pieces in self.shards]
 
     def route(self) -> Route:
-        """Which shard has rows for which text shard."""
+        """Which shard sends rows to which text shard."""
         return Route(tuple((rank, target) for rank, sent in enumerate(self.sent) for target in sorted(sent.places)))
 
     def placement(self, target: int) -> Tensor | None:
         """For each token of pictures that a text shard has, in order, its row among those received from the shards, one
-        shard behind another, and behind them those of `kept_rows`; None where it has none."""
+        shard behind another, and behind them those of `cached_rows`; None where it has none."""
         received = [sent.places[target] for sent in self.sent if target in sent.places]
-        received += [one.place + rows for one, rows in self._kept(target) if len(rows)]
+        received += [one.place + rows for one, rows in self._cached(target) if len(rows)]
         return torch.argsort(torch.cat(received)) if received else None
 
-    def kept_rows(self, target: int) -> dict[str, Tensor]:
+    def cached_rows(self, target: int) -> dict[str, Tensor]:
         """Rows of pictures that no rank encodes and a text shard has tokens of, by name; none where it has none."""
-        own = [(one.rows, rows) for one, rows in self._kept(target) if len(rows)]
+        own = [(one.rows, rows) for one, rows in self._cached(target) if len(rows)]
         names = own[0][0] if own else ()
         return {name: torch.cat([_chosen(values[name], rows) for values, rows in own]) for name in names}
 
-    def _kept(self, target: int) -> Iterator[tuple[CachedPicture, Tensor]]:
-        """Kept pictures of the target's replica, and which of their rows it has."""
-        for one in self.kept:
+    def _cached(self, target: int) -> Iterator[tuple[CachedPicture, Tensor]]:
+        """Cached pictures of the target's replica, and which of their rows it has."""
+        for one in self.cached:
             if one.replica == target // self.sharing:
                 rows = torch.arange(one.tokens)
                 if self.owners:
@@ -128,7 +128,7 @@ class EncoderShards:
                 yield one, rows
 
     def _sent(self, pieces: Pieces) -> Sent:
-        """What a rank with these pieces hands over."""
+        """What a rank with these pieces sends."""
         places, targets = [], []
         for piece in pieces:
             picture = self.pictures[piece.image]
@@ -147,7 +147,7 @@ class EncoderShards:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank of an encoder hands over. places: by text shard, the place of each row among the tokens of its
+    """What a rank of an encoder sends. places: by text shard, the place of each row among the tokens of its
     replica's pictures. order: its rows, those of the first shard first; None: as they come."""
 
     places: Mapping[int, Tensor]
@@ -155,7 +155,7 @@ class Sent:
 
 
 class Encoder:
-    """One encoder's ranks, for one model."""
+    """Shards inputs over one encoder's ranks, for one model."""
 
     def __init__(self, name: str, tower: Tower, split: Split):
         """name: the part's. Patches travel in the split's dtype: the tower gets the same bits if it rounds them to this
@@ -165,57 +165,57 @@ class Encoder:
         self._known_layout = lru_cache(maxsize=256)(tower.image_layout)
 
     def shard(self, rows: Sequence[Row], owners: Sequence[Tensor] = (), sharing: int = 1) -> EncoderShards:
-        """One micro-batch. owners and sharing: see `EncoderShards`."""
-        pictures, kept = self._pictures(rows)
+        """Shard one micro-batch. owners and sharing: see `EncoderShards`."""
+        pictures, cached = self._pictures(rows)
         work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
         crossover, own = self.tower.attention_crossover_patches, self._split
         sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
-        return EncoderShards(pictures, [pieces for replica in sharded for pieces in replica], kept, owners, sharing)
+        return EncoderShards(pictures, [pieces for replica in sharded for pieces in replica], cached, owners, sharing)
 
-    def inputs(self, dealt: EncoderShards) -> tuple[VisionInput, ...]:
-        """What each rank receives."""
-        cuts = [self._cuts(dealt, pieces) for pieces in dealt.shards]
+    def inputs(self, sharded: EncoderShards) -> tuple[VisionInput, ...]:
+        """Each rank's input."""
+        cuts = [self._cuts(sharded, pieces) for pieces in sharded.shards]
         forms, even = [[cut.form for cut in own if cut.form is not None] for own in cuts], self._split.even_calls
         calls = [self.tower.calls(own, even) for own in forms]
         most = max(map(len, calls)) if even else 0
         filled = [own + ((),) * (most - len(own)) for own in calls]
-        return tuple(self._input(dealt, rank, cuts[rank], filled[rank]) for rank in range(len(cuts)))
+        return tuple(self._input(sharded, rank, cuts[rank], filled[rank]) for rank in range(len(cuts)))
 
     def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[CachedPicture]]:
-        """Those to encode, and those whose features are there: work is dealt out evenly of the former alone."""
-        found, kept = [], []
+        """Pictures to encode, and those with cached features: work is balanced over the former alone."""
+        found, cached = [], []
         for replica, row in enumerate(rows):
             place = 0
             for pixels, grid, features in (one for sample in row for one in self._shown(sample)):
                 if features is not None and features.tensors is not None:
-                    kept.append(CachedPicture(replica, place, features.tensors))
-                    place += kept[-1].tokens
+                    cached.append(CachedPicture(replica, place, features.tensors))
+                    place += cached[-1].tokens
                 else:
                     layout = self._layout(grid)
                     here = pixels if isinstance(pixels, LongVideo) else torch.from_numpy(pixels)
                     found.append(Picture(replica, here, layout, place, features))
                     place += len(layout.order)
-        return found, kept
+        return found, cached
 
     def _layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
-        """Sizes of images come again; videos seldom have as many frames, and their layouts are large."""
+        """Layouts of images are cached, since sizes repeat; those of videos are large, and seldom repeat."""
         video = not isinstance(grid, ProcessorOutput) and grid[0] > 1
         return self.tower.image_layout(grid) if video else self._known_layout(grid)
 
-    def _cuts(self, dealt: EncoderShards, pieces: Pieces) -> list[_Cut]:
-        """What a rank with these pieces computes; a dummy where it has none."""
+    def _cuts(self, sharded: EncoderShards, pieces: Pieces) -> list[_Cut]:
+        """The patches that a rank with these pieces encodes; a dummy where it has none."""
         if pieces:
-            return [_cut(dealt.pictures[piece.image], piece.first, piece.last) for piece in pieces]
+            return [_cut(sharded.pictures[piece.image], piece.first, piece.last) for piece in pieces]
         tower, dummy = self.tower, self.tower.dummy_patches
         positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
         return [_Cut(tower.dummy_pixels(torch.empty(0)), positions, (dummy,), tower.dummy_form)]
 
     def _input(
-        self, dealt: EncoderShards, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]
+        self, sharded: EncoderShards, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]
     ) -> VisionInput:
         first = rank - rank % self._split.ranks
-        group = dealt.shards[first : first + self._split.ranks]
-        layouts, sent = [picture.layout for picture in dealt.pictures], dealt.sent[rank]
+        group = sharded.shards[first : first + self._split.ranks]
+        layouts, sent = [picture.layout for picture in sharded.pictures], sharded.sent[rank]
         segment_lengths, shards = lay_out(layouts, group, self.tower.dummy_patches)
         pixels, unread = self._join([cut.pixels for cut in cuts])
         return VisionInput(
@@ -228,7 +228,7 @@ class Encoder:
             order=sent.order,
             forms=tuple(cut.form for cut in cuts if cut.form is not None),
             calls=calls,
-            to_keep=tuple(_to_keep(dealt.pictures, group)),
+            to_keep=tuple(_to_keep(sharded.pictures, group)),
             unread=unread,
         )
 
@@ -269,7 +269,7 @@ def _chosen(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def _to_keep(pictures: Sequence[Picture], group: Sequence[Pieces]) -> Iterator[PictureRows]:
-    """Of the pictures of a group of ranks, those whose features are to be kept, and which rank has which rows."""
+    """Of the pictures of a group of ranks, those whose features are to be cached, and which rank has which rows."""
     runs: dict[int, list[RowRun]] = {}
     for rank, pieces in enumerate(group):
         row = 0

@@ -1,4 +1,4 @@
-"""Steps as the ranks receive them: what a source reads, dealt out."""
+"""Reads a global batch and shards it over ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dhp.models.family import Family
 
 
 class BatchReader:
-    """Steps as the ranks receive them. `step(k)` depends on k alone."""
+    """Reads steps and shards them over ranks. `step(k)` depends on k alone."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class BatchReader:
         self._source, self._read_patches = source, read_patches
         self._family = family
         self._collator = Collator(family, pad_token_id, packing or text.sequence > 1)
-        self._dealer = BatchSharder(family, self._collator, encoders, passes, text, sequence_groups, even_calls)
+        self._sharder = BatchSharder(family, self._collator, encoders, passes, text, sequence_groups, even_calls)
         self.measured = measured
 
     @property
@@ -80,28 +80,29 @@ class BatchReader:
         return self._source.sampler.steps(epochs)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` steps keeps of the data's order; left_out: what was found defective."""
+        """State of the data's order for a checkpoint after `step` steps; left_out: samples that were found
+        defective."""
         state = {"step": step, "order": self._source.sampler.order(step)}
         return state if self.measured is None else state | {"left_out": self.measured.left_out()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Before anything is planned. Samples that were left out stay so. Raises DataError unless the steps after those
-        of `state` go on where it stopped."""
+        """Restore `state`; called before anything is planned. Samples that were left out stay so. Raises DataError
+        unless the steps after those of `state` go on where it stopped."""
         if self.measured is not None:
             self.measured.leave_out(state.get("left_out", {}))
         self._source.sampler.load_state_dict(state)
 
     def batch(self, step: int) -> StepBatch:
-        """Which samples a step (0-based) has. Raises DataError for lengths that cannot be told, as data.on_bad_sample
-        says."""
+        """Which samples a step (0-based) has. Raises DataError for lengths that cannot be measured, as
+        data.on_bad_sample says."""
         start = time.perf_counter()
         batch = self._source.sampler.batch(step)
         return replace(batch, measure_s=time.perf_counter() - start)
 
     def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepData:
-        """Read, decode and deal out one step; patches of long videos are left to `fill`. Raises DataError as
+        """Read, decode and shard one step; patches of long videos are left to `fill`. Raises DataError as
         data.on_bad_sample says, for `broken` ones too: long videos that `fill` found to be so, and what is wrong."""
-        data = self._deal(partial(self._source.read, batch, broken))
+        data = self._shard(partial(self._source.read, batch, broken))
         return replace(data, info=replace(data.info, measure_s=batch.measure_s))
 
     def fill(self, work: VisionInput) -> VisionInput:
@@ -110,14 +111,14 @@ class BatchReader:
 
     def step(self, step: int) -> StepData:
         """`read` of the `batch` of that number (0-based)."""
-        return self._deal(partial(self._source.step, step))
+        return self._shard(partial(self._source.step, step))
 
     def sample(self, index: int) -> tuple[Record, Sample]:
         """One sample of the first epoch, by its 0-based index. Raises DataError where it cannot be used."""
         return self._source.sample(index)
 
     def samples(self, step: int) -> StepSamples:
-        """The samples of a step (0-based), before they are dealt out."""
+        """The samples of a step (0-based), before they are sharded."""
         return self._source.step(step)
 
     def missing(self, step: int = 0) -> list[RowChunk]:
@@ -125,11 +126,11 @@ class BatchReader:
         return [] if self.measured is None else self.measured.missing(self._source.sampler.first(step))
 
     def measure(self, chunk: RowChunk) -> Lengths:
-        """Lengths of a part of a dataset; another feed of the same settings may do it for this one."""
+        """Lengths of a part of a dataset; another reader with the same settings may measure them for this one."""
         return self.measured.measure(chunk)
 
     def learn(self, chunk: RowChunk, lengths: Lengths) -> None:
-        """Take what was measured."""
+        """Store measured lengths."""
         self.measured.learn(chunk, lengths)
 
     def model_inputs(self, step: int) -> dict[str, Tensor]:
@@ -146,7 +147,7 @@ class BatchReader:
                 tensors |= {f"{d}/{m}/{name}": tensor.contiguous() for name, tensor in plain.items()}
         return tensors
 
-    def _deal(self, read: Callable[[], StepSamples]) -> StepData:
+    def _shard(self, read: Callable[[], StepSamples]) -> StepData:
         start = time.perf_counter()
-        data = self._dealer.shard(read())
+        data = self._sharder.shard(read())
         return replace(data, info=replace(data.info, data_s=time.perf_counter() - start))

@@ -1,4 +1,4 @@
-"""Where steps come from: datasets, a sampler, the model's processors and the dealing out, joined without Ray."""
+"""Builds a reader of steps from datasets, a sampler, the model's processors and a sharder, without Ray."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from dhp.models.registry import load_family, load_image_processor, load_tokenize
 
 @dataclass(frozen=True)
 class BatchReaderSettings:
-    """What the dataset actor is told at birth.
+    """Settings of the dataset actor.
 
-    registry: where each dataset lies, by its name.
+    registry: the files of each dataset, by its name.
 
-    encoders: how each one's inputs are dealt out, by part.
+    encoders: how each one's inputs are sharded, by part.
 
-    cache_dir: where lengths are kept. features: where those of pictures are; None: every picture is decoded.
+    cache_dir: where lengths are cached. features: where those of pictures are; None: every picture is decoded.
 
     passes: what a step computes of each part of which not all is trained; none: all is.
 
@@ -105,7 +105,7 @@ def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
 
 
 def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: Any) -> Preprocessor:
-    """What turns records into samples, as the settings say."""
+    """The preprocessor of records to samples, as the settings say."""
     images = load_image_processor(settings.model_name)
     return Preprocessor(
         tokenizer,
@@ -151,7 +151,7 @@ def _sampler(settings: BatchReaderSettings, dataset: Any) -> Sampler:
 
 
 def _videos(family: Family, reading: ReadSettings) -> Videos | None:
-    """How the model sees videos; None: not at all."""
+    """Video preprocessing; None: the model takes no videos."""
     own = family.processor
     if own.video_token_id is None:
         return None
@@ -161,7 +161,7 @@ def _videos(family: Family, reading: ReadSettings) -> Videos | None:
 
 
 def _sounds(family: Family) -> AudioPreprocessing | None:
-    """How the run hears; None: not at all."""
+    """Audio preprocessing; None: the run takes no audio."""
     own = family.processor.hearing
     if own is None or AUDIO not in family.parts:
         return None
@@ -170,7 +170,7 @@ def _sounds(family: Family) -> AudioPreprocessing | None:
 
 
 def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | None:
-    """Pictures whose features are on disk; None: none are looked for."""
+    """Lookup of cached features; None: every picture is decoded."""
     own = family.processor
     about = [type(own).__name__, *own.about()]
     if features is None:
@@ -179,8 +179,8 @@ def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | 
 
 
 def _prompts(family: Family, reading: ReadSettings) -> Prompts:
-    deaf = NO_TOWER if family.processor.hearing is None else NO_ACTORS
-    return Prompts(reading.system_prompt, reading.learn_empty_thoughts, deaf)
+    no_audio = NO_TOWER if family.processor.hearing is None else NO_ACTORS
+    return Prompts(reading.system_prompt, reading.learn_empty_thoughts, no_audio)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:

@@ -1,4 +1,4 @@
-"""Prompts as the ranks receive them: records that ask, preprocessed and dealt out as those of training are."""
+"""Preprocesses prompts and shards them over ranks as training samples are."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ class Prompt:
 
 
 class PromptReader:
-    """Prompts, one for each replica of the decoder in each step, in the place of a `dhp.batching.feed.BatchReader`."""
+    """Reads prompts, one for each decoder replica in each step; replaces a `dhp.batching.feed.BatchReader`."""
 
     def __init__(
         self,
         settings: BatchReaderSettings,
         records: Sequence[Record],
         preprocess: Preprocessor,
-        dealer: BatchSharder,
+        sharder: BatchSharder,
         tokenizer: Any,
         sampling: Sampling,
         positions: PositionRange | None,
     ):
         """positions: that the model knows."""
-        self._records, self._preprocess, self._dealer = list(records), preprocess, dealer
+        self._records, self._preprocess, self._sharder = list(records), preprocess, sharder
         self._tokenizer, self._sampling, self._positions = tokenizer, sampling, positions
         self._replicas = settings.text.data
         self._references: list[str | None] = [None] * len(records)
 
     def add(self, record: Record, reference: str | None = None, looked_at: bool = True) -> None:
-        """One prompt more. looked_at: raises DataError, with its place, if it cannot be answered; its videos are
-        decoded to their ends, because a run that trains is no place to find out."""
+        """Add a prompt. looked_at: raises DataError, with its place, if it cannot be answered; its videos are decoded
+        to their ends, so that errors do not show during training."""
         if looked_at:
             sample = self._preprocess(record)
             self._check(record, sample)
@@ -75,12 +75,12 @@ class PromptReader:
 
     @property
     def steps(self) -> int:
-        """In how many all prompts are answered."""
+        """Steps that answer all prompts."""
         return -(-len(self._records) // self._replicas)
 
     @property
     def prompts(self) -> list[Prompt]:
-        """What is asked, in order."""
+        """All prompts, in order."""
         return [
             Prompt(record.dataset, _said(record), reference)
             for record, reference in zip(self._records, self._references, strict=True)
@@ -93,18 +93,18 @@ class PromptReader:
         return StepBatch(step, 0, (step + 1) / self.steps, (tuple(map(tuple, slots)),))
 
     def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepData:
-        """Read, decode and deal out. Raises DataError, with the prompt's place, for one that cannot be answered, one
+        """Read, decode and shard. Raises DataError, with the prompt's place, for one that cannot be answered, one
         with a video of `broken` too, as `dhp.batching.feed.BatchReader.read` has them."""
         sample = partial(self._sample, broken=broken)
         rows = tuple(tuple(tuple(map(sample, slot)) for slot in row) for row in batch.samples)
-        return self._dealer.deal_prompts(StepSamples(batch.step, 0, rows, (), batch.done), self._sampling)
+        return self._sharder.shard_prompts(StepSamples(batch.step, 0, rows, (), batch.done), self._sampling)
 
     def fill(self, work: VisionInput) -> VisionInput:
         """As `dhp.batching.feed.BatchReader.fill`."""
         return fill(work, self._preprocess.pictures.read_patches)
 
     def said(self, token_ids: Sequence[int]) -> str:
-        """What tokens say."""
+        """The text of tokens."""
         return str(self._tokenizer.decode(list(token_ids), **DECODED))
 
     def _sample(self, index: int, broken: Mapping[File, str]) -> Sample:
@@ -138,14 +138,14 @@ def check_room(sample: Sample, new: int, positions: PositionRange | None) -> Non
 
 
 def make_prompt_feed(settings: BatchReaderSettings, records: Sequence[Record], sampling: Sampling) -> PromptReader:
-    """The feed of these prompts. sampling: its stop tokens are the model's, whatever it says. Raises ModelError for a
+    """The reader of these prompts. sampling: its stop tokens are the model's, whatever it says. Raises ModelError for a
     model without the needed parts."""
     family, tokenizer = open_model(settings)
     preprocess = make_preprocessor(settings, family, tokenizer)
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups)
-    dealer = BatchSharder(family, Collator(family, pad_token(tokenizer), True), *division)
+    sharder = BatchSharder(family, Collator(family, pad_token(tokenizer), True), *division)
     own = replace(sampling, stop=find_stop_tokens(settings.model_name, family.config, tokenizer))
-    return PromptReader(settings, records, preprocess, dealer, tokenizer, own, find_positions(family.config))
+    return PromptReader(settings, records, preprocess, sharder, tokenizer, own, find_positions(family.config))
 
 
 def make_held_out_feed(settings: BatchReaderSettings, count: int | None, sampling: Sampling) -> PromptReader:

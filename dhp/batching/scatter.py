@@ -1,4 +1,4 @@
-"""Deal a step's samples out to the shards of all parts: who computes what, and who sends rows to whom."""
+"""Shards a step's samples over the ranks of all parts: which rank computes what, and which sends rows to which."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ONE_GROUP = "one"
 
 
 class BatchSharder:
-    """Samples as the ranks receive them, a pure function of them."""
+    """Shards samples over the ranks of all parts; a pure function of the samples."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class BatchSharder:
         """One step for all ranks."""
         return self._data(samples, [[self._make(row) for row in rows] for rows in samples.samples])
 
-    def deal_prompts(self, samples: StepSamples, sampling: Sampling) -> StepData:
+    def shard_prompts(self, samples: StepSamples, sampling: Sampling) -> StepData:
         """Samples without labels, one a replica at most, as `dhp.base.generation.PromptInput`s in the place of text
         inputs. Raises DataError for a prompt that ends with a picture."""
         whole = [[self._collator.make(row)[0] for row in rows] for rows in samples.samples]
@@ -81,28 +81,29 @@ class BatchSharder:
         return replace(data, work={**data.work, TEXT: text})
 
     def _data(self, samples: StepSamples, made: Sequence[Sequence[_Made]]) -> StepData:
-        dealt = {name: [self._deal(name, *pair) for pair in zip(samples.samples, made)] for name in self._encoders}
-        work = {name: tuple(map(self._encoders[name].inputs, of_part)) for name, of_part in dealt.items()}
-        routes = {name: tuple(one.route() for one in of_part) for name, of_part in dealt.items()}
+        pairs = list(zip(samples.samples, made))
+        sharded = {name: [self._shard_for(name, *pair) for pair in pairs] for name in self._encoders}
+        work = {name: tuple(map(self._encoders[name].inputs, of_part)) for name, of_part in sharded.items()}
+        routes = {name: tuple(one.route() for one in of_part) for name, of_part in sharded.items()}
         targets = sum(sample.target_tokens for sample in samples.flat)
         text = []
         for number, rows in enumerate(made):
-            of_micro_batch = {name: of_part[number] for name, of_part in dealt.items()}
+            of_micro_batch = {name: of_part[number] for name, of_part in sharded.items()}
             shards = (one for d, row in enumerate(rows) for one in self._text(row, d, of_micro_batch, targets))
             calls = max(_count_runs(row.lengths) for row in rows) if self._even_calls else 0
             text.append(tuple(replace(one, segment_calls=calls) for one in shards))
-        info = _count(samples, targets, work, text, self._flops(samples, dealt, targets))
+        info = _count(samples, targets, work, text, self._flops(samples, sharded, targets))
         if self._degrees.sequence > 1:
             divided = sum(one.divided for rows in made for one in rows)
             info = replace(info, sp_ratio=divided / max(info.tokens, 1))
         return StepData(info, {**work, TEXT: tuple(text)}, routes)
 
     def _flops(
-        self, samples: StepSamples, dealt: Mapping[str, Sequence[EncoderShards]], targets: int
+        self, samples: StepSamples, sharded: Mapping[str, Sequence[EncoderShards]], targets: int
     ) -> dict[str, int]:
         lengths = [len(sample.input_ids) for sample in samples.flat]
         found = {}
-        for name, of_part in dealt.items():
+        for name, of_part in sharded.items():
             layouts = (picture.layout for one in of_part for picture in one.pictures)
             found[name] = self._encoders[name].tower.work.flops(layouts, self._passes.get(name, EVERYTHING))
         passes = self._passes.get(TEXT, EVERYTHING)
@@ -112,7 +113,7 @@ class BatchSharder:
         tensors, lengths = self._collator.make(row)
         shared, divided = None, 0
         if self._degrees.sequence > 1:
-            assert lengths is not None  # whoever made the collator knows that shared rows are packed
+            assert lengths is not None  # the collator was made to pack shared rows
             plan = self._plan(lengths)
             shared, divided = share_row(plan), count_divided(plan)
         blocks = find_blocks(self._family.decoder, tensors, lengths)
@@ -127,14 +128,14 @@ class BatchSharder:
         return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared)
 
     def _plan(self, lengths: Sequence[int]) -> ShardPlan:
-        """Who holds what of a row that ranks share."""
+        """How ranks share a row."""
         mesh = self._degrees.ring, self._degrees.ulysses
         if not self._auto_groups:
             return grouped_plan(lengths, *mesh, divide_all(lengths, *mesh))
         work = self._family.decoder.work
         return grouped_plan(lengths, *mesh, choose_groups(lengths, *mesh, 2 * work.token / work.pair))
 
-    def _deal(self, name: str, rows: Sequence[Row], made: Sequence[_Made]) -> EncoderShards:
+    def _shard_for(self, name: str, rows: Sequence[Row], made: Sequence[_Made]) -> EncoderShards:
         sharing = self._degrees.sequence
         owners = [one.shared.owners()[self._inside(name, one)] for one in made if one.shared is not None]
         return self._encoders[name].shard(rows, owners, sharing)
@@ -142,26 +143,26 @@ class BatchSharder:
     def _inside(self, name: str, made: _Made) -> Tensor:
         """Which tokens of a row are an encoder's."""
         kinds = made.tensors["mm_token_type_ids"].flatten()
-        heard = kinds == SOUND
+        audio = kinds == SOUND
         if name == AUDIO:
-            return heard
-        return (kinds > 0) & ~heard if AUDIO in self._encoders else kinds > 0
+            return audio
+        return (kinds > 0) & ~audio if AUDIO in self._encoders else kinds > 0
 
     def _text(
-        self, made: _Made, replica: int, dealt: Mapping[str, EncoderShards], target_tokens: int
+        self, made: _Made, replica: int, sharded: Mapping[str, EncoderShards], target_tokens: int
     ) -> Iterator[TextInput]:
-        """What each of the ranks that share the replica's rows gets."""
+        """Inputs of the ranks that share the replica's rows."""
         shared, ranks = made.shared, self._degrees.sequence
         for rank in range(ranks):
             target = replica * ranks + rank
             yield TextInput(
                 made.tensors if shared is None else shared.cut(made.tensors, rank),
                 made.lengths if shared is None else shared.lengths,
-                dealt[VISION].placement(target),
+                sharded[VISION].placement(target),
                 target_tokens,
                 made.samples,
-                dealt[AUDIO].placement(target) if AUDIO in dealt else None,
-                dealt[VISION].kept_rows(target),
+                sharded[AUDIO].placement(target) if AUDIO in sharded else None,
+                sharded[VISION].cached_rows(target),
                 () if shared is None else shared.shards,
                 made.blocks if shared is None else shared.with_dummies(made.blocks),
             )
@@ -169,7 +170,7 @@ class BatchSharder:
 
 @dataclass(frozen=True)
 class _Made:
-    """A text replica's rows. shared: who has what of them; None: one rank has all. divided: see `count_divided`."""
+    """A text replica's rows. shared: how ranks share them; None: one rank has all. divided: see `count_divided`."""
 
     tensors: dict[str, Tensor]
     lengths: tuple[int, ...] | None
@@ -185,7 +186,7 @@ def _count_runs(lengths: Sequence[int] | None) -> int:
 
 
 def _prompt(row: TextInput, samples: Row, whole: Mapping[str, Tensor], sampling: Sampling) -> PromptInput:
-    """What a shard gets of a replica's prompt, of which there is one or none. whole: with its last token."""
+    """A shard's input for a replica's prompt, of which there is one or none. whole: with its last token."""
     ids, positions = whole["input_ids"][0], whole["position_ids"]
     if not samples:
         return PromptInput(row, 0, None, positions[..., -1:], 0, sampling)

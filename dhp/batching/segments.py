@@ -1,4 +1,4 @@
-"""Which full-attention segments the ranks that share a sequence hold, as their pieces of pictures say."""
+"""The full-attention segments of the ranks that share a sequence, from their pieces of pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text replica's row as the ranks that share its sequence get it, by a plan of who holds what.
+"""Shards a text replica's row over the ranks that share its sequence, by a plan.
 
 Targets were shifted and positions counted before, on the whole row, so no rank needs a neighbour's token.
 """
@@ -16,12 +16,12 @@ from dhp.batching.collate import BY_PICTURE
 from dhp.parallel.attention.shard_plan import ShardPlan, is_whole
 
 Spans = tuple[tuple[int, int, int], ...]  # (segment, first token, tokens)
-_DUMMY = {"targets": IGNORED}  # what a token that nobody needs has, where it is not 0
+_DUMMY = {"targets": IGNORED}  # values of dummy tokens, where they are not 0
 
 
 @dataclass(frozen=True)
 class SharedRow:
-    """Who has what of a row.
+    """How ranks share a row.
 
     lengths: tokens of each segment: the samples, and behind them a segment of one token for each rank without any,
     which takes part in the collectives all the same. shards: for each rank (Ulysses innermost), what it holds, in the
@@ -40,8 +40,8 @@ class SharedRow:
         return found
 
     def cut(self, tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-        """A rank's own of what the row has an element a token of, in the last dimension. What has a row a picture stays
-        behind: it was needed for positions alone."""
+        """A rank's share of the tensors with an element a token, in the last dimension. Tensors with a row a picture
+        are dropped: they were needed for positions alone."""
         places = self.places[rank]
         own = {name: values for name, values in tensors.items() if name not in BY_PICTURE}
         if not len(places):

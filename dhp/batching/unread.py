@@ -1,4 +1,4 @@
-"""The patches of long videos: read by whoever prepares one shard's work, no more of them than that shard has."""
+"""Reads the patches of long videos where one shard's work is prepared, no more of them than that shard has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ReadPatches = Callable[[Any, np.ndarray], Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def fill(work: VisionInput, read: ReadPatches) -> VisionInput:
-    """A shard's work with all its pixels. Beside them one part of a video is held at a time. Raises as `read` does."""
+    """A shard's work with all its pixels, and at most one more part of a video in memory. Raises as `read` does."""
     if not work.unread:
         return work
     pixels: Tensor | None = None
@@ -34,8 +34,8 @@ def fill(work: VisionInput, read: ReadPatches) -> VisionInput:
 
 
 def nothing_unread(video: Any, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """What reads patches where samples have all of theirs."""
-    raise AssertionError(f"{len(rows)} patches of {video} are unread, though nobody was told to leave them so")
+    """`ReadPatches` for samples that have all their pixels: always raises."""
+    raise AssertionError(f"{len(rows)} patches of {video} are unread, though no sample was to be read in parts")
 
 
 def count_patches(piece: Tensor | UnreadPatches) -> int:

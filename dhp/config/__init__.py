@@ -1,1 +1,1 @@
-"""What a run is told: the schema, how it is read from YAML and the command line, and what must hold."""
+"""The configuration of a run: its schema, how YAML and the command line are read, and the checks."""

@@ -1,4 +1,4 @@
-"""The configuration vocabulary of ray-project/multimodal-training, told in ours: a table and what applies it.
+"""The configuration keys of ray-project/multimodal-training, translated to ours: a table and what applies it.
 
 The table is data: `python -m dhp.config.aliases` prints it as the one in docs/configuration.md.
 """
@@ -26,7 +26,7 @@ class Alias:
 
     times: another key of the other vocabulary, whose value multiplies this one.
 
-    why: why it has no effect, or what to bear in mind. instead: it is refused; what to write.
+    why: why it has no effect, or a remark. instead: it is refused; what to write.
     """
 
     old: str
@@ -85,17 +85,17 @@ def has_alias(key: str, value: Any) -> bool:
 
 
 def names_here(key: str) -> list[str]:
-    """Our keys for a key of the other vocabulary; none when it is no such key, or has no effect here."""
+    """dhp's keys for a key of the other vocabulary; none when it is no such key, or has no effect here."""
     return sorted({new for row in ALIASES if row.old == key for new in row.new})
 
 
 def translated(values: Values) -> tuple[dict[str, Any], list[str]]:
-    """`values` in our vocabulary, and a line for each that was another's.
+    """`values` in dhp's vocabulary, and a line for each that was of the other one.
 
-    Raises ConfigError for what cannot be told in ours, and where two keys contradict each other.
+    Raises ConfigError for what cannot be translated, and where two keys contradict each other.
     """
     given = {key: value for key, value in values.items() if not has_alias(key, value)}
-    told: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
     notices = []
     for row, value in _aliased(values):
         old = f"{row.old}={_shown(value)}"
@@ -105,13 +105,13 @@ def translated(values: Values) -> tuple[dict[str, Any], list[str]]:
             notices.append(f"{old} has no effect here: {row.why or 'null leaves the default'}")
             continue
         becomes = _becomes(row, value, values)
-        fresh = {new: becomes for new in row.new if new not in told}  # a part's own key beats training's for both
+        fresh = {new: becomes for new in row.new if new not in ours}  # a part's own key beats training's for both
         if row.to is _ANY:
             _refuse_contradiction(old, fresh, given)
-        told |= fresh
+        ours |= fresh
         shown = " and ".join(f"{new}={_shown(becomes)}" for new in fresh) or "overruled by each part's own key"
         notices.append(f"{old} is {shown} here" + (f"; {row.why}" if row.why else ""))
-    return given | told, notices
+    return given | ours, notices
 
 
 def table() -> str:

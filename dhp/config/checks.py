@@ -9,10 +9,10 @@ from dhp.config.schema import Config, DataConfig, LimitsConfig, PartConfig
 
 
 def check_schedule(config: Config) -> None:
-    """DeepSpeed's ZeRO stage 3 counts micro-batches by forward passes, so each must go back before the next goes
+    """DeepSpeed's ZeRO stage 3 counts micro-batches by forward passes, so the backward of each must precede the next
     forward.
 
-    Otherwise it loses gradients without a word. Raises ConfigError.
+    Otherwise it loses gradients silently. Raises ConfigError.
     """
     schedule = config.training.schedule
     for name, part in parts(config).items():
@@ -111,15 +111,15 @@ def check_stages(layers: int, pipeline: int, virtual: int) -> None:
 
 
 def check_budget(config: Config) -> None:
-    """A plan is made for a number of bytes. Raises ConfigError where a part is to have one and there is no number, and
-    no GPU to read it from."""
+    """A plan needs a budget in bytes. Raises ConfigError where a part is to have a plan and there is no budget, and no
+    GPU to read it from."""
     for name, part in parts(config).items():
         if part.recompute == "auto" and config.memory.budget_gib is None and config.cluster.device == "cpu":
             raise no_budget(f"{name}.recompute")
 
 
 def no_budget(key: str) -> ConfigError:
-    """For `key`=auto on devices whose memory cannot be read."""
+    """The error for `key`=auto on devices whose memory cannot be read."""
     return ConfigError(
         f"{key}=auto without memory.budget_gib: how much may be kept? What is left is read from GPUs alone. Set "
         "memory.budget_gib to what activations may take on one device, GiB: its memory less what a dry run "
@@ -128,7 +128,7 @@ def no_budget(key: str) -> ConfigError:
 
 
 def check_balance(config: Config) -> None:
-    """What balanced rows need of other keys. Raises ConfigError."""
+    """Requirements of balanced rows on other keys. Raises ConfigError."""
     data, method = config.data, config.data.balance
     packs = method in ("isf", "balanced")
     if packs and not data.packing:

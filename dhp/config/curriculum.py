@@ -1,4 +1,4 @@
-"""Training stages one after another: the configuration of each, from the run's and its own settings."""
+"""The training stages of a curriculum: the configuration of each, from the run's and its own settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dhp.config.schema import Config, StageEntry
 from dhp.config.translate import translated_errors, unknown_keys
 
 GROUP = "stage"  # the folder of configs/ that has recipes of stages
-_ONCE = ("stages", "run_dir")  # what a stage cannot set: the run says it
+_ONCE = ("stages", "run_dir")  # keys that a stage cannot set, because the run sets them
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Optional
 
 @dataclass
 class DatasetEntry:
-    """Where one dataset lies, and how it is read."""
+    """The files of one dataset, and how they are read."""
 
     annotation_path: str = ""
     """A .json file (a list of samples), a .jsonl file (a sample a line), a .parquet file, a WebDataset .tar shard; or a
@@ -16,9 +16,9 @@ class DatasetEntry:
     """Directory that the paths of images and videos start from; none may leave it. Empty: no such files."""
 
     format: str = "auto"
-    """How conversations are written: llava | sharegpt | openai | alpaca | swift | auto (told by the first samples). Or
-    text: a row is {text: …} for continued pre-training, without a chat template; all its tokens are learned, and those
-    beyond max_tokens are cut off."""
+    """How conversations are written: llava | sharegpt | openai | alpaca | swift | auto (found from the first samples).
+    Or text: a row is {text: …} for continued pre-training, without a chat template; all its tokens are learned, and
+    those beyond max_tokens are cut off."""
 
     columns: dict[str, str] = field(default_factory=dict)
     """Keys of these samples that have other names than the format's: its name on the left, this file's on the right, as
@@ -84,7 +84,7 @@ class DataConfig:
 
     max_tiles: Optional[int] = None
     """Most tiles that an image is cut into, of models that see images as tiles of one size, as InternVL; a thumbnail
-    beside them is not counted. Null: the model's own setting."""
+    is not counted. Null: the model's own setting."""
 
     packing: bool = True
     """Lay the samples of a micro-batch one behind another in one row, without padding, each seeing itself only. False:
@@ -156,7 +156,7 @@ class DataConfig:
 
     pin_memory: bool = True
     """On GPUs, vision and sound actors fetch the next step's patches into page-locked memory while a step runs, so that
-    their copy to the GPU waits for nothing and goes on beside what the GPU computes. It holds one step's patches."""
+    their copy to the GPU waits for nothing and overlaps with the GPU's work. It holds one step's patches."""
 
     video_whole_frames: Optional[int] = 256
     """Most frames of a video that one process decodes whole. Of a longer one each vision actor's share is decoded

@@ -1,4 +1,4 @@
-"""The degrees of one part: what parallelism, num_actors and the degrees that are set say about the unset ones."""
+"""Resolves the degrees of one part: the unset ones from parallelism, num_actors and the set ones."""
 
 from dataclasses import replace
 from math import prod
@@ -22,7 +22,7 @@ OFFERED = {
     "audio": ("data", "ulysses"),
     "text": ("pipeline", "data", "ulysses", "ring", "tensor"),
 }  # what may be above 1
-# What others call a parallelism.
+# Other names of a parallelism.
 _MEANT = {
     **dict.fromkeys(("ulysses", "ring", "context", "cp", "sp"), "sequence"),
     **dict.fromkeys(("tp", "megatron"), "tensor"),
@@ -150,7 +150,8 @@ def _check_pipeline(name: str, part: PartConfig, pipeline: int) -> None:
 
 
 def _check_expert(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
-    """Refuse experts shared out where nothing is known to be exact. Their number is checked where it is known."""
+    """Refuse expert parallelism in layouts that are not known to be exact. The number of experts is checked where it is
+    known."""
     expert = part.expert
     require_positive(f"{name}.expert", expert)
     if expert == 1:
@@ -170,31 +171,31 @@ def _check_expert(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
 
 
 def _check_sequence(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
-    """Refuse a shared sequence where nothing is known to be exact."""
+    """Refuse a shared sequence in layouts that are not known to be exact."""
     ring, ulysses = degrees["ring"], degrees["ulysses"]
     require_choice(f"{name}.sequence_groups", part.sequence_groups, SEQUENCE_GROUPS)
     if name != "text" and part.sequence_groups != SEQUENCE_GROUPS[0]:
         raise ConfigError(
-            f"{name}.sequence_groups={part.sequence_groups}: images and clips are always dealt out whole as far as "
+            f"{name}.sequence_groups={part.sequence_groups}: images and clips are always sharded whole as far as "
             "that is even. Leave it out, or set text.sequence_groups"
         )
     if ring * ulysses == 1:
         return
-    told = f"{name}.ulysses={ulysses} and {name}.ring={ring}"
+    setting = f"{name}.ulysses={ulysses} and {name}.ring={ring}"
     if part.parallelism == "autotp":
         raise ConfigError(
-            f"{name}.parallelism=autotp with {told}: DeepSpeed's layers know no shared sequence. Set "
+            f"{name}.parallelism=autotp with {setting}: DeepSpeed's layers know no shared sequence. Set "
             f"{name}.parallelism=tensor or sequence."
         )
     if part.expert > 1:
         raise ConfigError(
-            f"{name}.expert={part.expert} with {told}: experts are shared out among replicas (data) alone. Set "
+            f"{name}.expert={part.expert} with {setting}: experts are shared out among replicas (data) alone. Set "
             f"{name}.expert=1; {name}.tensor cuts each expert."
         )
 
 
 def _resolve_engine(name: str, part: PartConfig, tensor: int) -> str:
-    """Who cuts the states: deepspeed or fsdp. Raises ConfigError where the one that is asked for, or either, cannot."""
+    """The ZeRO engine: deepspeed or fsdp. Raises ConfigError where the one that is asked for, or either, cannot."""
     stage, asked = part.zero_stage, part.zero_engine
     require_choice(f"{name}.zero_stage", str(stage), ZERO_STAGES)
     require_choice(f"{name}.zero_engine", asked, ZERO_ENGINES)

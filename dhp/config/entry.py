@@ -1,4 +1,4 @@
-"""The command line of a run: Hydra's, with dhp's schema below every YAML and errors a person can act on."""
+"""The command line of a run: Hydra's, with dhp's schema below every YAML and errors for users."""
 
 import argparse
 import os

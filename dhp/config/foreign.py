@@ -1,4 +1,4 @@
-"""Keys that people know from other trainers: what they are called here, or why there is none.
+"""Keys of other trainers: their names here, or why there are none.
 
 `python -m dhp.config.foreign` prints the tables of docs/coming-from.md.
 """
@@ -17,13 +17,13 @@ TRAINERS = {"L": "LLaMA-Factory", "S": "ms-swift", "T": "transformers", "M": "ot
 
 
 def foreign_hint(path: str) -> str:
-    """What to say of a key that other trainers have, by its last name; empty when it is none that is known."""
+    """The hint for a key of other trainers, by its last name; empty when it is not known."""
     row = _rows().get(path.rpartition(".")[2].lower())
     return "" if row is None else f"; {_answer(row)}"
 
 
 def mistyped_hint(path: str) -> str:
-    """The same of a key that is nearly one of another trainer's."""
+    """The hint for a key that is nearly one of another trainer's."""
     name = nearest(path.rpartition(".")[2].lower(), _rows())
     if name is None:
         return ""

@@ -1,7 +1,7 @@
-"""Keys of other trainers and what they are called here: data alone, read by `dhp.config.foreign`.
+"""Keys of other trainers and their names here: data alone, read by `dhp.config.foreign`.
 
-L is LLaMA-Factory, S ms-swift, T transformers' TrainingArguments, M names that several others use (Megatron, torchtitan,
-TRL, PEFT).
+L is LLaMA-Factory, S ms-swift, T transformers' TrainingArguments, M names that several others use (Megatron,
+torchtitan, TRL, PEFT).
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ FOREIGN: dict[str, tuple[Foreign, ...]] = {
         Foreign("eval_strategy evaluation_strategy do_eval", "LST", "training.eval_steps", "null: nothing is evaluated"),
         Foreign("per_device_eval_batch_size eval_batch_size eval_accumulation_steps", "LSTM", "training.micro_batch_size", "evaluation takes the same"),
         Foreign("metric_for_best_model greater_is_better load_best_model_at_end", "LST", "training.best_metric"),
-        Foreign("predict_with_generate do_predict", "LST", "training.eval_answers", "how many; told beside their references, not scored"),
+        Foreign("predict_with_generate do_predict", "LST", "training.eval_answers", "how many; shown with their references, not scored"),
         Foreign("max_new_tokens", "LST", "training.eval_answer_tokens"),
         Foreign("eval_num_beams compute_accuracy generation_config", "LST", "", _NO_GENERATION),
         Foreign("prediction_loss_only include_for_metrics batch_eval_metrics eval_do_concat_batches eval_use_gather_object bf16_full_eval fp16_full_eval val_dataset_shuffle eval_on_each_dataset", "LST", "", "evaluation is the mean loss of the targets of each dataset of data.eval_datasets"),

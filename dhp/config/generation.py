@@ -1,4 +1,4 @@
-"""What `python -m dhp generate` is asked, and the layout in which a configuration answers instead of training."""
+"""The request of `python -m dhp generate`, and the layout in which a configuration answers instead of training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dhp.config.resolved import resolved
 from dhp.config.schema import Config
 from dhp.config.unbalanced import unbalanced
 
-# What a run's own config.yaml has filled in, and what another parallelism or number of actors makes anew.
+# Degrees that a run's own config.yaml has filled in, resolved again for another parallelism or number of actors.
 _LAYOUT: dict[str, str] = {
     **dict.fromkeys(("pipeline", "data", "ulysses", "ring", "tensor", "cuts"), "null"),
     **{"expert": "1", "virtual_stages": "1", "zero_stage": "0", "zero_engine": "auto"},
 }
-_IN_TRAINING = {"deepspeed": "data", "autotp": "tensor"}  # the same slices, without what training keeps beside them
+_IN_TRAINING = {"deepspeed": "data", "autotp": "tensor"}  # the same slices, without the states of training
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class GenerateRequest:
     """Settings of the command alone, in the order in which its help tells them."""
 
     prompt: str = ""
-    """What the user says, behind the images and videos."""
+    """What the user says, after the images and videos."""
 
     images: list[str] = field(default_factory=list)
     """Files, shown in this order."""
@@ -144,10 +144,10 @@ def laid_out_anew(overrides: Sequence[str]) -> list[str]:
 
 
 def answering(config: Config, dataset: str = "") -> Config:
-    """The configuration with what training alone needs left out: states that are cut, replicas of the decoder, all data
-    but the dataset that asks.
+    """The configuration without what training alone needs: sharded states, replicas of the decoder, all data but the
+    dataset of prompts.
 
-    Raises ConfigError, with what to set, for a decoder that lies on its actors as no answer can be made.
+    Raises ConfigError, with what to set, for a decoder in a layout that cannot generate.
     """
     own: dict[str, Any] = {name: _answering_part(name, part) for name, part in parts(config).items()}
     data = replace(unbalanced(config.data), eval_datasets=[], cache_features=None, cache_features_gib=None)

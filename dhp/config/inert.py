@@ -1,7 +1,7 @@
-"""A YAML file is data: what in one would make Hydra start, import or write something is refused.
+"""Refuses keys of a YAML file that would make Hydra start, import or write something: a file is data.
 
 Hydra merges a file's `hydra` section into its own, which names classes to construct, files to log to and variables of
-the environment. What it refuses to construct is a list that is no boundary, as Hydra says itself.
+the environment. Hydra's own list of classes that it does not construct is no security boundary, by its own words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a part computes with: its number format, attention_backend, kernels and compile."""
+"""Checks a part's number format, attention_backend, kernels and compile."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,7 +13,7 @@ _DTYPES = ("bfloat16", "float32", "float64")
 _BACKENDS = ("auto", "sdpa", FLASH_ATTENTION_2)
 AUTO, PLAIN = "auto", "plain"
 TORCH, COMPILED, WRITTEN = "torch", "compiled", "written"
-# Kinds of elementwise work of a layer, and the kernels for it, the fastest first; beside these, plain: the module's own
+# Kinds of elementwise work of a layer, and the kernels for it, the fastest first; and plain: the module's own
 # code. torch: a kernel of PyTorch's. compiled: ours, by torch.compile. written: ours, operation by operation.
 KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"norm": (TORCH, COMPILED, WRITTEN), "rotary": (COMPILED, WRITTEN), "gate": (COMPILED,)}
@@ -22,7 +22,7 @@ ON_GPUS = (TORCH, COMPILED)  # on CPUs PyTorch's norm is made of pieces, and com
 
 
 def read_kernels(name: str, text: str) -> dict[str, str]:
-    """Who computes each kind of elementwise work, as `norm:written,gate:plain` or `auto` says. Raises ConfigError."""
+    """The kernel of each kind of elementwise work, from `norm:written,gate:plain` or `auto`. Raises ConfigError."""
     found = dict.fromkeys(KERNELS, AUTO)
     for item in () if text == AUTO else text.split(","):
         kind, _, kernel = (word.strip() for word in item.partition(":"))
@@ -37,7 +37,7 @@ def read_kernels(name: str, text: str) -> dict[str, str]:
 
 
 def check_formats(name: str, part: PartConfig) -> None:
-    """The part's number format and who computes its attention. Raises ConfigError."""
+    """Check the part's number format and attention backend. Raises ConfigError."""
     if part.dtype in ("bf16", "float16", "fp16"):
         raise ConfigError(
             f"{name}.dtype={part.dtype} does not exist: of the 16-bit formats there is bfloat16, whose range is that "
@@ -54,7 +54,7 @@ def check_formats(name: str, part: PartConfig) -> None:
 
 
 def check_compile(name: str, part: PartConfig) -> None:
-    """What compiled layers go with, of a resolved part. Raises ConfigError."""
+    """Check what compiled layers can be combined with, of a resolved part. Raises ConfigError."""
     if not part.compile:
         return
     others = {"recompute": part.recompute, "tensor": part.tensor, "expert": part.expert, "zero_stage": part.zero_stage}

@@ -1,4 +1,4 @@
-"""What `--help KEY` prints: type, default and meaning of one key, or of all keys of a section."""
+"""The text of `--help KEY`: type, default and meaning of one key, or of all keys of a section."""
 
 from collections.abc import Iterable
 from textwrap import wrap

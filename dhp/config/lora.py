@@ -1,4 +1,4 @@
-"""Which adapters a part may have, in which layout."""
+"""Checks a part's adapters against its layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_lora(name: str, part: PartConfig) -> None:
 
 
 def _check_quantization(name: str, part: PartConfig) -> None:
-    """What matrices in four bits go with. Raises ConfigError."""
+    """Check what matrices in four bits can be combined with. Raises ConfigError."""
     key, found = f"{name}.lora.quantization", part.lora.quantization
     if found is None:
         return
@@ -63,7 +63,7 @@ def _check_quantization(name: str, part: PartConfig) -> None:
     for other, (goes, needed, why) in rules.items():
         if not goes:
             value = part.lora.dora if other == "lora.dora" else getattr(part, other)
-            told = str(value).lower() if isinstance(value, bool) else value
+            shown = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(
-                f"{key}={found} with {name}.{other}={told}: {why}. Set {name}.{other}={needed}, or leave {key} out."
+                f"{key}={found} with {name}.{other}={shown}: {why}. Set {name}.{other}={needed}, or leave {key} out."
             )

@@ -16,7 +16,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def nearest_key(key: str, known: Iterable[str]) -> list[str]:
-    """Dotted keys that `key` may have meant, several where the section does not tell them apart.
+    """Dotted keys that `key` may have meant, several where the section does not distinguish them.
 
     The last name decides: an equal one anywhere, else a similar one in the same section, else a similar one
     anywhere.

@@ -1,4 +1,4 @@
-"""Overrides as typed on the command line, checked against the schema and put into Hydra's terms."""
+"""Checks overrides of the command line against the schema and translates them for Hydra."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def _is_alias(override: Override) -> bool:
 
 
 def _translated(parsed: Sequence[tuple[str, Override]], of_others: Sequence[Override]) -> list[str]:
-    """Overrides in the vocabulary of `dhp.config.aliases`, told in ours; each is named on stderr."""
+    """Overrides in the vocabulary of `dhp.config.aliases`, translated to ours; each is named on stderr."""
     if not of_others:
         return []
     plain = [override for _, override in parsed if not (override.is_delete() or override.is_sweep_override())]

@@ -6,7 +6,7 @@ from typing import Optional
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters beside a part's matrices, made by peft. They alone are trained of the part, with what
+    """Low-rank adapters of a part's matrices, made by peft. They alone are trained of the part, with what
     training.trainable names."""
 
     rank: int = 0
@@ -43,7 +43,7 @@ class PartConfig:
 
     parallelism: str = "none"
     """How the actors share the work. vision: none | data | sequence | tensor | deepspeed; audio: the same without
-    tensor; text: none | data | sequence | tensor | pipeline | deepspeed | autotp. deepspeed: replicas, as data, beside
+    tensor; text: none | data | sequence | tensor | pipeline | deepspeed | autotp. deepspeed: replicas, as data, with
     a zero_stage from 1 on by DeepSpeed; autotp: as tensor, with DeepSpeed's layers."""
 
     num_actors: int = 1
@@ -78,7 +78,7 @@ class PartConfig:
     sequence_groups: str = "auto"
     """Over how many of the ulysses × ring actors of a row a sample is divided: auto (long ones over all, short ones
     stay on one of them, or with the ulysses actors of one ring place, as far as all get even work) | one (every sample
-    over all). Losses and gradients are the same. text only: an encoder always deals out what it can whole."""
+    over all). Losses and gradients are the same. text only: an encoder's items stay whole as far as that is even."""
 
     tensor: Optional[int] = None
     """Actors that split each weight matrix. Null: what the others leave with parallelism=tensor or autotp, else 1."""

@@ -1,4 +1,4 @@
-"""The parts of a model that a configuration has: by name, and which is which."""
+"""The parts of a model in a configuration, by name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import fields
 from dhp.config.part import PartConfig
 from dhp.config.schema import Config
 
-DECODER = "text"  # the part behind all others: it has the samples' rows and the loss
+DECODER = "text"  # the part after all others: it has the samples' rows and the loss
 HEARING = "audio"  # the part that a run has where it may use sound
 
 
 def sections(config: Config) -> dict[str, PartConfig]:
-    """Sections of all parts by name, in the order in which data comes by: encoders, and then the decoder."""
+    """Sections of all parts by name, in the order of the data flow: encoders, and then the decoder."""
     every = {field.name: getattr(config, field.name) for field in fields(config)}
     found = {name: section for name, section in every.items() if isinstance(section, PartConfig)}
     return {name: section for name, section in found.items() if name != DECODER} | {DECODER: found[DECODER]}
@@ -24,7 +24,7 @@ OPTIONAL = tuple(name for name, section in sections(Config()).items() if not sec
 
 
 def parts(config: Config) -> dict[str, PartConfig]:
-    """Sections of the run's parts by name, in the order in which data comes by: encoders, and then the decoder."""
+    """Sections of the run's parts by name, in the order of the data flow: encoders, and then the decoder."""
     return {name: part for name, part in sections(config).items() if part.num_actors or name not in OPTIONAL}
 
 

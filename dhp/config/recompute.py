@@ -1,4 +1,4 @@
-"""What `vision.recompute` and `text.recompute` say: none, full, auto, or which layers recompute what."""
+"""Parses `vision.recompute` and `text.recompute`: none, full, auto, or which layers recompute what."""
 
 import re
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _ITEM = re.compile(r"(?:(?P<choice>[a-z]+)(?::|$))?(?P<first>\d+)?(?:-(?P<last>\
 
 
 def read_choices(text: str, layers: int, key: str = "recompute") -> tuple[str, ...]:
-    """What each of `layers` layers recomputes, one of CHOICES. auto is for whoever measures: all.
+    """What each of `layers` layers recomputes, one of CHOICES. auto, which the planner decides later: all.
 
     `text`: none | full | auto, or items with commas between them, each a layer (7) or a range of them (0-3), with or
     without what they recompute before it (mlp:0-3), which goes for the items after it too and is "all" at first; a
@@ -71,11 +71,11 @@ def check_mlp_chunks(name: str, part: PartConfig, mlp: Sequence[str]) -> None:
         return
     require_positive(key, chunks)
     others = {"compile=true": part.compile, f"expert={part.expert}": part.expert > 1}
-    for told, refused in others.items():
+    for other, refused in others.items():
         if refused:
             raise ConfigError(
-                f"{key}={chunks} with {name}.{told}: chunks of an MLP are computed again in backward, each by itself. "
-                f"Set {key}=1, or change {name}.{told.partition('=')[0]}."
+                f"{key}={chunks} with {name}.{other}: chunks of an MLP are computed again in backward, each by itself. "
+                f"Set {key}=1, or change {name}.{other.partition('=')[0]}."
             )
     if not all("." in one for one in mlp) or not mlp:
         raise ConfigError(f"{key}={chunks}: the MLPs of this model's {name} part are no modules of their own. Set 1.")

@@ -1,5 +1,4 @@
-"""The config.yaml that a run has written, which may come from somebody else: plain values, and no addresses to join or
-folders to write to."""
+"""Reads the config.yaml of a run, which is untrusted: plain values, and no addresses to join or folders to write to."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def compose_recorded(file: Path, overrides: Sequence[str] = ()) -> Config:
     where and whether http addresses are fetched.
 
     Raises ConfigError for anything but plain values, and for the address of a cluster that the command line does not
-    name: who answers there may run commands here.
+    name: a server at that address may run commands here.
     """
     values = _plain_values(file)
     given = {override.partition("=")[0].lstrip("+") for override in overrides}
@@ -43,7 +42,7 @@ def compose_recorded(file: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _plain_values(file: Path) -> Mapping[Any, Any]:
-    """What is in the file. Raises ConfigError for interpolations, which may name the reader's environment, and for
+    """The file's contents. Raises ConfigError for interpolations, which may name the reader's environment, and for
     other files and parts of Hydra that it asks for."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -63,7 +62,7 @@ def _plain_values(file: Path) -> Mapping[Any, Any]:
 
 def _texts(values: Any, seen: set[int]) -> Iterator[str]:
     """Every text, keys included. Raises ValueError for one value in several places (YAML's aliases), which may be in
-    itself, or in more places than anybody can count; a run writes none."""
+    itself, or in exponentially many places; a run writes none."""
     if isinstance(values, str):
         yield values
     elif isinstance(values, (dict, list)):

@@ -9,7 +9,7 @@ HEADING = "## All keys"
 
 
 def reference() -> str:
-    """Markdown from `## All keys` on: a table for the top level and for each section, same sections told once."""
+    """Markdown from `## All keys` on: a table for the top level and for each section, equal sections only once."""
     tables = [f"{HEADING}\n", _table("", [key for key in _leaves("") if "." not in key.path])]
     for sections in _sections():
         title = " and ".join(f"`{section}`" for section in sections)

@@ -1,4 +1,4 @@
-"""From what a user wrote to what a run uses: unset values filled in, and everything checked against everything."""
+"""Resolves a user's configuration into a run's: fills in unset values and checks all values together."""
 
 import math
 import os
@@ -109,7 +109,7 @@ def check_model_dir(name: str) -> None:
 
 
 def _check_absent(config: Config) -> None:
-    """What is said of a part that the run does not have would be ignored. Raises ConfigError."""
+    """Refuse settings of a part that the run does not have, which would be ignored. Raises ConfigError."""
     for name in OPTIONAL:
         section = sections(config)[name]
         if name not in parts(config) and section != sections(Config())[name]:

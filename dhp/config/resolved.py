@@ -1,4 +1,4 @@
-"""A value that a resolved configuration has, whatever the schema says of what a user may leave out."""
+"""Narrows the type of a value that may be null in the schema, but is set in a resolved configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory of a run: refused when it holds a run already, emptied of that run when told to overwrite."""
+"""The directory of a run: refused when it holds a run already, emptied of that run with overwrite=true."""
 
 import json
 import os
@@ -28,7 +28,7 @@ _SECTIONS = {"run_dir", *(name for name in PARTS if name not in OPTIONAL), "trai
 
 def check_run_dir(config: Config) -> None:
     """Raise ConfigError when run_dir is empty text or a file, holds a run that this one neither replaces nor
-    continues, when replacing that run would remove what this one reads, or when its logs would lie elsewhere.
+    continues, when replacing that run would remove what this one reads, or when its logs would be elsewhere.
 
     Changes nothing.
     """
@@ -78,7 +78,7 @@ def make_run_dir(config: Config) -> Path:
 @contextmanager
 def run_directory(config: Config, say: Callable[[str], None] = say_nothing) -> Iterator[Path]:
     """Hold run_dir and training.checkpoint_dir for the time of a run, so that no other one writes there: ConfigError
-    where one does. `make_run_dir` is for the block to call. say: is told what is waited for.
+    where one does. `make_run_dir` is for the block to call. say: receives a line on what is waited for.
 
     A run that is refused (ConfigError) before its first step leaves nothing in run_dir, and no new directory that is
     empty.
@@ -129,7 +129,7 @@ def _refuse_other_runs(run_dir: Path, overwrite: bool) -> None:
 
 
 def refuse_to_remove(removed: Sequence[Path], config: Config) -> None:
-    """Raise ConfigError where something that the run reads lies in one of the files or folders that are to go."""
+    """Raise ConfigError where something that the run reads is in one of the files or folders that are to be removed."""
     for key, given in _read_paths(config):
         holding = next((path for path in removed if _lies_in(given, path)), None)
         if holding is not None:
@@ -140,7 +140,7 @@ def refuse_to_remove(removed: Sequence[Path], config: Config) -> None:
 
 
 def _read_paths(config: Config) -> Iterator[tuple[str, str]]:
-    """What the run needs, by key; hub ids and words such as auto are no paths that exist."""
+    """Paths that the run reads, by key; hub ids and words such as auto are no paths that exist."""
     yield from ((f"{name}.model_name", part.model_name) for name, part in parts(config).items())
     yield "training.resume", config.training.resume
     own = Path(config.run_dir) / "checkpoints"
@@ -158,7 +158,7 @@ def _read_paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _removed(config: Config) -> Iterator[Path]:
-    """What making this run's directory removes."""
+    """Paths that creating this run's directory removes."""
     run_dir = Path(config.run_dir)
     if _continues(config) or not _is_run(run_dir):
         return
@@ -174,8 +174,8 @@ def _removed(config: Config) -> Iterator[Path]:
 
 
 def _record(run_dir: Path) -> Iterator[Path]:
-    """What a run writes beside its checkpoints; of the logs only its ranks', because a scheduler's may lie there, and
-    the folders of those loggers that it had."""
+    """Paths that a run writes besides its checkpoints; of the logs only its ranks', because a scheduler's may be there,
+    and the folders of those loggers that it had."""
     yield from (run_dir / name for name in _RECORD if os.path.lexists(run_dir / name))
     yield from (
         path for path in (run_dir / "logs", run_dir / "loggers") if path.is_symlink()
@@ -201,7 +201,7 @@ def _is_run(run_dir: Path) -> bool:
 
 
 def _never_began(run_dir: Path) -> bool:
-    """Whether the run in there has ended before its first step: nothing of it is worth asking for."""
+    """Whether the run there ended before its first step, so that it may be replaced without being asked."""
     try:
         ended = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] != "completed"
         steps = (run_dir / "metrics.jsonl").stat().st_size
@@ -229,7 +229,7 @@ def _continues(config: Config) -> bool:
 
 
 def config_of(checkpoint: Path) -> Path:
-    """The configuration of a checkpoint's run, beside its directory of checkpoints. Raises ConfigError."""
+    """The configuration of a checkpoint's run, from the parent of its directory of checkpoints. Raises ConfigError."""
     for folder in (checkpoint.absolute().parent.parent, checkpoint.resolve().parent.parent):
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"

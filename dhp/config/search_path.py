@@ -52,7 +52,7 @@ class ConfigSource:
         return source
 
     def names(self) -> list[str]:
-        """Names of the configurations that lie directly in the directories."""
+        """Names of the configurations directly in the directories."""
         return sorted({file.stem for directory in self.directories for file in directory.glob("*.yaml")})
 
     def has_group(self, group: str) -> bool:
@@ -89,7 +89,7 @@ class ConfigSource:
                     "searchpath": [f"{YamlFiles.scheme()}://{directory}" for directory in self.directories],
                     "output_subdir": None,
                     "run": {"dir": "."},
-                    # Runs of one sweep lie side by side, numbered, below the run_dir of the unswept config.
+                    # Runs of one sweep are numbered folders below the run_dir of the unswept config.
                     "sweep": {"dir": "${run_dir}", "subdir": "${hydra:job.num}"},
                     "job": {"name": "train_ray", "chdir": False},
                     "help": {"app_name": "dhp.train_ray", "template": _HELP.format(names=", ".join(self.names()))},
@@ -119,8 +119,8 @@ def named_file(
 ) -> tuple[tuple[str | None, str | None], list[str]]:
     """(name, config_path) as the flags say, or as one FILE.yaml among the arguments says; and the other arguments.
 
-    What has `=` in it is an override, whatever it ends with. Raises ConfigError for two files, for a file beside the
-    flags, and for one that does not exist.
+    What has `=` in it is an override, whatever it ends with. Raises ConfigError for two files, for a file together with
+    the flags, and for one that does not exist.
     """
     files = [part for part in arguments if _is_file(part)]
     if not files:

@@ -1,4 +1,4 @@
-"""Which decoders may share a sequence among how many actors."""
+"""Checks whether a decoder may share a sequence among so many actors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def check_heads(heads: int, kv_heads: int, asked: PartConfig) -> None:
     key/value heads as many after each was copied as often as needed. Raises ConfigError."""
     tensor, ulysses = resolved(asked.tensor), resolved(asked.ulysses)
     own, own_kv = heads // tensor, max(kv_heads // tensor, 1)
-    if _deals_out(own, own_kv, ulysses):
+    if _divides(own, own_kv, ulysses):
         return
     each = "of each tensor actor" if tensor > 1 else "of the text decoder"
-    possible = [n for n in range(1, own + 1) if _deals_out(own, own_kv, n)]
+    possible = [n for n in range(1, own + 1) if _divides(own, own_kv, n)]
     raise ConfigError(
         f"text.ulysses={ulysses} cannot deal out the {own} query and {own_kv} key/value heads {each}: heads({own}) % "
         f"ulysses({ulysses}) = {own % ulysses}, and each actor's query heads must share its key/value heads evenly. "
@@ -52,25 +52,25 @@ def check_positions(rope_types: set[str], scaled: bool) -> None:
 def check_layers_of_rows(mixers: bool, blocks: bool, balance: float, asked: PartConfig) -> None:
     """Raises ConfigError for layers that need a whole row. mixers: some carry state along it; blocks: tokens see each
     other both ways; balance: coefficient of a load-balancing loss, 0: none."""
-    told = f"text.ulysses={asked.ulysses} and text.ring={asked.ring}"
+    given = f"text.ulysses={asked.ulysses} and text.ring={asked.ring}"
     if mixers:
         raise ConfigError(
-            f"{told} of a decoder with layers that carry state along the row: a row cannot be shared. Set both to 1; "
+            f"{given} of a decoder with layers that carry state along the row: a row cannot be shared. Set both to 1; "
             "text.tensor and text.pipeline divide the model."
         )
     if blocks and resolved(asked.ring) > 1:
         raise ConfigError(
-            f"{told} of a decoder in which tokens of an image see each other both ways: the ring computes causal "
+            f"{given} of a decoder in which tokens of an image see each other both ways: the ring computes causal "
             "attention alone. Set text.ring=1 and text.ulysses higher."
         )
     if balance:
         raise ConfigError(
-            f"{told} of a decoder with a load-balancing loss (output_router_logits=true, "
+            f"{given} of a decoder with a load-balancing loss (output_router_logits=true, "
             f"router_aux_loss_coef={balance} in its configuration): it is a product of means over whole samples. Set "
             "both to 1, or output_router_logits to false in text_config of the model's config.json to train without it."
         )
 
 
-def _deals_out(heads: int, kv_heads: int, ulysses: int) -> bool:
+def _divides(heads: int, kv_heads: int, ulysses: int) -> bool:
     copies = ulysses // gcd(kv_heads, ulysses)
     return heads % ulysses == 0 and heads % (kv_heads * copies) == 0

@@ -1,4 +1,4 @@
-"""One of several training stages, as the configuration has it."""
+"""The section of a configuration about one of several training stages."""
 
 from dataclasses import dataclass, field
 from typing import Any, Optional

@@ -100,7 +100,7 @@ class TrainingConfig:
     """Directory of the checkpoints. Null: `checkpoints` in run_dir."""
 
     save_steps: Optional[int] = None
-    """Optimizer steps between two checkpoints, beside that of the end. Null: none between."""
+    """Optimizer steps between two checkpoints, besides that of the end. Null: none between."""
 
     save_epochs: Optional[int] = None
     """Epochs between two checkpoints: there is one after the step that ends each so many-th. Null: none for epochs."""
@@ -110,8 +110,8 @@ class TrainingConfig:
     lost, all of it where neither is set."""
 
     save_total_limit: Optional[int] = None
-    """Checkpoints that are kept, the newest ones, and the best one beside them; older ones are removed when a newer one
-    is complete. Null: all."""
+    """Checkpoints that are kept, the newest ones, and the best one besides them; older ones are removed when a newer
+    one is complete. Null: all."""
 
     eval_steps: Optional[int] = None
     """Optimizer steps between two evaluations on data.eval_datasets; there is one at the end in any case. Null: only
@@ -119,7 +119,7 @@ class TrainingConfig:
 
     eval_answers: int = 0
     """Samples of each dataset of data.eval_datasets, its first ones, whose first answers are generated with each
-    evaluation, the likeliest token each time, and told beside those of the dataset: in the log, metrics.jsonl and
+    evaluation, the likeliest token each time, and shown with those of the dataset: in the log, metrics.jsonl and
     TensorBoard. With text.pipeline=1, expert=1, compile=false, and zero_stage up to 2 by DeepSpeed. 0: none."""
 
     eval_answer_tokens: int = 64
@@ -135,7 +135,7 @@ class TrainingConfig:
     step 1; run_dir may hold the run that stopped) | PATH of a checkpoint or of a run: its newest one."""
 
     loggers: list[str] = field(default_factory=list)
-    """Loggers that get every step beside metrics.jsonl and TensorBoard: wandb | mlflow | swanlab, several as
+    """Loggers that get every step besides metrics.jsonl and TensorBoard: wandb | mlflow | swanlab, several as
     [wandb, mlflow]. Packages of their own, to be installed; their environment variables act (WANDB_MODE=offline,
     MLFLOW_TRACKING_URI, SWANLAB_MODE=offline). One that fails never stops a run."""
 

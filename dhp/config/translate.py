@@ -1,4 +1,4 @@
-"""Errors of Hydra and OmegaConf, told in the user's terms: which key, which value, what was expected."""
+"""Translates errors of Hydra and OmegaConf into the user's terms: which key, which value, what was expected."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,7 @@ def unknown_key(path: str, where: str = "") -> ConfigError:
 
 
 def unknown_keys(values: Mapping[Any, Any], section: str = "", where: str = "") -> list[ConfigError]:
-    """An error for each key of `values`, which lies in `section`, that the schema does not have."""
+    """An error for each key of `values`, the contents of `section`, that the schema does not have."""
     errors = []
     for name, value in values.items():
         path = f"{section}.{name}" if section else str(name)
@@ -65,8 +65,8 @@ def _keys_beside(path: str) -> str:
 def _translate(error: Exception) -> ConfigError:
     cause = _innermost(error)
     if cause is None:
-        told = str(error).partition("\nConfig search path:")[0]
-        return ConfigError(told.strip().replace("'++", "'"))  # the prefix that dhp put before the user's key
+        message = str(error).partition("\nConfig search path:")[0]
+        return ConfigError(message.strip().replace("'++", "'"))  # the prefix that dhp put before the user's key
     where, path = _where(error), cause.full_key or ""
     refusal = next((one for one in _chain(cause) if isinstance(one, ConfigError)), None)
     if refusal is not None:  # by a resolver of ours
@@ -76,10 +76,10 @@ def _translate(error: Exception) -> ConfigError:
         return _wrong_type(path, key, cause, where)
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and not (key or _is_hydras(path)):
         return unknown_key(path, where)
-    told = f"{where}{path}: {_first_line(cause)}" if path else f"{where}{_first_line(cause)}"
+    message = f"{where}{path}: {_first_line(cause)}" if path else f"{where}{_first_line(cause)}"
     if isinstance(cause, InterpolationResolutionError):
-        return ConfigError(f"{told}; check the name inside ${{...}}")
-    return ConfigError(told)
+        return ConfigError(f"{message}; check the name inside ${{...}}")
+    return ConfigError(message)
 
 
 def _wrong_type(path: str, key: Key, cause: ValidationError, where: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Data as they come, for what reads them without training."""
+"""Unbalanced data, for commands that read them without training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from dhp.config.data import DataConfig, LimitsConfig
 
 
 def unbalanced(data: DataConfig) -> DataConfig:
-    """The same data with as many samples in each row, and without what only balanced rows have."""
+    """The data settings with equally many samples in each row, and without keys of balanced rows."""
     balancing = ("balance", "balance_window", "long_tokens", "isf_passes", "group_window")
     return replace(data, limits=LimitsConfig(), **{key: getattr(DataConfig, key) for key in balancing})

@@ -27,7 +27,7 @@ from dhp.config.translate import unknown_keys
 class YamlFiles(FileConfigSource):
     """A directory of YAML files, given to Hydra as `dhp:///directory`. Files of groups are left as they are."""
 
-    said: set[str] = set()  # Hydra reads a file several times; a person is told once
+    said: set[str] = set()  # Hydra reads a file several times; a notice is printed once
 
     @staticmethod
     def scheme() -> str:
@@ -74,7 +74,8 @@ def say(notices: list[str]) -> None:
 
 
 def _in_our_words(config: DictConfig, file: str) -> tuple[DictConfig, list[str]]:
-    """The configuration and what to say about it: itself and nothing when no key is of the other vocabulary."""
+    """The translated configuration and its notices; unchanged without notices when no key is of the other
+    vocabulary."""
     flat = _flat(OmegaConf.to_container(config, resolve=False))
     if not any(has_alias(key, value) for key, value in flat.items()):
         return config, []
@@ -86,7 +87,7 @@ def _in_our_words(config: DictConfig, file: str) -> tuple[DictConfig, list[str]]
 
 
 def _flat(config: Any) -> dict[str, Any]:
-    """Keys of sections as `section.key`, one level deep: what lies below is a value."""
+    """Keys of sections as `section.key`, one level deep: anything deeper is a value."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         section = value if isinstance(value, dict) and value else None

@@ -71,7 +71,7 @@ def read_annotations(
 
     Raises DataError where the whole dataset is useless: the file is missing, unreadable or no JSON array (with line and
     column), it has no sample, none of the first samples can be read, none has a key of `columns`, or data_path is not a
-    folder. Annotations.record tells the defects of single samples, so that they can be skipped.
+    folder. Annotations.record raises for the defects of single samples, so that they can be skipped.
     """
     with located(f"dataset {dataset!r}"):
         if data_path is not None and not os.path.isdir(data_path):  # Path's own raises for names that are too long
@@ -103,7 +103,7 @@ def _read(rows: RawSamples, index: int) -> RawSample:
 
 
 def _first_samples(rows: RawSamples) -> Iterator[Any]:
-    """Those of the first samples that can be read. Raises DataError if none can."""
+    """The first samples, without unreadable ones. Raises DataError if none can be read."""
     failed = None
     found = False
     for index in range(min(len(rows), _PROBED_SAMPLES)):

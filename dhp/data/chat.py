@@ -42,7 +42,7 @@ class Rendered:
 
 
 def to_messages(turns: tuple[Turn, ...], system: str | None = None) -> list[Message]:
-    """Turns in the form that chat templates of vision-language models read. system: text of a system turn that comes
+    """Turns in the form that chat templates of vision-language models take. system: text of a system turn that comes
     first where there is none; None: there is none then."""
     if system is not None and turns[0].role != "system":
         turns = (Turn("system", (system,)), *turns)
@@ -55,7 +55,7 @@ def render(
     learn_empty_thoughts: bool = False,
     learned: Sequence[bool] | None = None,
 ) -> Rendered:
-    """Write the conversation once and find the answers in it by the template's own word, never by searching text.
+    """Render the conversation once and locate the answers in it by the template itself, never by searching text.
 
     A template with {% generation %} blocks marks the answers itself. For any other, answer i is what the
     template adds between "messages before i, then the prompt for an answer" and "messages up to i". Neither has the
@@ -154,7 +154,7 @@ def _render_marked(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) 
 
 
 def _prompts(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[str, ...]:
-    """What the template writes to ask for an answer, as it is and without thoughts that it opens."""
+    """The template's generation prompt, as it is and without thoughts that it opens."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
     plain, asking = (_write(tokenizer, messages[:first], prompt=asked) for asked in (False, True))
     prompt = asking[len(plain) :] if asking.startswith(plain) else ""
@@ -163,7 +163,7 @@ def _prompts(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tup
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, before: list[Message]) -> str:
-    """What a template that writes no prompt for an answer puts before one, told by an answer of one word."""
+    """The text before an answer from a template without a generation prompt, found with an answer of one word."""
     if _ASKED in tokenizer.chat_template:
         return ""
     plain = _write(tokenizer, before, prompt=False)
@@ -210,8 +210,8 @@ def _render_by_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message
 
 
 def _dropped_thoughts(after: str, turn: int) -> tuple[tuple[int, int], str]:
-    """Where the answer is, and the text up to its end, in a conversation whose template leaves the empty block of
-    thoughts out once more turns follow. after: the text up to the answer, as its last; turn: where its turn begins."""
+    """The answer's span, and the text up to its end, in a conversation whose template omits the empty block of thoughts
+    once more turns follow. after: the text up to the answer, as its last; turn: where its turn begins."""
     block = _EMPTY_THOUGHTS.search(after, turn)
     if block is None:
         return (turn, len(after)), after

@@ -1,4 +1,4 @@
-"""Samples with one another's images: what a model loses by that is what it gets from looking."""
+"""Samples with exchanged images: the increase of the loss measures how much a model uses them."""
 
 from __future__ import annotations
 

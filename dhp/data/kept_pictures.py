@@ -1,4 +1,4 @@
-"""Pictures whose features are kept on disk: looked up by the bytes of their files, before anything is decoded."""
+"""Cached features of pictures, looked up by the bytes of their files before anything is decoded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dhp.data.media.taking import FrameTimes
 Load = Callable[[str], Features | None]
 Seen = tuple[
     Grid | ProcessorOutput, FrameTimes | None
-]  # of a picture, what a sample needs beside its features; no pace: an image
+]  # of a picture, what a sample needs besides its features; no pace: an image
 FEATURE_FORMAT = 1  # of keys and files, and of how dhp makes patches: raise it when any of them changes
 _DECODERS = ("pillow", "av", "transformers")  # the pixels of one file may differ from version to version
 
@@ -38,21 +38,21 @@ class CachedPictures:
     """Looks pictures up. Safe to call from several threads."""
 
     def __init__(self, tower: str, load: Load, names: Sequence[str], about: Sequence[Any]) -> None:
-        """tower: see `dhp.base.features.FeatureSettings`. load: what is kept under a key. names: of the tensors that
-        leave the tower. about: what of the model's family decides the patches of a picture, beside its image
-        processor."""
+        """tower: see `dhp.base.features.FeatureSettings`. load: the features under a key. names: of the tensors that
+        leave the tower. about: properties of the model's family that decide the patches of a picture, except its
+        image processor."""
         self._tower, self._load, self._names = tower, load, frozenset(names)
         self._about = [*about, *(version(name) for name in _DECODERS)]
 
     def see(self, seen: Sequence[Any], tokens: Callable[[Grid | ProcessorOutput], int]) -> SeenPictures:
-        """For a way of seeing. seen: all that decides the patches of a picture, beside its file. tokens: of a
+        """Lookup for one preprocessing. seen: all that decides the patches of a picture, except its file. tokens: of a
         picture."""
         digest = hashlib.sha256(json.dumps([list(seen), self._about], sort_keys=True, default=str).encode())
         return SeenPictures(self._tower, self._load, self._names, digest.hexdigest(), tokens)
 
 
 class SeenPictures:
-    """The pictures of one model, tower and way of seeing."""
+    """The pictures of one model, tower and preprocessing."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SeenPictures:
         return medium, kept if kept is not None and seen is not None else Features(key, ""), seen
 
     def _check(self, kept: Features) -> Seen | None:
-        """None where the features are not those of such a picture: they are made anew."""
+        """None where the features are not those of such a picture: they are computed again."""
         assert kept.tensors is not None
         try:
             seen = seen_from_json(kept.about)
@@ -90,17 +90,17 @@ class SeenPictures:
 
 
 def seen_to_json(grid: Grid | ProcessorOutput, pace: FrameTimes | None) -> str:
-    """As text. Numbers with fractions come back to the bit."""
+    """As text. Floats are restored exactly."""
     form = grid if isinstance(grid, ProcessorOutput) else None
     arrays = None if form is None else [(*about, raw.hex()) for *about, raw in form.arrays]
-    told = grid if form is None else {**vars(form), "arrays": arrays}
-    return json.dumps([told, None if pace is None else [pace.seconds, pace.times, pace.firsts]])
+    shape = grid if form is None else {**vars(form), "arrays": arrays}
+    return json.dumps([shape, None if pace is None else [pace.seconds, pace.times, pace.firsts]])
 
 
 def seen_from_json(text: str) -> Seen:
-    """The same again. Raises ValueError, KeyError or TypeError for another text."""
-    grid, told = json.loads(text)
-    pace = None if told is None else FrameTimes(told[0], tuple(told[1]), tuple(told[2]))
+    """The inverse of `seen_to_json`. Raises ValueError, KeyError or TypeError for another text."""
+    grid, times = json.loads(text)
+    pace = None if times is None else FrameTimes(times[0], tuple(times[1]), tuple(times[2]))
     if not isinstance(grid, dict):
         t, h, w = map(int, grid)
         return (t, h, w), pace
@@ -110,18 +110,18 @@ def seen_from_json(text: str) -> Seen:
 
 
 def key_of(tower: str, seen: str, kind: str, content: bytes) -> str:
-    """Hex digest that a picture's features are kept under.
+    """Hex digest that a picture's features are cached under.
 
     tower: see `dhp.base.features.FeatureSettings`. seen: hex digest of how pictures become patches. kind: image or
     video, and its own settings. content: SHA-256 of the bytes of its file.
     """
-    told = json.dumps([FEATURE_FORMAT, tower, seen, kind, content.hex()])
-    return hashlib.sha256(told.encode()).hexdigest()
+    hashed = json.dumps([FEATURE_FORMAT, tower, seen, kind, content.hex()])
+    return hashlib.sha256(hashed.encode()).hexdigest()
 
 
 def _digest(medium: Picture) -> tuple[bytes, Picture]:
-    """SHA-256 of a file's bytes, and the file; an image, or what would be fetched again, with these bytes: what is
-    decoded is what was digested. Videos on disk are too large for that."""
+    """SHA-256 of a file's bytes, and the file; an image, or a file that would be fetched again, with these bytes, so
+    that the decoded bytes are the digested ones. Videos on disk are too large for that."""
     if isinstance(medium, Video) and isinstance(medium.file, Frames):
         digests = [_digest(file) for file in medium.file.files]
         frames = replace(medium.file, files=tuple(file for _, file in digests))

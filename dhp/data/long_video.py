@@ -1,4 +1,4 @@
-"""A video too long for one process: what is known of it, while its patches stay in its file."""
+"""A video too long for one process, whose patches stay in its file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dhp.data.media.taking import VideoLength
 
 @dataclass(frozen=True)
 class LongVideo:
-    """In the place of pixels. `dhp.data.pictures.Pictures.read_patches` reads some of its patches."""
+    """A video whose frames are read later, instead of pixels: `dhp.data.pictures.Pictures.read_patches` reads some of
+    its patches."""
 
     file: File
     length: VideoLength

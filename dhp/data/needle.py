@@ -32,7 +32,7 @@ _BLOCK = 14  # pixels of a grey block of a made haystack
 
 @dataclass(frozen=True)
 class Needle:
-    """A picture, and what is asked and answered about it."""
+    """A picture, with a question about it and its answer."""
 
     picture: Image.Image
     question: str

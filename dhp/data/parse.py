@@ -1,4 +1,4 @@
-"""A raw annotation to a Record, by the format of its dataset."""
+"""Parses a raw annotation to a Record, by the format of its dataset."""
 
 from __future__ import annotations
 

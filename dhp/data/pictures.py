@@ -1,4 +1,4 @@
-"""Files of images and videos to patches, or, from their headers alone, to the grids of these."""
+"""Turns files of images and videos into patches or, from their headers alone, into the grids of these."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _ANY_RATE = 1e9  # frames a second
 
 @dataclass(frozen=True)
 class Videos:
-    """How the model sees videos.
+    """Video preprocessing of one model.
 
-    patches: what the image processor gave for one group of frames → (rows float32 [patches, dim], grid).
+    patches: the image processor's output for one group of frames → (rows float32 [patches, dim], grid).
 
     max_pixels: width × height of a frame; None: as an image's.
 
@@ -56,7 +56,7 @@ class PicturePatches:
     """An image or a video as the model gets it. pixels: float32 [patches, dim], or a video that is read in parts; pace:
     of a video's steps.
 
-    features: where features are kept; of a picture that has some, there are no pixels.
+    features: where features are cached; a picture that has some has no pixels.
     """
 
     pixels: np.ndarray | LongVideo
@@ -74,7 +74,7 @@ class Outline:
 
 
 class Pictures:
-    """A model's way of seeing images and videos. Safe to call from several threads."""
+    """Image and video preprocessing of one model. Safe to call from several threads."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Pictures:
         self._kept = None if kept is None else kept.see(self.about(), image_tokens)
 
     def decode(self, media: Sequence[Picture]) -> list[PicturePatches]:
-        """Pictures with their pixels, or with the features that are kept of them. Raises DataError for a file that
+        """Pictures with their pixels, or with their cached features. Raises DataError for a file that
         cannot be used."""
         if self._kept is None:
             return [self._decode(one) for one in media]
@@ -125,15 +125,15 @@ class Pictures:
         return replace(sample, pixels=tuple(whole))
 
     def require_readable(self, sample: Sample) -> None:
-        """Decode what the sample left in files, a step in time after the other, and keep nothing. Raises DataError for
-        what cannot be decoded."""
+        """Decode the frames that the sample left in files, one step in time after another, and discard them. Raises
+        DataError for those that cannot be decoded."""
         for one in sample.pixels:
             if isinstance(one, LongVideo):
                 for _ in self.read_patches(one, np.arange(len(one))):
                     pass
 
     def outline(self, media: Sequence[Picture]) -> list[Outline]:
-        """What `decode` would give, from headers. Raises DataError as it does, for what shows without pixels."""
+        """Outlines of what `decode` would give, from headers. Raises DataError as it does, as far as headers show."""
         return [self._video_outline(m) if isinstance(m, Video) else self._image_outline(m) for m in media]
 
     def runs(self, seen: Sequence[PicturePatches | Outline]) -> list[int]:
@@ -148,11 +148,11 @@ class Pictures:
         return runs
 
     def about(self) -> list[Any]:
-        """All that decides the number of tokens of pictures, beside the files."""
+        """All that decides the number of tokens of pictures, except the files."""
         videos = self._videos
-        told = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
+        timing = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
         processor = self._image_processor.to_json_string()
-        return [processor, self._arguments, self._scaling, self._video_scaling, told]
+        return [processor, self._arguments, self._scaling, self._video_scaling, timing]
 
     def _some_patches(self, video: LongVideo, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         videos, (_, h, w) = self._seeing(video.file), video.grid
@@ -174,7 +174,7 @@ class Pictures:
         return np.concatenate([patches for _, patches in self.read_patches(video, np.arange(len(video)))])
 
     def _look_up(self, kept: SeenPictures, medium: Picture) -> PicturePatches:
-        """A picture with its features and without pixels; where none are kept, with its pixels and their key."""
+        """A picture with its features and without pixels; where none are cached, with its pixels and their key."""
         medium, features, seen = kept.look_up(medium)
         if seen is not None:
             return PicturePatches(np.zeros((0, 0), np.float32), *seen, features)

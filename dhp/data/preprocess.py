@@ -1,4 +1,4 @@
-"""A record to a sample: chat template, one tokenisation, labels on the answers, pictures and sound as features."""
+"""Turns a record into a sample: chat template, tokenisation, labels on the answers, pictures and audio as features."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Prompts:
     """How conversations are written, beyond what the model's chat template says.
 
     system: text of those that have none; None: nothing is added. learn_empty_thoughts: see `dhp.data.chat.render`.
-    deaf: why a run without sounds hears nothing.
+    no_audio: why a run takes no audio, for errors.
     """
 
     system: str | None = None
     learn_empty_thoughts: bool = False
-    deaf: str = NO_ACTORS
+    no_audio: str = NO_ACTORS
 
 
 class Preprocessor:
@@ -87,9 +87,9 @@ class Preprocessor:
         min_pixels, max_pixels: width × height bounds of a scaled image; None: the image processor's own.
         videos: None for a model that sees none. max_tokens: of a sample, those of its pictures included. written: how a
         prompt shows an image; None: by its placeholder again and again. about: all else that decides lengths.
-        image_arguments: of the image processor. sounds: None for a run that hears nothing. prompts:
-        how conversations are written. kept: pictures with features on disk; None: none are looked for. positions: that
-        the model knows; None: any. whole_frames: videos of more frames stay in their files
+        image_arguments: of the image processor. sounds: None for a run without audio. prompts:
+        how conversations are written. kept: lookup of cached features; None: there is none. positions: that the
+        model supports; None: any. whole_frames: videos of more frames stay in their files
         (`Pictures.read_patches`); None: none do.
 
         Raises ModelError for a tokenizer that cannot give labels, ConfigError for impossible bounds.
@@ -122,7 +122,7 @@ class Preprocessor:
         return self._pictures
 
     def measure(self, record: Record) -> Length:
-        """Length of the sample that a call would give, told from the headers of its files.
+        """Length of the sample that a call would give, from the headers of its files.
 
         No pixel is decoded, except to count the frames of a video whose header does not tell their number. Raises
         DataError as a call does, with the record's place, for defects that show without pixels.
@@ -137,7 +137,7 @@ class Preprocessor:
             return length
 
     def fingerprint(self) -> str:
-        """Hex digest of all that decides lengths, beside the records: equal digests mean equal lengths."""
+        """Hex digest of all that decides lengths, except the records: equal digests mean equal lengths."""
         tokenizer = self._tokenizer
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         about = {
@@ -157,13 +157,13 @@ class Preprocessor:
     def _read(
         self, record: Record, look: Callable[[Sequence[Any]], list[Seen]], clips: Sequence[Clip]
     ) -> tuple[Tokens, list[Seen]]:
-        """The conversation, in which the given clips are heard, and its pictures.
+        """The conversation, with the tokens of the given clips, and its pictures.
 
         The text is read first, because its defects show soonest; but where it tells the times of frames, the pictures
         come first.
         """
         if self._sounds is None:
-            refuse_sound(record, self._prompts.deaf)
+            refuse_sound(record, self._prompts.no_audio)
         apart = self._videos is not None and self._videos.step_tokens is not None
         if apart and len(record.images) < len(record.media):
             seen = look(record.media)
@@ -177,19 +177,19 @@ class Preprocessor:
         self,
         record: Record,
         clips: Sequence[Clip],
-        told: Sequence[FrameTimes],
+        paces: Sequence[FrameTimes],
         shown: Sequence[PicturePatches | Outline] = (),
     ) -> Tokens:
-        """told: of the videos whose times the prompt tells. shown: pictures that the prompt shows in their own way."""
+        """paces: of the videos whose times the prompt has. shown: pictures that the prompt shows in their own way."""
         if record.written is not None:
             tokens = self._plain_tokens(record.written)
-            self._check(record, tokens, told, shown)
+            self._check(record, tokens, paces, shown)
             return tokens
         with _TEXT:
             messages = to_messages(record.turns, self._prompts.system)
             rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts, record.learned)
             check_characters(rendered.text, len(record.media), self._longest, self._max_tokens, self._positions)
-            rendered = self._with_times(rendered, told) if told else rendered
+            rendered = self._with_times(rendered, paces) if paces else rendered
             rendered = self._with_pictures(rendered, shown) if shown else rendered
             rendered = self._with_sounds(rendered, clips) if self._sounds is not None else rendered
             encoding = self._tokenizer(
@@ -198,7 +198,7 @@ class Preprocessor:
         ids = np.array(encoding["input_ids"], dtype=np.int64)
         offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         tokens = Tokens(ids, self._targets(ids, offsets, rendered))
-        self._check(record, tokens, told, shown)
+        self._check(record, tokens, paces, shown)
         return tokens
 
     def _plain_tokens(self, text: str) -> Tokens:
@@ -230,20 +230,20 @@ class Preprocessor:
             raise _miscounted("audio clip", found, len(clips), placeholder)
         return replace_each(rendered, placeholder, [placeholder * clip.form.tokens for clip in clips])
 
-    def _with_times(self, rendered: Rendered, told: Sequence[FrameTimes]) -> Rendered:
+    def _with_times(self, rendered: Rendered, paces: Sequence[FrameTimes]) -> Rendered:
         """Replace the placeholder of each video by one for each step in time. This is done in the text, not among its
         tokens, because the text before a time may share a token with it."""
         videos, name = self._videos, self._tokenizer.convert_ids_to_tokens
         token, first, last = map(name, (videos.token_id, *videos.step_tokens))
         found = rendered.text.count(token)
-        if found != len(told):
-            raise _miscounted("video", found, len(told), token)
+        if found != len(paces):
+            raise _miscounted("video", found, len(paces), token)
 
         def show(pace: FrameTimes) -> str:
             texts = (videos.step_text(*times) for times in zip(pace.times, pace.firsts, strict=True))
             return "".join(f"{before}{first}{token}{last}{behind}" for before, behind in texts)
 
-        return replace_each(rendered, token, [show(pace) for pace in told])
+        return replace_each(rendered, token, [show(pace) for pace in paces])
 
     def _targets(self, ids: np.ndarray, offsets: np.ndarray, rendered: Rendered) -> np.ndarray:
         """bool [tokens]: tokens that begin inside an answer, up to and with its end-of-turn token."""
@@ -268,10 +268,10 @@ class Preprocessor:
         return last
 
     def _check(
-        self, record: Record, tokens: Tokens, told: Sequence[FrameTimes], shown: Sequence[PicturePatches | Outline]
+        self, record: Record, tokens: Tokens, paces: Sequence[FrameTimes], shown: Sequence[PicturePatches | Outline]
     ) -> None:
         images = sum(self._pictures.runs(shown)) if shown else len(record.images)
-        videos = sum(len(pace.times) for pace in told) or len(record.media) - images
+        videos = sum(len(pace.times) for pace in paces) or len(record.media) - images
         counts = {"image": (self._image_token_id, images), "video": (None, videos)}
         if self._videos is not None:
             counts["video"] = (self._videos.token_id, videos)

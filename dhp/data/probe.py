@@ -1,5 +1,5 @@
-"""A look at some samples before anything is started: a wrong folder of images is wrong for all of them, and so is a key
-that no format has."""
+"""Checks some samples before a run starts: a wrong folder of images is wrong for all of them, and so is a key that no
+format has."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def check_some_samples(
     registry: Mapping[str, DatasetEntry],
     seed: int,
     allow_http: bool,
-    hears: bool = True,
+    audio_allowed: bool = True,
     skips: bool = False,
 ) -> list[str]:
-    """Read some annotations of each named dataset, and see whether the files that they name are there. hears: whether
-    the run may use sound. skips: defective samples are left out, so they are no error here.
+    """Read some annotations of each named dataset, and check that the files that they name exist. audio_allowed:
+    whether the run may use audio. skips: defective samples are left out, so they are no error here.
 
     Returns a line for each dataset that has keys which were not read. Datasets that are large or of another kind are
     not looked at, and no file of an image or video is opened. Raises DataError for a dataset that cannot be opened, and
@@ -48,7 +48,7 @@ def check_some_samples(
         for index in chosen:
             try:
                 record = dataset.record(index)
-                _check(record, hears)
+                _check(record, audio_allowed)
                 unread.update(record.unread)
             except DataError:
                 if not skips:
@@ -87,9 +87,9 @@ def _is_cheap(annotation_path: str) -> bool:
     return path.suffix.lower() in _CHEAP and path.is_file() and path.stat().st_size <= _CHEAP_BYTES
 
 
-def _check(record: Record, hears: bool) -> None:
+def _check(record: Record, audio_allowed: bool) -> None:
     with located(record.where):
-        if not hears:
+        if not audio_allowed:
             refuse_sound(record)
         for file, what in _files(record):
             open_media(file, what).close()
@@ -97,8 +97,8 @@ def _check(record: Record, hears: bool) -> None:
 
 def _files(record: Record) -> list[tuple[Path, str]]:
     shown = [(file, _kind(part)) for part in record.media for file in files_of(part)]
-    heard = [(file, "audio") for file in record.sounds]
-    return [(file, what) for file, what in shown + heard if isinstance(file, Path)]
+    audio = [(file, "audio") for file in record.sounds]
+    return [(file, what) for file, what in shown + audio if isinstance(file, Path)]
 
 
 def _kind(part: Picture) -> str:

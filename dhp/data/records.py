@@ -1,4 +1,4 @@
-"""One conversation, checked: turns of text, images, videos and sounds, in order."""
+"""A validated conversation: turns of text, images, videos and sounds, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WRITES = "text"  # the role of plain text, which is its record's only turn
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says. role: system, user or assistant, or WRITES; parts: text (str), images (File, or SizedImage
+    """One turn. role: system, user or assistant, or WRITES; parts: text (str), images (File, or SizedImage
     where the row has settings of it), videos (Video) and sounds (Sound).
 
     learned: of an answer, whether it is. thoughts: of an answer, what was reasoned before it; "": nothing.

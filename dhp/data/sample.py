@@ -1,4 +1,4 @@
-"""One preprocessed conversation: what the model gets, as numpy arrays."""
+"""One preprocessed conversation: the model's inputs, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dhp.data.long_video import LongVideo
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What the model gets of one conversation. L: its tokens, each placeholder repeated to the length of its picture.
+    """The model's inputs of one conversation. L: its tokens, each placeholder repeated to the length of its picture.
 
     position: 1-based line, element or row in the annotations of `dataset`. "Picture": an image or a video.
     """
@@ -30,7 +30,7 @@ class Sample:
     seconds: tuple[float | None, ...] = ()  # one a picture: of one step in t of a video, None: an image; (): all images
     clips: tuple[np.ndarray, ...] = ()  # one float32 [frames, bins] a clip of sound
     clip_forms: tuple[ProcessorOutput, ...] = ()  # one a clip
-    features: tuple[Features, ...] = ()  # one a picture, where they are kept; who has them has no rows of pixels
+    features: tuple[Features, ...] = ()  # one a picture, where they are cached, without rows of pixels
 
     @property
     def video_seconds(self) -> tuple[float | None, ...]:

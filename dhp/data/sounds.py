@@ -1,4 +1,4 @@
-"""Files of sound to what the model hears of them, or, from their headers alone, to how many tokens that is."""
+"""Audio files to the model's input features, or, from their headers alone, to their number of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dhp.data.records import Record
 
 @dataclass(frozen=True)
 class Clip:
-    """What the model hears of a file: features float32 [frames, bins]; None: told from the header."""
+    """The model's input of an audio file: features float32 [frames, bins]; None: only the header was read."""
 
     form: ProcessorOutput
     features: np.ndarray | None = None
@@ -25,13 +25,13 @@ class Clip:
 
 @dataclass(frozen=True)
 class AudioPreprocessing:
-    """How the model hears.
+    """Audio preprocessing of one model.
 
     token_id: its placeholder. rate: samples a second. shortest: samples of the shortest clip.
 
     features: waves of one sample's clips → float32 [frames, bins] each. forms: samples in these waves → forms.
 
-    about: all that decides a clip's tokens beside its file.
+    about: all that decides a clip's tokens, except its file.
     """
 
     token_id: int
@@ -48,7 +48,7 @@ class AudioPreprocessing:
         return [Clip(form, found) for form, found in zip(forms, self.features(waves) if waves else (), strict=True)]
 
     def outline(self, files: Sequence[File]) -> list[Clip]:
-        """What `decode` would give, without features. Raises DataError as it does, for what shows in headers."""
+        """The clips that `decode` would give, without features. Raises DataError as it does, as far as headers show."""
         return [Clip(form) for form in self._forms(files, [count_samples(file, self.rate) for file in files])]
 
     def _forms(self, files: Sequence[File], samples: Sequence[int]) -> list[ProcessorOutput]:
@@ -78,7 +78,7 @@ def sounds_of(record: Record) -> tuple[File, ...]:
 
 def refuse_sound(record: Record, why: str = NO_ACTORS) -> None:
     """Raises DataError where there is sound, or a tag of it: without it such a sample would be trained on as another
-    one. why: the run hears nothing."""
+    one. why: the run takes no audio."""
     if record.sounds:
         raise DataError(f"audio {name_of(record.sounds[0])}, but {why}")
     if tags := _tags(record):
@@ -86,5 +86,5 @@ def refuse_sound(record: Record, why: str = NO_ACTORS) -> None:
 
 
 def _tags(record: Record) -> int:
-    told = [part for turn in record.turns if turn.role == "user" for part in turn.parts if isinstance(part, str)]
-    return sum(text.count("<audio>") for text in told)
+    texts = [part for turn in record.turns if turn.role == "user" for part in turn.parts if isinstance(part, str)]
+    return sum(text.count("<audio>") for text in texts)

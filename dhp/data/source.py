@@ -1,4 +1,4 @@
-"""The training data as a function of the step number: read, decode and deal out one global batch."""
+"""The training data as a function of the step number: reads, decodes and divides one global batch."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class BatchSource:
             return self._complete(sample)
 
     def _read(self, batch: StepBatch, prepare: Callable[[Record], Sample]) -> StepSamples:
-        # Slots were dealt out before bad samples are left out: a skip must not move any other sample.
+        # Slots were assigned before bad samples are left out: a skip must not move any other sample.
         try_all = lambda slot: [self._try(index, batch.epoch, prepare) for index in slot]
         outcomes = [list(map(try_all, row)) for row in batch.samples]
         slots = chain.from_iterable(outcomes)

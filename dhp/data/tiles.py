@@ -9,7 +9,7 @@ from dhp.base.errors import ConfigError
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
 
-# Its name, and a setting that only processors which mean tiles by it have beside it; None: the name says so itself.
+# Its name, and a second setting that only processors have which mean tiles by it; None: the name is unambiguous.
 _NAMES = (("max_image_tiles", None), ("max_slice_nums", None), ("max_patches", "crop_to_patches"))
 _LEAST = "min_patches"
 

@@ -28,7 +28,7 @@ def make_notes(folder: Path, samples: int, notes: int, seed: int = 0) -> Path:
 def _talk(random: Random, notes: int) -> list[dict[str, str]]:
     things = random.sample([f"{shape} {number}" for shape in SHAPES for number in _NUMBERS], notes)
     colours = random.choices(COLOURS, k=notes)
-    told = " ".join(f"The {thing} is {colour}." for thing, colour in zip(things, colours, strict=True))
+    facts = " ".join(f"The {thing} is {colour}." for thing, colour in zip(things, colours, strict=True))
     asked = random.randrange(notes)
-    question = f"{told} What colour is the {things[asked]}?"
+    question = f"{facts} What colour is the {things[asked]}?"
     return [{"role": "user", "content": question}, {"role": "assistant", "content": colours[asked]}]

@@ -1,1 +1,1 @@
-"""What a frozen tower makes of pictures, kept on disk: a file a picture, by a key of all that decides it."""
+"""Features of pictures from a frozen tower, cached on disk: a file a picture, by a key of all that they depend on."""

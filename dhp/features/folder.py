@@ -1,4 +1,4 @@
-"""The folder of features: a safetensors file for each key, whole or not at all, checked as a whole when it is read."""
+"""The folder of cached features: a safetensors file for each key, renamed into place, verified by digest on reading."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class FeatureFolder:
     """Files by key, below folders by the key's first two letters. Several processes and runs may use it at once."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: made when something is kept."""
+        """folder: created by the first `save`."""
         self._folder = folder
 
     def load(self, key: str) -> Features | None:
-        """What is kept under a key; None where nothing is, or a damaged file, which the next `save` replaces. Raises
-        ConfigError where the folder cannot be read."""
+        """The features under a key; None where there are none, or a damaged file, which the next `save` replaces.
+        Raises ConfigError where the folder cannot be read."""
         try:
             content = self._path(key).read_bytes()
         except FileNotFoundError:
@@ -47,7 +47,7 @@ class FeatureFolder:
             return None
 
     def save(self, features: Features) -> None:
-        """Keep features. A crash may leave half a file, which `load` finds damaged: nothing waits for the disk. Raises
+        """Write features. A crash may leave half a file, which `load` finds damaged: there is no fsync. Raises
         ConfigError where it cannot be written, as on a full disk."""
         assert features.tensors is not None
         path = self._path(features.key)
@@ -69,7 +69,7 @@ class FeatureFolder:
                 unfinished.unlink()
 
     def check(self) -> None:
-        """Raises ConfigError where nothing can be written: better told before a run than in its first step."""
+        """Raises ConfigError where nothing can be written; called before a run starts."""
         probe = self._folder / f".{uuid4().hex}.tmp"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class FeatureFolder:
         return found
 
     def size(self, key: str) -> int:
-        """Bytes of what is kept under a key, damaged or not; 0 where nothing is."""
+        """Bytes of the file under a key, damaged or not; 0 where there is none."""
         try:
             return self._path(key).stat().st_size
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What libraries that transformers asks for would otherwise look for, and speak of."""
+"""Spares libraries that transformers imports a search for accelerators, and its warnings."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 
 
 def name_accelerator() -> None:
-    """Tell DeepSpeed that there is no GPU where there is none. accelerate, which transformers and peft ask when they
-    save or adapt a model, imports it, and it would print a warning of its own search."""
+    """Set DeepSpeed's accelerator to the CPU where there is no GPU. accelerate, which transformers and peft call to
+    save or adapt a model, imports DeepSpeed, whose own search would print a warning."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

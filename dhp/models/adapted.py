@@ -1,4 +1,4 @@
-"""Trained adapters on their way out: merged into the model that they were trained beside, or as peft has them."""
+"""Exports trained adapters: merged into their base model, or as an adapter of peft's."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 Adapters = Mapping[str, AdapterSettings]  # by part
-FILE, PREFIX = "adapter_model.safetensors", "base_model.model."  # of peft's; the prefix of names in it
+FILE, PREFIX = "adapter_model.safetensors", "base_model.model."  # file of peft's; the prefix of names in it
 
 
 def merge(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters) -> dict[str, Tensor]:
     """All weights of the model of `model_dir`, with what was trained: adapters added to their matrices by peft's own
     arithmetic, other weights in the place of the model's. In the directory's number format.
 
-    weights: of a checkpoint, by name. Raises ModelError where they are another model's, ConfigError for adapters that
-    were trained beside matrices in four bits.
+    weights: of a checkpoint, by name. Raises ModelError where they are another model's, ConfigError for adapters of
+    matrices in four bits.
     """
     _refuse_quantized(adapters)
     model = _load(model_dir)
@@ -83,7 +83,7 @@ def _load(model_dir: str) -> PreTrainedModel:
 def _peft_config(
     model_dir: str, targets: Mapping[str, tuple[str, ...]], adapters: Adapters, whole: list[str]
 ) -> PeftConfig:
-    """One configuration for all parts: the last part's, whose rank and alpha others may differ in."""
+    """One configuration for all parts: the last part's; rank and alpha of others may differ."""
     from peft import LoraConfig
 
     (*others, last), every = targets, {name: part for part, own in targets.items() for name in own}
@@ -130,12 +130,12 @@ def _changed_modules(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
 def _check_read(
     model: PreTrainedModel, config: PeftConfig, named: dict[str, Tensor], trained: Mapping[str, Tensor]
 ) -> None:
-    """Let peft read the adapter beside the model, which is of no further use then. named: tensors as in the file.
-    trained: adapters by their names here. Raises ModelError unless they come to stand where they stood."""
+    """Load the adapter with peft into the model, which is of no further use then. named: tensors as in the file.
+    trained: adapters by their names here. Raises ModelError unless each is loaded where it was trained."""
     from peft import get_peft_model, set_peft_model_state_dict
 
     try:
-        with warnings.catch_warnings(action="ignore"):  # what peft made of it is looked at below
+        with warnings.catch_warnings(action="ignore"):  # the loaded weights are checked below
             by_peft = get_peft_model(model, deepcopy(config))
             set_peft_model_state_dict(by_peft, named)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""Adapters by peft in a part's model: which matrices get one, and what it begins with.
+"""Adds peft's adapters to a part's model: which matrices get one, and its initial values.
 
-Facts this stands on, each with a canary test: peft puts a layer in a linear module's place, which calls the module
-itself and adds what the adapter makes of the same input; it names their parameters as `dhp.base.parameters` knows them;
-and it leaves the modules' attributes, in which a slice of a matrix says what it is, as they are. Of a model that says
-what it is, it asks more: it looks for the embedding, which a tower alone does not have, and of some kinds with experts
-it takes `gate_proj` for the name of an expert's matrix, wherever it stands. So it is shown modules without a name.
+This relies on the following, each with a canary test: peft replaces a linear module by a layer that calls the module
+itself and adds the adapter's output for the same input; it names parameters as in `dhp.base.parameters`; and it keeps
+the modules' attributes, by which slices of a matrix are described, as they are. Given a model with a configuration,
+peft does more: it looks for the embedding, which a tower alone does not have, and for some kinds with experts it takes
+`gate_proj` for the name of an expert's matrix, wherever it is. So it is given modules without a configuration.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dhp.models.accelerator import name_accelerator
 from dhp.models.part import Part
 
 _ROUTERS = {"router", "gate", "shared_expert_gate"}  # names of modules that choose experts
-FIRST_OUT = 0.0  # what B begins with, as a share of what A begins with: the first output is the model's own
+FIRST_OUT = 0.0  # initial values of B, relative to those of A: the first output is the model's own
 
 
 def find_targets(model: nn.Module, part: Part, asked: AdapterSettings) -> tuple[str, ...]:
-    """Names of the part's modules that get an adapter, of those that this model holds, in its order. Whatever the
-    part's outputs do not depend on gets none."""
+    """Names of the part's modules that get an adapter, of those that this model holds, in its order. Modules that the
+    part's outputs do not depend on get none."""
     unused, chosen = _unused(model, part), asked.selectors()
     linear = [name for name in _linear_modules(model, part) if name not in unused]
     if not chosen:
@@ -39,7 +39,7 @@ def find_targets(model: nn.Module, part: Part, asked: AdapterSettings) -> tuple[
 
 
 def check_targets(model: nn.Module, part: Part, key: str, asked: AdapterSettings) -> None:
-    """Raises ConfigError for targets that are nowhere in the part of a whole model, or cannot have an adapter, and
+    """Raises ConfigError for targets that the part of a whole model does not have, or that cannot have an adapter, and
     where none are named and there are none. key: of the part's adapters in the configuration."""
     if not asked.targets and not find_targets(model, part, asked):
         raise ConfigError(_tell_none(model, part, key))
@@ -69,7 +69,7 @@ def check_targets(model: nn.Module, part: Part, key: str, asked: AdapterSettings
 
 
 def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSettings, seed: int) -> None:
-    """Put adapters beside the modules of these names. Which other parameters are trained stays as it was."""
+    """Add adapters to the modules of these names. Which other parameters are trained stays as it was."""
     if not targets:
         return
     name_accelerator()
@@ -97,7 +97,7 @@ def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSetting
 
 
 def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """What an adapter's matrix begins with, whatever else there is in the model and wherever it lies: A as torch begins
+    """Initial values of an adapter's matrix, whatever else is in the model and on any device: A as torch initializes
     linear layers (uniform, by its inputs), B with zeros."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
     bound = shape[1] ** -0.5
@@ -106,7 +106,7 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that peft put in the place of linear modules, by their names."""
+    """The layers by which peft replaced linear modules, by their names."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and ADAPTER in module.lora_A:
             yield name, module
@@ -114,7 +114,7 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """In the block nothing is left out at random: of what computes otherwise in training, adapters alone draw numbers
+    """Disable dropout in the block: among modules that compute otherwise in training, adapters alone draw numbers
     here."""
     drawing = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
     for module in drawing:
@@ -127,7 +127,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 class _Nameless(nn.Module):
-    """The modules of a model, under a root that does not say what model it is."""
+    """The modules of a model under a root without its configuration."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -135,14 +135,14 @@ class _Nameless(nn.Module):
 
 
 def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:
-    """Without the head, whose weight the loss takes by itself."""
+    """Linear modules by name, without the head, whose weight the loss reads by itself."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and is_inside(name, part.modules) and name != getattr(part, "head", None):
             yield name
 
 
 def is_router(name: str) -> bool:
-    """Whether the module chooses experts, or belongs to one that does."""
+    """Whether the module is a router, or inside one."""
     return not _ROUTERS.isdisjoint(name.split("."))
 
 
@@ -158,7 +158,7 @@ def _unused(model: nn.Module, part: Part) -> set[str]:
 
 
 def _tell_none(model: nn.Module, part: Part, key: str) -> str:
-    """That no matrix of the part's layers can have an adapter, and which there are."""
+    """The error that no matrix of the part's layers can have an adapter, and which there are."""
     layers = model.get_submodule(part.layers.path)
     held = {name.rpartition(".")[2]: type(module).__name__ for name, module in layers.named_modules() if _holds(module)}
     known = ", ".join(f"{name} ({kind})" for name, kind in held.items())

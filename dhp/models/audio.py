@@ -1,8 +1,8 @@
-"""The audio part of Qwen3-Omni: clips of sound in, as frames of a mel spectrogram, a row for each placeholder out.
+"""The audio part of Qwen3-Omni: clips in, as frames of a mel spectrogram; a row for each placeholder out.
 
 Convolutions see a clip in chunks of a second at most, layers attend to windows of several chunks. The library fills
-chunks up to the longest one of a call, and what lies behind a short chunk shows in its last row. So a clip keeps how
-long the longest chunk of its own sample is, and gives the same rows whatever goes through the tower beside it.
+pads chunks to the longest one of a call, and the padding behind a short chunk shows in its last row. So a clip records
+how long the longest chunk of its own sample is, and gives the same rows whatever other clips a call has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PATH = "model.audio_tower"
-AUDIO_EMBEDDINGS = "audio_embeddings"  # the tensor whose rows stand in the places of a clip's placeholders
+AUDIO_EMBEDDINGS = "audio_embeddings"  # the tensor whose rows replace those of a clip's placeholders
 _FEATURES, _CHUNK = "input_features", "chunk"
 _DUMMY_FRAMES = 8
 
@@ -54,7 +54,7 @@ def clip_forms(frames: Sequence[int], config: Any) -> list[ProcessorOutput]:
 
 
 class AudioTower(Tower):
-    """Each clip lies on one rank; the ranks of a sequence share clips out."""
+    """Each clip is encoded by one rank; clips are divided among the ranks of a sequence."""
 
     modules = (PATH,)
     projector = (f"{PATH}.proj1", f"{PATH}.proj2")
@@ -93,15 +93,15 @@ class AudioTower(Tower):
 
     def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         if not isinstance(grid, ProcessorOutput):
-            raise TypeError(f"a clip is told by its form, not by a grid {grid}")
+            raise TypeError(f"a clip is described by its form, not by a grid {grid}")
         nowhere = torch.zeros(grid.rows, 0, dtype=torch.long)
         return ImageLayout(torch.arange(grid.tokens), 1, (grid.rows,), (grid.rows,), nowhere, (grid.tokens,), grid)
 
     def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
-        """Rows of frames in, one clip behind another. Clips whose samples have chunks of one length go through the
+        """Encode rows of frames, one clip after another. Clips whose samples have chunks of one length go through the
         tower together."""
         clips = inputs.pixels.split([form.rows for form in inputs.forms])
-        found: list[Tensor] = [clips[0][:0]] * len(clips)  # of as many rows as nobody asks for
+        found: list[Tensor] = [clips[0][:0]] * len(clips)  # replaced by each clip's rows below
         for numbers in inputs.calls:
             if not numbers:
                 found += self._encode_together(model, [self.dummy_pixels(inputs.pixels)], [self.dummy_form])
@@ -133,14 +133,14 @@ class AudioTower(Tower):
         return output.last_hidden_state.split([form.tokens for form in forms])
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
-        """Attention stays the library's: windows are short."""
+        """Keeps the library's attention: windows are short."""
 
     def call_modules_once(self, model: PreTrainedModel) -> None:
-        """See `Tower`: the library convolves so many chunks of sound at a time, to spare memory."""
+        """See `Tower`: the library convolves so many chunks of audio at a time, to save memory."""
         model.get_submodule(PATH).conv_chunksize = sys.maxsize
 
     def _plan(self, frames: Sequence[int], longest: int, device: torch.device) -> _Plan:
-        """How clips of so many frames go through the tower, chunks filled up to `longest`."""
+        """The layout of clips of so many frames in the tower, chunks padded to `longest`."""
         audio, most = self.config.audio_config, 2 * self.config.audio_config.n_window
         own = [[min(most, count - first) for first in range(0, count, most)] for count in frames]
         chunks = torch.tensor([length for of_clip in own for length in of_clip])
@@ -164,7 +164,7 @@ class AudioTower(Tower):
 @dataclass(frozen=True)
 class _Plan:
     """frames: which row of the clips each place of a chunk has, [chunks, longest]. chunks: frames of each. valid: of
-    all chunks' rows behind the convolutions, those that are no filling. windows: cumulative lengths. Chunks and windows
+    all chunks' rows behind the convolutions, those that are no padding. windows: cumulative lengths. Chunks and windows
     stay on the host, which reads them: on the device it would wait for them in every layer."""
 
     frames: Tensor
@@ -174,12 +174,12 @@ class _Plan:
 
 
 def _longest_chunk(form: ProcessorOutput) -> int:
-    """Frames to which the chunks of a clip are filled up."""
+    """Frames to which the chunks of a clip are padded."""
     return int(arrays_of(form)[_CHUNK][0])
 
 
 def _moved(indices: Tensor, device: torch.device) -> Tensor:
-    """From pageable memory a transfer would wait until all that is queued on the device is done."""
+    """Copy through pinned memory: from pageable memory a transfer would wait for all that is queued on the device."""
     return indices if device.type == "cpu" else indices.pin_memory().to(device, non_blocking=True)
 
 

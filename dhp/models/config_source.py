@@ -1,4 +1,4 @@
-"""Where a model's configuration is read: its own directory, a hub id, or a shape that dhp ships."""
+"""Where a model's configuration is read from: its own directory, a hub id, or a shape that dhp ships."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config_source(model_name: str) -> str:
 
 
 def _readable(model_name: str, local_files_only: bool = False) -> str | None:
-    """None when transformers can read the model's configuration, else the first line of its complaint."""
+    """None when transformers can read the model's configuration, else the first line of its error."""
     try:
         AutoConfig.from_pretrained(model_name, local_files_only=local_files_only, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -41,7 +41,7 @@ class Decoder(Part):
     mixers: tuple[str, ...] = ()  # classes of modules that carry state along a row
     # How tokens of an image see each other both ways: `dhp.parallel.attention.visibility.BlockRule`; None: they do not.
     block_rule: str | None = None
-    sees_prefix: bool = False  # not tokens of an image do, but those up to the first one that is to be learned
+    sees_prefix: bool = False  # not tokens of an image, but those up to the first one that is to be learned
 
     def __init__(self, config: Any):
         text = config.get_text_config()
@@ -65,12 +65,12 @@ class Decoder(Part):
         self._scaled = bool(getattr(text, "attn_temperature_tuning", False))
 
     def count_work(self, text: Any) -> TextWork:
-        """What the decoder of that configuration computes."""
+        """Arithmetic of the decoder of that configuration."""
         return text_work(text)
 
     @property
     def takes(self) -> Mapping[str, int]:
-        """Embeddings at the first layer, and what `enters` says."""
+        """Embeddings at the first layer, and those of `enters`."""
         return {EMBEDDINGS: 0, **self.enters}
 
     def check(self, asked: PartConfig) -> None:
@@ -90,8 +90,8 @@ class Decoder(Part):
             check_layers_of_rows(bool(self.mixers), self.block_rule is not None, balance, asked)
 
     def check_answers(self) -> None:
-        """Raises ModelError, by name, for a decoder that cannot answer prompts here: what it keeps of a row must be
-        keys and values of each token."""
+        """Raises ModelError, by name, for a decoder that cannot answer prompts here: its cache of a row must be keys
+        and values of each token."""
         reason = None
         if self.mixers:
             reason = (
@@ -118,8 +118,8 @@ class Decoder(Part):
         if self.experts and self.experts.balance and asked.mlp_chunks > 1:
             raise ConfigError(
                 f"text.mlp_chunks={asked.mlp_chunks} of a decoder with a load-balancing loss (output_router_logits="
-                f"true, router_aux_loss_coef={self.experts.balance} in its configuration): its routers are listened "
-                "to, and would be heard again with each chunk. Set text.mlp_chunks=1, or output_router_logits to false "
+                f"true, router_aux_loss_coef={self.experts.balance} in its configuration): its routers are recorded, "
+                "and would be recorded again with each chunk. Set text.mlp_chunks=1, or output_router_logits to false "
                 "in text_config of the model's config.json to train without it."
             )
         if self.experts and self.experts.balance and resolved(asked.pipeline) > 1:
@@ -172,12 +172,12 @@ class Decoder(Part):
         return tuple(name for name, layer in self.takes.items() if layer in chunk.layers)
 
     def share_kv_heads(self, model: PreTrainedModel, ranks: int) -> None:
-        """Tell attention that a rank has one key/value head, where several ranks share one."""
+        """Set attention to one key/value head a rank, where several ranks share one."""
         for layer in model.get_submodule(self.layers.path):
             layer.self_attn.num_key_value_groups = self.heads // ranks
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
-        """Make it call the registered attention function `name`, and build no mask."""
+        """Make the decoder call the registered attention function `name`, and build no mask."""
         model.get_submodule(self.path).config._attn_implementation_internal = name
 
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
@@ -195,7 +195,7 @@ class Decoder(Part):
         return output.last_hidden_state
 
     def _layer(self, decoder: nn.Module, chunk: Chunk, index: int, inputs: DecoderInputs) -> Callable[..., Tensor]:
-        """What stands at a layer's place: layers of other chunks let the states pass."""
+        """The layer, or identity if another chunk holds it."""
         if index not in chunk.layers:
             return unchanged
         layer = decoder.layers.get_submodule(str(index))
@@ -206,8 +206,8 @@ class Decoder(Part):
 def embed(model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
     """The first layer's states, [rows, tokens, hidden].
 
-    Pictures and sounds go in by their positions: the model's own way looks for placeholders among the tokens on the
-    device, and waits for the answer.
+    Features of pictures and audio are scattered by their positions: the model's own code searches the tokens for
+    placeholders on the device, and waits for the result.
     """
     states = model.get_input_embeddings()(inputs.input_ids)
     flat = states.flatten(0, 1)
@@ -243,9 +243,9 @@ def unchanged(states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 @contextmanager
 def having(module: nn.Module, **others: Any) -> Iterator[None]:
-    """`module` whose forward finds `others` in the place of its children of these names.
+    """In the block the forward of `module` finds `others` instead of its children of these names.
 
-    The children themselves stay where they are: their names, parameters and hooks are those of the model.
+    The children themselves are not moved: their names, parameters and hooks are those of the model.
     """
     module.__dict__.update(others)  # found before `_modules`
     try:

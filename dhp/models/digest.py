@@ -1,4 +1,4 @@
-"""What makes features of patches, in one hex digest: equal digests mean equal towers."""
+"""A hex digest of all that turns patches into features: equal digests mean equal towers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from dhp.models.family import VISION
 from dhp.models.registry import load_family
 from dhp.models.split import load_part
 
-# Of config.json: what says nothing of the tower. What stands there and is not known counts.
+# Keys of config.json that do not concern the tower; unknown keys are hashed.
 _ELSEWHERE = ("text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
 def digest_tower(model_name: str, dtype: str, parts: Iterable[str]) -> str:
-    """Of the tower and projector that a run with these parts computes with: names, shapes, formats and bytes of the
-    weights as they are loaded, the number format of the part, and the configuration.
+    """Digest of the tower and projector of a run with these parts: names, shapes, formats and bytes of the weights as
+    they are loaded, the number format of the part, and the configuration.
 
-    Raises ModelError where they cannot be read, ConfigError for a tower that draws lots.
+    Raises ModelError where they cannot be read, ConfigError for a tower with dropout.
     """
     family = load_family(model_name).having(parts)
-    logging.disable_progress_bar()  # a part of a model that is about to be loaded with one by every rank
+    logging.disable_progress_bar()  # of a part; every rank loads one with a progress bar later
     loaded = torch.float64 if dtype == "float64" else torch.float32
     model = load_part(model_name, (*family.outside(VISION), *family.idle), loaded)
     _refuse_dropout(model)
     config = {key: value for key, value in family.config.to_dict().items() if key not in _ELSEWHERE}
-    told = [type(model).__name__, transformers.__version__, dtype, config]
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    hashed = [type(model).__name__, transformers.__version__, dtype, config]
+    digest = hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode())
     for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
         whole = tensor.detach().contiguous()
         digest.update(json.dumps([name, str(whole.dtype), list(whole.shape)]).encode())

@@ -1,4 +1,4 @@
-"""Experts of a decoder, as its configuration tells: how many, how wide, in which layers."""
+"""Experts of a decoder, from its configuration: how many, how wide, in which layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHARED = ("n_shared_experts", "moe_num_shared_experts")
 @dataclass(frozen=True)
 class Experts:
     """count: in each layer that has any. visits: how many a token visits. width: of one expert, inside. shared: width
-    of what every token visits beside them. sparse: by layer, whether it has experts.
+    of the shared experts, which every token visits. sparse: by layer, whether it has experts.
 
     balance: the coefficient of the load-balancing loss; 0: the configuration asks for none.
     """
@@ -27,7 +27,7 @@ class Experts:
 
 
 def find_experts(text: Any) -> Experts | None:
-    """Those of a decoder's configuration; None where it has none, or says so in words that are not known here."""
+    """The experts of a decoder's configuration; None where it has none, or under keys that are not known here."""
     count, visits = _first(text, _COUNTS), _first(text, _VISITS)
     if not count or not visits or getattr(text, "enable_moe_block", True) is False:
         return None

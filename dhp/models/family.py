@@ -1,4 +1,4 @@
-"""A model family: what dhp asks of one beyond transformers' own contract (`mm_encoder_outputs`)."""
+"""The interface of a model family, beyond transformers' own contract (`mm_encoder_outputs`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dhp.models.processor import Processor
     from dhp.models.tower import Tower
 
-VISION = "vision"  # the part that every family has beside its decoder
+VISION = "vision"  # the part that every family has besides its decoder
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Family:
 
     tower: the part "vision". decoder: the part "text". others: further encoders, by part.
 
-    idle: modules that no part of a run trains: vision's ranks hold them as they are, so that a checkpoint has all.
+    idle: modules that no part of a run trains: vision's ranks hold them unchanged, so that a checkpoint has all.
 
-    note: what whoever trains it should know; "" where that is nothing.
+    note: for users who train it; "": none.
     """
 
     config: Any
@@ -43,7 +43,7 @@ class Family:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """All parts by name, in the order in which data comes by."""
+        """All parts by name, in the order of the data flow."""
         return {VISION: self.tower, **self.others, "text": self.decoder}
 
     def check_answers(self) -> None:
@@ -57,23 +57,20 @@ class Family:
         return replace(self, others=kept, idle=(*self.idle, *left_out))
 
     def outside(self, part: str) -> tuple[str, ...]:
-        """Modules of all other parts: what this one's ranks drop."""
+        """Modules of all other parts, which this one's ranks drop."""
         others = tuple(module for name, other in self.parts.items() if name != part for module in other.modules)
         return others if part == VISION else (*others, *self.idle)
 
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """How the tower walks through one image.
+    """The order and the attention segments of one image in the tower.
 
-    order: merged-token index in processor order, for each place in tower order; int64 [units].
-    unit: patches that are merged into one token.
-    window_lengths: patches of each attention window, in tower order.
-    frame_lengths: patches of each full-attention segment, in tower order.
-    positions: where each patch lies, in tower order; int64 [patches, columns]. Row and column come first, a tower may
-    need more.
-    tokens: of each attention window, merged; None: its patches / unit.
-    form: of a picture that the tower takes whole.
+    order: merged-token index in processor order, for each place in tower order; int64 [units]. unit: patches that are
+    merged into one token. window_lengths: patches of each attention window, in tower order. frame_lengths: patches of
+    each full-attention segment, in tower order. positions: coordinates of each patch, in tower order; int64 [patches,
+    columns]. Row and column come first, a tower may need more. tokens: of each attention window, merged; None: its
+    patches / unit. form: of a picture that the tower takes whole.
     """
 
     order: Tensor
@@ -102,7 +99,7 @@ class ImageLayout:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Where a part's layers are, and which of their modules are worth keeping when the rest is recomputed.
+    """The layers of a part, and the modules whose outputs are worth saving when the rest is recomputed.
 
     path: the module that lists the layers. In each layer, projections: the matrix products around attention; mlp: those
     before the activation function, or all experts of the layer: of each list a layer has some. kinds: what kind each
@@ -117,17 +114,17 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What the decoder computes with, on its device.
+    """The decoder's inputs, on its device.
 
     input_ids: [rows, tokens], which a first chunk reads; position_ids: as the family makes them.
 
     kinds: of each token, [rows, tokens]: 0 text, 1 of an image, 2 of a video, 3 of sound.
 
-    images: what the tower made of images and videos, [n, hidden] each, by the name of the tower's tensor: those that
+    images: the tower's features of images and videos, [n, hidden] each, by the name of the tower's tensor: those that
     enter here, none where there are no images. image_positions: of each of the n among the flattened rows × tokens;
     int64 [n]. sounds and sound_positions: the same of the audio tower's tensors.
 
-    hidden: states that the chunk before gave, [rows, tokens, hidden]; None for a first chunk.
+    hidden: states from the chunk before, [rows, tokens, hidden]; None for a first chunk.
     """
 
     input_ids: Tensor | None

@@ -32,9 +32,9 @@ class VisionWork:
     window_pair, segment_pair: for two tokens that see each other, in all layers that attend to windows, and in all that
     attend to whole segments.
 
-    embedding: for each embedding that is handed over.
+    embedding: for each embedding that is sent to the decoder.
 
-    beside: tokens that each segment has beside its patches.
+    extra_tokens: of each segment, in addition to its patches.
     """
 
     patch: int
@@ -42,13 +42,13 @@ class VisionWork:
     window_pair: int
     segment_pair: int
     embedding: int
-    beside: int = 0
+    extra_tokens: int = 0
 
     def flops(self, layouts: Iterable[ImageLayout], passes: TrainedShare = EVERYTHING) -> int:
         """Operations for these images and videos."""
         entering = inside = seen = handed = 0
         for layout in layouts:
-            segments = [length + self.beside for length in layout.frame_lengths]
+            segments = [length + self.extra_tokens for length in layout.frame_lengths]
             entering += self.patch * layout.patches
             inside += self.token * sum(segments)
             seen += self.window_pair * _squares(layout.window_lengths) + self.segment_pair * _squares(segments)
@@ -116,7 +116,7 @@ def decoder_work(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: 
 
 
 def text_work(text: Any) -> TextWork:
-    """What the decoder of that configuration computes; of experts, those that a token visits, and their router."""
+    """Arithmetic of the decoder of that configuration; of experts, those that a token visits, and their router."""
     dense = decoder_work(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -134,17 +134,17 @@ def text_work(text: Any) -> TextWork:
 
 
 def _of_matrices(done: int, products: MatmulShare) -> float:
-    """Operations of so many multiply-adds of states and matrices."""
+    """Operations of so many multiply-adds between states and matrices."""
     return OPERATIONS * done * (products.forward + products.inputs + products.weights)
 
 
 def _of_data(done: int, products: MatmulShare) -> float:
-    """Of data, which have no gradient, and matrices."""
+    """Operations between data, which have no gradient, and matrices."""
     return OPERATIONS * done * (products.forward + products.weights)
 
 
 def _of_attention(done: int, passes: TrainedShare) -> float:
-    """Of states and states: each has a gradient, or none."""
+    """Operations between states: both have a gradient, or neither."""
     return OPERATIONS * done * (1 + 2 * passes.attention)
 
 

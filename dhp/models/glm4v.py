@@ -22,8 +22,8 @@ def glm4v(config: Any) -> Family:
 
 
 class Glm4vProcessor(GridProcessor):
-    """A step in time of a video stands between the tokens of an image, and its time behind them. The library writes
-    images' own placeholders there; here they stay a video's, so that both may be in one conversation."""
+    """A step in time of a video is between the tokens of an image, followed by its time. The library writes images'
+    placeholders there; here they stay a video's, so that both may be in one conversation."""
 
     def __init__(self, config: Any, base: Any):
         super().__init__(config, base)
@@ -40,8 +40,8 @@ class Glm4vProcessor(GridProcessor):
 
 
 class Glm4vTower(GridTower):
-    """It looks patches' frames up by cumulative lengths, so that these stay lengths, and the plan of segments goes
-    beside them."""
+    """It looks patches' frames up by cumulative lengths, so that these stay lengths, and the plan of segments is a
+    separate argument."""
 
     projector = ("model.visual.downsample", "model.visual.merger")
     gates = ("mlp.gate_proj", "mlp.up_proj")

@@ -1,4 +1,4 @@
-"""From a sample's sound to what an audio tower reads: mel spectrograms, and how many placeholders each clip has."""
+"""Audio preprocessing of a sample: mel spectrograms, and how many placeholders each clip has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dhp.models.audio import clip_forms
 
 
 class AudioProcessor:
-    """Qwen3-Omni's, by the feature extractor of its directory."""
+    """Qwen3-Omni's audio preprocessing, by the feature extractor of its directory."""
 
     def __init__(self, config: Any, model_name: str):
         self._config, self._model_name = config, model_name
@@ -32,8 +32,8 @@ class AudioProcessor:
     def features(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Spectrograms [frames, bins], float32, of the clips of one sample, float32 [samples] each.
 
-        They go through the extractor together, as the library's processor has it: it fills them up to the longest, and
-        a shorter clip ends in the silence behind it.
+        They go through the extractor together, as in the library's processor, which pads them to the longest: a shorter
+        clip ends in the silence behind it.
         """
         output = self._extractor(
             list(waves),
@@ -59,7 +59,7 @@ class AudioProcessor:
         return self._extractor.n_fft
 
     def about(self) -> list[Any]:
-        """All that decides the number of a clip's tokens, beside its file."""
+        """All that decides the number of a clip's tokens, except its file."""
         return [self.token_id, self._extractor.to_json_string(), self._config.audio_config.n_window]
 
     @cached_property

@@ -31,7 +31,7 @@ def kimi_k25(config: Any) -> Family:
 
 
 class KimiProcessor(GridProcessor):
-    """Patches are put into the order in which they merge."""
+    """Sorts patches into the order in which they merge."""
 
     def __init__(self, config: Any, base: Any):
         super().__init__(config, base)
@@ -53,7 +53,7 @@ class KimiProcessor(GridProcessor):
 
 
 class KimiTower(GridTower):
-    """The projector stands beside the tower. Attention is not cut by tensor ranks: checkpoints have query, key and
+    """The projector is outside of the tower. Attention is not cut by tensor ranks: checkpoints have query, key and
     value in one matrix, which the library divides and turns only after it has cut it."""
 
     path, blocks = "model.vision_tower", "layers"
@@ -91,7 +91,7 @@ class KimiTower(GridTower):
 
 
 def merge_order(grid: Grid, merge: int) -> Tensor:
-    """Of patches by rows of the picture, in the order in which squares of merge × merge lie one behind another."""
+    """Indices that sort patches from rows of the picture into consecutive squares of merge × merge."""
     t, h, w = grid
     places = torch.arange(t * h * w).view(t, h // merge, merge, w // merge, merge)
     return places.transpose(2, 3).flatten()

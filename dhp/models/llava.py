@@ -99,7 +99,7 @@ class LlavaTower(Tower):
         return {EMBEDDINGS: torch.cat(model.model.get_image_features(images, return_dict=True).pooler_output)}
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
-        # Attention stays: images are rows of a batch, and PyTorch's takes them at once.
+        # Attention is kept: images are rows of a batch, which PyTorch's takes at once.
         project_as_product(model.model.vision_tower.embeddings.patch_embedding)
 
     def freeze_unused(self, model: PreTrainedModel) -> None:
@@ -108,9 +108,9 @@ class LlavaTower(Tower):
             module.requires_grad_(False)
 
     def _features(self) -> list[int]:
-        """After how many layers the tower's states are taken, for each time that they are."""
+        """The numbers of layers after which the tower's states are taken."""
         chosen, layers = self.config.vision_feature_layer, self.config.vision_config.num_hidden_layers
-        # hidden_states[0] is what the first layer gets.
+        # hidden_states[0] is the input of the first layer.
         return [c if c >= 0 else layers + 1 + c for c in ([chosen] if isinstance(chosen, int) else chosen)]
 
     def _count_work(self) -> VisionWork:
@@ -122,12 +122,12 @@ class LlavaTower(Tower):
             window_pair=0,
             segment_pair=layers * 2 * width,
             embedding=text * (len(features) * width + text),
-            beside=1,  # the class token
+            extra_tokens=1,  # the class token
         )
 
 
 class TileShape:
-    """How an image of the tower's one size falls into patches."""
+    """How an image of the tower's one size is cut into patches."""
 
     def __init__(self, vision: Any):
         self.patch, self.side = vision.patch_size, vision.image_size // vision.patch_size  # pixels, patches

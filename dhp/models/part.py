@@ -1,4 +1,4 @@
-"""A part of a model: what the graph of stages, the plans and the dry run ask of any of them, encoder or decoder."""
+"""The interface of a model's part, encoder or decoder, for the graph of stages, the plans and the dry run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class HeadShape:
 
 
 class Part(ABC):
-    """One part of a family's model. What it says here is all that a run needs to know of a new one."""
+    """One part of a family's model. A new part must define no more than this for a run."""
 
-    modules: tuple[str, ...]  # all that belongs to it: what the other parts drop
+    modules: tuple[str, ...]  # all its modules, which the other parts drop
     projector: tuple[str, ...] = ()  # those of them that training.trainable=[projector] trains alone
-    tensors: tuple[str, ...] = ()  # names of what leaves its last layer
+    tensors: tuple[str, ...] = ()  # names of the outputs of its last layer
     tied: bool = False  # its head's weight is its embedding's
     layers: LayerParts
     tensor_plan: Mapping[str, str] = {}  # styles by module, where transformers has none
@@ -46,7 +46,7 @@ class Part(ABC):
         """Raises ConfigError where the part's heads cannot be split by the degrees of its resolved section."""
 
     def freeze_unused(self, model: PreTrainedModel) -> None:
-        """Take the gradient off parameters that none of its outputs depends on: nothing may change them."""
+        """Set requires_grad=False for parameters that none of its outputs depends on: nothing may change them."""
 
     @property
     def tied_weight(self) -> str:
@@ -54,7 +54,7 @@ class Part(ABC):
         return ""
 
     def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
-        """Of its modules, those that a group of ranks with these chunks alone does not hold."""
+        """The modules that a group of ranks with these chunks alone does not hold."""
         return ()
 
     def kept_whole(self, tensor: int) -> tuple[str, ...]:
@@ -72,5 +72,5 @@ class Part(ABC):
 
     @property
     def whole(self) -> Chunk:
-        """All of it in one chunk."""
+        """One chunk of all layers."""
         return Chunk(range(len(self.layers.kinds)), first=True, last=True)

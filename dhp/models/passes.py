@@ -1,4 +1,4 @@
-"""Which products a step computes of each part, by what of it is trained.
+"""Which matrix products a step computes of each part, by which parameters are trained.
 
 Forward computes all. A matrix that is trained has a gradient. States have one where something before them is trained,
 in their part or in one that hands over to it. In a layer, matrices that read the same states are at the same place:
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _ENTERING, _LAYERS, _ENDING = range(3)  # regions of a part
 _NORM, _INTO_ATTENTION, _OUT_OF_ATTENTION, _INTO_MLP, _REST = range(-1, 4)  # places within a layer; norms: anywhere
 _FIRST = (-1.0, 0.0)  # the place of what comes before all
-_READS = "lora_A"  # of an adapter's two matrices, the one that reads what the matrix beside it reads
+_READS = "lora_A"  # of an adapter's two matrices, the one that reads the input of the adapted matrix
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter. region, place: where states come by it. size: multiply-adds of each row; 0 of what is no matrix.
+    """A parameter. region, place: where states reach it. size: multiply-adds of each row; 0 if it is no matrix.
 
-    reads: what comes to its region's place; else what its own adapter made.
+    reads: it multiplies the states that reach its place; else the output of its adapter's first matrix.
     """
 
     region: int
@@ -44,7 +44,7 @@ class _Weight:
 
 
 def find_passes(family: Family, parameters: Iterable[Parameter], rules: TrainingRules) -> dict[str, TrainedShare]:
-    """Of each part. family: with the parts of the run; parameters: all of its model's."""
+    """The trained share of each part. family: with the parts of the run; parameters: all of its model's."""
     used = [one for one in parameters if one.used]
     handed = any(rules.trains(one.name) for one in used if one.part != DECODER)
     found = {}
@@ -89,18 +89,18 @@ def _weights(own: Sequence[Parameter], part: Part, experts: Experts | None, rule
     passed = False
     for one in own:
         module, adapter = _module(one.name), is_adapter(one.name)
-        told = (_size(one, experts), rules.trains(one.name), adapter, not adapter or _READS in one.name)
+        about = (_size(one, experts), rules.trains(one.name), adapter, not adapter or _READS in one.name)
         if is_inside(one.name, [part.layers.path]):
             number, _, inside = module.removeprefix(f"{part.layers.path}.").partition(".")
             passed = True
-            yield _Weight(_LAYERS, (int(number), _place(inside, module in matrices, part.layers)), *told)
+            yield _Weight(_LAYERS, (int(number), _place(inside, module in matrices, part.layers)), *about)
             continue
         place = (0, numbers.setdefault(module, len(numbers)))
         leads_out = any(is_inside(name, behind) for name in (one.name, *one.also))
         if not (passed or is_inside(one.name, behind)):
-            yield _Weight(_ENTERING, place, *told)
+            yield _Weight(_ENTERING, place, *about)
         if passed or leads_out:  # an embedding that is the head too does both
-            yield _Weight(_ENDING, place, *told)
+            yield _Weight(_ENDING, place, *about)
 
 
 def _module(name: str) -> str:
@@ -111,7 +111,7 @@ def _module(name: str) -> str:
 
 
 def _place(inside: str, matrix: bool, layers: LayerParts) -> int:
-    """Of a module inside a layer. matrix: it has one."""
+    """The place of a module inside a layer. matrix: it has one."""
     if inside in layers.projections:
         return _OUT_OF_ATTENTION if inside == layers.projections[-1] else _INTO_ATTENTION
     if is_inside(inside, layers.mlp):
@@ -123,7 +123,7 @@ def _place(inside: str, matrix: bool, layers: LayerParts) -> int:
 
 
 def _size(one: Parameter, experts: Experts | None) -> float:
-    """Of experts that are one matrix, as many as a token visits."""
+    """Multiply-adds a row; of experts that are one matrix, for as many as a token visits."""
     if len(one.shape) < 2:
         return 0.0
     share = experts.visits / experts.count if experts and len(one.shape) == 3 else 1.0

@@ -1,7 +1,7 @@
 """Patch embeddings as matrix products.
 
 A convolution whose stride is its kernel takes each patch by itself, which is a matrix product. Libraries of
-convolutions are bad at it: in 16 bits they lack kernels for some shapes, and take seconds for others where the product
+convolutions are slow at it: in 16 bits they lack kernels for some shapes, and take seconds for others where the product
 takes microseconds. The module, its parameters and their names stay; only its forward changes.
 """
 
@@ -32,7 +32,7 @@ def project_as_product(convolution: nn.Conv2d | nn.Conv3d) -> None:
 
 
 def project_as_products(model: nn.Module) -> None:
-    """The same for all convolutions of `model` whose stride is their kernel; others stay as they are."""
+    """Apply `project_as_product` to all convolutions of `model` whose stride is their kernel."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d):
             try:
@@ -42,7 +42,7 @@ def project_as_products(model: nn.Module) -> None:
 
 
 def _patches(pixels: Tensor, kernel: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """[images, channels, *sizes] as [images, patches, channels × kernel], and how many patches lie along each."""
+    """[images, channels, *sizes] as [images, patches, channels × kernel], and the number of patches along each."""
     counts = tuple(size // length for size, length in zip(pixels.shape[2:], kernel, strict=True))
     if all(count == 1 for count in counts):
         return pixels.reshape(len(pixels), 1, -1), counts

@@ -1,4 +1,4 @@
-"""Which positions a model knows, from its configuration."""
+"""The range of positions that a model supports, from its configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNBOUNDED = "dynamic"  # turns by the row's length
 
 
 def find_positions(config: Any) -> PositionRange | None:
-    """Those of the decoder; None where its configuration sets no bound."""
+    """The decoder's range; None where its configuration sets no bound."""
     text = config.get_text_config()
     known = getattr(text, "max_position_embeddings", None)
     rotary = list(_kinds(getattr(text, "rope_parameters", None) or {}))

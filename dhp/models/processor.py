@@ -1,4 +1,4 @@
-"""From pictures and tokens of a sample to what the model reads: patches, grids, placeholders, rotary positions."""
+"""A model's inputs from the pictures and tokens of a sample: patches, grids, placeholders, rotary positions."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class Processor(ABC):
-    """One family's; it has no weights."""
+    """The processor of one family; it has no weights."""
 
     image_token_id: int
     video_token_id: int | None = None  # None: the model sees no videos
     frames_per_patch: int = 1  # frames of a video that are one step in time
     takes_both_ends: bool = False  # frames are taken from the very first of a video to the very last
-    # Tokens around the placeholders of each step in time, where they stand apart in the prompt; None: one run a video.
+    # Tokens around the placeholders of each step in time, where they are separate in the prompt; None: one run a video.
     step_tokens: tuple[int, int] | None = None
     patch_dim: int  # values in one patch
     merge_unit: int = 1  # patches that become one token of the text part
-    hearing: AudioProcessor | None = None  # None: the model hears nothing
+    hearing: AudioProcessor | None = None  # None: the model takes no audio
 
     def __init__(self, config: Any):
         self.config = config
@@ -39,25 +39,25 @@ class Processor(ABC):
 
     @abstractmethod
     def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid | ProcessorOutput]:
-        """What the image processor gave for one image, as rows [patches, values], float32, and its grid or form."""
+        """The image processor's output for one image, as rows [patches, values], float32, and its grid or form."""
 
     def video_patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
-        """What the image processor gave for `frames_per_patch` frames of a video, as rows [patches, values], float32,
-        and their grid, one step in time. A video is such steps one behind another.
+        """The image processor's output for `frames_per_patch` frames of a video, as rows [patches, values], float32,
+        and their grid, one step in time. A video is a sequence of such steps.
         """
         raise NotImplementedError(f"{type(self).__name__}: the model sees no videos")
 
     def frames(self, pixels: np.ndarray, grid: Grid | ProcessorOutput, moving: bool = False) -> np.ndarray | None:
-        """A picture again from what `patches` made of it, or of each step of a video (`moving`): float32 [frames or
-        tiles, height, width, channels], as the image processor normalised it. None where the form does not tell it."""
+        """The inverse of `patches`, for a picture or each step of a video (`moving`): float32 [frames or tiles, height,
+        width, channels], as the image processor normalised it. None where the form does not determine it."""
         return None
 
     def from_patches(self, grid: Grid | ProcessorOutput) -> bool:
-        """Whether `frames` goes by an order of patches that an image processor might not keep to."""
+        """Whether `frames` assumes an order of patches that an image processor might not follow."""
         return not isinstance(grid, ProcessorOutput)
 
     def step_text(self, middle: float, first: float) -> tuple[str, str]:
-        """What the prompt says before and behind a step in time that stands apart: when it is. middle, first: seconds
+        """The prompt's text before and behind a separate step in time: its time. middle, first: seconds
         from the video's beginning to the middle of the step, and to its first frame."""
         return "", ""
 
@@ -71,21 +71,20 @@ class Processor(ABC):
 
     @property
     def placeholder(self) -> str | None:
-        """What stands for an image in a prompt that a chat template wrote, where `written` says what goes there."""
+        """The text of an image in a prompt from the chat template, where `written` replaces it."""
         return None
 
     @property
     def image_arguments(self) -> Mapping[str, Any]:
-        """What the image processor is told beside the images."""
+        """Arguments of the image processor, besides the images."""
         return {}
 
     def written(self, grid: Grid | ProcessorOutput) -> str | None:
-        """What a prompt has in the place of an image's one placeholder, where that is not the placeholder again and
-        again."""
+        """The prompt's text for an image's one placeholder, where that is not the placeholder repeated."""
         return None
 
     def about(self) -> list[Any]:
-        """All that decides the number of tokens of a picture, beside its file and the image processor."""
+        """All that decides the number of tokens of a picture, except its file and the image processor."""
         return [self.image_token_id, self.image_tokens((2, 12, 12))]
 
     def position_ids(
@@ -103,6 +102,6 @@ class Processor(ABC):
         padding has zeros.
 
         grids: of the images; video_grids: of the videos, and video_seconds: of a step in time of each. forms: of
-        pictures that are no grids. more: `audio_seqlens` where there are clips, frames of each, for a model that hears.
+        pictures that are no grids. more: `audio_seqlens` where there are clips, frames of each, for a model with audio.
         """
         return torch.arange(input_ids.shape[1]).expand_as(input_ids).contiguous()

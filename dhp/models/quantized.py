@@ -1,8 +1,8 @@
-"""Frozen matrices in four bits beside adapters (Dettmers et al. 2023, "QLoRA"), by the optional package bitsandbytes.
+"""Frozen matrices in four bits with adapters (Dettmers et al. 2023, "QLoRA"), by the optional package bitsandbytes.
 
-The one file that imports it. Facts this stands on, each with a canary test where the package is installed: its layer
-is a linear layer, whose weight is rounded when it moves to a device; and peft's layer for linear modules, around it,
-computes what peft's own for such layers does.
+The one file that imports it. It relies on the following, each with a canary test where the package is installed: its
+layer is a linear layer, whose weight is rounded when it moves to a device; and peft's layer for linear modules, around
+it, computes the same as peft's own for such layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def require_package(key: str) -> None:
 
 
 def check_quantized(family: Family, adapters: Mapping[str, AdapterSettings]) -> None:
-    """Raises ConfigError for matrices in four bits in a part whose layers read weights by themselves."""
+    """Raises ConfigError for matrices in four bits in a part whose layers read weights directly."""
     decoder, asked = family.decoder, adapters.get(DECODER)
     if asked is None or asked.quantization is None or not (decoder.experts or decoder.mixers):
         return
@@ -50,8 +50,8 @@ def check_quantized(family: Family, adapters: Mapping[str, AdapterSettings]) -> 
 
 def find_quantized(model: nn.Module, layers: LayerParts, trains: Callable[[str], bool]) -> tuple[str, ...]:
     """Names of the linear modules of the layers whose weights are not trained, in the model's order. trains: by a
-    parameter's name. Without adapters, routers, modules that compute in a way of their own, and those whose weight the
-    code around them reads: it would find packed bits."""
+    parameter's name. Without adapters, routers, modules with a forward of their own, and those whose weight the code
+    around them reads: it would find packed bits."""
     return tuple(
         name
         for name, module in model.named_modules()
@@ -70,8 +70,8 @@ def quantize(
     device: torch.device,
     key: str,
 ) -> None:
-    """Put bitsandbytes' layers in the place of `find_quantized`, on `device`; one matrix after another, so that they
-    are never there in full. Each is rounded to `dtype`, in which the part computes, and that to four bits.
+    """Replace the modules of `find_quantized` by bitsandbytes' layers on `device`, one matrix after another, so that
+    not all are in memory in full. Each is rounded to `dtype`, in which the part computes, and that to four bits.
 
     key: of the setting, in errors. Raises ConfigError where the package is missing or cannot be loaded.
     """

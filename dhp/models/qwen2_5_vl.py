@@ -24,7 +24,7 @@ def qwen2_5_vl(config: Any) -> Family:
 
 
 class Qwen25VlProcessor(GridProcessor):
-    """A video is one run of placeholders; its positions in time go by seconds."""
+    """A video is one run of placeholders; its temporal positions depend on seconds."""
 
     paced = True
 

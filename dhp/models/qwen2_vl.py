@@ -19,7 +19,7 @@ def qwen2_vl(config: Any) -> Family:
 
 
 class Qwen2VlTower(GridTower):
-    """It learns no positions, so that all it is told of a patch is its row and column."""
+    """It learns no positions: of a patch it takes row and column alone."""
 
     tensor_plan = {
         "model.visual.blocks.*.attn.proj": "rowwise",

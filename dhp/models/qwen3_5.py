@@ -1,4 +1,4 @@
-"""Qwen3.5, with experts or without: the tower of Qwen3-VL without features on the way, and a decoder most of whose
+"""Qwen3.5, with or without experts: the tower of Qwen3-VL without DeepStack features, and a decoder most of whose
 layers are gated delta nets (Yang et al. 2025)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's thinker: it sees as Qwen3-VL does, and hears by an audio tower, a part of its own."""
+"""Qwen3-Omni's thinker: vision as in Qwen3-VL, and an audio tower, a part of its own."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ AUDIO = "audio"  # the part
 
 
 def qwen3_omni(config: Any) -> Family:
-    """Qwen3-Omni's thinker of that configuration. Its feature extractor is where the configuration is from."""
+    """Qwen3-Omni's thinker of that configuration, whose directory has the feature extractor too."""
     contract = find_contract(config)
-    # What the twin did not try: features enter behind layers, as with Qwen3-VL, so that these can be cut.
+    # The twin does not test this: features enter after layers, as with Qwen3-VL, so that these can be cut.
     decoder = OmniDecoder(config, replace(contract, embeds=True, cuts=True))
     processor = OmniProcessor(config, contract)
-    others = {AUDIO: AudioTower(config)} if hears(config) else {}
+    others = {AUDIO: AudioTower(config)} if has_audio(config) else {}
     idle = tuple(module for module in contract.structure.audio if not (others and module in AudioTower.modules))
     return Family(config, processor, OmniTower(config), decoder, others=others, idle=idle)
 
 
-def hears(config: Any) -> bool:
+def has_audio(config: Any) -> bool:
     """Whether a configuration has an audio tower."""
     return getattr(config, "audio_config", None) is not None
 
 
 class OmniProcessor(GridProcessor):
-    """Sound too. A video is one run of placeholders, whose positions in time go by seconds."""
+    """Takes audio too. A video is one run of placeholders; its temporal positions depend on seconds."""
 
     paced = True
 
     def __init__(self, config: Any, contract: Contract):
         super().__init__(config, contract.base)
         self._forward = contract.base.forward
-        if hears(config):
+        if has_audio(config):
             self.hearing = AudioProcessor(config, config.name_or_path)
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ class OmniTower(Qwen3VlTower):
 
 
 class OmniDecoder(ContractDecoder):
-    """Features of the tower are added behind its first layers; rows of sound go in by their places."""
+    """Features of the tower are added after its first layers; rows of audio are scattered to their positions."""
 
     def __init__(self, config: Any, contract: Contract):
         super().__init__(config, contract)
@@ -80,9 +80,9 @@ class OmniDecoder(ContractDecoder):
 
     @property
     def takes(self) -> Mapping[str, int]:
-        """Pictures and sound at the first layer, features behind the first ones."""
-        return {EMBEDDINGS: 0, **self.enters, **({AUDIO_EMBEDDINGS: 0} if hears(self.config) else {})}
+        """Pictures and audio at the first layer, features after the first ones."""
+        return {EMBEDDINGS: 0, **self.enters, **({AUDIO_EMBEDDINGS: 0} if has_audio(self.config) else {})}
 
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
-        """See `Decoder`, which adds what enters behind a layer."""
+        """See `Decoder`, which adds features after a layer."""
         return Decoder.run(self, model, chunk, inputs, **extra)

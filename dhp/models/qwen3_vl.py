@@ -1,6 +1,6 @@
-"""Qwen3-VL: a tower that attends to whole frames and hands over what several of its layers found, and a decoder that
-adds these features behind its first layers ("DeepStack", Meng et al. 2024). The frames of a video stand apart in the
-prompt, a time in words before each.
+"""Qwen3-VL: a tower that attends to whole frames and outputs features of several of its layers, and a decoder that adds
+them after its first layers ("DeepStack", Meng et al. 2024). The frames of a video are separate in the prompt, each
+after its time in words.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Qwen3VlProcessor(GridProcessor):
 
 
 class Qwen3VlMoeProcessor(Qwen3VlProcessor):
-    """The same of the model with experts."""
+    """As `Qwen3VlProcessor`, of the model with experts."""
 
     def model(self) -> type[nn.Module]:
         from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeModel
@@ -64,7 +64,7 @@ class Qwen3VlTower(GridTower):
     """A patch's learned position is interpolated from a square table, by its own place and the size of its frame."""
 
     gates = ("mlp.linear_fc1",)
-    mergers: tuple[str, ...] = ("merger", "deepstack_merger_list")  # of the last layer, and of those on the way
+    mergers: tuple[str, ...] = ("merger", "deepstack_merger_list")  # of the last layer, and of inner ones
     # A merger's norm stands before its matrices and sees whole rows.
     merger_plan: Mapping[str, str] = {"norm": "dhp_whole", "linear_fc1": "colwise", "linear_fc2": "rowwise"}
 
@@ -118,12 +118,12 @@ class Qwen3VlDecoder(Decoder):
 
 
 def deepstack_names(config: Any) -> tuple[str, ...]:
-    """Of the features that leave the tower before its end; each enters behind the decoder layer of its number."""
+    """Names of the features of the tower's inner layers; each enters after the decoder layer of its number."""
     return tuple(f"deepstack.{number}" for number in range(len(_deepstack(config.vision_config))))
 
 
 def _deepstack(vision: Any) -> Sequence[int]:
-    """Layers of the tower whose states leave it."""
+    """Layers of the tower whose states are outputs."""
     return getattr(vision, "deepstack_visual_indexes", ())
 
 

@@ -1,4 +1,4 @@
-"""Which model families can be split, by the `model_type` of config.json."""
+"""The model families that can be split, by the `model_type` of config.json."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Other rotary positions for a model's directory: written to its configuration, so that all who read it have them.
+"""Changes rotary positions in the configuration of a model's directory, so that all readers of it have them.
 
-In a loaded model it would be too late: its frequencies are made when it is built, and a checkpoint has the directory's
+In a loaded model it would be too late: frequencies are computed when it is built, and a checkpoint has the directory's
 configuration.
 """
 

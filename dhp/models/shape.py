@@ -86,7 +86,7 @@ def part_shape(
 class Parameter:
     """One parameter of a model. also: its other names, of a weight that several modules share.
 
-    part: of the run, which holds it. used: something depends on it, and a part of the run may train it.
+    part: the run's part that holds it. used: an output depends on it, and a part of the run may train it.
     """
 
     name: str
@@ -121,21 +121,21 @@ def list_parameters(source: str, family: Family, adapters: Adapters = MappingPro
 
 
 def check_adapters(source: str, family: Family, adapters: Adapters) -> None:
-    """Raises ConfigError for adapters beside what the model does not have, or what cannot have one."""
+    """Raises ConfigError for adapters of modules that the model does not have, or that cannot have one."""
     model = _without_weights(source, ())
     for name, asked in adapters.items():
         check_targets(model, family.parts[name], f"{name}.lora", asked)
 
 
 def adapt(model: nn.Module, family: Family, adapters: Adapters, device: str = "meta") -> None:
-    """Put the parts' adapters into a model on that device; "meta": into one without weights."""
+    """Add the parts' adapters to a model on that device; "meta": to one without weights."""
     with torch.device(device):
         for name, asked in adapters.items():
             add_adapters(model, find_targets(model, family.parts[name], asked), asked, seed=0)
 
 
 def _unused(model: nn.Module, family: Family) -> Iterator[str]:
-    """Names of parameters that their own part does not train, whatever it is asked."""
+    """Names of parameters that their own part never trains."""
     named = dict(model.named_parameters())
     yield from (name for name, parameter in named.items() if not parameter.requires_grad)
     for part in family.parts.values():
@@ -149,7 +149,7 @@ class DecoderSizes:
     """Parameters of a decoder's pieces.
 
     layers: of each. head: of the head, which has them for itself unless `tied`. Then they are the embedding's, and
-    `head == embedding`: they exist once where the first chunk and the last lie in one group of ranks, else both groups
+    `head == embedding`: they exist once where one group of ranks holds the first chunk and the last, else both groups
     have them.
     """
 

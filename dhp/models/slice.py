@@ -1,4 +1,4 @@
-"""Pieces of a decoder that is cut by layers: what runs in one go, and what the group of ranks that holds it lacks."""
+"""Chunks of a decoder that is cut by layers, and the layers of a group of ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chunk:
-    """Decoder layers that run one behind another.
+    """Consecutive decoder layers.
 
-    layers: their indices, at least one. first: it embeds tokens and puts pictures in their places. last: it applies the
-    final norm, so that the head can follow.
+    layers: their indices, at least one. first: it embeds tokens and inserts the features of pictures. last: it applies
+    the final norm, so that the head can follow.
     """
 
     layers: range

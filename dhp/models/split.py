@@ -28,19 +28,19 @@ ReadPlan = Callable[[nn.Module, Mapping[str, str]], dict[str, str]]
 
 
 class Absent(nn.Module):
-    """In the place of a module that this part does not hold."""
+    """Placeholder for a module that this part does not hold."""
 
     def __init__(self, name: str):
         super().__init__()
         self._name = name
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises RuntimeError: to run it is a mistake of the caller."""
+        """Raises RuntimeError: calling it is a bug of the caller."""
         raise RuntimeError(f"{self._name} is not in this part of the model")
 
 
 class _OneMesh:
-    """What transformers asks of its mesh manager, answered with the one mesh of our own making."""
+    """Implements transformers' mesh manager with the one mesh that dhp made."""
 
     def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
@@ -105,8 +105,8 @@ def load_part(
 
 
 def _with_attention(load: Callable[..., Any]) -> Any:
-    """By sdpa, or eager for a model whose constructor refuses it: Gemma 2 would lose its soft cap. Our own attention
-    takes the place of either in the decoder."""
+    """Build with sdpa, or eager for a model whose constructor refuses it: Gemma 2 would lose its soft cap. In the
+    decoder dhp's own attention replaces either."""
     try:
         return load(attn_implementation="sdpa")
     except ValueError as error:
@@ -139,7 +139,7 @@ def _overrides(
         return config, None, _OneMesh(mesh)
 
     def resolve(self: PreTrainedModel, config: DistributedConfig) -> tuple[dict[str, str], ...]:
-        """Plans by the full names of modules and of their parameters."""
+        """The plan by full names of modules and of their parameters."""
         tensor, *others = base._resolve_parallel_plans(self, config)
         for name, style in exact_plan.items():
             module = self.get_submodule(name)

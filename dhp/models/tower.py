@@ -1,4 +1,4 @@
-"""The vision part of a family: patches in, named tensors with a row for each placeholder token out."""
+"""The vision part of a family: from patches to named tensors with a row for each placeholder token."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dhp.models.part import Part
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-EMBEDDINGS = "embeddings"  # the tensor whose rows stand in the places of placeholder tokens
+EMBEDDINGS = "embeddings"  # the tensor whose rows replace those of placeholder tokens
 
 
 @dataclass(frozen=True)
 class TowerInputs:
-    """What a tower computes in one micro-batch.
+    """A tower's inputs in one micro-batch.
 
     pixels: [patches, values] in tower order. positions: of each patch, [patches, `Tower.position_columns`].
 
@@ -77,7 +77,7 @@ class Tower(Part):
             )
 
     def check_cut(self, tensor: int) -> None:
-        """Raises ConfigError where its matrices should be cut by so many ranks, and nobody says how."""
+        """Raises ConfigError where its matrices should be cut by so many ranks, and there is no plan for it."""
         if tensor > 1 and not self.tensor_plan:
             raise ConfigError(
                 f"vision.tensor={tensor} with a {self.config.model_type} model: transformers has no tensor-parallel "
@@ -102,19 +102,20 @@ class Tower(Part):
 
     @abstractmethod
     def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
-        """How the tower walks through an image or video."""
+        """The order and the attention segments of an image or video in the tower."""
 
     @abstractmethod
     def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
-        """What becomes of patches in tower order: [patches / unit, hidden] by name, in the order of `tensors`; the rows
-        of dummy pictures are the last ones."""
+        """Encode patches in tower order: [patches / unit, hidden] by name, in the order of `tensors`; the rows of dummy
+        pictures are the last ones."""
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make the tower call the registered attention function `name` once a layer, on all segments."""
 
     def call_modules_once(self, model: PreTrainedModel) -> None:
-        """Let no module inside be called as often as a rank's data ask for, within one call of the tower."""
+        """Make the number of calls of each module inside, within one call of the tower, independent of a rank's
+        data."""
 
     def split_heads(self, model: PreTrainedModel, ranks: int) -> None:
-        """Tell the tower's attention that it has 1 / ranks of the heads. For attention that takes as many as its
-        projections give there is nothing to tell."""
+        """Set the tower's attention to 1 / ranks of the heads. Attention that derives their number from its projections
+        needs no setting."""

@@ -1,4 +1,4 @@
-"""How much a model's parts read when they start, in which format, and how long that may take."""
+"""Bytes and format of the weights that a model's parts read at start, and how long that may take."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from safetensors import SafetensorError, safe_open
 from dhp.base.errors import ModelError
 from dhp.models.config_source import shapes_directory
 
-SLOW_DISK = 100_000_000  # bytes a second that even a slow disk, shared by nodes, gives
+SLOW_DISK = 100_000_000  # bytes a second of a slow disk that nodes share
 PUBLISHED_BYTES = 2  # of a weight as models are published, in 16 bits
 
 
 def weight_bytes(model_name: str, checkpoint: Path | None = None) -> int:
-    """Of the safetensors files in a model's directory, and in the checkpoint that a run continues.
+    """Bytes of the safetensors files in a model's directory, and in the checkpoint that a run continues.
 
     A hub id whose shape dhp ships has two bytes a parameter. Of any other it is not known without a network: 0.
     """

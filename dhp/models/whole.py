@@ -1,4 +1,4 @@
-"""A whole model from its parts' weights, written as an ordinary Hugging Face directory."""
+"""Writes a whole model from its parts' weights as an ordinary Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def save_whole(model_dir: Path, weights: Mapping[str, Tensor], out_dir: Path) ->
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that belong to a model's files as its weights do, though nothing trains them."""
+    """Buffers that are saved with a model's weights, though nothing trains them."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What was measured, kept for later runs of the same shape: one JSON file, an entry a shape."""
+"""Caches measured costs for later runs of the same shape: one JSON file, an entry a shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILE = "recompute.json"
 
 
 def read_costs(folder: Path, shape: Mapping[str, Any]) -> dict[str, StageCosts] | None:
-    """Costs by part that a run of this shape left in `folder`, or None. A file that is no such cache is passed over."""
+    """Costs by part that a run of this shape cached in `folder`, or None. A file that is no such cache is ignored."""
     try:
         entry = json.loads((folder / FILE).read_text(encoding="utf-8"))[_key(shape)]
         return {part: StageCosts.from_json(costs) for part, costs in entry["costs"].items()}

@@ -1,4 +1,4 @@
-"""What each layer of a stage costs under each choice, in bytes and seconds, and the peak that a plan will have."""
+"""Bytes and seconds of each layer of a stage under each choice, and the predicted peak of a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dhp.base.messages import RecomputePolicies
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer. held_bytes: kept from forward to backward; replay_bytes: added while its backward recomputes;
+    """One layer. held_bytes: saved from forward to backward; replay_bytes: added while its backward recomputes;
     replay_s: seconds of recomputing in a step."""
 
     held_bytes: float
@@ -23,7 +23,7 @@ class LayerCost:
 class StageCosts:
     """One stage with micro-batches of `rows` patches or tokens. layers: by kind of layer and choice.
 
-    before_bytes, after_bytes: kept outside the layers, by what comes before them and after them.
+    before_bytes, after_bytes: saved outside the layers, by what comes before them and after them.
     """
 
     rows: int
@@ -33,11 +33,11 @@ class StageCosts:
     layers: Mapping[str, Mapping[str, LayerCost]]
 
     def layer(self, index: int, choice: str) -> LayerCost:
-        """What layer `index` costs under `choice`."""
+        """Cost of layer `index` under `choice`."""
         return self.layers[self.kinds[index]][choice]
 
     def held_bytes(self, choices: RecomputePolicies) -> float:
-        """Kept between forward and backward of one micro-batch."""
+        """Bytes saved between forward and backward of one micro-batch."""
         layers = sum(self.layer(index, choice).held_bytes for index, choice in enumerate(choices))
         return self.before_bytes + layers + self.after_bytes
 

@@ -24,7 +24,7 @@ PATIENCE = 16  # steps without work for a stage (no image), after which it is pl
 
 
 class Planner:
-    """Told what each step took, says what to recompute from now on. Decides only; others act.
+    """Plans what to recompute from now on, from what each step took. Decides only; others act.
 
     asked: the plan that is to be in force. budget_bytes: may be set anew before there is a plan. untried: (stage,
     choice) that the budget had no room to measure.
@@ -55,7 +55,7 @@ class Planner:
         self._planned = frozenset(known or ())
 
     def _plan_probes(self) -> list[Plan]:
-        """Plans that show layers of the stages measured so far under each choice, as far as the budget allows."""
+        """Plans that measure layers of the stages seen so far under each choice, as far as the budget allows."""
         costs = at_worst(self.costs())
         self._probed = self._auto & set(costs)
         kinds = {stage: self._kinds[stage] for stage in sorted(self._probed)}
@@ -93,8 +93,8 @@ class Planner:
         return not self.settled and self.asked == self._everything
 
     def costs(self) -> dict[str, StageCosts]:
-        """What has been measured, by stage; a stage counts once it was seen recomputing everything, or as it always
-        does."""
+        """Measured costs by stage; a stage has some once it was measured recomputing everything, or with its fixed
+        choices."""
         found = {stage: profile.costs() for stage, profile in self._profiles.items()}
         return {stage: costs for stage, costs in found.items() if costs is not None and self._is_measured(stage, costs)}
 
@@ -102,7 +102,7 @@ class Planner:
         return all(choice in costs.layers[kind] for kind, choice in zip(costs.kinds, self._everything[stage]))
 
     def _begin_anew(self) -> bool:
-        """A stage has its first work after the plan was made without it: its layers are measured now."""
+        """Measure the layers of a stage whose first work comes after the plan was made without it."""
         self.settled, self._idle = False, 0
         self._probes, self.asked = None, self._everything
         return True

@@ -1,4 +1,4 @@
-"""What the steps that measure recompute: the second of the four steps of adaptive recomputation.
+"""Plans of the measuring steps: the second of the four steps of adaptive recomputation.
 
 OmniBal (Yao et al. 2025) tries settings and adds recomputing where one fails. A training step that fails is not to be
 survived, so here the bytes that a layer adds while it is recomputed bound what it can keep, before anything is tried.

@@ -1,7 +1,7 @@
-"""From what steps took to what layers cost: the third of the four steps of adaptive recomputation.
+"""Derives the costs of layers from measured steps: the third of the four steps of adaptive recomputation.
 
 OmniBal (Yao et al. 2025) solves the bytes of a layer from two runs that differ in a few layers. Here each
-layer's bytes and seconds are told apart in the run itself, so that one step tells several choices, and nothing has to
+layer's bytes and seconds are measured in the run itself, so that one step measures several choices, and nothing has to
 be solved for.
 """
 
@@ -16,12 +16,12 @@ from dhp.planner.costs import LayerCost, StageCosts
 
 
 def fullest(usages: Sequence[StageUsage]) -> StageUsage:
-    """Of a part's ranks, the one that decides."""
+    """The rank of a part whose usage decides: the one with the largest peak."""
     return max(usages, key=lambda usage: usage.peak_bytes)
 
 
 class Profile:
-    """What has been seen of one part. Bytes and seconds are kept for each patch or token."""
+    """Measurements of one part. Bytes and seconds are stored per patch or token."""
 
     def __init__(self, known: StageCosts | None = None):
         """known: what an earlier run saw."""
@@ -49,7 +49,7 @@ class Profile:
                 self._seconds[key].append(layer.replay_s / usage.all_rows)
 
     def costs(self) -> StageCosts | None:
-        """What layers cost with the largest micro-batch, and the largest step, seen; None before any step."""
+        """Costs of the layers with the largest micro-batch, and the largest step, seen; None before any step."""
         if not self._rows:
             return None
         layers: dict[str, dict[str, LayerCost]] = {kind: {} for kind in self._kinds}
@@ -68,6 +68,6 @@ class Profile:
 
 
 def _shared_bytes(layers: Sequence[LayerUsage]) -> int:
-    """What the first layer holds beyond others like it: what all are given (positions) is counted there."""
+    """Bytes that the first layer holds beyond others of its kind: tensors that all share (positions) count there."""
     alike = [one.held_bytes for one in layers[1:] if (one.kind, one.choice) == (layers[0].kind, layers[0].choice)]
     return max(0, layers[0].held_bytes - min(alike)) if alike else 0

@@ -94,7 +94,7 @@ def _relieved(
 
 
 def _near(costs: Mapping[str, StageCosts], stage: str, arrangement: Arrangement) -> dict[str, StageCosts]:
-    """Of stages that share devices with this one, itself included: what it takes is nothing to all others."""
+    """The stages that share devices with this one, itself included: its memory matters to no others."""
     names = frozenset[str]().union(*(stages for stages in arrangement.sharing if stage in stages))
     return {name: of_stage for name, of_stage in costs.items() if name in names}
 

@@ -1,4 +1,4 @@
-"""A plan as a person reads it."""
+"""A plan as a table for users."""
 
 from __future__ import annotations
 

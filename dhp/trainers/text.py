@@ -241,8 +241,8 @@ class TextEngine(StageEngine):
         plan = self._plan(work)
         told = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
         heard = told[-1] == SOUND
-        seen = told[-1] if work.heard is None else (told[-1] > 0) & ~heard
-        places = (_places(work.placement, seen), _places(work.heard, heard))
+        seen = told[-1] if work.audio_placement is None else (told[-1] > 0) & ~heard
+        places = (_places(work.placement, seen), _places(work.audio_placement, heard))
         given = (*told, *find_targets(named["targets"]), *places)
         (input_ids, position_ids, kinds, *targets, image_rows, sound_rows), (segments,) = move_with_plans(
             given, [plan], self.device
@@ -256,7 +256,7 @@ class TextEngine(StageEngine):
     def _cached(self, chunk: int, work: TextInput) -> list[dict[str, Tensor]]:
         """Rows of pictures that no tower encoded: of the tensors that enter this chunk."""
         entering = {name for edge in self.edges_in(chunk) for name in edge.tensors}
-        kept = {name: to_device(rows, self.device) for name, rows in work.kept.items() if name in entering}
+        kept = {name: to_device(rows, self.device) for name, rows in work.cached.items() if name in entering}
         return [kept] if kept else []
 
     def _joined(self, bundles: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ def deal(setting: Setting, folder: str, samples: tuple[Sample, ...]) -> StepData
 
 def deal_prompt(setting: Setting, folder: str, sample: Sample, new_tokens: int) -> StepData:
     """One prompt, which nothing ends before it has so many new tokens."""
-    return _dealer(setting, folder).deal_prompts(StepSamples(0, 0, (((sample,),),), ()), Sampling(new_tokens))
+    return _dealer(setting, folder).shard_prompts(StepSamples(0, 0, (((sample,),),), ()), Sampling(new_tokens))
 
 
 def _dealer(setting: Setting, folder: str) -> BatchSharder:

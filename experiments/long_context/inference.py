@@ -92,7 +92,7 @@ class Ours:
         dealer = BatchSharder(family, Collator(family, 0, True), text=degrees)
         row = StepSamples(0, 0, (((make_row(tokens),),),), ())
         shard = dist.get_rank() // degrees.tensor
-        self._prompt = dealer.deal_prompts(row, Sampling(NEW)).work[TEXT][0][shard]
+        self._prompt = dealer.shard_prompts(row, Sampling(NEW)).work[TEXT][0][shard]
 
     def __call__(self) -> Told:
         answer: Answer = self._trainer.generate(0, 0, self._prompt)

@@ -13,9 +13,9 @@ from dhp.base.spans import DATA, WAIT, add_span, keep_spans, span, take_spans
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    spans._kept = None
+    spans._recorded = None
     yield
-    spans._kept = None
+    spans._recorded = None
 
 
 def test_nothing_is_kept_unless_asked_for() -> None:

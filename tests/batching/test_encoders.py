@@ -49,7 +49,7 @@ def test_clips_go_to_ranks_by_their_work(audio: Degrees, folder: str, samples: l
     tokens = sum(form.tokens for sample in samples for form in sample.clip_forms)
     assert sum(sum(rank.rows) for rank in ranks) == tokens
     kinds = data.work["text"][0][0].tensors["mm_token_type_ids"]
-    assert int((kinds == SOUND).sum()) == tokens == len(data.work["text"][0][0].heard)
+    assert int((kinds == SOUND).sum()) == tokens == len(data.work["text"][0][0].audio_placement)
 
 
 def test_rows_go_where_their_placeholders_are(folder: str, samples: list[Sample]) -> None:
@@ -71,7 +71,7 @@ def test_rows_go_where_their_placeholders_are(folder: str, samples: list[Sample]
             for form in sample.clip_forms
             for row in range(form.tokens)
         ]
-        assert [(received[n][0].rows, received[n][1]) for n in work.heard] == wanted
+        assert [(received[n][0].rows, received[n][1]) for n in work.audio_placement] == wanted
 
 
 def test_a_rank_without_sound_has_a_dummy(folder: str, samples: list[Sample]) -> None:
@@ -79,7 +79,7 @@ def test_a_rank_without_sound_has_a_dummy(folder: str, samples: list[Sample]) ->
     (ranks,), (route,) = data.work["audio"], data.routes["audio"]
     dummy = load_family(folder).parts["audio"].dummy_form
     assert [(rank.forms, rank.rows, tuple(rank.pixels.shape)) for rank in ranks] == [((dummy,), (), (8, 16))] * 2
-    assert route.pairs == () and data.work["text"][0][0].heard is None
+    assert route.pairs == () and data.work["text"][0][0].audio_placement is None
     assert (data.info.clips, data.info.flops["audio"]) == (0, 0)
 
 
@@ -102,5 +102,5 @@ def test_pictures_that_are_there_have_their_places_among_the_others(made_model: 
     pixels = tuple(one if n == 2 else one[:0] for n, one in enumerate(sample.pixels))
     data = deal(made_model, [replace(sample, features=tuple(found), pixels=pixels)], Case(ONE, ONE, 1))
     (text,) = data.work["text"][0]
-    assert torch.equal(text.kept["embeddings"], torch.cat([rows[0], rows[1], rows[3]]))
+    assert torch.equal(text.cached["embeddings"], torch.cat([rows[0], rows[1], rows[3]]))
     assert text.placement.tolist() == [*range(4, 12), *range(4), *range(12, 16)]

@@ -56,7 +56,7 @@ def test_patches_travel_as_the_tower_rounds_them(made_model: str) -> None:
     """In 16 bits they take half the room, and are what the tower would have made of them."""
     case, samples = LAYOUTS[1], mixed_step()
     exact, rounded = make_reader(made_model, case, [samples]), make_reader(made_model, case, [samples])
-    rounded._dealer._encoders["vision"]._dtype = torch.bfloat16
+    rounded._sharder._encoders["vision"]._dtype = torch.bfloat16
     for ours, theirs in zip(rounded.step(0).work["vision"][0], exact.step(0).work["vision"][0], strict=True):
         assert ours.pixels.dtype == torch.bfloat16 and ours.pixels.nbytes == theirs.pixels.nbytes // 2
         assert torch.equal(ours.pixels, theirs.pixels.to(torch.bfloat16))
@@ -310,7 +310,7 @@ def test_layouts_of_images_are_kept_and_those_of_videos_are_not(made_model: str)
     feed = make_reader(made_model, Case(Degrees(), Degrees(), micro_batches=1), [videos(), mixed_step()])
     for step in (0, 1, 0, 1):
         feed.step(step)
-    found = feed._dealer._encoders["vision"]._known_layout.cache_info()
+    found = feed._sharder._encoders["vision"]._known_layout.cache_info()
     assert (found.currsize, found.misses) == (5, 5)  # 4 × 4, and four in the other step
 
 

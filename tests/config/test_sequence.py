@@ -94,5 +94,5 @@ def test_chunks_of_mlps() -> None:
 def test_groups_are_for_the_decoder() -> None:
     with pytest.raises(ConfigError, match="text.sequence_groups=all does not exist; choose from auto, one"):
         resolve_part("text", PartConfig(sequence_groups="all"))
-    with pytest.raises(ConfigError, match="vision.sequence_groups=one: images and clips are always dealt out whole"):
+    with pytest.raises(ConfigError, match="vision.sequence_groups=one: images and clips are always sharded whole"):
         resolve_part("vision", PartConfig(sequence_groups="one"))

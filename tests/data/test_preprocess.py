@@ -342,7 +342,7 @@ def test_a_run_that_hears_nothing_says_why(preprocessor):
     record = talk("<audio>Who?", "Ann.")
     for why in (NO_TOWER, NO_ACTORS):
         with pytest.raises(DataError, match=f"1 <audio> tags in the human turns, but {why[:20]}"):
-            preprocessor(prompts=Prompts(deaf=why))(record)
+            preprocessor(prompts=Prompts(no_audio=why))(record)
 
 
 def test_the_fingerprint_does_not_change_with_use(preprocessor, tokenizer):

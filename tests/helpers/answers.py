@@ -76,7 +76,7 @@ class Told:
 def deal(model: str, case: Case, sample: Sample, sampling: Sampling) -> StepData:
     """One prompt for the first replica."""
     others: list[tuple[Sample, ...]] = [()] * (case.text.data - 1)
-    return make_sharder(model, case).deal_prompts(StepSamples(0, 0, (((sample,), *others),), ()), sampling)
+    return make_sharder(model, case).shard_prompts(StepSamples(0, 0, (((sample,), *others),), ()), sampling)
 
 
 def answer(

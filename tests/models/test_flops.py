@@ -137,7 +137,8 @@ def test_each_kind_of_work_counts_by_what_it_grows_with() -> None:
     assert flops(window_pair=1) == 2 * (64 + 64 + 16 + 16 + 16)
     assert flops(segment_pair=1) == 2 * (400 + 16 + 16)
     assert flops(embedding=1) == 2 * 7
-    assert flops(token=1, beside=1) == 2 * (28 + 3) and flops(segment_pair=1, beside=1) == 2 * (441 + 25 + 25)
+    assert flops(token=1, extra_tokens=1) == 2 * (28 + 3)
+    assert flops(segment_pair=1, extra_tokens=1) == 2 * (441 + 25 + 25)
     assert TextWork(1, 0, 0).flops([3, 5], 2, NO_BACKWARD) == 16
     assert TextWork(0, 2, 0).flops([3, 5], 2, NO_BACKWARD) == 2 * (9 + 25)
     assert TextWork(0, 0, 1).flops([3, 5], 2, NO_BACKWARD) == 4

@@ -44,7 +44,7 @@ def test_answers_between_steps(case: Case, four_layers_model: str) -> None:
                 for first in range(0, len(samples) if answers else 0, case.text.data):
                     held = samples[first : first + case.text.data]
                     rows = tuple((one,) for one in held) + ((),) * (case.text.data - len(held))
-                    data = dealer.deal_prompts(StepSamples(0, 0, (rows,), ()), replace(NEW, seed=0))
+                    data = dealer.shard_prompts(StepSamples(0, 0, (rows,), ()), replace(NEW, seed=0))
                     batch = Batch(data.info, data.work, data.routes)
                     refs = answer_batch(running.stages, running.graph, batch)
                     told += [of_replica[0].token_ids for of_replica in refs.replicas] if number == 0 else []

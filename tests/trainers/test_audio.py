@@ -107,12 +107,12 @@ def exchange_clips(data: StepData) -> StepData:
     """Rows of the first two clips of a replica, in each other's places."""
 
     def edit(work: TextInput) -> TextInput:
-        if work.heard is None:
+        if work.audio_placement is None:
             return work
-        first, second = (rows.clone() for rows in (work.heard[:4], work.heard[-4:]))
-        heard = work.heard.clone()
-        heard[:4], heard[-4:] = second, first
-        return replace(work, heard=heard)
+        first, second = (rows.clone() for rows in (work.audio_placement[:4], work.audio_placement[-4:]))
+        audio_placement = work.audio_placement.clone()
+        audio_placement[:4], audio_placement[-4:] = second, first
+        return replace(work, audio_placement=audio_placement)
 
     text = tuple(tuple(edit(work) for work in row) for row in data.work["text"])
     return replace(data, work={**data.work, "text": text})

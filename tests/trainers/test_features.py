@@ -204,7 +204,7 @@ def test_what_is_there_is_dealt_to_nobody(made_model: str, tmp_path: Path) -> No
         [samples[0].features[0].key], [samples[0].features[3].key],
     ]  # fmt: skip
     (text,) = data.work["text"][0]
-    assert torch.equal(text.kept["embeddings"], torch.cat([rows["embeddings"]] * 2))
+    assert torch.equal(text.cached["embeddings"], torch.cat([rows["embeddings"]] * 2))
     firsts = text.placement[::16].tolist()  # of the 1st and 4th picture from the ranks, of the others behind them
     assert firsts[1:3] == [32, 48] and sorted((firsts[0] // 16, firsts[3] // 16)) == [0, 1]
     assert (data.info.cached_images, data.info.images, data.info.vision_tokens) == (2, 4, 256)

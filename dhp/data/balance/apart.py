@@ -14,8 +14,8 @@ from dhp.data.balance.packs import Limits, Loads, Method, Packs, join
 
 
 def keep_apart(method: Method, long: int, loads: Loads, limits: Limits, rows: int, seed: int) -> Packs:
-    """Packs of `method`, `rows` of them a step, in none of which there are samples of `long` tokens or more beside
-    shorter ones. Steps come in random order."""
+    """Packs of `method`, `rows` of them a step, none with samples of `long` tokens or more together with shorter ones.
+    Steps come in random order."""
     is_long = loads.text >= long
     parts = [_of_kind(method, loads, limits, rows, seed, np.flatnonzero(kind)) for kind in (is_long, ~is_long)]
     whole = [len(part) // rows * rows for part in parts]

@@ -2,7 +2,7 @@
 
 Packs are completed exactly in both (`exact_fill`); samples left over are exchanged until their packs are even
 (`exchange`). Samples with so much text for their images that no others could fill their pack's vision are packed by
-text alone. Nothing is dropped, nothing padded.
+text alone. Nothing is dropped or padded.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class _Table(NamedTuple):
 
 
 class _Guide(NamedTuple):
-    """What the choice of items goes by.
+    """Statistics that guide the choice of items.
 
     mean: load of an item. squares: Σ load² over Σ load. most: largest load that a bin may expect of an item that it
     does not have yet.

@@ -1,4 +1,4 @@
-"""Bins of equal load by paired exchange: deal the items out by size, then let heavy and light bins swap.
+"""Bins of equal load by paired exchange: distribute the items by size, then swap items of heavy and light bins.
 
 Each pass sorts the bins by one view of their loads, pairs the heaviest with the lightest, the second with the second
 and so on, and applies to each pair the one swap or move that lowers Σ_k w_k (load_k / target_k − 1)² most. A bin is
@@ -36,7 +36,7 @@ class _Bins(NamedTuple):
 
 
 class _Goal(NamedTuple):
-    """What bins should hold: 1 of each feature.
+    """The target of all bins: 1 of each feature.
 
     loads: float64 [items, features], relative to the target of a bin. weights: float64 [features], of deviations.
     """
@@ -62,7 +62,7 @@ def exchange(
     swaps, and the counts of bins stay within one of each other.
     """
     goal = _Goal(loads / np.asarray(targets, dtype=np.float64), np.asarray(weights, dtype=np.float64))
-    held, counts = _deal(_order(-(goal.loads @ np.sqrt(goal.weights))), bins)
+    held, counts = _distribute(_order(-(goal.loads @ np.sqrt(goal.weights))), bins)
     made = _Bins(held, counts, _sum_up(held, counts, goal.loads))
     views = _views(len(targets))
     for turn in range(passes):
@@ -88,8 +88,8 @@ def _views(features: int) -> np.ndarray:
     return np.stack([last, *(last + other for other in others), *(last - other for other in others)])
 
 
-def _deal(order: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items in rounds over the bins, every other round backwards: [bins, room] and counts."""
+def _distribute(order: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """Distribute items in rounds over the bins, every other round backwards: [bins, room] and counts."""
     items = len(order)
     rounds = -(-items // bins)
     held = np.full((bins, rounds + SPARE_ITEMS), EMPTY, dtype=np.int32)

@@ -27,8 +27,8 @@ def device_group(loads: Loads, limits: Limits, replicas: int, seed: int) -> Pack
     order = _sorted_windows(loads, rng.permutation(len(loads)), step * limits.window)
     whole = len(order) // step * step
     neighbours = order[:whole].reshape(-1, replicas)
-    dealt = rng.permutation(neighbours).reshape(-1, limits.samples, replicas).transpose(0, 2, 1)
-    return _cut(np.concatenate([dealt.reshape(-1), order[whole:]]), limits.samples)
+    grouped = rng.permutation(neighbours).reshape(-1, limits.samples, replicas).transpose(0, 2, 1)
+    return _cut(np.concatenate([grouped.reshape(-1), order[whole:]]), limits.samples)
 
 
 def _sorted_windows(loads: Loads, order: np.ndarray, size: int) -> np.ndarray:

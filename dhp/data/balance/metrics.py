@@ -65,7 +65,7 @@ def measure_balance(packs: Packs, loads: Loads, replicas: int, padded: bool, dis
     text = longest * counts if padded else tokens
     lengths = np.repeat(longest, counts) if padded else loads.text[packs.samples].astype(np.float64)
     flops = _sums(lengths * (1.0 + lengths / QUADRATIC_TOKENS), packs)
-    of_ranks = _dealt(vision, replicas) if dispatched else _steps(vision, replicas)
+    of_ranks = _spread(vision, replicas) if dispatched else _steps(vision, replicas)
     in_steps = _steps(text, replicas).reshape(-1) if dispatched else text
     shares = of_ranks.reshape(-1) if dispatched else vision  # of what the two stages do at a time
     relative = np.maximum(shares / max(shares.mean(), 1e-9), in_steps / in_steps.mean())
@@ -86,7 +86,7 @@ def measure_balance(packs: Packs, loads: Loads, replicas: int, padded: bool, dis
 
 
 def dist_ratio(devices: np.ndarray) -> float:
-    """DistRatio of one step: loads [devices]. 0 where nobody has any."""
+    """DistRatio of one step: loads [devices]. 0 where no device has any."""
     most = devices.max(initial=0)
     return float((most - devices).sum() / (most * len(devices))) if most else 0.0
 
@@ -103,7 +103,7 @@ def _steps(of_packs: np.ndarray, replicas: int) -> np.ndarray:
     return of_packs[:whole].reshape(-1, replicas)
 
 
-def _dealt(vision: np.ndarray, replicas: int) -> np.ndarray:
+def _spread(vision: np.ndarray, replicas: int) -> np.ndarray:
     """Loads of the vision ranks where single units go to any rank: none has more than one unit more than another."""
     totals = _steps(vision, replicas).sum(axis=1)
     low = np.floor(totals / replicas)

@@ -1,4 +1,4 @@
-"""How many packs there must be, what each is to hold, and how packs become steps."""
+"""The number of packs, the target of each, and the order of packs in steps."""
 
 from __future__ import annotations
 

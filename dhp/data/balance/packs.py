@@ -1,4 +1,4 @@
-"""Packs: what one replica's micro-batch holds, in the order of training. Pure data."""
+"""Packs: the samples of one replica's micro-batch, in the order of training. Pure data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXT_ROOM = 128  # tokens, between Q_t and Q'_t
 
 @dataclass(frozen=True)
 class Loads:
-    """What each sample costs either part. vision: tiles or patches; text: tokens of the decoder, images included.
+    """Cost of each sample for either part. vision: tiles or patches; text: tokens of the decoder, images included.
 
     Both int64 [samples].
     """
@@ -26,7 +26,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pack may hold; a sample beyond a limit gets a pack of its own.
+    """The most that a pack may hold; a sample beyond a limit gets a pack of its own.
 
     vision, text: the most of each.
 

@@ -1,4 +1,4 @@
-"""Rows of constant text cost, steps of constant vision cost: for parts that share nothing but a step.
+"""Rows of constant text cost, steps of constant vision cost: for parts whose ranks are independent within a step.
 
 The images of a step go to any vision rank, whatever row they belong to, so a row need not hold a set amount of both.
 Rows are completed exactly (`exact_fill`); samples left over are exchanged until their rows are even (`exchange`). Then
@@ -28,7 +28,7 @@ from dhp.data.balance.packs import Limits, Loads, Packs, from_groups, join
 PASSES, DIVISIONS = 12, 30  # of the exchange; few items are left to it where loads are whole numbers
 FILLED = 0.97  # share of the rows that are completed exactly; after more, the items left would not fit one another
 ALONE = 4  # rows of a step for each sample that stands alone: its attention costs more than a row of several samples
-RAISED = 0.1  # share of the rows that may be made longer than the usual, to stand beside samples that are
+RAISED = 0.1  # share of the rows that may be made longer than the usual, to share a step with samples that are
 LEVELS = 50  # lengths of raised rows are 1 / LEVELS of the shortest of them apart
 FILLS = 3  # times that steps are completed exactly, each from the rows that the time before left over
 LIKE_TEXT = 0.004  # rows whose text is within this share of the median are of usual length
@@ -117,7 +117,7 @@ def _even_rows(
 
 
 def _chosen(number: np.ndarray) -> Packs:
-    """The packs of all items that have one."""
+    """The packs of all assigned items."""
     held = np.flatnonzero(number >= 0)
     packs = from_groups(number[held])
     return Packs(held[packs.samples], packs.ends)
@@ -143,7 +143,7 @@ def _steps(
     group = np.where(raised, np.searchsorted(np.sort(levels), t), -1)
     group[usual] = len(levels)
     steps, left = [], np.zeros(0, dtype=np.int64)
-    for number in range(group.max() + 1):  # what is too little for a step goes on to the next group
+    for number in range(group.max() + 1):  # rows that are too few for a step go on to the next group
         held = rng.permutation(np.concatenate([left, np.flatnonzero(group == number)]))
         held, left = np.split(held, [len(held) // replicas * replicas])
         steps.append(_even_steps(held, v, replicas))

@@ -1,1 +1,1 @@
-"""One file for each kind of annotation file: a length, and any entry by its index."""
+"""Readers of annotation files, a module for each kind: a length, and any entry by its index."""

@@ -1,4 +1,4 @@
-"""Bytes to a JSON value, or a DataError that says where they stop being one."""
+"""Decodes a JSON value from bytes, or raises a DataError with the place of the error."""
 
 from __future__ import annotations
 

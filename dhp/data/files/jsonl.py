@@ -1,4 +1,4 @@
-"""JSONL: where each line begins is kept, eight bytes a line; lines are read when they are needed."""
+"""JSONL: the offset of each line is in memory, eight bytes a line; lines are read when they are needed."""
 
 from __future__ import annotations
 

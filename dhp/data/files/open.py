@@ -1,4 +1,4 @@
-"""Which kind of annotation file lies at a path, by its name or, for a folder, by what it holds."""
+"""Opens an annotation file by its kind, found from its name or, for a folder, from its contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every kind of annotation file answers to."""
+"""The interface of all kinds of annotation files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dhp.data.media.sources import Member
 
 @dataclass(frozen=True)
 class RawSample:
-    """One raw sample. members: the files beside it in its archive, by name; None: it is in no archive."""
+    """One raw sample. members: the other files of the sample in its archive, by name; None: it is in no archive."""
 
     value: Any
     members: Mapping[str, Member] | None = None
@@ -23,7 +23,7 @@ class RawSamples(Protocol):
     def __len__(self) -> int: ...
 
     def locate(self, index: int) -> tuple[int, str]:
-        """The 1-based position that a person would look up, and the place in words ("line 5 of FILE")."""
+        """The 1-based position in the file, and the place in words ("line 5 of FILE")."""
 
     def read(self, index: int) -> RawSample:
         """One raw sample. Raises DataError, with the reason alone, if it cannot be read."""

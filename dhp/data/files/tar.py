@@ -83,7 +83,7 @@ def _sample_starts(shard: Path) -> np.ndarray:
 
 
 class _Header(tarfile.TarInfo):
-    """A header whose numbers are looked at before anything is read by them."""
+    """A header whose numbers are checked before they are used."""
 
     @classmethod
     def frombuf(cls, buf: bytes, encoding: str, errors: str) -> _Header:
@@ -106,7 +106,7 @@ def _members(file: BinaryIO, start: int, stop: int | None) -> Iterator[tarfile.T
             if info.offset <= at or info.size < 0:
                 raise tarfile.ReadError(f"the header behind byte {at} leads back to {info.offset}")
             at = info.offset
-            archive.members = []  # or it keeps every header that it has seen
+            archive.members = []  # or it keeps every header that it has shown
             if info.isreg() and not info.issparse():
                 yield info
 
@@ -130,16 +130,16 @@ def _ending(name: str) -> str:
 
 
 def _with_media(value: Any, members: dict[str, Member]) -> Any:
-    """A sample that names no image or video shows all those of its archive, in order; the same of sound."""
+    """A sample that names no image or video has all those of its archive, in order; likewise audio."""
     if not isinstance(value, dict):
         return value
     named = dict(value)
     plural = "s" if "messages" in value else ""
     if _parts_name_files(value):
         return value
-    seen = () if {"image", "images", "video", "videos"} & set(value) else (("image", IMAGES), ("video", VIDEOS))
-    heard = () if {"audio", "audios"} & set(value) else (("audio", AUDIO),)
-    for kind, endings in (*seen, *heard):
+    shown = () if {"image", "images", "video", "videos"} & set(value) else (("image", IMAGES), ("video", VIDEOS))
+    audio = () if {"audio", "audios"} & set(value) else (("audio", AUDIO),)
+    for kind, endings in (*shown, *audio):
         found = [name for name in members if _ending(name).rpartition(".")[2] in endings]
         if found:
             named[kind + plural] = found

@@ -1,1 +1,1 @@
-"""One file for each way of writing a conversation: each turns a raw mapping into the turns of a Record."""
+"""Formats of conversations, a module each: from a raw mapping to the turns of a Record."""

@@ -1,4 +1,4 @@
-"""Alpaca: `instruction`, `input` and `output`, `history` of pairs, `system`, and files beside them."""
+"""Alpaca: `instruction`, `input` and `output`, `history` of pairs, `system`, and files under keys of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a sample names beside its turns, put into them: at tags, at the parts that name none, or in front."""
+"""Inserts files that a sample names outside its turns: at tags, at the parts that name none, or in front."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TAG = re.compile(r"\n?<(image|video|audio)>\n?")
 
 @dataclass(frozen=True)
 class Beside:
-    """What a sample names beside its turns. files: by kind, in order. settings: of its videos."""
+    """Files that a sample names outside its turns. files: by kind, in order. settings: of its videos."""
 
     files: Mapping[str, list[Any]]
     settings: Settings = PLAIN
@@ -34,9 +34,9 @@ class Beside:
 
 
 def turns_of(raw: Fields, said: Sequence[Said], media: MediaResolver, in_front: bool = False) -> tuple[Turn, ...]:
-    """Turns with the sample's files in place. Where a turn is a list of parts, files beside belong to the parts that
-    name none, and a tag is text; so it is in any turn where no file stands beside. Else each tag of a question is the
-    place of a file. in_front: files of a kind without any tag stand before the first question.
+    """Turns with the sample's files in place. Where a turn is a list of parts, files outside belong to the parts that
+    name none, and a tag is text; so it is in any turn where no file is named outside. Else each tag of a question is
+    the place of a file. in_front: files of a kind without any tag go before the first question.
 
     Raises DataError, with the reason alone, when numbers differ or roles do not alternate.
     """
@@ -134,7 +134,7 @@ def _at_tags(said: Sequence[Said], beside: Beside) -> list[Said]:
 
 
 def _cut(text: str, kinds: Sequence[str]) -> tuple[Part | Bare, ...]:
-    """Text around the tags of some kinds, with a place of a file for each tag."""
+    """Text split at the tags of some kinds, with a place of a file for each tag."""
     parts: list[Part | Bare] = []
     tag = _TAG if "audio" in kinds else re.compile(_TAG.pattern.replace("|audio", ""))
     for number, piece in enumerate(tag.split(text)):
@@ -146,7 +146,7 @@ def _cut(text: str, kinds: Sequence[str]) -> tuple[Part | Bare, ...]:
 
 
 def _filled(said: Sequence[Said], beside: Beside, media: MediaResolver) -> list[Said]:
-    """Files in their places. Raises DataError where there are more of one than of the other."""
+    """Insert files at their places. Raises DataError where their numbers differ."""
     for kind, names in beside.files.items():
         bare = sum(isinstance(part, Bare) and part.kind == kind for one in said for part in one.parts)
         if bare != len(names):

@@ -1,4 +1,4 @@
-"""Keys of a dataset's own under the names that the formats know."""
+"""Renames a dataset's own keys to the names that the formats know."""
 
 from __future__ import annotations
 

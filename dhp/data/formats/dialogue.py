@@ -1,4 +1,4 @@
-"""What all formats share: statements with a role, their order, and what of them is learned."""
+"""Common code of all formats: statements with a role, their order, and which of them are learned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _THOUGHTS = ("reasoning_content", "thinking")
 
 @dataclass(frozen=True)
 class Said:
-    """What one side says, before files are put into it. parts: texts, files, and places of files beside the turns.
+    """One turn before files are inserted. parts: texts, files, and places of files that are named outside the turns.
     tagged: it was written as one text, in which tags may stand. learned, thoughts: see `dhp.data.records.Turn`."""
 
     role: str
@@ -103,7 +103,8 @@ def _statement(number: int, turn: Fields, names: tuple[str, str], media: MediaRe
 
 
 def _is_learned(turn: Fields, role: str) -> bool:
-    """By the keys that other trainers have for it. Raises DataError for a weight that is neither 0 nor 1."""
+    """Whether a turn is learned, by the keys that other trainers use. Raises DataError for a weight that is neither 0
+    nor 1."""
     masks = {key: turn.get(key) for key in _MASKS if turn.has(key)}
     for key, value in masks.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
@@ -182,7 +183,7 @@ def optional_text(raw: Fields, key: str) -> str:
 
 
 def with_system(raw: Fields, said: Sequence[Said]) -> list[Said]:
-    """What was said, after the text under `system` or `system_prompt` where there is one."""
+    """The statements, after the text under `system` or `system_prompt` where there is one."""
     texts = list(dict.fromkeys(text for key in ("system", "system_prompt") if (text := optional_text(raw, key))))
     if len(texts) > 1:
         raise DataError("'system' and 'system_prompt' differ; leave one of them")

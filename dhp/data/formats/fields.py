@@ -1,4 +1,4 @@
-"""A raw object that remembers which of its keys its reader took, so that none is dropped without a word."""
+"""A raw object that records which of its keys its reader took, so that none is dropped silently."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ROW, TURN, PART = "", "turn", "part"
 
 
 class Fields(Mapping[str, Any]):
-    """One raw object: a row, a turn of it or a part of a turn. Whoever asks for a key has taken it; `in` and iteration
-    take nothing."""
+    """One raw object: a row, a turn of it or a part of a turn. Looking a key up takes it; `in` and iteration take
+    nothing."""
 
     def __init__(self, raw: Mapping[str, Any], level: str = ROW, place: str = "", row: Fields | None = None) -> None:
         """level: ROW, TURN or PART. place: of a turn or part in words, for errors. row: that it is in."""
@@ -55,7 +55,7 @@ class Fields(Mapping[str, Any]):
         return Fields(raw, level, place, self)
 
     def left(self) -> Iterator[tuple[Fields, str, Any]]:
-        """What is set and was not taken, of this object and of those inside: where, key, value."""
+        """Keys that are set and were not taken, of this object and of those inside: where, key, value."""
         for fields in self._all:
             for key, value in fields._raw.items():
                 if key not in fields._taken and is_set(value):

@@ -1,4 +1,4 @@
-"""LLaVA: `conversations` of from and value, and files beside them."""
+"""LLaVA: `conversations` of from and value, and files under keys of their own."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dhp.data.records import Turn
 
 
 def read_openai(raw: Fields, media: MediaResolver) -> tuple[Turn, ...]:
-    """The turns of a raw sample; where it names no file beside them, a tag is text. Raises DataError, with the reason
+    """The turns of a raw sample; where it names no file outside them, a tag is text. Raises DataError, with the reason
     alone."""
     said = with_system(raw, statements(raw, "messages", ("role", "content"), media))
     if not raw.has(*(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))):

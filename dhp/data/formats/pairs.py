@@ -14,8 +14,8 @@ ANSWER_KEYS = ("response", "answer", "completion", "solution", "output")
 
 
 def read_pair(raw: Fields, media: MediaResolver) -> list[Said]:
-    """What a row with a question and an answer says. `input` beside a question stands below it. Raises DataError for a
-    row without an answer, or with several that it may be."""
+    """The turns of a row with a question and an answer. `input` follows the question, on a line of its own. Raises
+    DataError for a row without an answer, or with several that it may be."""
     asked, answered = _named(raw, QUESTIONS), _named(raw, ANSWER_KEYS)
     if answered is None:
         raise DataError(f"key 'response' is missing; the sample has {sorted(map(str, raw))}")

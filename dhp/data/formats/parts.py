@@ -21,7 +21,7 @@ KINDS = {
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
 }
-_NAMED = ("path", "url", "base64", "value", "source", "file")  # where a part names its file, beside its own type
+_NAMED = ("path", "url", "base64", "value", "source", "file")  # where a part names its file, besides its own type
 _FRAME_RATE = 2.0  # of a list of frames, as qwen_vl_utils has it
 _FRACTIONS = ("fps", "video_start", "video_end", "sample_fps", "raw_fps")  # the other numbers are whole
 _NUMBERS = {
@@ -32,7 +32,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Bare:
-    """A part that names no file: it is the next one beside the turns. kind: image, video or audio."""
+    """A part that names no file: it gets the next one that is named outside the turns. kind: image, video or audio."""
 
     kind: str
     settings: Settings = PLAIN
@@ -104,14 +104,14 @@ def _shown(number: int, part: Fields, raw: Mapping[str, Any], media: MediaResolv
 
 
 def _address(value: Mapping[str, Any], kind: str) -> Any:
-    """What OpenAI's {url} and Anthropic's {type, media_type, data} stand for; another mapping as it is."""
+    """The address in OpenAI's {url} or Anthropic's {type, media_type, data}; another mapping as it is."""
     if isinstance(value.get("data"), str):
         return f"data:{value.get('media_type') or kind};base64,{value['data']}"
     return value["url"] if "url" in value else value
 
 
 def _spoken(number: int, value: Any) -> str:
-    """The address that {data, format} of an input_audio part stand for."""
+    """The address of {data, format} in an input_audio part."""
     if not isinstance(value, Mapping) or not isinstance(value.get("data"), str):
         raise DataError(f"turn {number}: 'input_audio' must hold 'data' in base64 and 'format', got {value!r:.80}")
     return f"data:audio/{value.get('format')};base64,{value['data']}"
@@ -124,7 +124,7 @@ def _rate(part: Fields, place: str) -> float | None:
 
 
 def _settings(part: Fields, kind: str, place: str) -> Settings:
-    """What a part says of its picture or video. Raises DataError for another thing than a number in its range."""
+    """A part's settings of its picture or video. Raises DataError for anything but a number in its range."""
     if kind == "audio":
         return PLAIN
     keys = _NUMBERS if kind == "video" else ("min_pixels", "max_pixels")

@@ -1,4 +1,4 @@
-"""Keys that change what is learned and that are not read: a row that has one is refused, in every format alike."""
+"""Unsupported keys that change what is learned: a row that has one is refused, in every format alike."""
 
 from __future__ import annotations
 

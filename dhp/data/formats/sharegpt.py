@@ -1,4 +1,5 @@
-"""ShareGPT: `messages` of role and content, or `conversations` of from and value, and files beside them."""
+"""ShareGPT: `messages` of role and content, or `conversations` of from and value, and files under keys of
+their own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """ms-swift, and rows of other makers that are like its own: `messages`, a question and an answer, `conversation` or
-`texts` of exchanges; files are named beside them, and those without a tag stand before the first question."""
+`texts` of exchanges; files are named outside them, and those without a tag go before the first question."""
 
 from __future__ import annotations
 

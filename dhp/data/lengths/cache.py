@@ -1,4 +1,4 @@
-"""Lengths of all samples of a dataset: measured from headers, a range of rows at a time, and kept on disk."""
+"""Lengths of all samples of a dataset: measured from headers, a range of rows at a time, and cached on disk."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LengthCache:
         self._folder = folder
 
     def load(self, key: str) -> Lengths | None:
-        """What was saved under a key (`key_of`); None where nothing was, or the file is damaged."""
+        """The lengths under a key (`key_of`); None where there are none, or the file is damaged."""
         try:
             with self._path(key).open("rb") as file, np.load(file, allow_pickle=False) as archive:
                 # Checked as a whole: a reader that stops early, misled by a damaged head, would not see the checksum.
@@ -72,7 +72,7 @@ class LengthCache:
             return None
 
     def save(self, key: str, lengths: Lengths) -> None:
-        """Keep lengths under a key. Raises ConfigError when the folder cannot be written to."""
+        """Write lengths under a key. Raises ConfigError when the folder cannot be written to."""
         with self._writing() as unfinished:
             defects = json.dumps({str(row): message for row, message in lengths.defects.items()}).encode()
             with unfinished.open("wb") as file:
@@ -80,7 +80,7 @@ class LengthCache:
             os.replace(unfinished, self._path(key))
 
     def check(self) -> None:
-        """Raises ConfigError when the folder cannot be written to: better told before all is measured than after."""
+        """Raises ConfigError when the folder cannot be written to, before anything is measured."""
         with self._writing() as unfinished:
             unfinished.touch()
 

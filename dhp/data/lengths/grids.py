@@ -58,7 +58,7 @@ class Grids:
         return 1, 1, self._processor.get_number_of_image_patches(height, width, self._bounds)
 
     def _formula_holds(self, run: Callable[[Size], Grid]) -> bool:
-        # Some processors count tiles under this name, some are told not to scale, and a family may count tokens by
+        # Some processors count tiles under this name, some are set not to scale, and a family may count tokens by
         # the sides of a grid: wherever the formula is not the whole truth, it is not used.
         if not hasattr(self._processor, "get_number_of_image_patches"):
             return False

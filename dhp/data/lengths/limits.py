@@ -1,4 +1,4 @@
-"""How long a sample may be: what the user allows, and the positions that the model knows."""
+"""Limits of a sample's length: the user's, and the positions that the model supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths of all samples of a dataset: what is known of them, what is still to be measured, and what a step needs."""
+"""Tables of the lengths of a dataset's samples: known ones, those still to be measured, and those that a step needs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class RowChunk:
 
 
 class LengthTable:
-    """Lengths of one dataset's samples, as far as they are known; kept on disk, also before all are."""
+    """Lengths of one dataset's samples, as far as they are known; cached on disk, also before all are."""
 
     def __init__(self, annotations: Annotations, preprocess: Preprocessor, cache: LengthCache) -> None:
-        """Takes what the cache has. Raises ConfigError when it cannot be written to."""
+        """Loads what the cache has. Raises ConfigError when it cannot be written to."""
         self._annotations, self._preprocess, self._cache = annotations, preprocess, cache
         self._key = key_of(annotations, preprocess, annotations.path)
         self.vision = np.zeros(len(annotations), dtype=np.int32)
@@ -46,7 +46,7 @@ class LengthTable:
             cache.check()
 
     def missing(self, rows: np.ndarray | None = None) -> list[RowChunk]:
-        """What is to be measured of these rows (None: of all), in chunks."""
+        """Those of these rows (None: of all) that are still to be measured, in chunks."""
         rows = np.arange(len(self.text)) if rows is None else np.unique(rows)
         return self.chunks(rows[self.text[rows] == UNKNOWN])
 
@@ -62,7 +62,7 @@ class LengthTable:
         return measure_lengths(self._annotations, self._preprocess, rows)
 
     def decode(self, rows: np.ndarray) -> dict[tuple[str, int], str]:
-        """What decoding these rows finds to be wrong, by dataset and row."""
+        """Defects that decoding these rows finds, by dataset and row."""
         found = {}
         for row in rows.tolist():
             try:
@@ -75,7 +75,7 @@ class LengthTable:
         return found
 
     def learn(self, rows: np.ndarray, lengths: Lengths) -> None:
-        """Take the lengths of these rows. All lengths are written to disk now and then, and once all are known."""
+        """Store the lengths of these rows. All lengths are written to disk now and then, and once all are known."""
         unknown = int((self.text[rows] == UNKNOWN).sum())
         self.vision[rows], self.text[rows] = lengths.vision, lengths.text
         self.defects |= {int(rows[index]): message for index, message in lengths.defects.items()}
@@ -91,8 +91,8 @@ class LengthTable:
         fresh = np.array([row for row in rows if row < known and row not in self.defects], dtype=np.int64)
         self._missing -= int((self.text[fresh] == UNKNOWN).sum())
         self.vision[fresh] = self.text[fresh] = 0
-        told = "was defective when this run began, and stays left out until its end"
-        self.defects |= {row: f"{self._annotations.where(row)}: {told}" for row in fresh.tolist()}
+        reason = "was defective when this run began, and stays left out until its end"
+        self.defects |= {row: f"{self._annotations.where(row)}: {reason}" for row in fresh.tolist()}
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Vision and text of these rows, int32; those that are not known are measured now, one by one."""
@@ -102,7 +102,7 @@ class LengthTable:
         return self.vision[rows], self.text[rows]
 
     def _take_kept(self) -> None:
-        """Take from disk what is not known yet. What was missing or broken then may be there by now."""
+        """Load unknown lengths from disk. Those that were missing or broken before may be there by now."""
         kept = self._cache.load(self._key)
         if kept is None:
             return
@@ -134,7 +134,7 @@ class MeasuredDataset:
         return Loads(vision, text)
 
     def defects(self, indices: np.ndarray, epoch: int) -> list[str]:
-        """What is wrong with each of these defective samples of an epoch."""
+        """The defect of each of these defective samples of an epoch."""
         found = [""] * len(indices)
         for portion, given, inside in self._dataset.portions(indices):
             defects = self.tables[portion.annotations.dataset].defects
@@ -143,7 +143,7 @@ class MeasuredDataset:
         return found
 
     def measure(self, chunk: RowChunk) -> Lengths:
-        """Lengths of a chunk; whoever has the same dataset may do it."""
+        """Lengths of a chunk; any process with the same dataset may measure it."""
         return self.tables[chunk.dataset].measure(chunk.rows)
 
     def missing(self, indices: np.ndarray) -> list[RowChunk]:
@@ -171,9 +171,9 @@ class MeasuredDataset:
                 self.tables[name].leave_out(of_dataset)
 
     def decode(self, chunk: RowChunk) -> dict[tuple[str, int], str]:
-        """What decoding every sample of a chunk finds to be wrong, by dataset and row."""
+        """Defects that decoding every sample of a chunk finds, by dataset and row."""
         return self.tables[chunk.dataset].decode(chunk.rows)
 
     def learn(self, chunk: RowChunk, lengths: Lengths) -> None:
-        """Take the lengths of a chunk."""
+        """Store the lengths of a chunk."""
         self.tables[chunk.dataset].learn(chunk.rows, lengths)

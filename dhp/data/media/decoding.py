@@ -1,4 +1,4 @@
-"""Decoders of videos and sound: what they raise, told as what is wrong with a file."""
+"""Turns what decoders of videos and audio raise into a DataError about the file."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dhp.base.errors import DataError
 
 
 @contextmanager
-def decoding(told: str) -> Iterator[None]:
+def decoding(what: str) -> Iterator[None]:
     """Damaged bytes lead decoders to raise anything; all of it means that the file cannot be used.
 
-    told: what it is, and its name. Raises DataError for whatever is raised inside, with the reason.
+    what: kind and name of the file. Raises DataError for whatever is raised inside, with the reason.
     """
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{told} cannot be decoded: {error or type(error).__name__}") from error
+        raise DataError(f"{what} cannot be decoded: {error or type(error).__name__}") from error

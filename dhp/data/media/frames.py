@@ -1,4 +1,4 @@
-"""A video that is a list of images: all of them are shown, as a file's frames are."""
+"""A video that is a list of images, which are its frames."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 def map_images(
     frames: Frames, taking: FrameSampling, use: Callable[[list[Image.Image]], Result]
 ) -> tuple[list[Result], FrameTimes]:
-    """What `use` makes of each group of frames, in order, and when the groups are. All frames are taken, filled up to
-    whole groups with the last one, unless they are more than `taking.max_frames`: then so many, evenly.
+    """The results of `use` for each group of frames, in order, and the times of the groups. All frames are taken,
+    filled up to whole groups with the last one, unless they are more than `taking.max_frames`: then so many, evenly.
 
     Raises DataError for a frame that cannot be read, or is of another size than the first.
     """
@@ -36,7 +36,8 @@ def map_images(
 
 
 def extent_of_images(frames: Frames, taking: FrameSampling) -> Extent:
-    """What `map_images` takes, from the files' headers. Raises DataError as it does, for what these show."""
+    """The extent of what `map_images` takes, from the files' headers. Raises DataError as it does, for what these
+    show."""
     files, pace = _taken(frames, taking)
     sizes = [read_size(file) for file in files]
     for size, file in zip(sizes, files):

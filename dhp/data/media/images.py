@@ -1,4 +1,4 @@
-"""Image files to upright RGB pictures, or a DataError that says what is wrong with the file."""
+"""Decodes image files to upright RGB pictures, or raises a DataError that says what is wrong with the file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_size(file: File, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 @contextmanager
 def _opened(file: File, max_pixels: int) -> Iterator[Image.Image]:
-    """An image of which the header is read. What is raised inside becomes a DataError that names the file."""
+    """An image of which the header is read. Errors inside become a DataError that names the file."""
     name = name_of(file)
     content = open_media(file, "image")
     try:

@@ -1,4 +1,4 @@
-"""What an annotation calls an image, video or sound, resolved: nothing outside data_path, nothing fetched unasked."""
+"""Resolves an annotation's names of images, videos and audio: only inside data_path, fetched only if allowed."""
 
 from __future__ import annotations
 

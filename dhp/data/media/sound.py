@@ -1,4 +1,4 @@
-"""Sound files to waves of one channel at the rate that a model hears, or a DataError that says what is wrong."""
+"""Decodes audio files to mono waves at a model's sample rate, or raises a DataError that says what is wrong."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dhp.base.errors import DataError
 from dhp.data.media.decoding import decoding
 from dhp.data.media.sources import File, name_of, open_media
 
-MAX_SECONDS = 3600  # of a clip: all of it has to lie in memory
+MAX_SECONDS = 3600  # of a clip: all of it has to fit into memory
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
 _CONTAINERS = "wav,w64,flac,mp3,aac,ogg,aiff,caf,au,amr,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,asf"
-_STREAMED = 0x7FFF_0000  # a size from here on was written by who did not know it yet
+_STREAMED = 0x7FFF_0000  # a size from here on means that the writer did not know it yet
 _EXACT_CONTAINERS = {"wav", "flac"}  # whose headers say how many samples there are
 
 
@@ -27,14 +27,14 @@ def read_sound(file: File, rate: int) -> np.ndarray:
     DataError names the file and the reason: missing, empty, broken, no sound, too long, cut off.
     """
     with _opened(file) as (container, stream):
-        told, own = _told(container, stream), stream.codec_context.sample_rate
+        declared, own = _declared_samples(container, stream), stream.codec_context.sample_rate
         resample = av.AudioResampler(format="fltp", rate=rate)
         pieces, count = [], 0
         for frame in _frames(container, stream, file):
             count += frame.samples
             pieces += [_mixed(piece) for piece in resample.resample(frame)]
         pieces += [_mixed(piece) for piece in resample.resample(None)] if count else []
-    _check_whole(count, told, file)
+    _check_whole(count, declared, file)
     wave = np.zeros(_resampled(count, own, rate), np.float32)
     if pieces:  # of a few samples the resampler gives nothing; the silence is then found too short
         found = np.concatenate(pieces)[: len(wave)]
@@ -43,16 +43,16 @@ def read_sound(file: File, rate: int) -> np.ndarray:
 
 
 def count_samples(file: File, rate: int) -> int:
-    """How many samples `read_sound` gives. From the header where that says so; else the file is decoded to be counted.
+    """The number of samples that `read_sound` gives: from the header where it says, else by decoding the file.
 
     Raises DataError as `read_sound` does, for what shows.
     """
     with _opened(file) as (container, stream):
-        told, own = _told(container, stream), stream.codec_context.sample_rate
-        if told is None:
-            told = sum(frame.samples for frame in _frames(container, stream, file))
-            _check_whole(told, None, file)
-        return _resampled(told, own, rate)
+        declared, own = _declared_samples(container, stream), stream.codec_context.sample_rate
+        if declared is None:
+            declared = sum(frame.samples for frame in _frames(container, stream, file))
+            _check_whole(declared, None, file)
+        return _resampled(declared, own, rate)
 
 
 def _resampled(samples: int, own: int, rate: int) -> int:
@@ -86,12 +86,12 @@ def _check_riff(content: BinaryIO, name: str) -> None:
     head = content.read(8)
     size = content.seek(0, os.SEEK_END)
     content.seek(0)
-    told = int.from_bytes(head[4:8], "little") + 8
-    if head[:4] == b"RIFF" and size < told < _STREAMED:
-        raise DataError(f"audio {name} is cut off: it has {size} bytes, and its header says {told}. Copy it again")
+    declared = int.from_bytes(head[4:8], "little") + 8
+    if head[:4] == b"RIFF" and size < declared < _STREAMED:
+        raise DataError(f"audio {name} is cut off: it has {size} bytes, and its header says {declared}. Copy it again")
 
 
-def _told(container: Any, stream: Any) -> int | None:
+def _declared_samples(container: Any, stream: Any) -> int | None:
     """Samples by the header; None where it does not say exactly."""
     exact = stream.codec_context.name.startswith("pcm_") or stream.codec_context.name == "flac"
     if container.format.name not in _EXACT_CONTAINERS or not exact or not stream.duration:
@@ -126,10 +126,10 @@ def _check_length(seconds: float, name: str) -> None:
         )
 
 
-def _check_whole(count: int, told: int | None, file: File) -> None:
+def _check_whole(count: int, declared: int | None, file: File) -> None:
     if not count:
         raise DataError(f"audio {name_of(file)} has no sound in it (0 samples)")
-    if told is not None and count != told:
+    if declared is not None and count != declared:
         raise DataError(
-            f"audio {name_of(file)} is cut off: it has {count} samples, and its header says {told}. Copy it again"
+            f"audio {name_of(file)} is cut off: it has {count} samples, and its header says {declared}. Copy it again"
         )

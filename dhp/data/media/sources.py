@@ -12,7 +12,7 @@ from urllib import request
 
 from dhp.base.errors import DataError
 
-MAX_BYTES = 1 << 28  # of an image or video that has to lie in memory
+MAX_BYTES = 1 << 28  # of an image or video that has to fit into memory
 FETCH_TIMEOUT_S = 30.0  # without a byte
 FETCH_S = 300.0  # altogether
 _PIECE = 1 << 16
@@ -48,7 +48,7 @@ File = Path | Blob | Member | Remote
 
 @dataclass(frozen=True)
 class Settings:
-    """What a row says of one picture or video; None: as the configuration has it.
+    """A row's settings of one picture or video; None: as the configuration has it.
 
     min_pixels, max_pixels: width × height bounds of the scaled picture or frame. fps: frames of each second.
     max_frames: the most of the video. frames: so many of it, whatever that is a second. start, end: seconds from its
@@ -93,7 +93,7 @@ class Video:
 
 @dataclass(frozen=True)
 class Sound:
-    """A file that is heard."""
+    """An audio file."""
 
     file: File
 
@@ -102,7 +102,7 @@ Picture = File | SizedImage | Video
 
 
 def settings_of(picture: Picture) -> Settings:
-    """What its row says of it."""
+    """Its row's settings of it."""
     return picture.settings if isinstance(picture, SizedImage | Video) else PLAIN
 
 
@@ -113,7 +113,7 @@ def files_of(part: Picture | Sound) -> tuple[File, ...]:
 
 
 def name_of(file: File | Frames) -> str:
-    """How errors call a file."""
+    """The name of a file in errors."""
     if isinstance(file, Frames):
         return f"of {len(file.files)} frames, {name_of(file.files[0])} and on"
     if isinstance(file, Path):

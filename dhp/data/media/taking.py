@@ -1,4 +1,4 @@
-"""Which frames of a video are taken, and when they are: known before any is decoded."""
+"""Frame sampling: which frames of a video are taken, and their times, computed before any is decoded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FrameSampling:
         return np.arange(count, dtype=np.int64) * total // count
 
     def pace(self, total: int, rate: float) -> FrameTimes:
-        """When the groups are, of a video with `total` frames, `rate` a second."""
+        """Times of the groups of a video with `total` frames, `rate` a second."""
         seconds = (self.indices(total, rate) / rate).tolist()
         groups = [seconds[first : first + self.group] for first in range(0, len(seconds), self.group)]
         middles, firsts = tuple((g[0] + g[-1]) / 2 for g in groups), tuple(g[0] for g in groups)
@@ -72,7 +72,7 @@ class FrameSampling:
 
 @dataclass(frozen=True)
 class FrameTimes:
-    """When the groups of frames are.
+    """Times of groups of frames.
 
     seconds: from one group to the next, on average. times: of each group, seconds from the beginning of the video to
     the middle between its first and its last frame. firsts: to its first frame.
@@ -85,7 +85,7 @@ class FrameTimes:
 
 @dataclass(frozen=True)
 class Extent:
-    """What is taken of a video.
+    """The frames that are taken of a video.
 
     frames: how many, filled up to whole groups. width, height: pixels of a frame as it is stored; a frame that is shown
     after a quarter turn has them exchanged.

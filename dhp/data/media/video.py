@@ -1,4 +1,4 @@
-"""Video files to upright RGB frames, taken evenly, or a DataError that says what is wrong with the file."""
+"""Decodes video files to upright RGB frames, sampled evenly, or raises a DataError that says what is wrong."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def read_length(file: File) -> VideoLength:
 def map_frames(
     file: File, taking: FrameSampling, use: Callable[[list[Image.Image]], Result], length: VideoLength | None = None
 ) -> tuple[list[Result], FrameTimes]:
-    """Decode a video: what `use` makes of each group of frames, in order, and when the groups are. length: where it is
-    known already.
+    """Decode a video: the results of `use` for each group of frames, in order, and the times of the groups. length:
+    where it is known already.
 
     Frames are handed over as they are decoded, a group at a time, so that their images need not fit into memory.
     DataError names the file and the reason: broken, no video stream, no frames, too large, cut off.
@@ -52,7 +52,7 @@ def map_frames(
 
 
 def read_extent(file: File, taking: FrameSampling) -> Extent:
-    """What `map_frames` takes of a video, from the file's header.
+    """The extent of what `map_frames` takes of a video, from the file's header.
 
     Frames are decoded only to be counted, where the header does not say how many there are (as in Matroska files).
     Raises DataError as `map_frames` does, for what the header shows: no video stream, no frames, too large.
@@ -156,7 +156,7 @@ def _check_size(width: int, height: int, name: str) -> None:
 
 def _check_same(size: tuple[int, int], first: tuple[int, int], number: int, name: str) -> None:
     if size != first:
-        told = " to ".join(f"{width} × {height}" for width, height in (first, size))
+        sizes = " to ".join(f"{width} × {height}" for width, height in (first, size))
         raise DataError(
-            f"video {name} changes the size of its frames from {told} at frame {number}. Write it in one size"
+            f"video {name} changes the size of its frames from {sizes} at frame {number}. Write it in one size"
         )

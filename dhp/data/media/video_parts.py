@@ -19,14 +19,14 @@ from dhp.data.media.video import opened_video, read_in_order, to_upright_image
 
 @dataclass(frozen=True)
 class _Index:
-    """When each frame is shown, in order, and when there are frames that decoding can begin at, in the stream's own
-    unit. Of a part that was cut out of a video, the first of these may be one that is not shown."""
+    """Times of all shown frames, in order, and of the key frames, in the stream's own unit. Of a part that was cut out
+    of a video, the first of these may be one that is not shown."""
 
     times: list[int]
     keys: list[int]
 
     def key_before(self, frame: int) -> int:
-        """When decoding has to begin for a frame."""
+        """The time of the key frame at which decoding begins for a frame."""
         return self.keys[bisect_right(self.keys, self.times[frame]) - 1]
 
 

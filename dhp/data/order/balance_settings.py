@@ -1,4 +1,4 @@
-"""How much a row holds where rows are balanced: as configured, else from the lengths of the dataset."""
+"""Limits of a balanced row: as configured, else from the lengths of the dataset."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BalanceSettings:
     group_window: int = 50
 
     def limits(self, loads: Loads, samples: int) -> Limits:
-        """For rows of `samples` samples in the mean, of data like `loads`."""
+        """Limits for rows of `samples` samples in the mean, of data like `loads`."""
         text, vision = self._longest(loads) if self.rule == PAPER else self._of_mean(loads, samples)
         text, vision = self.text or text, self.vision or vision
         less = (0, TEXT_ROOM) if self.rule == PAPER else (vision // FULL_SLACK, min(text // FULL_SLACK, TEXT_ROOM))
@@ -59,6 +59,6 @@ class BalanceSettings:
         return max(1, ceil(samples * text)), max(1, ceil(loose * samples * vision))
 
     def _longest(self, loads: Loads) -> tuple[int, int]:
-        """As published: the longest sample, and so much of it as image tokens are of all tokens."""
+        """As published: the longest sample, and its length times the share of image tokens in all tokens."""
         text = self.text or int(loads.text.max())
         return text, max(1, round(text * float(loads.vision.sum()) / float(loads.text.sum())))

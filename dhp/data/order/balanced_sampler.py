@@ -23,7 +23,7 @@ class BalancedSampler(Sampler):
 
     An epoch's samples come in random order; a window of them is planned at a time. Rows that are too few for a step
     give their samples to the next window, so only the last step of an epoch is short. Samples whose lengths cannot be
-    told are left out and named in the first step of their window. Each step also looks up some lengths of the next
+    measured are left out and named in the first step of their window. Each step also looks up some lengths of the next
     window, so that no step waits for all of them.
     """
 
@@ -88,7 +88,7 @@ class BalancedSampler(Sampler):
 
     @property
     def limits(self) -> Limits:
-        """What a row may hold."""
+        """Limits of a row."""
         if self._planner.limits is None:
             self._locate(0)
         return self._planner.limits

@@ -65,7 +65,7 @@ class EpochPlan:
         return following[: ceil((row + 1) / len(self._planned[number]) * len(following))]
 
     def defects(self, step: int) -> tuple[str, ...]:
-        """What is wrong with samples that are left out at a step."""
+        """Defects of the samples that are left out at a step."""
         return self._defects.get(step, ())
 
     def _extend(self) -> None:

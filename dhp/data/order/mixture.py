@@ -1,4 +1,4 @@
-"""How much of a dataset an epoch shows: a share that stays the same, and a weight that need not be whole."""
+"""The part of a dataset that an epoch has: a constant share of its samples, and a fractional weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples a step trains on, and where each goes: pure functions of seed, epoch and layout."""
+"""Samplers: the samples of a step and their replicas, as pure functions of seed, epoch and layout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Which samples a step trains on. Unlike the samples it is cheap to send.
+    """The indices of a step's samples. Unlike the samples they are cheap to send.
 
     step, epoch: 0-based. done: epochs after this step, with a fraction.
 
@@ -96,7 +96,7 @@ class Sampler:
         return self.batch(self.position - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain values."""
+        """State for a checkpoint: plain values."""
         return {"step": self.position, "order": self.order(self.position)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -106,9 +106,9 @@ class Sampler:
         other = [key for key in now if state["order"].get(key) != now[key]]
         if other:
             causes = {key: f" ({cause})" for key, cause in _CAUSES.items()}
-            told = "; ".join(f"{k} was {state['order'].get(k)} and is {now[k]}{causes.get(k, '')}" for k in other)
+            changes = "; ".join(f"{k} was {state['order'].get(k)} and is {now[k]}{causes.get(k, '')}" for k in other)
             raise DataError(
-                f"the run cannot go on in the middle of its data, which is dealt out otherwise: {told}. Set what it "
+                f"the run cannot go on in the middle of its data, which has another order now: {changes}. Set what it "
                 "had, or begin anew with training.resume=never"
             )
         self.position = state["step"]
@@ -177,7 +177,7 @@ def step_indices(step: int, n: int, layout: BatchLayout, seed: int, shuffle: boo
 
 
 def slots(indices: Sequence[int], layout: BatchLayout) -> list[list[tuple[int, ...]]]:
-    """Deal a global batch out: [micro_batch][replica] -> its indices.
+    """Divide a global batch: [micro_batch][replica] -> its indices.
 
     Micro-batches are filled one after another, and within one its replicas. In a short batch the later
     slots are therefore smaller or empty.

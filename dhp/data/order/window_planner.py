@@ -1,4 +1,4 @@
-"""What a window of samples becomes: rows by one of the methods, and a digest of all that decided them."""
+"""Plans a window of samples: rows by one of the methods, and a digest of all that decided them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Measured(Protocol):
         """Lengths of samples of an epoch; text 0 where one is defective."""
 
     def defects(self, indices: np.ndarray, epoch: int) -> list[str]:
-        """What is wrong with each of these samples of an epoch; they are all defective."""
+        """The defect of each of these samples of an epoch; all of them are defective."""
 
 
 class WindowPlanner:
@@ -37,7 +37,7 @@ class WindowPlanner:
         """skip: leave defective samples out; else the first one raises DataError."""
         self._dataset, self._balancing, self._layout = dataset, balancing, layout
         self._seed, self._skip = seed, skip
-        self.limits: Limits | None = None  # what a row may hold; None before the first window is planned
+        self.limits: Limits | None = None  # limits of a row; None before the first window is planned
         # By epoch and window: of the lengths and of the rows, of all windows up to this one.
         self._digests: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -47,7 +47,7 @@ class WindowPlanner:
         return self._balancing.window or len(self._dataset)
 
     def plan(self, indices: np.ndarray, epoch: int, window: int) -> tuple[Packs, tuple[str, ...]]:
-        """Rows of one window of an epoch, and what is wrong with the samples that are in none."""
+        """Rows of one window of an epoch, and the defects of samples that are in none."""
         loads = self._dataset.loads(indices, epoch)
         usable = loads.text > 0
         defects = tuple(self._dataset.defects(indices[~usable], epoch))

@@ -1,1 +1,1 @@
-"""Families without code of their own: what transformers' contract, a configuration and a small model tell of them."""
+"""Families without code of their own: run by transformers' contract, a configuration and a small model."""

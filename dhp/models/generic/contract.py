@@ -1,4 +1,4 @@
-"""All that a family without code of its own must tell, found from its configuration by running its small twin."""
+"""The properties of a family without code of its own, found from its configuration by running its small twin."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from dhp.models.slice import Chunk
 
 @dataclass(frozen=True)
 class Contract:
-    """Of one configuration.
+    """The properties of one configuration's family.
 
-    structure: where parts are. base: the class of the module that encodes pictures and runs the decoder. handover: what
-    crosses between them.
+    structure: the modules of each part. base: the class of the module that encodes pictures and runs the decoder.
+    handover: the tensors between them.
 
     dummy: the form of the picture of a rank without work; values: numbers in a row of pixels.
 
@@ -46,16 +46,16 @@ class Contract:
     batches: several pictures of one shape may go through the encoder together. loops: some module in it is called once
     for each of them then.
 
-    embeds: the decoder needs nothing but embeddings, in which the encoder's rows stand in the places of placeholders.
+    embeds: the decoder needs nothing but embeddings, in which the encoder's rows replace those of placeholders.
 
     cuts: the decoder may be cut by layers: a layer needs nothing but the states of the one before.
 
-    logits: what becomes of the head's output.
+    logits: how logits are computed from the head's output.
 
     tensor_plan: styles of the decoder's modules that transformers' plan leaves out; None: it has no plan that could be
     completed here.
 
-    vision_layers, text_layers: what their layers consist of. experts: modules of experts among the latter.
+    vision_layers, text_layers: modules of their layers. experts: modules of experts among the latter.
 
     unused: the tower's parameters that no output depends on; those of the decoder, with `*` for a layer's number.
     """
@@ -144,7 +144,7 @@ def _short_twin(config: PreTrainedConfig) -> ProbeModel | None:
 
 
 def _batches(twin: ProbeModel) -> bool:
-    """Whether two pictures of one shape give together what each gives alone."""
+    """Whether two pictures of one shape encoded together equal each encoded alone."""
     pair = [twin.picture(0), twin.picture(3)]
     with torch.no_grad():
         alone = [twin.handover.take(twin.encode(picture)) for picture in pair]
@@ -186,7 +186,7 @@ def _count_calls(twin: ProbeModel, pictures: Picture) -> Counter[str]:
 
 
 def _embeds(twin: ProbeModel) -> bool:
-    """Whether the decoder makes of such embeddings what the base model makes of tokens and pictures."""
+    """Whether the decoder's output from such embeddings equals the base model's from tokens and pictures."""
     structure, handover = twin.structure, twin.handover
     if handover.more or handover.shared or block_rule(twin.config) is not None:
         return False
@@ -206,7 +206,7 @@ def _embeds(twin: ProbeModel) -> bool:
 
 
 def _cuts(twin: ProbeModel) -> bool:
-    """Whether two halves of the decoder, one behind the other, give what the whole gives."""
+    """Whether two halves of the decoder, one after the other, equal the whole."""
     structure = twin.structure
     if twin.handover.more or structure.norm is None or structure.depth < 2:
         return False
@@ -221,7 +221,7 @@ def _cuts(twin: ProbeModel) -> bool:
             states = run_layers(twin.model, structure, Chunk(range(middle), True, False), inputs)
             last = replace(inputs, hidden=states)
             found = run_layers(twin.model, structure, Chunk(range(middle, structure.depth), False, True), last)
-        except Exception:  # layers that want what a stage has not may fail anyhow
+        except Exception:  # layers that need more than a stage has may fail anyhow
             return False
     return bool((found - whole).abs().max() <= 1e-5 * whole.abs().max())  # rounding aside, which norms in float32 do
 

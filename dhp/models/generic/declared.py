@@ -1,4 +1,4 @@
-"""What is declared of families beside their contract: one line each, where a small model cannot tell."""
+"""Properties of families that their small model cannot show, declared one line each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BLOCKS = {
 }
 # Families in which all tokens before an answer see each other (Beyer et al. 2024, PaliGemma, section 3).
 _PREFIX = frozenset({"paligemma"})
-# Families whose MLPs are told which of all tokens are an image's, and route them otherwise.
-_TOLD_TOKENS = frozenset({"ernie4_5_vl_moe"})
-# Families whose every layout is in the tests' matrix, beside those with an adapter of their own.
+# Families whose MLPs take as an argument which of all tokens are an image's, and route these otherwise.
+_MLPS_WITH_KINDS = frozenset({"ernie4_5_vl_moe"})
+# Families whose every layout is in the tests' matrix, besides those with an adapter of their own.
 _DECLARED = frozenset({
     "aya_vision", "cohere2_vision", "ernie4_5_vl_moe", "gemma3", "gemma4", "idefics3", "internvl", "llava",
     "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "ovis2", "paligemma", "smolvlm",
@@ -26,7 +26,7 @@ _DECLARED = frozenset({
 
 
 def is_declared(config: Any) -> bool:
-    """Whether the family is held to the plain model by tests."""
+    """Whether tests compare the family with the plain model."""
     return config.model_type in _DECLARED
 
 
@@ -45,12 +45,12 @@ def sees_prefix(config: Any) -> bool:
 
 def mlps_need_rows(config: Any) -> bool:
     """Whether an MLP computes all tokens at once or none."""
-    return config.model_type in _TOLD_TOKENS
+    return config.model_type in _MLPS_WITH_KINDS
 
 
 def token_types(config: Any, kinds: Tensor, labels: Tensor) -> Tensor:
-    """What the plain model is told of each token of one sample, [1, tokens]: its kind, or, where a prefix is seen both
-    ways, whether it is behind that."""
+    """The plain model's type of each token of one sample, [1, tokens]: its kind, or, where a prefix is seen both ways,
+    whether it is behind that."""
     if not sees_prefix(config):
         return kinds
     return (labels != -100).long().cumsum(-1).clamp(max=1)

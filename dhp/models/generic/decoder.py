@@ -1,4 +1,4 @@
-"""A decoder run by the family's own base model, to which pictures come by transformers' contract."""
+"""A decoder run by the family's own base model, which takes pictures by transformers' contract."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def run_layers(
     encoded: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Tensor:
-    """The states that a chunk makes of its inputs: of tokens and pictures by the base model, or of states, where there
-    are some, by the decoder. encoded: pictures as the base model takes them."""
+    """The output states of a chunk: from tokens and pictures by the base model, or from states, where there are some,
+    by the decoder. encoded: pictures as the base model takes them."""
     base, decoder = model.get_submodule(structure.base), model.get_submodule(structure.decoder)
     named = {"position_ids": inputs.position_ids, "use_cache": False, **extra}
     with having(decoder, **_replaced(decoder, structure, chunk)):
         if inputs.hidden is None:
-            told = kinds_for(base.forward, inputs.kinds)
-            output = base(input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **told, **named)
+            kinds = kinds_for(base.forward, inputs.kinds)
+            output = base(input_ids=inputs.input_ids, mm_encoder_outputs=encoded, **kinds, **named)
         else:
             output = decoder(inputs_embeds=inputs.hidden, **kinds_for(decoder.forward, inputs.kinds), **named)
     return output.last_hidden_state
 
 
 def _replaced(decoder: nn.Module, structure: Structure, chunk: Chunk) -> dict[str, Any]:
-    """What stands in the places of layers that the chunk has not, and of the norm before the last."""
+    """Replacements of the layers that the chunk does not have, and of the norm before the last chunk."""
     if chunk.layers == range(structure.depth):
         return {}
     own = decoder.get_submodule(_own(structure.layers))
@@ -62,7 +62,7 @@ def _own(name: str) -> str:
 
 
 class ContractDecoder(Decoder):
-    """Whatever the base model does with what the encoder hands over, it does here."""
+    """Runs the base model's own code on the encoder's output."""
 
     def __init__(self, config: Any, contract: Contract):
         structure = contract.structure
@@ -95,8 +95,8 @@ class ContractDecoder(Decoder):
             )
         if asked.mlp_chunks > 1 and mlps_need_rows(self.config):
             raise ConfigError(
-                f"text.mlp_chunks={asked.mlp_chunks} with a {self.config.model_type} model: its MLPs are told of all "
-                "tokens of a row which are an image's. Set text.mlp_chunks=1"
+                f"text.mlp_chunks={asked.mlp_chunks} with a {self.config.model_type} model: its MLPs take, for "
+                "all tokens of a row, which are an image's. Set text.mlp_chunks=1"
             )
         if shares_sequence(asked) and self._contract.handover.shared:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A picture's arguments as rows that travel, and back."""
+"""Packs a picture's arguments into rows for sending, and unpacks them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _brief(array: np.ndarray) -> bytes:
 
 
 def arrays_of(form: ProcessorOutput) -> dict[str, np.ndarray]:
-    """The arguments of a form beside its pixels; not to be written to."""
+    """The arguments of a form, without its pixels; not to be written to."""
     return {
         name: np.broadcast_to(np.frombuffer(raw, dtype), shape)
         if len(raw) == np.dtype(dtype).itemsize

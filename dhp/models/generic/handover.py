@@ -1,4 +1,4 @@
-"""What crosses from a family's encoder to its decoder: fields of the encoder's output, as rows by name."""
+"""Tensors from a family's encoder to its decoder: fields of the encoder's output, as rows by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POOLED, LAST = "pooler_output", "last_hidden_state"
 class Handover:
     """The fields that the decoder reads, each with a row for every placeholder.
 
-    main: the field whose rows take the placeholders' places. more: other fields, and how many levels each has. listed:
+    main: the field whose rows replace the placeholders'. more: other fields, and how many levels each has. listed:
     the decoder takes a list of tensors, one an image, not one tensor.
 
     shared: fields with a few rows that all pictures have in common (Ovis2's indicators): how many rows, and in how many
@@ -33,12 +33,12 @@ class Handover:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors that `take` gives."""
+        """Names of the tensors that `take` gives."""
         more = (*self.more, *((field, tensors) for field, _, tensors in self.shared))
         return (EMBEDDINGS, *(f"{field}.{level}" for field, levels in more for level in range(levels)))
 
     def take(self, output: Mapping[str, Any], tokens: Sequence[int] = ()) -> dict[str, Tensor]:
-        """Rows [tokens, width] by name, of what the encoder gave for some images, in their order. tokens: of each,
+        """Rows [tokens, width] by name, from the encoder's output for some images, in their order. tokens: of each,
         where they share rows."""
         fields = [_rows(output[self.main])]
         for field, levels in self.more:
@@ -49,7 +49,7 @@ class Handover:
         return dict(zip(self.names, fields, strict=True))
 
     def give(self, rows: Mapping[str, Tensor]) -> Encoded:
-        """The same as the decoder takes it."""
+        """The inverse of `take`: the encoder's output as the decoder takes it."""
         wrap = (lambda tensor: (tensor,)) if self.listed else (lambda tensor: tensor)
         fields = {self.main: wrap(rows[EMBEDDINGS])}
         for field, levels in self.more:
@@ -62,7 +62,7 @@ class Handover:
 
 
 class Encoded:
-    """In the place of an encoder's output: its fields, and which of them were asked for."""
+    """A stand-in for an encoder's output: its fields, and which of them were read."""
 
     def __init__(self, fields: Mapping[str, Any]):
         self._fields = fields

@@ -1,4 +1,4 @@
-"""Which modules of a family's layers are worth keeping when the rest is recomputed, found from their names."""
+"""Modules of a family's layers whose outputs are worth saving when the rest is recomputed, found from their names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BEHIND = ("down_proj", "fc2", "w2", "linear_2")  # matrices behind the activati
 
 
 def find_vision_parts(model: nn.Module, structure: Structure) -> LayerParts:
-    """Of the tower's layers; they do the same work. Attention in them is the library's own, and never kept."""
+    """The tower's layers, all of one kind. Attention in them is the library's own, and never saved."""
     path = structure.vision_layers
     if path is None:
         return LayerParts("", (), (), ())
@@ -24,7 +24,7 @@ def find_vision_parts(model: nn.Module, structure: Structure) -> LayerParts:
 
 
 def find_text_parts(model: nn.Module, structure: Structure, text: Any) -> LayerParts:
-    """Of the decoder's layers; those of one kind attend alike, and both have experts or none."""
+    """The decoder's layers; those of one kind attend alike, and all have experts or none."""
     layers = list(model.get_submodule(structure.layers).children())
     attention = getattr(text, "layer_types", None) or ["causal"] * len(layers)
     kinds = tuple(

@@ -1,4 +1,4 @@
-"""transformers' processor of a family: the text that it puts in a picture's place."""
+"""transformers' processor of a family: the text that it writes for a picture."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class LibraryProcessor:
 
     @property
     def placeholder(self) -> str:
-        """What stands for a picture in a prompt that a chat template wrote."""
+        """The text of a picture in a prompt from the chat template."""
         return self._processor.image_token
 
     @cached_property
     def image_arguments(self) -> dict[str, Any]:
-        """What it tells its image processor beside the images."""
+        """Arguments that it gives its image processor, besides the images."""
         merged = self._processor._merge_kwargs(tokenizer_init_kwargs={})
         return {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
 
     @cached_property
     def token(self) -> str:
-        """The text of the token whose places the encoder's rows take."""
+        """The text of the token that the encoder's rows replace."""
         from dhp.models.generic.rows import placeholder
 
         return self._processor.tokenizer.convert_ids_to_tokens(placeholder(self._config))
 
     def written(self, output: Mapping[str, np.ndarray]) -> str:
-        """What a prompt has in the place of the one image of which the image processor gave `output`."""
+        """The prompt's text for the one image of which the image processor gave `output`."""
         try:
             return self._processor.replace_image_token(dict(output), 0)
         except Exception as error:  # it may fail anyhow for a directory that lacks what it needs
@@ -91,12 +91,12 @@ class LibraryProcessor:
             ) from error
 
     def _settings(self, kind: type[ProcessorMixin]) -> dict[str, Any]:
-        """Of its constructor's arguments, those that the directory's processor_config.json tells, or else the model's
+        """Arguments of its constructor from the directory's processor_config.json, or else from the model's
         configuration under the same name."""
         file = Path(self._model_name) / "processor_config.json"
-        told = json.loads(file.read_text()) if file.is_file() else {}
+        found = json.loads(file.read_text()) if file.is_file() else {}
         asked = [name for name in signature(kind.__init__).parameters if name not in ("self", "kwargs", *_PARTS)]
         vision = getattr(self._config, "vision_config", None)
         for section in (vision, self._config):
-            told = {n: getattr(section, n) for n in asked if getattr(section, n, None) is not None} | told
-        return {name: told[name] for name in asked if name in told}
+            found = {n: getattr(section, n) for n in asked if getattr(section, n, None) is not None} | found
+        return {name: found[name] for name in asked if name in found}

@@ -1,6 +1,6 @@
-"""Pictures made from a configuration alone, in the form in which the family's encoder takes one.
+"""Random pictures from a configuration alone, in the form that the family's encoder takes.
 
-The arguments of `get_image_features` say what the form is; where several are possible, the first that runs is it.
+The arguments of `get_image_features` determine the form; where several are possible, the first that runs is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Make = Callable[[int], Picture]  # a picture by its number; pictures of differen
 
 
 def ways(config: PreTrainedConfig, encode: Callable[..., Any]) -> Iterator[Make]:
-    """How pictures for `encode` (get_image_features) may look, the likeliest first. Pixels are float64."""
+    """Possible forms of pictures for `encode` (get_image_features), the likeliest first. Pixels are float64."""
     asked = set(signature(encode).parameters)
     vision = getattr(config, "vision_config", None) or config
     sizes = _Sizes(config, vision)
@@ -43,7 +43,7 @@ def ways(config: PreTrainedConfig, encode: Callable[..., Any]) -> Iterator[Make]
 
 
 def row_values(config: PreTrainedConfig) -> int:
-    """Numbers of a patch of one picture: pixels travel in rows of so many."""
+    """Values of a patch of one picture: pixels are sent in rows of so many."""
     sizes = _Sizes(config, getattr(config, "vision_config", None) or config)
     return sizes.channels * sizes.patch**2
 
@@ -156,8 +156,8 @@ def _random(number: int, *shape: int) -> Tensor:
 
 
 def joined(pictures: list[Mapping[str, Tensor]]) -> Picture:
-    """Several pictures as the arguments of one call. Pictures of one stack lie along their second dimension, strips one
-    behind another; sizes that differ are filled up with zeros, as image processors do."""
+    """Several pictures as the arguments of one call. Pictures of one stack are concatenated along their second
+    dimension, strips one after another; sizes that differ are padded with zeros, as image processors do."""
     if len(pictures) == 1:
         return dict(pictures[0])
     return {name: _join(name, [picture[name] for picture in pictures], pictures[0]) for name in pictures[0]}

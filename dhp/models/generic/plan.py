@@ -1,4 +1,4 @@
-"""What transformers' tensor-parallel plan of a decoder leaves out."""
+"""Styles that transformers' tensor-parallel plan of a decoder lacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def complete_plan(model: PreTrainedModel, structure: Structure, text: Any) -> di
     """Styles to add: of norms of single heads, whose gradients are summed over the ranks, and all of a decoder of
     ordinary layers for which there is no plan. None where there is none and layers are of another kind.
 
-    A norm as wide as several heads gets no style, so that cutting the heads beside it is refused by name.
+    A norm as wide as several heads gets no style, so that cutting its heads is refused by name.
     """
     layers = f"{structure.layers}."
     given = {name for name in model.tp_plan if name.startswith(layers)}

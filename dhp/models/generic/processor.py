@@ -1,4 +1,4 @@
-"""A family's own processor: what it makes of a picture, and what it writes into the prompt for it."""
+"""A family's own processor: its inputs for a picture, and the text in the prompt for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dhp.models.processor import Processor
 
 
 class ContractProcessor(Processor):
-    """Images only. What of the image processor's output the encoder takes is read off the encoder's arguments."""
+    """Images only. The encoder's arguments determine which outputs of the image processor it takes."""
 
     def __init__(self, config: Any, contract: Contract, model_name: str):
         token = placeholder(config)
@@ -76,7 +76,7 @@ class ContractProcessor(Processor):
 
     def image_tokens(self, grid: Grid | ProcessorOutput) -> int:
         if not isinstance(grid, ProcessorOutput):
-            raise TypeError(f"a picture of {self.config.model_type} is told by its form, not by a grid {grid}")
+            raise TypeError(f"a picture of {self.config.model_type} is described by its form, not by a grid {grid}")
         return grid.tokens
 
     def written(self, grid: Grid | ProcessorOutput) -> str | None:

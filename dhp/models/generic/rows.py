@@ -1,4 +1,4 @@
-"""Rows of tokens for a model of which only the configuration is known: text, and placeholders of pictures."""
+"""Rows of tokens from a model's configuration alone: text, and placeholders of pictures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers import PreTrainedConfig
 from dhp.base.geometry import SOUND
 from dhp.models.generic.declared import first_position
 
-# What says of each token whether it is a picture's, under the names that models give it.
+# The argument that marks the tokens of pictures, under the names that models give it.
 KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
 
 def placeholder(config: PreTrainedConfig) -> int | None:
-    """The token in whose places images go."""
+    """The placeholder token of images."""
     for name in ("image_token_id", "image_token_index"):
         if isinstance(getattr(config, name, None), int):
             return getattr(config, name)
@@ -83,7 +83,7 @@ def _numbers(config: PreTrainedConfig) -> list[int]:
 
 
 def kinds_for(forward: Any, kinds: Tensor) -> dict[str, Tensor]:
-    """The arguments that `forward` takes to be told which tokens are pictures'."""
+    """The arguments of `forward` that say which tokens are pictures'."""
     return {name: kinds for name in KINDS if name in signature(forward).parameters}
 
 

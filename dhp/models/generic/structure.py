@@ -34,8 +34,8 @@ class Structure:
 
     mixers: classes of the decoder's modules that carry state along a row, as far as they are known here.
 
-    text, vision: what each part holds, as the other drops it. vision_layers: the tower's largest list of layers. audio:
-    what hears, by its name; no picture comes by.
+    text, vision: modules of each part, which the other drops. vision_layers: the tower's largest list of layers. audio:
+    the audio encoder's name; no picture passes it.
     """
 
     base: str
@@ -79,7 +79,7 @@ def _like(model_type: str) -> str:
 
 
 def find_structure(model: PreTrainedModel) -> Structure:
-    """Of a model, which may be on the meta device. Raises ModelError for one whose parts cannot be told apart."""
+    """Of a model, which may be on the meta device. Raises ModelError for one whose parts cannot be distinguished."""
     names = {id(module): name for name, module in model.named_modules()}
     base = _base(model)
     decoder, head = _decoder(model), model.get_output_embeddings()
@@ -114,7 +114,7 @@ _MIXING = frozenset({"linear_attention", "conv"})  # kinds of layers of which a 
 
 def refuse_unknown_layers(config: PreTrainedConfig, structure: Structure) -> None:
     """Raises ModelError for kinds of layers whose state, or whose choice of keys, could run from sample to sample in a
-    packed row without anybody's notice."""
+    packed row without an error."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
     unknown = kinds - _ATTENTION - (_MIXING if structure.mixers else frozenset())

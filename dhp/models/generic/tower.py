@@ -1,4 +1,4 @@
-"""A tower that takes pictures whole, by the model's own `get_image_features`: a sequence's ranks share pictures out."""
+"""A tower that takes pictures whole, by the model's own `get_image_features`; ranks of a sequence divide pictures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class WholeTower(Tower):
-    """Each picture lies on one rank. What the family needs is in its contract."""
+    """Each picture is encoded by one rank. The family's properties are in its contract."""
 
     position_columns = 0
     takes_attention = False
@@ -69,7 +69,7 @@ class WholeTower(Tower):
 
     def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
         if not isinstance(grid, ProcessorOutput):
-            raise TypeError(f"a picture of {self.config.model_type} is told by its form, not by a grid {grid}")
+            raise TypeError(f"a picture of {self.config.model_type} is described by its form, not by a grid {grid}")
         rows, tokens = grid.rows, grid.tokens
         nowhere = torch.zeros(rows, 0, dtype=torch.long)
         return ImageLayout(torch.arange(tokens), 1, (rows,), (rows,), nowhere, (tokens,), grid)

@@ -72,7 +72,7 @@ def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
 
 
 class _Widths:
-    """The decoder's width, before and after: what other sections name it too must follow."""
+    """The decoder's width, before and after: other sections that name it must follow."""
 
     def __init__(self, text: Mapping[str, Any]):
         self.old = self.new = _first(text, _WIDTHS)
@@ -130,7 +130,7 @@ def _narrow(section: dict[str, Any], cut_layers: bool) -> None:
 
 
 def _narrow_audio(section: dict[str, Any]) -> None:
-    """An encoder of sound, which no picture goes through: it is only there."""
+    """Shrink an audio encoder, which no picture passes."""
     most = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": INNER, "d_model": 32}
     for name, value in most.items():
         if isinstance(section.get(name), int):
@@ -204,7 +204,7 @@ def _follow(section: dict[str, Any], width: _Widths) -> None:
 
 
 def _fit_rotation(text: dict[str, Any]) -> None:
-    """Positions on several axes share a head out among them: what they turn of it is told beside their shares."""
+    """Positions on several axes share a head; the fraction of it that they rotate is a key of its own."""
     rope = text.get("rope_parameters")
     sections = rope.get("mrope_section") if isinstance(rope, dict) else None
     head = text.get("head_dim") or (_first(text, _WIDTHS) or 0) // (_first(text, _HEADS) or 1)
@@ -213,7 +213,7 @@ def _fit_rotation(text: dict[str, Any]) -> None:
 
 
 def _renumber(given: dict[str, Any], text: dict[str, Any]) -> None:
-    """Let special tokens lie in the small vocabulary, each under a number of its own."""
+    """Move special tokens into the small vocabulary, each under a number of its own."""
     old = text.get("vocab_size")
     if not isinstance(old, int) or old <= VOCABULARY:
         return

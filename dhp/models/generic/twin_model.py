@@ -1,4 +1,4 @@
-"""A small model with random weights, its pictures, and what it does with them: whole, and in two parts."""
+"""A small model with random weights and its pictures, run whole and in two parts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ProbeModel:
             )
 
     def _find_logits(self) -> LogitRule:
-        """What becomes of the head's output. Raises ModelError where no rule that is known here gives the logits."""
+        """The rule from the head's output to logits. Raises ModelError where no rule that is known here gives them."""
         head, text = self.model.get_output_embeddings(), self.config.get_text_config()
         if head is None or getattr(head, "bias", None) is not None:
             raise ModelError(
@@ -113,7 +113,7 @@ class ProbeModel:
         )
 
     def _handover(self, output: Mapping[str, Any]) -> Handover:
-        """What the decoder reads of an output, by showing it one."""
+        """The fields of an encoder's output that the decoder reads, found by running it on one."""
         main = POOLED if output.get(POOLED) is not None else LAST
         listed = isinstance(output[main], list | tuple)
         plain = Handover(main, (), listed)

@@ -1,4 +1,4 @@
-"""Useful arithmetic of a family, counted from the shapes of its weights."""
+"""Arithmetic of a family, counted from the shapes of its weights."""
 
 from __future__ import annotations
 

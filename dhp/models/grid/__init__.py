@@ -1,1 +1,1 @@
-"""Pictures of any size as grids of patches: what families whose towers take patches in a row have in common."""
+"""Pictures of any size as grids of patches: common code of families whose towers take a sequence of patches."""

@@ -1,4 +1,4 @@
-"""Pictures of any size as rows of patches, and the rotary positions that go by their grids."""
+"""Pictures of any size as rows of patches, and the rotary positions that depend on their grids."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dhp.models.processor import Processor
 
 class GridProcessor(Processor):
     """Images and videos of any size. A grid is (steps in time, rows, columns) of patches; patches that are merged into
-    one token lie one behind another.
+    one token are consecutive.
 
-    paced: the model's positions of a video go by the seconds between its steps.
+    paced: the model's positions of a video depend on the seconds between its steps.
     """
 
     paced = False
@@ -35,8 +35,8 @@ class GridProcessor(Processor):
         self.model()
 
     def model(self) -> type[nn.Module]:
-        """Whose positions they are. Imported here where none was given: modeling code takes a second, and a driver runs
-        no model."""
+        """The model class that computes positions. Imported here where none was given: modeling code takes a second,
+        and a driver runs no model."""
         if self._base is None:
             raise NotImplementedError(f"{type(self).__name__} must say whose positions its tokens have")
         return self._base
@@ -77,21 +77,20 @@ class GridProcessor(Processor):
         **more: Tensor,
     ) -> Tensor:
         inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
-        told = {"image_grid_thw": grids, "video_grid_thw": video_grids, **more}
-        told |= dict.fromkeys(("second_per_grid_ts", "second_per_grids"), video_seconds)  # names that models give it
-        return positions(self.model(), self.config, input_ids, mm_token_type_ids, inside, told)
+        given = {"image_grid_thw": grids, "video_grid_thw": video_grids, **more}
+        given |= dict.fromkeys(("second_per_grid_ts", "second_per_grids"), video_seconds)  # names that models give it
+        return positions(self.model(), self.config, input_ids, mm_token_type_ids, inside, given)
 
 
 def put_together(pixels: np.ndarray, grid: Grid, merge: int, channels: int, frames: int, side: int) -> np.ndarray:
-    """Pictures from patches of which squares of merge × merge lie one behind another: float32 [t × frames, height,
-    width, channels]."""
+    """Pictures from patches in consecutive squares of merge × merge: float32 [t × frames, height, width, channels]."""
     t, h, w = grid
     rows = pixels.reshape(t, h // merge, w // merge, merge, merge, channels, frames, side, side)
     return rows.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * frames, h * side, w * side, channels)
 
 
 def channels_of(vision: Any) -> int:
-    """Of a picture, for a tower of that configuration."""
+    """Channels of a picture, for a tower of that configuration."""
     return int(getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3)
 
 

@@ -1,4 +1,4 @@
-"""A tower that takes patches in a row, so that a rank may have any run of them: shards of a sequence have no grid."""
+"""A tower that takes a sequence of patches, so that a rank may have any run of them: shards have no grid."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class GridTower(Tower):
-    """All layers attend to whole frames, so that patches stay in the processor's order. Whatever the tower would derive
-    from grids is given to it.
+    """All layers attend to whole frames, so that patches stay in the processor's order. Values that the tower would
+    derive from grids are given as arguments.
 
     path: of the tower; blocks: of its layers, in it. projections, gates: of a layer (`LayerParts`).
     """
@@ -82,7 +82,7 @@ class GridTower(Tower):
         return pixels
 
     def derive(self, tower: Any, positions: Tensor, windows: Any, frames: Any) -> dict[str, Any]:
-        """What this tower would derive from grids, beside what all would."""
+        """Values that this tower would derive from grids, besides those common to all."""
         return {}
 
     def leave(self, model: PreTrainedModel, output: Any) -> dict[str, Tensor]:
@@ -102,8 +102,8 @@ class GridTower(Tower):
 
 
 def runs_of_one_size(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Grids [runs, 3] of runs of patches that lie one behind another in frames of one size, and where the runs begin
-    and end, int32 [runs + 1]. positions: of a `GridTower`, [patches, 4]."""
+    """Grids [runs, 3] of runs of consecutive patches in frames of one size, and where the runs begin and end, int32
+    [runs + 1]. positions: of a `GridTower`, [patches, 4]."""
     sizes, counts = positions[:, 2:].clamp(min=1).unique_consecutive(dim=0, return_counts=True)
     grids = torch.cat([torch.ones_like(sizes[:, :1]), sizes], dim=1)
     bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])

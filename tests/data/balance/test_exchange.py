@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dhp.data.balance.best_fit import best_fit
-from dhp.data.balance.exchange import _deal, _is_even, exchange
+from dhp.data.balance.exchange import _distribute, _is_even, exchange
 
 
 def items(count: int, seed: int = 0) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_the_best_division_of_two_bins_is_found() -> None:
 
 
 def test_items_are_dealt_back_and_forth() -> None:
-    held, counts = _deal(np.arange(8), 3)
+    held, counts = _distribute(np.arange(8), 3)
     assert [held[bin_, :n].tolist() for bin_, n in enumerate(counts)] == [[0, 5, 6], [1, 4, 7], [2, 3]]
 
 

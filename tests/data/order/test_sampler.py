@@ -97,6 +97,6 @@ def test_steps_are_handed_out_in_order_and_a_state_goes_on_behind_them():
     other.load_state_dict(state)
     assert (next(other).step, other.position) == (4, 5)
     for changed in (RandomSampler(30, LAYOUT, 8, True), RandomSampler(29, LAYOUT, 7, True)):
-        with pytest.raises(DataError, match="dealt out otherwise: (seed was 7 and is 8|samples was 30 and is 29)"):
+        with pytest.raises(DataError, match="has another order now: (seed was 7 and is 8|samples was 30 and is 29)"):
             changed.load_state_dict(state)
         assert changed.position == 0
