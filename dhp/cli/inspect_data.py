@@ -236,7 +236,7 @@ def _tell_limits(loads: Loads, of_methods: Mapping[str, Limits], rule: str) -> N
 
 
 def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterator[dict[str, float | str]]:
-    """Each method on this data, rows dealt to this configuration's replicas."""
+    """Each method on this data, rows assigned to this configuration's replicas."""
     rows, replicas = _rows(config), config.text.data
     few = Loads(loads.vision[:100], loads.text[:100])
     for name in BALANCE:

@@ -145,9 +145,9 @@ def _tell(given: argparse.Namespace, shares: list[list[float]]) -> None:
     print(f"{'depth':>6}" + "".join(f"{name:>8}" for name in columns) + "  frames")
     for name, values in zip(rows, shares, strict=True):
         print(f"{name:>6}" + "".join(f"{share:8.0%}" for share in values))
-    told = {"model": str(given.path), "frames": list(given.frames), "depths": list(given.depths)}
-    told |= {"needles": given.needles, "found": shares}
-    (given.out / "needle.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    found = {"model": str(given.path), "frames": list(given.frames), "depths": list(given.depths)}
+    found |= {"needles": given.needles, "found": shares}
+    (given.out / "needle.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     title = f"needles found, {given.needles} a cell"
     draw_heat_map(shares, columns, rows, title, "frames", "depth", given.out / "needle.png")
     print(f"written to {given.out}: needle.json, needle.png")

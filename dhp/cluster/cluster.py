@@ -86,7 +86,7 @@ class Cluster:
     devices: Mapping[str, Sequence[RankDevice]]  # of each stage, by rank
 
     def __init__(self, layout: Layout, say: Callable[[str], None] = say_nothing):
-        """say: is told of what takes time, when it begins."""
+        """say: receives a line when something that takes time begins."""
         self._layout, self._say = layout, say
         self._stack = ExitStack()
 
@@ -203,11 +203,11 @@ def warn_cross_node_groups(
     straddles = find_straddles(slots, topology.of_bundle, degrees)
     refused = [straddle for straddle in straddles if device == "cuda" and straddle.axis == TENSOR]
     if refused:
-        told = [refuse_straddle(s, degrees[s.stage], topology.names(slots[s.stage])) for s in refused]
-        raise ConfigError("\n".join([*told, f"The nodes: {topology.gpus()}"]))
+        lines = [refuse_straddle(s, degrees[s.stage], topology.names(slots[s.stage])) for s in refused]
+        raise ConfigError("\n".join([*lines, f"The nodes: {topology.gpus()}"]))
     if straddles:
-        told = [describe_straddle(straddle, topology.names(slots[straddle.stage])) for straddle in straddles]
-        warnings.warn("\n".join(told), stacklevel=2)
+        lines = [describe_straddle(straddle, topology.names(slots[straddle.stage])) for straddle in straddles]
+        warnings.warn("\n".join(lines), stacklevel=2)
 
 
 def check_devices_here(asked: str, bundles: int, collocate: bool) -> None:

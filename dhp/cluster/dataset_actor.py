@@ -176,8 +176,8 @@ class DatasetActor:
         self._actors = [make.remote(who, log_dir, log, threads, trace) for who, log in zip(names, logs, strict=True)]
         self._names = {actor._actor_id: name for actor, name in zip(self._actors, names, strict=True)}
         self._readers = self._actors[1:] or self._actors
-        told = (factory, arguments, dict(needs or {}), self._readers)
-        self._watched = [self._watch(actor, "opening the datasets", actor.open.remote(*told)) for actor in self._actors]
+        args = (factory, arguments, dict(needs or {}), self._readers)
+        self._watched = [self._watch(actor, "opening the datasets", actor.open.remote(*args)) for actor in self._actors]
 
     @property
     def size(self) -> int:
@@ -242,8 +242,8 @@ class DatasetActor:
     def take_spans_async(self) -> list[Any]:
         """For each process the ref of what it read when, as `ActorGroup.take_spans_async` has one for each rank."""
         refs = [actor.take_spans.remote() for actor in self._actors]
-        told = "telling what it did"
-        self._watched += [self._watch(actor, told, ref) for actor, ref in zip(self._actors, refs, strict=True)]
+        what = "reporting its spans"
+        self._watched += [self._watch(actor, what, ref) for actor, ref in zip(self._actors, refs, strict=True)]
         return refs
 
     def clock_offsets(self, timeout_s: float) -> list[int]:

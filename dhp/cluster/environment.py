@@ -24,7 +24,7 @@ def own_local_rank() -> None:
 
 
 def require_own_gpu(where: str) -> None:
-    """Raise ConfigError where Ray was told not to show each process its own GPU alone."""
+    """Raise ConfigError where Ray is set to show each process more than its own GPU."""
     value = os.environ.get(KEEPS_ALL_VISIBLE, "")
     if value.lower() in ("1", "true"):  # as Ray reads it
         raise ConfigError(

@@ -48,10 +48,10 @@ class Build:
 def read_gpus() -> tuple[Gpu, ...]:
     """The GPUs that this process may use; none where nvidia-smi is missing, fails, or does not answer."""
     try:
-        told = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        found = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    gpus = parse_gpus(told.stdout) if told.returncode == 0 else ()
+    gpus = parse_gpus(found.stdout) if found.returncode == 0 else ()
     return visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -61,9 +61,9 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     return tuple(Gpu(int(row[0]), row[1], row[2], _bytes(row[3])) for row in rows if len(row) == 4 and row[0].isdigit())
 
 
-def _bytes(told: str) -> int | None:
+def _bytes(text: str) -> int | None:
     """Of `81559 MiB`."""
-    number, _, unit = told.partition(" ")
+    number, _, unit = text.partition(" ")
     return int(number) << 20 if number.isdigit() and unit == "MiB" else None
 
 
@@ -126,12 +126,12 @@ def check_modes(gpus: Sequence[Gpu], shared: bool, where: str) -> None:
     refusing = (PROHIBITED, *EXCLUSIVE) if shared else (PROHIBITED,)
     if not gpus or any(gpu.mode not in refusing for gpu in gpus):
         return
-    told = ", ".join(f"GPU {gpu.index} {gpu.mode}" for gpu in gpus)
+    modes = ", ".join(f"GPU {gpu.index} {gpu.mode}" for gpu in gpus)
     indices = ",".join(str(gpu.index) for gpu in gpus)
     why = "processes of this run share a GPU, since the parts are collocated or there are fewer GPUs than ranks"
     apart = ", or give each rank of both parts a GPU of its own (cluster.collocate=false)" if shared else ""
     raise ConfigError(
-        f"{where}: the compute mode does not admit the run's processes: {told}, and "
+        f"{where}: the compute mode does not admit the run's processes: {modes}, and "
         f"{why if shared else 'no process may use it'}. Set it to Default (as root: `nvidia-smi -i {indices} -c "
         f"DEFAULT`){apart}"
     )

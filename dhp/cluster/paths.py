@@ -1,4 +1,4 @@
-"""What has to lie on a node's disk before an actor there may start, told with the node's address where it does not.
+"""What must be on a node's disk before an actor there may start; errors name the node's address.
 
 A beacon is a file that the driver puts into a directory that all nodes must share. A rank that does not see it looks
 at another disk, and would write its share of a checkpoint where nobody finds it.

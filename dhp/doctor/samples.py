@@ -33,8 +33,8 @@ class SampleMaker:
         `targets` tokens are to be learned."""
         counts = [self._twin.tokens(number) for number in pictures]
         forms = clip_forms(clips, self._twin.config) if clips else []
-        heard = [form.tokens for form in forms]
-        ids, kinds = (row[0].numpy() for row in make_row(self._twin.config, counts, seed, heard))
+        clip_tokens = [form.tokens for form in forms]
+        ids, kinds = (row[0].numpy() for row in make_row(self._twin.config, counts, seed, clip_tokens))
         labels = np.where(np.arange(len(ids)) < len(ids) - targets, IGNORED, ids)
         shown = [self._picture(number, count) for number, count in zip(pictures, counts, strict=True)]
         pixels, grids = zip(*shown, strict=True) if shown else ((), ())
@@ -84,5 +84,5 @@ def plain_inputs(family: Family, forward: Any, sample: Sample, dtype: torch.dtyp
         "pixel_values": torch.cat([torch.from_numpy(pixels) for pixels in sample.pixels]).to(dtype),
         "image_grid_thw": torch.tensor(sample.grids),
     }
-    told: Mapping[str, Tensor] = inputs | {"mm_token_type_ids": kinds}
-    return family.processor.plain_inputs(dict(told)) | kinds_for(forward, kinds)
+    named: Mapping[str, Tensor] = inputs | {"mm_token_type_ids": kinds}
+    return family.processor.plain_inputs(dict(named)) | kinds_for(forward, kinds)

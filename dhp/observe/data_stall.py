@@ -36,19 +36,19 @@ class DataStall:
         if waits <= TOLERATED_WAIT * steps:
             return None
         self._next = 2 * self._seen
-        told = f"{waits / steps:.0%} of the last {STALL_WINDOW} steps' time went into waiting for data"
+        share = f"{waits / steps:.0%} of the last {STALL_WINDOW} steps' time went into waiting for data"
         if self._windows and measuring > steps - waits:
             return (
-                f"{told}: one process measures the samples of each window (data.balance_window) and takes longer than "
+                f"{share}: one process measures the samples of each window (data.balance_window) and takes longer than "
                 "the steps do. `python -m dhp inspect data` measures all of them once; runs find them in data.cache_dir"
             )
         if not self._workers:
             reads += measuring  # the same process
         needed = self._needed(reads, steps - waits)
         if needed > max(1, self._workers):
-            return f"{told}; data.num_workers={needed} would keep up"
+            return f"{share}; data.num_workers={needed} would keep up"
         more = 2 * self._prefetch + 2
-        return f"{told}, though reading is fast enough in the mean: steps differ, so set data.prefetch={more}"
+        return f"{share}, though reading is fast enough in the mean: steps differ, so set data.prefetch={more}"
 
     @staticmethod
     def _needed(reading_s: float, training_s: float) -> int:

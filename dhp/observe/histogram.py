@@ -86,9 +86,9 @@ def _draw(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont, title: str, seri
         colour = COLOURS[number]
         (_draw_bars if number == 0 else _draw_outline)(draw, axes, counts, edges, colour)
         draw.rectangle((at, top + 38, at + 12, top + 50), fill=colour)
-        told = f"{name}: mean {numbers.mean():.0f}, longest {numbers.max():.0f}"
-        draw.text((at + 18, top + 36), told, fill=INK, font=font)
-        at += 18 + int(font.getlength(told)) + 28
+        caption = f"{name}: mean {numbers.mean():.0f}, longest {numbers.max():.0f}"
+        draw.text((at + 18, top + 36), caption, fill=INK, font=font)
+        at += 18 + int(font.getlength(caption)) + 28
 
 
 def _draw_grid(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont, axes: _Axes) -> None:

@@ -187,8 +187,8 @@ class MetricsWriter:
         """Record an answer, for TensorBoard as text."""
         self._lines.write(json.dumps(asdict(metrics)) + "\n")
         self._lines.flush()
-        told = {"prompt": metrics.prompt, "reference": metrics.reference, "answer": metrics.answer}
-        text = "\n\n".join(f"{name}:\n\n{_quoted(said)}" for name, said in told.items())
+        texts = {"prompt": metrics.prompt, "reference": metrics.reference, "answer": metrics.answer}
+        text = "\n\n".join(f"{name}:\n\n{_quoted(said)}" for name, said in texts.items())
         self._events.add_event(_text_event(metrics.step, f"{ANSWER}/{metrics.dataset}/{metrics.number}", text))
 
     def close(self) -> None:

@@ -159,16 +159,16 @@ def _bar_figures(metrics: StepMetrics, left_s: float | None) -> str:
 def _speed(metrics: StepMetrics) -> list[str]:
     """Of one step: its time, and what went into waiting for data; the most memory that one actor had reserved."""
     waited = None if metrics.data_s is None or not metrics.step_s else metrics.data_s / metrics.step_s
-    told = [
+    figures = [
         f"{shown(metrics.step_s, '.2f')} s/step",
         f"{shown(metrics.tokens_per_s, '.0f')} tokens/s",
         f"data {shown(waited, '.0%')}",
     ]
     if metrics.memory_bytes:
-        told.append(f"{max(metrics.memory_bytes.values()) / GIB:.1f} GiB")
+        figures.append(f"{max(metrics.memory_bytes.values()) / GIB:.1f} GiB")
     if metrics.mfu is not None:
-        told.append(f"mfu {metrics.mfu:.0%}")
-    return told
+        figures.append(f"mfu {metrics.mfu:.0%}")
+    return figures
 
 
 def _learning_rates(metrics: StepMetrics) -> str:

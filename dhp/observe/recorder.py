@@ -88,7 +88,7 @@ class Recorder:
         return read_record(self.run_dir) if (self.run_dir / "metrics.jsonl").exists() else []
 
     def say(self, text: str) -> None:
-        """A line to whoever is watching."""
+        """A line for the terminal."""
         if self._progress is None:
             self._say(text)
         else:
@@ -182,7 +182,7 @@ class Recorder:
             self._steps,
             self._done,
             status=_status(failed),
-            error=_told(failed),
+            error=_message(failed),
             world=self._world,
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
             eval_loss={one.dataset or "all": one.loss for one in self._evaluated} or None,
@@ -236,7 +236,7 @@ def _status(error: BaseException | None) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
-def _told(error: BaseException | None) -> str | None:
+def _message(error: BaseException | None) -> str | None:
     if error is None or isinstance(error, KeyboardInterrupt):
         return None
     return str(error) or type(error).__name__

@@ -53,8 +53,8 @@ def closing_table(
 
 
 def _held_out(name: str, loss: float | None, accuracy: float | None) -> str:
-    told = f"{name} {shown(loss, '.4f')}"
-    return told if accuracy is None else f"{told} (accuracy {accuracy:.1%})"
+    text = f"{name} {shown(loss, '.4f')}"
+    return text if accuracy is None else f"{text} (accuracy {accuracy:.1%})"
 
 
 def _part(world: Mapping[str, Any]) -> str:
@@ -62,5 +62,5 @@ def _part(world: Mapping[str, Any]) -> str:
     degrees = [f"{degree} {world[degree]}" for degree in _DEGREES if world.get(degree, 1) > 1]
     others = [f"{name} {value}" for name, value in world.items() if name not in (*_DEGREES, "num_actors")]
     actors = world.get("num_actors", 1)
-    told = ", ".join(degrees + others)
-    return f"{actors} actor{'s' if actors != 1 else ''}" + (f": {told}" if told else "")
+    text = ", ".join(degrees + others)
+    return f"{actors} actor{'s' if actors != 1 else ''}" + (f": {text}" if text else "")

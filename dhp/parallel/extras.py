@@ -107,8 +107,8 @@ def _without_gpu(capability: tuple[int, int]) -> str | None:
         return "torch finds no CUDA device"
     own = torch.cuda.get_device_capability()
     if own < capability:
-        told, wanted = (".".join(map(str, numbers)) for numbers in (own, capability))
-        return f"the GPU has compute capability {told}, its kernels need {wanted}"
+        found, wanted = (".".join(map(str, numbers)) for numbers in (own, capability))
+        return f"the GPU has compute capability {found}, its kernels need {wanted}"
     return None
 
 
@@ -126,7 +126,7 @@ def _installed(package: str, module: str) -> str | None:
         return "unknown version"
 
 
-def _numbers(told: str) -> tuple[int, ...]:
+def _numbers(text: str) -> tuple[int, ...]:
     """The first two numbers of a version; (0, 0) where it has none."""
-    found = re.match(r"(\d+)\.(\d+)", told)
+    found = re.match(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)

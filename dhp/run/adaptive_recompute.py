@@ -78,7 +78,7 @@ class Recomputing:
             self._apply()
 
     def learn(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
-        """A step's reports of all ranks, by stage. Ranks are told when there is another plan, from the step after the
+        """A step's reports of all ranks, by stage. Another plan is sent to the ranks, from the step after the
         last one submitted on."""
         if short := [stage for stage, of_ranks in reports.items() if any(report.short for report in of_ranks)]:
             self._say(f"recompute      {', '.join(short)} ran out of memory, so more is recomputed from now on")
@@ -130,13 +130,13 @@ class Recomputing:
 
     def _as_configured(self, plan: Plan) -> list[str]:
         """What each part's key would say: its stages' layers in the part's order."""
-        told = []
+        keys = []
         for part in self._graph.parts():
             stages = [stage for stage in self._graph.of_part(part) if stage.name in self._planner.costs()]
             by_layer = {layer: plan[s.name][at] for s in stages for at, layer in enumerate(s.layers)}
             if by_layer:
-                told.append(f"{part}.recompute={as_text(tuple(by_layer[layer] for layer in sorted(by_layer)))}")
-        return told
+                keys.append(f"{part}.recompute={as_text(tuple(by_layer[layer] for layer in sorted(by_layer)))}")
+        return keys
 
 
 def room(memory_bytes: int, sharing: Sequence[frozenset[str]], reports: Mapping[str, Sequence[StageReport]]) -> float:

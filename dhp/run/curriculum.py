@@ -44,7 +44,7 @@ class CheckedStage:
     number_of: int
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         return f"stage {self.stage.number} of {self.number_of}, {self.stage.name}"
 
     @property
@@ -87,7 +87,7 @@ def run_curriculum(config: Config, train: Train, say: Callable[[str], None]) -> 
     stages = _checked_stages(config)
     if config.training.dry_run:
         for one in stages:
-            say(f"\n{one.told}")
+            say(f"\n{one.label}")
             train(one.prepared)
         return
     folder = stages[0].folder.parent
@@ -106,10 +106,10 @@ def _train_stages(
         name = one.folder.name
         record.begin(name, _made_with(one, record))
         if one.is_done and record.has_ended(name):
-            say(f"{one.told}: done, in {one.folder}")
+            say(f"{one.label}: done, in {one.folder}")
         else:
             if not one.is_done:
-                say(f"{one.told}: in {one.folder}")
+                say(f"{one.label}: in {one.folder}")
                 with _telling(one, overwrite, say):
                     train(prepare(_from(one, before, say), say=say))
             record.end(name, _account(one))
@@ -135,7 +135,7 @@ def _require_order(record: CurriculumRecord, stages: Sequence[CheckedStage]) -> 
         later = [other for other in stages[one.stage.number :] if other.has_begun(record)]
         if later and not one.is_done:
             raise ConfigError(
-                f"{one.told}, is to be trained, and {later[0].folder} has begun with what {one.folder} was. Put that "
+                f"{one.label}, is to be trained, and {later[0].folder} has begun with what {one.folder} was. Put that "
                 f"back (its {' and '.join(_LENGTH)} too), or {_removing(later)} to train from here on anew"
             )
 
@@ -240,7 +240,7 @@ def _remove(record: CurriculumRecord, stages: Sequence[CheckedStage]) -> None:
         if elsewhere and one.checkpoints.is_dir() and any(one.checkpoints.iterdir()):
             raise ConfigError(
                 f"overwrite=true removes nothing outside of run_dir, and {one.checkpoints} holds files of another "
-                f"training, with which {one.told}, would go on. Move them away, or choose another "
+                f"training, with which {one.label}, would go on. Move them away, or choose another "
                 "training.checkpoint_dir"
             )
     for folder in folders:

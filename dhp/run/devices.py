@@ -28,8 +28,11 @@ def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[
         devices = ask(wanted)
     peak = peak_flops(devices)
     if peak is None:
-        told = ", ".join(unknown_devices(devices))
-        say(f"mfu is not told: no peak of {told} is known. Add it to configs/{TABLE}, from the vendor's data sheet")
+        unknown = ", ".join(unknown_devices(devices))
+        say(
+            f"mfu is not reported: no peak of {unknown} is known. Add it to configs/{TABLE}, from the vendor's data "
+            "sheet"
+        )
     return peak
 
 

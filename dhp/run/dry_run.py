@@ -131,7 +131,7 @@ def _devices(graph: StageGraph, memory: dict[str, Footprint]) -> list[str]:
     fullest = max(sum(memory[stage.name].total for stage in stages) for stages in on)
     return [
         f"devices        {count}: {each}",
-        *(f"{name + ' rank':14} {_told(m)}" for name, m in memory.items()),
+        *(f"{name + ' rank':14} {_breakdown(m)}" for name, m in memory.items()),
         f"fullest device {gigabytes(fullest)}; activations not included",
     ]
 
@@ -157,7 +157,7 @@ def _layers(stage: StageSpec) -> str:
     return f"{stage.name} {', '.join(f'{run.start}-{run.stop - 1}' for run in stage.chunks)}"
 
 
-def _told(taken: Footprint) -> str:
+def _breakdown(taken: Footprint) -> str:
     """`34.1 GB: states 30.0 GB, the loss 2.1 GB, …`."""
     parts = {
         "states": taken.states.total,

@@ -21,14 +21,14 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> st
     """
     about, weights = read_parts(checkpoint)
     adapters = adapters_in(about)
-    told = f"of step {about['step']}, from {checkpoint}"
+    source = f"of step {about['step']}, from {checkpoint}"
     if adapters:
         from dhp.models.adapted import merge  # which brings peft along
 
         weights = merge(base or str(about.get("model_name")), weights, adapters)
-        told = f"with the adapters of step {about['step']} in them, from {checkpoint}"
+        source = f"with the adapters of step {about['step']} in them, from {checkpoint}"
     save_whole(checkpoint / MODEL, weights, out_dir)
-    return f"{out_dir}: {len(weights)} weights {told}"
+    return f"{out_dir}: {len(weights)} weights {source}"
 
 
 def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:

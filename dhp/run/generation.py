@@ -82,9 +82,9 @@ def generate(
         prompts = session.open_prompts(make_prompt_feed, config, records, sampling)
         _load(session, say)
         say("answering")
-        told = [_answer(session, prompts) for _ in range(1 + rounds)]
-    token_ids = told[0][1][0].token_ids
-    return Generated(token_ids, feed.said(token_ids), _figures(told[1:] or told))
+        answered = [_answer(session, prompts) for _ in range(1 + rounds)]
+    token_ids = answered[0][1][0].token_ids
+    return Generated(token_ids, feed.said(token_ids), _figures(answered[1:] or answered))
 
 
 def generate_all(
@@ -171,9 +171,9 @@ def check_weights(config: Config, checkpoint: Path) -> None:
         missing = [] if part in adapters else [name for name in wanted if name not in held]
         strange = [name for name in held if part in adapters and name not in wanted]
         if missing or strange:
-            told = f"has no {missing[0]}, which" if missing else f"has {strange[0]}, and no parameter of that name"
+            wrong = f"has no {missing[0]}, which" if missing else f"has {strange[0]}, and no parameter of that name"
             raise CheckpointError(
-                f"{checkpoint / part} {told} {source} has{' with these adapters' if adapters else ''}: the checkpoint "
+                f"{checkpoint / part} {wrong} {source} has{' with these adapters' if adapters else ''}: the checkpoint "
                 f"is of another model, or its run had other adapters. Name the configuration of its run"
             )
 
@@ -195,15 +195,15 @@ def _answer(session: Session, prompts: DatasetActor) -> tuple[float, Sequence[An
     return time.perf_counter() - begun, answers
 
 
-def _figures(told: Sequence[tuple[float, Sequence[Answer]]]) -> Figures:
+def _figures(answers: Sequence[tuple[float, Sequence[Answer]]]) -> Figures:
     """The median of several answers to the same prompt."""
-    last = told[-1][1]
+    last = answers[-1][1]
     new = len(last[0].token_ids)
-    behind = [of[0].seconds - of[0].prefill_s for _, of in told]
+    behind = [of[0].seconds - of[0].prefill_s for _, of in answers]
     return Figures(
         prompt_tokens=last[0].prompt_tokens,
         new_tokens=new,
-        first_token_s=median(whole - rest for (whole, _), rest in zip(told, behind, strict=True)),
+        first_token_s=median(whole - rest for (whole, _), rest in zip(answers, behind, strict=True)),
         tokens_per_s=(new - 1) / median(behind) if new > 1 else None,
         peak_bytes=tuple(one.peak_bytes for one in last),
         cache_bytes=tuple(one.cache_bytes for one in last),

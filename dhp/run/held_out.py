@@ -34,8 +34,8 @@ class HeldOut:
 
     def answers(self, step: int) -> Iterator[AnswerMetrics]:
         """Each prompt's, after `step` optimizer steps."""
-        told = (answer for number in range(self._steps) for answer in self._answer(number))
-        for number, (prompt, answer) in enumerate(zip(self._prompts, told, strict=False), start=1):
+        answers = (answer for number in range(self._steps) for answer in self._answer(number))
+        for number, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=False), start=1):
             yield AnswerMetrics(
                 step=step,
                 dataset=self._name,

@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints stay, told by what training.save_total_limit and best_metric say."""
+"""Which of a run's checkpoints stay, by training.save_total_limit and best_metric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dhp.observe.metrics import EvalMetrics
 
 
 class KeptCheckpoints:
-    """Told of each complete checkpoint and of each evaluation, in the order in which they come."""
+    """Takes each complete checkpoint and each evaluation, in the order in which they come."""
 
     def __init__(self, config: Config, say: Callable[[str], None]):
         self._parent, self._limit = Path(str(config.training.checkpoint_dir)), config.training.save_total_limit

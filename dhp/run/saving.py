@@ -37,7 +37,7 @@ class Saver:
     """Checkpoints of one session. kept: which of them stay."""
 
     def __init__(self, session: Session, say: Callable[[str], None], unfinished: Unfinished):
-        """unfinished: is told of each checkpoint, while it is written."""
+        """unfinished: checkpoints that are being written, to be removed if the run fails."""
         self._session, self._config, self._say, self._unfinished = session, session.config, say, unfinished
         self._parent = Path(str(session.config.training.checkpoint_dir))
         self._template = read_template(session.config.data.chat_template)

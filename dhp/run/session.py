@@ -152,8 +152,8 @@ class Session:
         rules = training_rules(self.config.training, family, adapters_of(self.config))
         kept = keep_settings(self.config, self.graph)
         for spec in self.graph.stages:
-            told = (self.start.checkpoint, rules, kept.get(spec.part), states)
-            settings = stage_settings(self.config, self.graph, spec, self.device, steps, *told)
+            given = (self.start.checkpoint, rules, kept.get(spec.part), states)
+            settings = stage_settings(self.config, self.graph, spec, self.device, steps, *given)
             self.groups[spec.name].start(make, settings)
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.graph, self.groups)
@@ -172,11 +172,11 @@ class Session:
         wait_all(actor.take_watched(), config.cluster.start_timeout_s)
         return actor
 
-    def open_prompts(self, make: Callable[..., PromptReader], config: Config, *told: Any) -> DatasetActor:
-        """Start an actor that reads prompts, as `make` of the settings of `config` and what else it is told gives them;
+    def open_prompts(self, make: Callable[..., PromptReader], config: Config, *more: Any) -> DatasetActor:
+        """Start an actor that reads prompts, as `make` of the settings of `config` and `more` gives them;
         once it has them."""
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
-        actor = self._cluster.dataset_actor(make, feed_settings(config, near), *told, micro_batches=1)
+        actor = self._cluster.dataset_actor(make, feed_settings(config, near), *more, micro_batches=1)
         wait_all(actor.take_watched(), config.cluster.start_timeout_s)
         return actor
 

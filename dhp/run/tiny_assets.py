@@ -12,7 +12,7 @@ SAMPLES = 256
 
 def make_tiny_assets(folder: Path, say: Callable[[str], None] = say_line, further: Collection[str] = ()) -> None:
     """Make `folder`/data (pictures and LLaVA annotations) and `folder`/model (a Hugging Face directory) if absent, and
-    of FURTHER the datasets that are asked for. say: is told when there is something to make.
+    of FURTHER the datasets that are asked for. say: receives a line when there is something to make.
 
     The tokenizer learns the pictures' own text and nothing else, so that the same code gives the same model.
     """

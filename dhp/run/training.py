@@ -69,17 +69,17 @@ def trained_stage(
     return lambda part, absent: any(one.part == part and not is_inside(one.name, absent) for one in trained)
 
 
-def check_rules(rules: TrainingRules, parameters: Sequence[Parameter], told: Iterable[str]) -> None:
-    """Raises ConfigError for what selects no parameter, and where nothing is left to train. told: the parts."""
+def check_rules(rules: TrainingRules, parameters: Sequence[Parameter], parts: Iterable[str]) -> None:
+    """Raises ConfigError for what selects no parameter, and where nothing is left to train. parts: the model's."""
     for key, selector in rules.selectors():
         if not any(selector.fits(one.name) for one in parameters):
             raise ConfigError(
-                f"{key}: {selector.said} is no parameter of this model{_meant(selector, parameters, told)}"
+                f"{key}: {selector.said} is no parameter of this model{_meant(selector, parameters, parts)}"
             )
     if not any(one.used and rules.trains(one.name) for one in parameters):
         raise ConfigError(
             f"training.trainable={_said(rules.trainable)} with training.frozen={_said(rules.frozen)}: nothing would be "
-            f"trained. Take something out of training.frozen; the parts are {', '.join(told)}."
+            f"trained. Take something out of training.frozen; the parts are {', '.join(parts)}."
         )
 
 
@@ -128,8 +128,8 @@ def _row(label: str, group: Group | None, size: int, training: TrainingConfig) -
     if group is None:
         return (label, "frozen", f"{size:,}", "-", "-", "-")
     warmup = group.warmup_steps if group.warmup_steps >= 0 else training.warmup_steps
-    told = f"{training.warmup_ratio:.3g} of all steps" if warmup is None else f"{warmup} steps"
-    return (label, group.name, f"{size:,}", f"{group.learning_rate:.3g}", f"{group.weight_decay:.3g}", told)
+    warmup_text = f"{training.warmup_ratio:.3g} of all steps" if warmup is None else f"{warmup} steps"
+    return (label, group.name, f"{size:,}", f"{group.learning_rate:.3g}", f"{group.weight_decay:.3g}", warmup_text)
 
 
 def _select(family: Family, said: Iterable[str]) -> tuple[Selector, ...]:
@@ -145,7 +145,7 @@ def _selector(family: Family, said: str) -> Selector:
     return Selector(said)
 
 
-def _meant(selector: Selector, parameters: Sequence[Parameter], told: Iterable[str]) -> str:
+def _meant(selector: Selector, parameters: Sequence[Parameter], parts: Iterable[str]) -> str:
     """What may have been meant: a part, or pieces of names."""
     shared = next((one for one in parameters if any(selector.fits(name) for name in one.also)), None)
     if shared is not None:
@@ -153,10 +153,10 @@ def _meant(selector: Selector, parameters: Sequence[Parameter], told: Iterable[s
     pieces = {piece for one in parameters for piece in one.name.split(".") if not piece.isdigit()}
     whole = dict.fromkeys(name for one in parameters for name in _paths(one.name))
     wanted = selector.said.strip("*.")
-    found = [nearest(wanted, [*told, *sorted(pieces)])] if "." not in wanted else [nearest(wanted, whole)]
+    found = [nearest(wanted, [*parts, *sorted(pieces)])] if "." not in wanted else [nearest(wanted, whole)]
     modules = sorted({one.name.rpartition(".")[0].rpartition(".")[2] for one in parameters} - {""})
     known = [name for name in modules if not name.isdigit()][:12]
-    return did_you_mean(found) or f". Name a part ({', '.join(told)}) or pieces of names, as {', '.join(known)}"
+    return did_you_mean(found) or f". Name a part ({', '.join(parts)}) or pieces of names, as {', '.join(known)}"
 
 
 def _paths(name: str) -> list[str]:

@@ -92,7 +92,7 @@ class Generator:
             self._decoder.use_attention(self._model, self._attention)
 
     def _choose(self, states: Tensor, chooser: Chooser, before: Tensor) -> Tensor:
-        """The next token, [1, 1], chosen on the replica's first rank and told to all others."""
+        """The next token, [1, 1], chosen on the replica's first rank and broadcast to all others."""
         token = torch.empty_like(before)
         if self._rank == 0:  # all ranks of the row have the same states; those of its first one have the whole head
             logits = self.logits(states)

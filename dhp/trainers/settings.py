@@ -1,4 +1,4 @@
-"""What a worker is told at birth: plain values, decided by the run."""
+"""Settings of one rank: plain values, decided by the run."""
 
 from __future__ import annotations
 

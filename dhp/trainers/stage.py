@@ -139,7 +139,7 @@ class StageEngine(EvaluatingEngine):
             self.optimizer.add_tied(tied[0].tensors[TIED].to(self.device))
         self._norm_sq = self.optimizer.norm_sq() if active else 0.0
         if self.device.type == "cuda" and not (active and self.spec.trains):
-            # Whoever handed over to this stage writes to that memory again once it has the answer; where there is no
+            # The rank that sent to this stage writes to that memory again once it has the answer; where there is no
             # norm to wait for, kernels may still be reading.
             torch.cuda.current_stream().synchronize()
         return self._norm_sq
@@ -169,7 +169,7 @@ class StageEngine(EvaluatingEngine):
         return StageReport(self.rank, loss, norm, rates, peak, take_sent(), usage, self.take_notes(), short)
 
     def take_notes(self) -> tuple[str, ...]:
-        """What whoever watches the run should know and was not told yet."""
+        """Notes for the run's log since the last call."""
         return ()
 
     def forward(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:

@@ -23,7 +23,7 @@ from dhp.models.split import ReadPlan, load_part
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.mixers import run_by_segment
-from dhp.parallel.attention.shard_plan import told_plan
+from dhp.parallel.attention.shard_plan import plan_of_shards
 from dhp.parallel.attention.sharded import (
     GATHER_TOKENS,
     MeshPosition,
@@ -116,7 +116,7 @@ class TextEngine(StageEngine):
         part = self._chunks[chunk]
 
         def compute() -> Tensor:
-            with self._routers.heard() if self._routers else nullcontext([]) as logits:
+            with self._routers.recording() if self._routers else nullcontext([]) as logits:
                 states = self.family.decoder.run(self.model, part, inputs, **extra)
             if not part.last:
                 return states
@@ -157,8 +157,8 @@ class TextEngine(StageEngine):
     def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
         """Answer a prompt. received: what the vision shards send of its pictures."""
         if self._answering is None:
-            told = (self.mesh, SEGMENTS, self.settings.attention_backend)
-            self._answering = self.generator(self.model, self.family.decoder, *told)
+            settings = (self.mesh, SEGMENTS, self.settings.attention_backend)
+            self._answering = self.generator(self.model, self.family.decoder, *settings)
         leaves, _ = self._leaves(chunk, received)
         inputs, _, extra = self._inputs(chunk, work.row, None, leaves)
         with without_dropout(self.model):
@@ -236,14 +236,14 @@ class TextEngine(StageEngine):
     def _inputs(
         self, chunk: int, work: TextInput, hidden: Tensor | None, received: Sequence[dict[str, Tensor]]
     ) -> tuple[DecoderInputs, Targets, dict[str, object]]:
-        """The decoder's inputs on the device, the targets, and what the attention function is told."""
+        """The decoder's inputs on the device, the targets, and the arguments of the attention function."""
         named = work.tensors
         plan = self._plan(work)
-        told = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
-        heard = told[-1] == SOUND
-        seen = told[-1] if work.heard is None else (told[-1] > 0) & ~heard
-        places = (_places(work.placement, seen), _places(work.heard, heard))
-        given = (*told, *find_targets(named["targets"]), *places)
+        tokens = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
+        sound = tokens[-1] == SOUND
+        seen = tokens[-1] if work.heard is None else (tokens[-1] > 0) & ~sound
+        places = (_places(work.placement, seen), _places(work.heard, sound))
+        given = (*tokens, *find_targets(named["targets"]), *places)
         (input_ids, position_ids, kinds, *targets, image_rows, sound_rows), (segments,) = move_with_plans(
             given, [plan], self.device
         )
@@ -271,7 +271,7 @@ class TextEngine(StageEngine):
         varlen = backend == FLASH_ATTENTION_2
         varlen = varlen or (work.lengths is not None and has_varlen(self.device, self.dtype))
         if work.shards:
-            shards = told_plan(work.lengths or (), work.shards, self.spec.degrees.ulysses)
+            shards = plan_of_shards(work.lengths or (), work.shards, self.spec.degrees.ulysses)
             few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
             return plan_shard(shards, self._position, CPU, True, few, varlen, blocks, rule, backend)
         rows, tokens = work.tensors["input_ids"].shape

@@ -14,7 +14,7 @@ from dhp.cluster.placement.nodes import Resources, read_nodes
 from dhp.cluster.placement.shortage import describe_shortage
 
 RAY_UNITS = 10_000  # Ray counts resources in ten-thousandths
-PATIENCE_S = 5.0  # how long a reservation may take before a person is told what it waits for
+PATIENCE_S = 5.0  # how long a reservation may take before a line says what it waits for
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def reserve(plan: PlacementPlan, timeout_s: float) -> PlacementGroup:
         ready, _ = ray.wait([created], timeout=timeout_s - patience)
     if ready:
         return group
-    told = _shortage(plan)
+    why = _shortage(plan)
     remove_placement_group(group)
     limit = f"cluster.start_timeout_s={timeout_s:g} s"
-    raise ConfigError(f"the cluster did not give the run its devices within {limit}. {told}")
+    raise ConfigError(f"the cluster did not give the run its devices within {limit}. {why}")
 
 
 def bundle_nodes(group: PlacementGroup) -> list[str]:

@@ -39,7 +39,7 @@ def unpin(memory: mmap.mmap) -> None:
 
 
 def wait_for_transfers() -> None:
-    """Until what the GPU was told to write into locked memory is there."""
+    """Wait until the GPU's writes into locked memory are done."""
     torch.cuda.current_stream().synchronize()
 
 

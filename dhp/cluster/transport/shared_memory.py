@@ -107,7 +107,7 @@ class Outbox:
         return Parcel(os.getpid(), segment.descriptor, segment.serial, buffer, segment.capacity, shape, tensor.dtype)
 
     def flush(self) -> None:
-        """Until all that was sent is where it can be read: before anybody is told."""
+        """Wait until all that was sent can be read; called before the receivers get its addresses."""
         if self._under_way:
             wait_for_transfers()
             self._under_way = False

@@ -1,4 +1,4 @@
-"""What a logger is told of a run when it begins."""
+"""What a logger gets of a run when it begins."""
 
 from __future__ import annotations
 

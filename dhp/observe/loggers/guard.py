@@ -100,7 +100,7 @@ class GuardedLogger:
             thread.join()  # its pipes are closed
         with self._lock:
             if self._lost:
-                self._messages.append(f"{self.name} lacks {_told(self._lost)}; {KEPT}")
+                self._messages.append(f"{self.name} lacks {_steps_text(self._lost)}; {KEPT}")
                 self._lost = []
 
     def take_messages(self) -> list[str]:
@@ -185,7 +185,7 @@ def _with_root(path: str) -> str:
     return os.pathsep.join([str(ROOT), *([path] if path else [])])
 
 
-def _told(steps: list[int]) -> str:
+def _steps_text(steps: list[int]) -> str:
     """`step 5`, `steps 5 to 9`, `6 steps between 2 and 30`."""
     first, last, count = min(steps), max(steps), len(set(steps))
     if count == 1:

@@ -46,7 +46,7 @@ _here = threading.local()  # on GPUs, backward runs layers again in threads of a
 
 
 class Watcher(Protocol):
-    """Who is told when layers run."""
+    """Callbacks around the runs of layers."""
 
     def layer(self, index: int) -> Any:
         """A context around the first run of a layer."""

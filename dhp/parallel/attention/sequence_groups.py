@@ -92,8 +92,8 @@ def _assign(
     """Samples by how far they are divided, given to ring ranks and ranks; None: some rank would have too much."""
     ranks = ring * ulysses
     shared, in_rings, whole = chosen
-    of_rings = _dealt(in_rings, costs, ring)
-    of_ranks = _dealt(whole, costs, ranks)
+    of_rings = _assigned(in_rings, costs, ring)
+    of_ranks = _assigned(whole, costs, ranks)
     for values, limit in ((costs, TOLERANCE), (lengths, ROOM)):
         loads = [sum(values[sample] for sample in held) for held in of_ranks]
         from_rings = [sum(values[sample] for sample in held) / ulysses for held in of_rings]
@@ -104,6 +104,6 @@ def _assign(
     return SequenceGroups(tuple(sorted(shared)), of_rings, of_ranks)
 
 
-def _dealt(samples: Sequence[int], costs: Sequence[float], bins: int) -> tuple[tuple[int, ...], ...]:
+def _assigned(samples: Sequence[int], costs: Sequence[float], bins: int) -> tuple[tuple[int, ...], ...]:
     bins_of = assign_longest_first([costs[sample] for sample in samples], bins)
     return tuple(tuple(sorted(samples[i] for i in held)) for held in bins_of)

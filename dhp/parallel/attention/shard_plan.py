@@ -81,8 +81,8 @@ def given_plan(lengths: Sequence[int], rank_tokens: Sequence[int], ring: int) ->
     return ShardPlan(tuple(lengths), tuple(tuple(shards[r * ulysses : (r + 1) * ulysses]) for r in range(ring)))
 
 
-def told_plan(lengths: Sequence[int], shards: Sequence[Sequence[tuple[int, int, int]]], ulysses: int) -> ShardPlan:
-    """What ranks were told that they hold: for each (Ulysses innermost), (segment, first token, tokens)."""
+def plan_of_shards(lengths: Sequence[int], shards: Sequence[Sequence[tuple[int, int, int]]], ulysses: int) -> ShardPlan:
+    """The plan of given shards: for each rank (Ulysses innermost), (segment, first token, tokens)."""
     ranges = [tuple(TokenRange(*span) for span in shard) for shard in shards]
     rings = (tuple(ranges[first : first + ulysses]) for first in range(0, len(ranges), ulysses))
     return ShardPlan(tuple(lengths), tuple(rings))

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class ShardedCacheIndex:
-    """Which tokens of a row a rank has, told by all layers of its cache."""
+    """Which tokens of a row a rank has; shared by all layers of its cache."""
 
     def __init__(self, places: Sequence[int], total: int, rank: int, ranks: int, room: int):
         """places: of its prompt's tokens in the row, ascending. total: tokens of the prompt on all ranks. rank, ranks:

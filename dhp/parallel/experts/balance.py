@@ -34,23 +34,23 @@ class Routers:
                 "transformers does not say which of its modules are routers. Set output_router_logits to false in "
                 "text_config of the model's config.json to train without it"
             )
-        self._heard: list[Tensor] | None = None
+        self._logits: list[Tensor] | None = None
         for module in found:
-            module.register_forward_hook(lambda _, __, output: self._hear(output[recorder.index]))
+            module.register_forward_hook(lambda _, __, output: self._record(output[recorder.index]))
 
     @contextmanager
-    def heard(self) -> Iterator[list[Tensor]]:
+    def recording(self) -> Iterator[list[Tensor]]:
         """The logits, [tokens, experts], of each router that runs inside, in order. Layers that run again in backward
-        are not heard: their logits are those of the first run."""
-        self._heard = logits = []
+        are not recorded: their logits are those of the first run."""
+        self._logits = logits = []
         try:
             yield logits
         finally:
-            self._heard = None
+            self._logits = None
 
-    def _hear(self, logits: Tensor) -> None:
-        if self._heard is not None:
-            self._heard.append(logits)
+    def _record(self, logits: Tensor) -> None:
+        if self._logits is not None:
+            self._logits.append(logits)
 
 
 def balance_losses(logits: Sequence[Tensor], samples: Sequence[range], visits: int) -> Tensor:

@@ -4,7 +4,7 @@ The same verbs as `dhp.parallel.optimizer.replicated.Replicated` and `dhp.parall
 al. 2023, "PyTorch FSDP"; ZeRO's stages 2 and 3 (Rajbhandari et al. 2020). Each layer is a unit, and all else one:
 embedding, norms, head.
 
-Facts this adapter stands on, each with a canary test: FSDP divides gradients by its ranks unless it is told a factor
+Facts this adapter stands on, each with a canary test: FSDP divides gradients by its ranks unless it is given a factor
 of 1, and forced to sum (a scaling sum fails on gloo); weights are gathered around a module's forward, so the
 computation of a part, which takes the head's weight from outside, runs as the root's forward; the local tensor of a
 sharded parameter keeps its memory from step to step, so an optimizer may hold it.

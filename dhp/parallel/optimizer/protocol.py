@@ -1,4 +1,4 @@
-"""What a trainer asks of the optimizer of its stage, whoever cuts its states: replicated, ZeRO, FSDP2, frozen."""
+"""What a trainer asks of its stage's optimizer, however states are sharded: replicated, ZeRO, FSDP2, frozen."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class ZeroSharded:
 
 
 def import_deepspeed() -> Any:
-    """The package, told which accelerator there is and not to compile anything."""
+    """The package, imported with the accelerator set and without compiling anything."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -239,7 +239,7 @@ def _configuration(stage: int, dtype: torch.dtype) -> dict[str, Any]:
         "bf16": {
             "enabled": dtype == torch.bfloat16,
             "immediate_grad_update": True,  # each gradient is added to its float32 sum as soon as it is there
-            "check_grad_overflow": False,  # a step with a broken norm is refused by whoever knows the joint norm
+            "check_grad_overflow": False,  # a step with a broken norm is refused by the code that knows the joint norm
         },
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",

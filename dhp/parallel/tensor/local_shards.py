@@ -1,4 +1,4 @@
-"""Slices of matrices as ordinary parameters, and what they are slices of: who holds which, told in one way.
+"""Slices of matrices as ordinary parameters, and one description of the whole matrix and which rank holds what.
 
 A module computes with plain tensors, which costs a tenth of DTensor's dispatch on the host. Checkpoints, the norm and
 the loss ask `as_dtensor` for the DTensor that a slice is part of.

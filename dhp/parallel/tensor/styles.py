@@ -83,7 +83,7 @@ class Entry:
         self._siblings += 1
 
     def enter(self, states: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """`states` as all ranks hold them; their gradient will be the sum over the ranks, whoever takes it."""
+        """`states` as all ranks hold them; their gradient will be the sum over the ranks, for every consumer."""
         if self._given is not states:
             self._given, self._left = states, self._siblings
             self._entered = _ToAllRanks.apply(states, group)
