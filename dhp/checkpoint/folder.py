@@ -1,4 +1,4 @@
-"""A checkpoint's directory: written beside its place, then renamed, so that a name without `.partial` is complete."""
+"""A checkpoint's directory: written as `.partial`, then renamed, so that a name without `.partial` is complete."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def finish_checkpoint(
 def check_checkpoint(checkpoint: Path) -> None:
     """Raise CheckpointError, naming the file, unless everything in it that a resume reads can be read."""
     about = read_about(checkpoint, RESUMED)
-    for name, size in about[FILES].items():  # a copy that was cut off lacks some that no other file speaks of
+    for name, size in about[FILES].items():  # a copy that was cut off lacks some that no other file mentions
         with reading(checkpoint / name):
             found = (checkpoint / name).stat().st_size
         if found != size:
@@ -128,7 +128,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _require_none(final: Path) -> None:
-    """A run has only older checkpoints beside its own."""
+    """Raise CheckpointError where the checkpoint is there already."""
     if (final / ABOUT).is_file():
         raise CheckpointError(
             f"{final} is complete already: another run writes to the same training.checkpoint_dir. Give each its own"

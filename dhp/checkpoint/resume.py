@@ -49,7 +49,7 @@ class Start:
         return [lines.format(old.name, quarantine(old).name, reason) for old, reason in self.damaged]
 
     def check(self, now: Mapping[str, Any]) -> None:
-        """Refuse to continue a run that would see other samples, or lies otherwise on the ranks.
+        """Refuse to continue a run that would see other samples, or is laid out otherwise on the ranks.
 
         now: this run's settings by key; all or some of those in the checkpoint. Raises CheckpointError.
         """
@@ -103,11 +103,11 @@ def _left_out(kept: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def find_start(resume: str, checkpoint_dir: Path, replaced: bool = False) -> Start:
-    """What training.resume means for a run that writes its checkpoints to `checkpoint_dir`. replaced: those that lie
+    """What training.resume means for a run that writes its checkpoints to `checkpoint_dir`. replaced: those that are
     there will be removed before the run begins.
 
-    Raises CheckpointError when the checkpoint that it names is not there or damaged, or when others lie where the
-    run's own would come to lie: those of another run, or newer ones. `auto` takes the newest that is whole.
+    Raises CheckpointError when the checkpoint that it names is not there or damaged, or when others are where the
+    run's own would be written: those of another run, or newer ones. `auto` takes the newest that is complete.
     """
     newest = None if replaced else newest_checkpoint(checkpoint_dir)
     if resume == NEVER:

@@ -1,4 +1,4 @@
-"""`python -m dhp evaluate loss|needle RUN_OR_MODEL …`: what a checkpoint or a model is worth."""
+"""`python -m dhp evaluate loss|needle RUN_OR_MODEL …`: evaluates a checkpoint or a model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def loss(arguments: Sequence[str]) -> int:
     exchange, given.settings = _split_exchange(given.settings)
     config, checkpoint = find_configuration(given)
     say = _silent if given.json else StartUp(time.perf_counter())
-    from dhp.run.evaluation import evaluate, evaluate_exchanged  # it brings torch and Ray along
+    from dhp.run.evaluation import evaluate, evaluate_exchanged  # it imports torch and Ray
 
     with interruptible(), logs_folder("dhp-evaluate-") as logs:
         asked = (replace(config, run_dir=str(logs)), checkpoint, say)

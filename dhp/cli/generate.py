@@ -55,14 +55,14 @@ def main(arguments: Sequence[str]) -> int:
     if request.dataset and out is not None:
         print(_answer_all(config, checkpoint, request, out), flush=True)
         return 0
-    from dhp.run.generation import ROUNDS, generate  # it brings torch and Ray along
+    from dhp.run.generation import ROUNDS, generate  # it imports torch and Ray
 
     with interruptible(), logs_folder("dhp-generate-") as logs:
         say, rounds = StartUp(time.perf_counter()), ROUNDS if given.benchmark else 0
         found = generate(replace(config, run_dir=str(logs)), checkpoint, request, say, rounds)
     answer: Mapping[str, Any] = {"token_ids": list(found.token_ids), "text": found.text}
     print(json.dumps(asdict(found.figures)) if given.benchmark else harmless(found.text), flush=True)
-    if out is not None:  # last: a disk that is full takes no answer away
+    if out is not None:  # last: with a full disk, the answer is printed already
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(answer, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _answer_all(config: Config, checkpoint: Path | None, request: GenerateRequest, out: Path) -> str:
     """Write a line an answer, each as soon as it is there; how many are exact, in words."""
-    from dhp.run.generation import generate_all  # it brings torch and Ray along
+    from dhp.run.generation import generate_all  # it imports torch and Ray
 
     exact = count = 0
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the data of a configuration are: counts, lengths, defects, and what each balancing method makes of them."""
+"""Statistics of a configuration's data: counts, lengths, defects, and the result of each balancing method."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ def _limits(config: Config, settings: BatchReaderSettings, loads: Loads) -> Limi
 
 
 def _locality(config: Config) -> Locality | None:
-    """Of the vision replicas, as the ranks would lie on one node."""
+    """Of the vision replicas, as the ranks would be on one node."""
     graph = make_graph(config, load_family(config.text.model_name), config.text.model_name)
     return find_localities(graph, devices_as_planned(graph), config.data.locality_slack).get("vision")
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What a process of its own does for the feed."""
+    """Work on the feed in a worker process."""
 
     settings: BatchReaderSettings
 
@@ -149,7 +149,7 @@ class _Work:
         return _own_feed(self.settings).measured.decode(chunk)
 
 
-_feeds: dict[str, BatchReader] = {}  # of this process: the one that its work is about
+_feeds: dict[str, BatchReader] = {}  # of this process: the one that it works on
 
 
 def _own_feed(settings: BatchReaderSettings) -> BatchReader:
@@ -175,7 +175,7 @@ def _decode(settings: BatchReaderSettings, feed: BatchReader, workers: int) -> d
 
 
 def _map(work, chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator:
-    """What `work` makes of each chunk, in order, in so many processes of their own; 0: here."""
+    """The results of `work` for each chunk, in order, from so many worker processes; 0: from this one."""
     bar = {"total": len(chunks), "desc": what, "disable": not chunks}
     if not workers:
         yield from tqdm(map(work, chunks), **bar)

@@ -1,4 +1,4 @@
-"""`python -m dhp evaluate needle RUN_OR_MODEL …`: at which lengths and depths a model finds what a video hides."""
+"""`python -m dhp evaluate needle RUN_OR_MODEL …`: lengths and depths at which a model finds a picture in a video."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _measure(given: argparse.Namespace, folder: Path, say: Callable[[str], None]
     say(f"writing {len(hidden)} videos")
     annotations = write_needles(folder / "videos", hidden, given.haystack)
     config = _reading(config, annotations, max(given.frames))
-    from dhp.run.evaluation import opened  # it brings torch and Ray along
+    from dhp.run.evaluation import opened  # it imports torch and Ray
 
     with opened(replace(config, run_dir=str(folder / "logs")), checkpoint, say) as (evaluation, _):
         found = evaluation.each()

@@ -1,4 +1,4 @@
-"""How long a rank computes in a step: what its trainer's verbs take, on the device that they run on."""
+"""How long a rank computes in a step: what its engine's methods take, on the device that they run on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BusyTime:
     """Adds up stretches of time until they are taken.
 
     On a GPU a verb returns when it has submitted its kernels, so a stretch is what the stream takes from what it does
-    before the verb's first kernel to its last one. It is known when that has run; nobody waits for it, and what is not
+    before the verb's first kernel to its last one. It is known when that has run; it is not waited for, and what is not
     known yet when the time is taken counts for the next step.
     """
 

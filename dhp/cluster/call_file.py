@@ -1,5 +1,5 @@
-"""A file beside each rank's log that says how many collectives it began and which was the last: what a hang's message
-quotes, since a rank that waits in a collective answers nobody."""
+"""A file next to each rank's log that says how many collectives it began and which was the last: what a hang's message
+quotes, since a rank that waits in a collective answers no call."""
 
 from __future__ import annotations
 

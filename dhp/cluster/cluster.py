@@ -79,7 +79,7 @@ class Layout:
 
 
 class Cluster:
-    """Entered, it has reserved its resources and created its actors; left, nothing of it runs any more."""
+    """A context: on entry it reserves its resources and creates its actors; after exit none of them runs."""
 
     groups: dict[str, ActorGroup]
     device: str
@@ -196,7 +196,7 @@ class Cluster:
 def warn_cross_node_groups(
     slots: Mapping[str, Sequence[Slot]], topology: Topology, degrees: Mapping[str, Mapping[str, int]], device: str
 ) -> None:
-    """One warning of all groups of the inner axes that lie across nodes, if there are any.
+    """One warning of all groups of the inner axes that span nodes, if there are any.
 
     Raises ConfigError where GPUs of a tensor group do: they would wait for the network most of the time.
     """
@@ -211,7 +211,7 @@ def warn_cross_node_groups(
 
 
 def check_devices_here(asked: str, bundles: int, collocate: bool) -> None:
-    """What a Ray of our own would meet on this machine, known without starting it: may `bundles` devices be GPUs?
+    """Checks for a Ray of our own on this machine, without starting it: may `bundles` devices be GPUs?
 
     Raises ConfigError. On the nodes of a running cluster, each rank looks for itself when it joins.
     """
@@ -237,7 +237,7 @@ def choose_device(asked: str, gpus: float) -> str:
 def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
     """What carries tensors between actors on `count` nodes, described by `nodes`, that use `gpus`.
 
-    Raises ConfigError when shared memory is asked for and the actors lie on several nodes, or CUDA IPC and they do not
+    Raises ConfigError when shared memory is asked for and the actors are on several nodes, or CUDA IPC and they do not
     share one GPU.
     """
     if asked == CUDA_IPC and (count > 1 or gpus != 1):

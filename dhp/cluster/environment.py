@@ -48,7 +48,7 @@ def expand_segments(transport: str) -> bool:
 
 
 def record_nccl(log_dir: str | None, name: str) -> None:
-    """Let torch write what NCCL was doing beside the log of the rank `name` when a collective waits too long
+    """Let torch write what NCCL was doing next to the log of the rank `name` when a collective waits too long
     (`name-nccl-RANK`, its flight recorder's own format), and NCCL begin collectives of several groups in the order of
     the program. What the environment says already stays."""
     for variable, value in (_NCCL if log_dir is None else _NCCL | _dump_to(Path(log_dir), name)).items():

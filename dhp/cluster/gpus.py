@@ -1,4 +1,4 @@
-"""What torch and the NVIDIA driver say of this machine's GPUs, held against what a run needs of them.
+"""Checks this machine's GPUs, as torch and the NVIDIA driver report them, against what a run needs.
 
 Said here before any actor touches a GPU: libraries say "no GPU" to a driver that is too old, and to a second process on
 a GPU that admits one.
@@ -89,7 +89,7 @@ def read_build() -> Build:
 
 
 def check_build(build: Build, gpus: Sequence[Gpu], where: str) -> None:
-    """Raise ConfigError where this torch cannot use GPUs, with the reason that `gpus` of the same machine tell.
+    """Raise ConfigError where this torch cannot use GPUs, with the reason, from `gpus` of the same machine.
 
     A driver that torch can use is new enough, whatever its version: NVIDIA's package for forward compatibility lets
     older ones of data centres run newer CUDA.

@@ -1,4 +1,4 @@
-"""What every actor's process does first and last: print to its own file, and name itself in what it raises."""
+"""What all actors' processes share: output to a file of their own, and errors with the actor's name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from dhp.base.errors import DhpError
 from dhp.cluster.watch import RankRaised
 
-# What libraries say of how we use them, by text: why it means nothing here.
+# Warnings of libraries, by text: why each is harmless here.
 _UNDERSTOOD = (
-    "Zero-copy tensor serialization is enabled",  # what crosses is detached and contiguous, and nobody writes to it
+    "Zero-copy tensor serialization is enabled",  # what is sent is detached and contiguous, and is not written to
     "The given NumPy array is not writable",  # the same, at the receiver
 )
 

@@ -74,7 +74,7 @@ def _whole_or_none(address: str, folder: Path | None, timeout_s: float) -> Itera
         yield
     except BaseException as error:
         end()
-        with suppress(Exception):  # it may stand in parts only
+        with suppress(Exception):  # it may have started in part only
             ray.shutdown()
         end_descendants(others)
         if was_interrupted():

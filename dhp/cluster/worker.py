@@ -1,4 +1,4 @@
-"""One rank of a stage in a process of its own: joins its group, then answers calls to its trainer."""
+"""One rank of a stage in a process of its own: joins its group, then answers calls to its engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL, SHARED_MEMORY, I
 
 # What belongs to a step: other verbs, as saving, are no part of its time.
 _STEP = {"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"}
-# What a trace calls a trainer's verbs.
+# What a trace calls an engine's methods.
 _KINDS = {
     "forward_step": FORWARD,
     "backward_step": BACKWARD,
@@ -81,7 +81,7 @@ class GroupSettings:
 
     beacon: what each rank must see of the directory of checkpoints (`dhp.cluster.paths`); None: nothing.
 
-    transport: how large results travel, see `choose_transport`.
+    transport: how large results are sent, see `choose_transport`.
 
     trace: keep spans of what each rank does.
 
@@ -112,7 +112,7 @@ class GroupSettings:
     check_collectives: bool = False
 
 
-GIVEN = ...  # in the place of an argument that travels on its own
+GIVEN = ...  # in the place of an argument that is sent on its own
 
 
 class Worker:
@@ -165,12 +165,12 @@ class Worker:
                 self._inbox = self._outbox = Exchange(self.settings.loopback, self.settings.timeout_s)
 
     def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Make the trainer; it finds the process group ready."""
+        """Make the engine; the process group is ready by then."""
         with named_errors(self._who, "loading the stage"):
             self._trainer = factory(*arguments)
 
     def call(self, verbs: tuple[tuple[str, tuple[Any, ...]], ...], *values: Any) -> Any:
-        """Run verbs of the trainer one behind another, each with its arguments; the next of `values` stands wherever
+        """Run methods of the engine one after another, each with its arguments; the next of `values` stands wherever
         one is GIVEN. Answers (status, *results) as far as there are results."""
         left, results = iter(values), []
         for method, arguments in verbs:
@@ -200,12 +200,12 @@ class Worker:
         return results
 
     def look_ahead(self, refs: list[Any]) -> None:
-        """Fetch the next step's data beside the step that runs. refs: of this rank's work, in its order; the calls that
+        """Fetch the next step's data during the step that runs. refs: of this rank's work, in its order; the calls that
         need it name it by `RemoteValue`."""
         self._lookahead.begin(refs)
 
     def take_spans(self) -> list[Span]:
-        """What this rank did since the last time, if the run is traced."""
+        """Spans of this rank since the last time, if the run is traced."""
         return take_spans()
 
     def read_clock(self) -> ClockReading:
@@ -213,7 +213,7 @@ class Worker:
         return read_clock()
 
     def _open(self, value: Any) -> Any:
-        """An argument as the trainer takes it."""
+        """An argument as the engine takes it."""
         if isinstance(value, RemoteValue):
             value = self._lookahead.take(value)
         if isinstance(value, Bundle):

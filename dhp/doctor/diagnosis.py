@@ -1,4 +1,4 @@
-"""What the doctor says of a model: as data, as a table, as JSON."""
+"""The doctor's diagnosis of a model: as data, as a table, as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Diagnosis:
         return json.dumps(fields if self.audio else {key: value for key, value in fields.items() if key != "audio"})
 
     def as_table(self) -> str:
-        """For people."""
+        """Aligned lines for the terminal."""
         rows = [
             ("family", self.family),
             ("trainable", "yes" if self.trainable else "no"),

@@ -1,4 +1,4 @@
-"""Arithmetic in float64 all through: models that take a detour through float32 stay exact for a while."""
+"""Arithmetic in float64 throughout, for models that cast to float32 in places."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Function = Callable[..., Any]
-# Who has them, and under which names. Not a mode of torch's: backward, which runs layers again, would be outside of it.
+# Functions to replace, by owner. Not a mode of torch's: backward, which runs layers again, would be outside of it.
 _CASTS = ((Tensor, ("to", "type", "float")),)
 _TAKE_DTYPE = ((F, ("softmax",)), (torch, ("softmax", "sum")), (Tensor, ("softmax", "sum")))
 _PRODUCTS = ((torch, ("matmul", "bmm")), (Tensor, ("matmul", "__matmul__")), (F, ("linear", "grid_sample")))

@@ -29,8 +29,8 @@ class SampleMaker:
         self._twin, self._family = twin, family
 
     def sample(self, pictures: Sequence[int], targets: int, seed: int, clips: Sequence[int] = ()) -> Sample:
-        """Pictures by their numbers, and clips of so many frames for a model that hears, in a conversation whose last
-        `targets` tokens are to be learned."""
+        """Pictures by their numbers, and clips of so many frames for a model with an audio part, in a conversation
+        whose last `targets` tokens are to be learned."""
         counts = [self._twin.tokens(number) for number in pictures]
         forms = clip_forms(clips, self._twin.config) if clips else []
         clip_tokens = [form.tokens for form in forms]
@@ -44,7 +44,7 @@ class SampleMaker:
         )
 
     def samples(self) -> list[Sample]:
-        """A picture, several, and none at all; for a model that hears, clips too, alone and beside a picture."""
+        """A picture, several, and none at all; for a model with an audio part, clips too, alone and with a picture."""
         seen = [self.sample([0], 4, seed=1), self.sample([], 3, seed=2), self.sample([1, 2], 5, seed=3)]
         if self._family.processor.hearing is None:
             return seen

@@ -23,7 +23,7 @@ class DataStall:
         self._next = STALL_WINDOW + 1  # the first step waits for its data however fast reading is
 
     def add(self, step_s: float, data_s: float, read_s: float, measure_s: float) -> str | None:
-        """A step has ended. What to tell the user, now and then, while more than 2% of the time goes into waiting.
+        """A step has ended. A message for the user, now and then, while more than 2% of the time goes into waiting.
 
         step_s: seconds of the step. data_s: seconds of them spent waiting for data. read_s: seconds that one process
         spent reading it. measure_s: seconds that the dataset actor spent choosing its samples.

@@ -22,7 +22,7 @@ Series = Mapping[str, np.ndarray]  # numbers >= 0 by name, two at most
 
 @dataclass(frozen=True)
 class _Axes:
-    """Where a panel's numbers lie. most: the largest across, and so many samples up."""
+    """Coordinates of a panel. most: the largest across, and so many samples up."""
 
     top: int  # pixels
     most: float

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a bar on a terminal, plain lines anywhere else."""
+"""Progress of a run: a bar on a terminal, plain lines anywhere else."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, StepMetrics
 from dhp.observe.numbers import shown
 
-ETA_STEPS = 50  # of which the mean tells how long the others will take
+ETA_STEPS = 50  # whose mean gives the time of the others
 TRIMMED = 0.1  # of them, the slowest and as many fastest, count for nothing
 GIB = 2**30
 LONGEST = 300  # characters of a text in a line
@@ -66,7 +66,7 @@ class Progress:
 
 
 def _has_room(stream: TextIO) -> bool:
-    """Whether a bar can be drawn: some terminals, as a container's without anybody before it, have no rows."""
+    """Whether a bar can be drawn: some terminals, as a container's without a viewer, have no rows."""
     if not stream.isatty():
         return False
     try:

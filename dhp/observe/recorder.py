@@ -194,7 +194,7 @@ class Recorder:
         except RecordError as again:
             lost = lost or again
         self._end_loggers(summary)
-        if self._steps or not isinstance(error, ConfigError):  # a refused run leaves no directory to tell of
+        if self._steps or not isinstance(error, ConfigError):  # a refused run leaves no directory to name
             print("\n" + self._table(summary), flush=True)
         if lost is not None and error is None:
             raise lost

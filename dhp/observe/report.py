@@ -17,8 +17,8 @@ def closing_table(
 ) -> str:
     """Aligned lines `name  value`, at most 20 with two of `more` (further rows, name to text).
 
-    `checkpoint` is the newest checkpoint's directory; without one there is nothing to export or to ask, and these rows
-    are left out. best: which checkpoint is the best by training.best_metric, where one is.
+    `checkpoint` is the newest checkpoint's directory; without one there is nothing to export or to generate with, and
+    these rows are left out. best: which checkpoint is the best by training.best_metric, where one is.
     """
     run_dir = Path(run_dir)
     rows = {"status": summary.status}

@@ -81,7 +81,7 @@ class Summary:
         )
 
     def figures(self) -> dict[str, Any]:
-        """What the steps came to, in numbers: losses, times, idle shares."""
+        """Figures of the steps: losses, times, idle shares."""
         names = ("first_loss", "last_loss", "median_step_s", "tokens_per_s", "idle_share")
         return {name: getattr(self, name) for name in names}
 

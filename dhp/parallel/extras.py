@@ -1,4 +1,4 @@
-"""What may be installed beside dhp and makes some of it faster: whether it is here, and whether it can be used."""
+"""Optional packages that make some of dhp faster: whether installed, and whether usable."""
 
 from __future__ import annotations
 

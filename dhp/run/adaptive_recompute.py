@@ -37,7 +37,7 @@ def plans_any(config: Config, graph: StageGraph) -> bool:
 
 
 class Recomputing:
-    """One run's plan, from the first step on. It knows the stages through which gradients go back; others keep
+    """One run's plan, from the first step on. It knows the stages through which gradients go back; others save
     nothing."""
 
     def __init__(
@@ -78,8 +78,8 @@ class Recomputing:
             self._apply()
 
     def learn(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
-        """A step's reports of all ranks, by stage. Another plan is sent to the ranks, from the step after the
-        last one submitted on."""
+        """Take a step's reports of all ranks, by stage. A new plan is sent to the ranks, for steps after the last one
+        submitted."""
         if short := [stage for stage, of_ranks in reports.items() if any(report.short for report in of_ranks)]:
             self._say(f"recompute      {', '.join(short)} ran out of memory, so more is recomputed from now on")
             self._planner.run_short()
@@ -140,7 +140,7 @@ class Recomputing:
 
 
 def room(memory_bytes: int, sharing: Sequence[frozenset[str]], reports: Mapping[str, Sequence[StageReport]]) -> float:
-    """Bytes that activations may take on the fullest device, after a step: what it has beside the most that ranks had
+    """Bytes that activations may take on the fullest device, after a step: what it has besides the most that ranks had
     reserved, and what of that was activations. A part of the memory stays free, for fragments and for longer rows.
 
     sharing: the stages of each device. reports: of all ranks, by stage, with memory_bytes.

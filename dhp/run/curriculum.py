@@ -59,7 +59,7 @@ class CheckedStage:
 
     @property
     def start(self) -> Path:
-        """Beside its checkpoints where they have a place of their own: one that all machines see."""
+        """Next to its checkpoints where they have a folder of their own: one that all machines see."""
         return (self.folder if self.stage.config.training.checkpoint_dir is None else self.checkpoints) / START
 
     def has_begun(self, record: CurriculumRecord) -> bool:
@@ -141,7 +141,7 @@ def _require_order(record: CurriculumRecord, stages: Sequence[CheckedStage]) -> 
 
 
 def _removing(stages: Sequence[CheckedStage]) -> str:
-    """What takes stages back, in words."""
+    """How to remove stages, in words."""
     places = [place for one in stages for place in (one.folder, one.checkpoints) if place.is_dir()]
     outer = [place for place in places if not any(place != o and place.is_relative_to(o) for o in places)]
     return f"remove {', '.join(map(str, outer))}"
@@ -179,7 +179,7 @@ def _positions(stage: TrainingStage) -> dict[str, Any]:
 
 
 def _from(one: CheckedStage, before: CheckedStage | None, say: Callable[[str], None]) -> Config:
-    """The stage's configuration with the model that it begins with, which is made where it is not there yet."""
+    """The stage's configuration with the model that it begins with, which is made where it does not exist yet."""
     stage, positions = one.stage, _positions(one.stage)
     changes = any(value is not None for value in positions.values())
     if before is None and not changes:
@@ -212,7 +212,7 @@ def _link(prepared: Config, folder: Path) -> None:
 
 
 def _account(one: CheckedStage) -> dict[str, Any]:
-    """What the record tells of a stage that is done."""
+    """The record's entry for a stage that is done."""
     steps = read_metrics(one.folder)
     losses = [step.loss for step in steps if step.loss is not None]
     newest = next(iter(checkpoints(one.checkpoints)), None)

@@ -1,4 +1,4 @@
-"""What a curriculum has done so far: a file in its run_dir, with an entry for each stage that has begun."""
+"""Progress of a curriculum: a file in its run_dir, with an entry for each stage that has begun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the devices of a run are at best: asked of the ranks at the start."""
+"""The peak speed of a run's devices, as the ranks report it at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss on data that nothing is trained on: every so many steps, on each dataset in a fixed order."""
+"""The loss on held-out data: every so many steps, on each dataset in a fixed order."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> st
     """Put the parts together, with adapters added to their matrices, and write them where plain transformers can load
     them; what was written, in words.
 
-    base: the model that adapters were trained beside, if it lies elsewhere now. Raises CheckpointError, ModelError.
+    base: the model that adapters were trained with, if it is elsewhere now. Raises CheckpointError, ModelError.
     """
     about, weights = read_parts(checkpoint)
     adapters = adapters_in(about)
     source = f"of step {about['step']}, from {checkpoint}"
     if adapters:
-        from dhp.models.adapted import merge  # which brings peft along
+        from dhp.models.adapted import merge  # which imports peft
 
         weights = merge(base or str(about.get("model_name")), weights, adapters)
         source = f"with the adapters of step {about['step']} in them, from {checkpoint}"

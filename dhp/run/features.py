@@ -41,7 +41,7 @@ def feature_settings(config: Config) -> FeatureSettings | None:
     where = config.data.cache_features
     if where is None:
         return None
-    from dhp.models.digest import digest_tower  # brings modeling code along, which takes a second
+    from dhp.models.digest import digest_tower  # imports modeling code, which takes a second
 
     return FeatureSettings(where, digest_tower(model_name(config), parts(config)[VISION].dtype, parts(config)))
 

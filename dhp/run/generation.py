@@ -1,4 +1,4 @@
-"""Prompts answered by the stages of a configuration, each in its own layout."""
+"""Answers prompts with the stages of a configuration, each in its own layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dhp.run.settings import feed_settings
 from dhp.run.training import adapters_of
 from dhp.step.generate import answer_batch
 
-ROUNDS = 3  # of a benchmark, behind one that does not count
+ROUNDS = 3  # of a benchmark, after one that does not count
 PROMPT = "the prompt"
 _ROOT = Path("/")
 
@@ -43,7 +43,7 @@ _ROOT = Path("/")
 @dataclass(frozen=True)
 class Figures:
     """What an answer took. first_token_s: seconds from the moment that its pictures are decoded to its first token.
-    tokens_per_s: of the tokens behind that one; None where there are none. peak_bytes, cache_bytes: by rank of the
+    tokens_per_s: of the tokens after that one; None where there are none. peak_bytes, cache_bytes: by rank of the
     decoder, see `dhp.base.generation.Answer`."""
 
     prompt_tokens: int
@@ -67,7 +67,7 @@ def generate(
     config: Config, checkpoint: Path | None, request: GenerateRequest, say: Callable[[str], None], rounds: int = 0
 ) -> Generated:
     """Start what `config` says (`dhp.config.generation.answering`), with the weights of `checkpoint` or of the model
-    itself, and answer the request. rounds: answer it again so often, and tell what these took.
+    itself, and answer the request. rounds: answer it again so often, and report what these took.
 
     The prompt is read before anything is started, and so is what of the checkpoint does not fit. Nothing is written but
     logs, in run_dir. Raises DhpError; leaves no process.
@@ -151,7 +151,7 @@ def read_record(request: GenerateRequest, allow_http: bool = False) -> Record:
 
 def check_weights(config: Config, checkpoint: Path) -> None:
     """Raises CheckpointError where a checkpoint's weights are not those of the configuration's model and adapters."""
-    from dhp.models.shape import list_parameters  # brings modeling code along, which takes a second
+    from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
 
     source = model_name(config)
     family, adapters = load_family(source).having(parts(config)), adapters_of(config)
@@ -179,13 +179,13 @@ def check_weights(config: Config, checkpoint: Path) -> None:
 
 
 def _file(name: str, what: str, allow_http: bool) -> File:
-    """A file that the user names; unlike what annotations name, it may lie anywhere."""
+    """A file that the user names; unlike what annotations name, it may be anywhere."""
     path = name if "://" in name or name.startswith("data:") else str(Path(name).expanduser().absolute())
     return MediaResolver(_ROOT, allow_http).find(path, what)
 
 
 def _answer(session: Session, prompts: DatasetActor) -> tuple[float, Sequence[Answer]]:
-    """Seconds, and what each rank of the decoder tells."""
+    """Seconds, and the answer of each rank of the decoder."""
     timeout_s = session.config.cluster.step_timeout_s
     wait_all(prompts.request(0), timeout_s)
     begun = time.perf_counter()

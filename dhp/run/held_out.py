@@ -1,4 +1,4 @@
-"""Prompts of a dataset answered by the ranks of a session."""
+"""Answers prompts of a dataset with the ranks of a session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dhp.step.generate import answer_batch
 
 
 class HeldOut:
-    """Samples of a dataset, up to their first answers."""
+    """Samples of a dataset, cut before their first answers."""
 
     def __init__(self, session: Session, asked: str, count: int | None, sampling: Sampling):
         """asked: the dataset as data.eval_datasets has it. count: of its first samples; None: all. Raises what reading

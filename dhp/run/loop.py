@@ -46,7 +46,7 @@ STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run
 
 @dataclass(frozen=True)
 class Spans:
-    """What will tell who did what up to here, in a traced run, and its calls."""
+    """Refs of all ranks' spans up to here, in a traced run, and their calls."""
 
     refs: SpanRefs
     watched: list[Watched]
@@ -152,7 +152,7 @@ class Trainer:
 
     def _missed_evaluation(self) -> bool:
         """Whether the run that is continued ended in its evaluation. A whole one counts for the best checkpoint again:
-        it may have ended right behind it."""
+        it may have ended right after it."""
         step, record = self.start.step, self.recorder.record_so_far()
         if not due(self.config, step, self.plan.steps, saves=self.start.checkpoint is not None):
             return False

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before any actor starts: paths, model, degrees, some of the samples."""
+"""Checks before any actor starts: paths, model, degrees, some of the samples."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _also_wrong(config: Config, message: str) -> list[ConfigError]:
 
 
 def _check_packages(config: Config) -> None:
-    """What ranks of a Ray of our own would miss; on the nodes of a running cluster, each rank looks for itself."""
+    """Packages that ranks of a Ray of our own need; on the nodes of a running cluster, each rank looks for itself."""
     if config.cluster.address != "local" or config.training.dry_run:
         return
     for name, part in parts(config).items():
@@ -250,7 +250,7 @@ def _check_stages(config: Config, family: Family, source: str) -> None:
 
 
 def _check_rules(config: Config, family: Family, source: str) -> None:
-    """Raises ConfigError for rules of training that are about nothing in the model, or leave nothing to train."""
+    """Raises ConfigError for rules of training that match nothing in the model, or leave nothing to train."""
     from dhp.run.training import adapters_of
 
     training, adapters = config.training, adapters_of(config)

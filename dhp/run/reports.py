@@ -1,4 +1,4 @@
-"""What the ranks report of a step, put together to its metrics."""
+"""Merges the ranks' reports of a step into its metrics."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, ti
 
 
 def _busy(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, float] | None:
-    """Mean of each stage's ranks; None where somebody was not measured."""
+    """Mean of each stage's ranks; None where a rank was not measured."""
     known = {name: [report.busy_s for report in of if report.busy_s is not None] for name, of in reports.items()}
     return {name: sum(of) / len(of) for name, of in known.items()} if all(known.values()) else None
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run while it trains: when one is due, asked of the ranks, and given its name."""
+"""Checkpoints of a run while it trains: when one is due, requested from the ranks, and given its name."""
 
 from __future__ import annotations
 

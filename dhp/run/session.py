@@ -1,4 +1,4 @@
-"""What a run has running: the cluster, the actors that read its data, the groups of its stages. Started and ended here.
+"""Starts and ends what a run needs: the cluster, the actors that read its data, the groups of its stages.
 
 A session trains nothing. `dhp.run.loop` submits steps to it; after a failure another session can be started in its
 place.
@@ -67,7 +67,7 @@ class Session:
         self.config, self.graph, self.start, self._say = config, graph, start, say
         self._cluster = Cluster(_layout(config, graph, run_dir, start), say)
         self._timeout_s = config.cluster.step_timeout_s
-        self._held: frozenset[Any] = frozenset()  # refs of the next step's work that ranks fetch beside this one
+        self._held: frozenset[Any] = frozenset()  # refs of the next step's work that ranks fetch during this one
 
     def __enter__(self) -> Session:
         self._cluster.__enter__()
@@ -101,8 +101,8 @@ class Session:
     def open_data(self, tell: Callable[[int, int], None]) -> DataPlan:
         """Start the actors that read, and learn how long the run is and whether it continues the one before.
 
-        tell: parts of the datasets whose lengths are measured, done and all. Raises what reading raises, and
-        CheckpointError where the run does not continue its checkpoint.
+        tell: is called with parts of the datasets whose lengths are measured, done and all. Raises what reading raises,
+        and CheckpointError where the run does not continue its checkpoint.
         """
         config, start = self.config, self.start
         workers, ahead = config.data.num_workers, config.data.prefetch
@@ -186,7 +186,7 @@ class Session:
 
     def take_batch(self, step: int) -> Batch:
         """The data of a step that was requested and has been read. Where `data.pin_memory` says so, the encoders' ranks
-        begin to fetch the next step's beside this one."""
+        begin to fetch the next step's during this one."""
         batch = self.batch(self.data.take(step))
         if not (self.config.data.pin_memory and self.device == "cuda"):
             return batch
@@ -198,7 +198,7 @@ class Session:
         return [entry for group in self.groups.values() for entry in group.take_watched()]
 
     def data_state(self, step: int) -> Any:
-        """What a checkpoint after `step` steps keeps of the data's order."""
+        """The state of the data's order for a checkpoint after `step` steps."""
         return self.data.ask("state", step, timeout_s=self._timeout_s)
 
     def info(self, ref: Any) -> StepInfo:

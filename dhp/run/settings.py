@@ -1,4 +1,4 @@
-"""From a resolved configuration to the plain values that workers and the dataset actor are born with."""
+"""From a resolved configuration to the settings of ranks and of the dataset actor, plain values."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def feed_settings(
     passes: Mapping[str, TrainedShare] = MappingProxyType({}),
     features: FeatureSettings | None = None,
 ) -> BatchReaderSettings:
-    """What the dataset actor needs. localities: where the ranks of each encoder lie, once that is known. passes: what a
-    step computes of each part of which not all is trained. features: of pictures, where a run keeps them; who looks at
-    samples wants their pixels."""
+    """What the dataset actor needs. localities: of the ranks of each encoder, once they are known. passes: what a
+    step computes of each part of which not all is trained. features: of pictures, where a run keeps them; without them
+    pixels are read."""
     near = localities or {}
     return BatchReaderSettings(
         model_name=model_name(config),
@@ -92,7 +92,7 @@ def passes_of(config: Config) -> dict[str, TrainedShare]:
     adapters = adapters_of(config)
     if not (config.training.trainable or config.training.frozen or adapters):
         return {}
-    from dhp.models.shape import list_parameters  # brings modeling code along, which takes a second
+    from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
 
     source = model_name(config)
     family = load_family(source).having(parts(config))
@@ -102,7 +102,7 @@ def passes_of(config: Config) -> dict[str, TrainedShare]:
 
 def _split(part: PartConfig, locality: Locality | None) -> Split:
     own = degrees(part)
-    # An encoder in 16 bits rounds its inputs first thing: rounded before, they take half the room on the way.
+    # An encoder in 16 bits rounds its inputs first thing: rounded before, they take half the room in transfer.
     dtype = "bfloat16" if part.dtype == "bfloat16" else "float32"
     return Split(own.data, own.sequence, dtype, locality, even_calls=part.zero_stage == 3)
 
@@ -236,7 +236,7 @@ def _optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
 
 
 def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str, str]]:
-    """What must lie on the nodes of each part's ranks and of the dataset actor ("data"), by configuration key."""
+    """What must be on the nodes of each part's ranks and of the dataset actor ("data"), by configuration key."""
     model = model_name(config)  # all parts' and the processors'; a hub id is found by each node itself
     shared = {f"{DECODER}.model_name": model} if Path(model).is_dir() else {}
     of_ranks = shared | ({} if checkpoint is None else {"training.resume": str(checkpoint)})

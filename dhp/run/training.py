@@ -1,4 +1,4 @@
-"""What a run trains: the rules that its configuration makes, held against the model's parameters; and a table of it."""
+"""What a run trains: the rules of its configuration, checked against the model's parameters; and a table of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dhp.models.registry import load_family
 if TYPE_CHECKING:
     from dhp.models.shape import Parameter
 
-ADAPTERS = " adapters"  # behind what they are beside, in the table
+ADAPTERS = " adapters"  # after the name of their part, in the table
 PROJECTOR = "projector"  # of all encoders: what leads from them to the decoder
 _HEADINGS = ("part", "group", "parameters", "learning rate", "weight decay", "warm-up")
 
@@ -60,10 +60,10 @@ def training_rules(training: TrainingConfig, family: Family, adapted: Collection
 def trained_stage(
     rules: TrainingRules, family: Family, source: str, adapters: Mapping[str, AdapterSettings] = MappingProxyType({})
 ) -> Callable[[str, Sequence[str]], bool]:
-    """What tells whether a stage of a part trains anything, when the part's modules `absent` are not in it."""
+    """A function: whether a stage of a part trains anything, when the part's modules `absent` are not in it."""
     if not rules.selects:
         return lambda part, absent: True
-    from dhp.models.shape import list_parameters  # brings modeling code along, which takes a second
+    from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
 
     trained = [one for one in list_parameters(source, family, adapters) if one.used and rules.trains(one.name)]
     return lambda part, absent: any(one.part == part and not is_inside(one.name, absent) for one in trained)
@@ -101,7 +101,7 @@ def part_names(family: Family) -> list[str]:
 
 
 def table_of_training(config: Config, source: str) -> list[str]:
-    """Lines that tell what is trained and how: a row for each group of each part, one for what of it is frozen. source:
+    """Lines that say what is trained and how: a row for each group of each part, one for what of it is frozen. source:
     as `dhp.models.config_source` gives it."""
     from dhp.models.shape import list_parameters
 

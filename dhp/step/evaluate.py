@@ -12,7 +12,7 @@ from dhp.step.stages import Batch, InFlight, Ref, Stages
 
 @dataclass(frozen=True)
 class EvaluationRefs:
-    """What a submitted batch will answer: its counts, and the share of the loss of each shard of the last stage."""
+    """Results of a submitted batch: its counts, and the share of the loss of each shard of the last stage."""
 
     info: Ref
     shares: list[Any]

@@ -1,4 +1,4 @@
-"""In which order a step visits nodes and micro-batches: values that print, compare and draw themselves.
+"""In which order a step visits nodes and micro-batches: plain values that can be printed, compared and drawn.
 
 A *program* is what one stage does, in its order. The programs of all stages, merged, are a schedule; its clock table
 (rows stages, columns time) is what the papers draw. Sources: GPipe (Huang et al. 2019, section 2.3), 1F1B
@@ -58,7 +58,7 @@ def make_schedule(kind: str, graph: StageGraph, micro_batches: int) -> Schedule:
 def make_programs(kind: str, graph: StageGraph, micro_batches: int) -> dict[str, list[Action]]:
     """What each stage does: the last part as `kind` says, those before it as far ahead as it needs them and one more.
 
-    Frozen stages go forward in the same order, without the way back.
+    Frozen stages go forward in the same order, without backward.
     """
     *encoders, last = graph.parts()
     pipeline = graph.of_part(last)
@@ -92,7 +92,7 @@ def clock(programs: Programs, graph: StageGraph) -> list[list[Action]]:
 
 def draw(schedule: Schedule, graph: StageGraph) -> str:
     """The clock table: a row for each stage, a column for each unit of time. `0` is micro-batch 0 forward, `0'` its
-    way back, `0b` and `0b'` the same in the stage's second chunk."""
+    backward, `0b` and `0b'` the same in the stage's second chunk."""
     programs: dict[str, list[Action]] = {stage.name: [] for stage in graph.stages}
     for action in schedule:
         programs[action.node.stage].append(action)
@@ -191,7 +191,7 @@ def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: in
 
 
 def _ahead(stage: StageSpec, micro_batches: int, limit: int) -> list[Action]:
-    """Forward until `limit` micro-batches are on their way, then in turn back and forward."""
+    """Forward until `limit` micro-batches are in flight, then in turn back and forward."""
     return _one_f_one_b(stage, micro_batches, warmup=limit - 1)
 
 

@@ -1,4 +1,4 @@
-"""A prompt answered on one rank of a decoder: prefill over the ranks that share its row, then token by token."""
+"""Generation on one rank of a decoder: prefill over the ranks that share its row, then token by token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dhp.parallel.tensor.loss import whole_logits
 from dhp.trainers.moving import move_together
 
 NEW_TOKEN = "dhp_new_token"  # a name that transformers has no mask function for
-_MEMORY_UNIT = 1024  # of the host's memory, as the system tells it
+_MEMORY_UNIT = 1024  # of the host's memory, as the system reports it
 
 
 class Generator:

@@ -70,7 +70,7 @@ def share_of_objective(
 
 
 def judge_rows(head: nn.Linear, hidden: Tensor, targets: Targets, target_tokens: int, rule: LogitRule) -> Judged:
-    """The same without a way back, and which targets have the highest logit."""
+    """The same without gradients, and which targets have the highest logit."""
     states = hidden.flatten(0, 1)
     positions, tokens = targets
     if not len(tokens):  # the head's ranks take part all the same

@@ -1,4 +1,4 @@
-"""Steps of the recipe that makes a stage: what is trained, and who keeps gradients and states of it."""
+"""Steps that make a stage: what is trained, and how its gradients and states are sharded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEEPSPEED = "deepspeed"  # a zero_engine; the other is fsdp
 
 
 def freeze(model: nn.Module, trains: Callable[[str], bool]) -> None:
-    """Take the gradient off parameters that are not to be trained, by name."""
+    """Set requires_grad to False on parameters that are not to be trained, by name."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and trains(name))
 
@@ -90,7 +90,7 @@ def make_optimizer(
 
 
 def tie_weight(optimizer: TiedOptimizer, model: nn.Module, settings: StageSettings) -> None:
-    """Tell the optimizer of the weight that this stage shares with another, where there is one: the embedding, which
+    """Tie the weight that this stage shares with another, where there is one: the embedding, which
     is the head too."""
     for tie in settings.graph.ties:
         if settings.spec.name in (tie.owner, tie.other):

@@ -38,7 +38,7 @@ class StageSettings:
 
     recompute: what each of its layers recomputes at first. measure: report what activations take.
 
-    zero_stage: what is cut over ranks that hold the same slices; zero_engine, deepspeed or fsdp: who cuts it.
+    zero_stage: what is sharded over ranks that hold the same slices; zero_engine: deepspeed or fsdp shards it.
 
     autotp: DeepSpeed splits the matrices over tensor ranks, not transformers.
 

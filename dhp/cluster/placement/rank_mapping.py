@@ -1,4 +1,4 @@
-"""Which rank lies on which node: consecutive ranks side by side, the innermost groups of the mesh inside a node."""
+"""Maps ranks to nodes: consecutive ranks side by side, the innermost groups of the mesh inside a node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AxisDegrees = Mapping[
 ]  # ranks by axis of a stage's mesh, outermost axis first: the last one's ranks are neighbours
 
 TENSOR = "tensor"
-INNER = (TENSOR, "ulysses")  # axes whose groups talk several times in every layer
+INNER = (TENSOR, "ulysses")  # axes whose groups communicate several times in every layer
 KEPT = 64  # ways to place the first stages that are followed further
 SHOWN_GROUPS = 3  # groups that a warning names
 

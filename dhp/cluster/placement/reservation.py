@@ -1,4 +1,4 @@
-"""Which device each actor gets: one bundle a logical device, shared by the stages that have it in common."""
+"""Reserves devices for actors: one bundle for each logical device, shared by the stages that use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the bundles of a reservation lie, and so which ranks share a node."""
+"""The nodes of a reservation's bundles, and so which ranks share a node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LISTED_NODES = 8  # in the line about a run's start
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes of a run, and which bundle lies on which.
+    """The nodes of a run, and which bundle is on which.
 
     nodes: those that hold bundles, in the order of `read_nodes`. of_bundle: for each bundle, the index of its node.
     """
@@ -27,7 +27,7 @@ class Topology:
         return [self.nodes[self.of_bundle[slot.bundle]].name for slot in slots]
 
     def only(self, node_id: str) -> bool:
-        """Whether everything lies on that node."""
+        """Whether everything is on that node."""
         return [node.id for node in self.nodes] == [node_id]
 
     def threads(self, slots: Mapping[str, Sequence[Slot]]) -> int:

@@ -1,6 +1,6 @@
-"""The loggers behind three verbs. These run in the logger's own process (`dhp.observe.loggers.process`).
+"""The loggers behind three methods. These run in the logger's own process (`dhp.observe.loggers.process`).
 
-Where each of them sends a run, and with whose key, is its own business: WANDB_…, MLFLOW_… and SWANLAB_… in the
+Where each of them sends a run, and with which key, is not set here: WANDB_…, MLFLOW_… and SWANLAB_… in the
 environment act as its documentation says.
 """
 

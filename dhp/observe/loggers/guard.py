@@ -1,4 +1,4 @@
-"""A logger seen from the run: a process beside it that may raise, hang or die, and is then done without."""
+"""The run's side of a logger: a separate process that may raise, hang or die; the run then goes on without it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dhp.observe.loggers.about import About
 from dhp.observe.numbers import json_safe
 
 BACKLOG = 1000  # steps that a logger may be behind
-FAILURES = 3  # in a row, after which a logger is done without
-ROOT = Path(__file__).parents[3]  # where the package `dhp` lies
+FAILURES = 3  # in a row, after which the run goes on without a logger
+ROOT = Path(__file__).parents[3]  # that has the package `dhp`
 KEPT = "metrics.jsonl has every step"
 
 
 class GuardedLogger:
     """One logger of a run. No method waits for it but `wait`, and none raises what it raises.
 
-    Two threads speak with its process, one writes and one reads; both end with the process.
+    Two threads communicate with its process, one writes and one reads; both end with the process.
     """
 
     def __init__(self, name: str, about: About) -> None:
@@ -104,13 +104,13 @@ class GuardedLogger:
                 self._lost = []
 
     def take_messages(self) -> list[str]:
-        """What there is to say since the last time."""
+        """Messages since the last time."""
         with self._lock:
             taken, self._messages = self._messages, []
         return taken
 
     def _drop(self, why: str) -> None:
-        """Do without this logger from now on. What it has taken, it may still close."""
+        """Stop using this logger from now on. It may still close what it has taken."""
         with self._lock:
             if self._dropped:
                 return

@@ -49,5 +49,5 @@ class Loggers:
         self._loggers = []
 
     def take_messages(self) -> list[str]:
-        """What there is to tell of them since the last time."""
+        """Their messages since the last time."""
         return [message for logger in self._loggers for message in logger.take_messages()]

@@ -79,7 +79,7 @@ class SavedTensors:
 
 
 def note(tensor: Tensor) -> None:
-    """Tell the count that is going on, if any, of a tensor that is kept for backward past autograd's own hooks."""
+    """Report to the count that is going on, if any, a tensor that is saved for backward past autograd's own hooks."""
     if _counting is not None:
         _counting.note(tensor)
 

@@ -1,4 +1,4 @@
-"""MLPs that compute some tokens at a time, from outside an untouched model.
+"""MLPs that compute some tokens at a time, from outside an unmodified model.
 
 A row's longest tensors are inside of its MLPs, several times as wide as the states, though no token needs another there
 (Bekman et al. 2025, "Arctic Long Sequence Training", section 3.1). Here an MLP runs chunk by chunk, each under torch's
@@ -48,7 +48,7 @@ def _tile(mlp: nn.Module, chunks: int) -> None:
             with keeping_nothing(), noting() if begun else nullcontext():
                 return whole(chunk, *others, **named)
 
-        # As many on every rank, though some be empty: who cuts weights gathers them for each.
+        # As many on every rank, though some be empty: sharded weights are gathered for each.
         # In one piece each, also of padded rows: some MLPs take their tokens by a view.
         parts = [part.contiguous() for part in states.tensor_split(chunks, dim=-2)]
         if torch.is_grad_enabled():

@@ -1,7 +1,7 @@
 """The package flash-attn (Dao 2023), behind two functions and a kernel for rings.
 
 Its functions that give the log-sum-exp and take it back are private; they are called here alone, by the names of their
-arguments, which `tests/parallel/attention/test_flash_attention_2.py` holds against the package where it is installed.
+arguments, which `tests/parallel/attention/test_flash_attention_2.py` checks against the package where it is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dhp.parallel.attention.kernels import Block, QkvGradients
 
 FLASH_ATTENTION_2 = "flash_attention_2"  # an attention_backend
-_MULTIPLE = 8  # of which the width of a head must be one
+_MULTIPLE = 8  # a head's width must be a multiple of it
 _UNBOUNDED = (-1, -1)
 
 

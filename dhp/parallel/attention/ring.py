@@ -2,7 +2,7 @@
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers". Merging in float32 by log-sum-exp; backward with the
 output and log-sum-exp of all blocks, so that no block needs another's scores. Gradients of keys and values travel with
-them, in float32, from the first other rank on until they are home: what the own rank has to add waits there.
+them, in float32, from the first other rank on until they are back at their rank, whose own share is added there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Over how many of a row's ranks each of its samples is divided. Pure numbers.
 
-Long samples are divided over all ranks that share the row, because no rank could hold one beside the others' work.
-Short ones stay whole on a rank, or within the Ulysses ranks of one ring rank, where attention needs nobody else: so in
+Long samples are divided over all ranks that share the row, because no rank could hold one next to the others' work.
+Short ones stay whole on a rank, or within the Ulysses ranks of one ring rank, where attention needs no other rank: in
 one row, ranks work as one group on what is long and as several on what is short. Whatever is chosen, a token attends to
 the same tokens, so the result is the same.
 """

@@ -1,7 +1,7 @@
 """Which tokens of a flattened sequence each rank of a ring × Ulysses mesh holds: data, made without any process group.
 
 A sequence is made of segments (images, frames, documents); a token attends within its own segment. A shard is a list
-of ranges, so uneven shards, many segments, and layouts that deal a segment out in pieces are all the same thing.
+of ranges, so uneven shards, many segments, and layouts that distribute a segment in pieces are all the same thing.
 """
 
 from __future__ import annotations

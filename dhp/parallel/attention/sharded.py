@@ -48,7 +48,7 @@ class SegmentPlan:
     groups: (length, count) of the segments that this rank has whole, in the order of the calls; equal lengths together
     without `bounds`, where each group is one batched kernel call, and neighbours of equal length with them.
 
-    order: tokens in the order of the calls, those of divided segments last; None when they already lie so. inverse: the
+    order: tokens in the order of the calls, those of divided segments last; None when they already are. inverse: the
     inverse permutation.
 
     causal: a token attends to itself and to what comes before it in its segment.

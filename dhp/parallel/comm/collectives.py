@@ -1,4 +1,4 @@
-"""Collectives whose backward is written beside them, and which also run where gloo has no CUDA kernel."""
+"""Collectives with explicit backward functions, which also run where gloo has no CUDA kernel."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class HeldLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self._held.filling:
             self._keep(key_states[..., : self._held.own, :], value_states[..., : self._held.own, :])
-            return key_states, value_states  # a rank without any has a token that nobody needs
+            return key_states, value_states  # a rank without any has a token that is not used
         if self._held.takes:
             self._keep(key_states, value_states)
         return self.keys[..., : self._count, :], self.values[..., : self._count, :]

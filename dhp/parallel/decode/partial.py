@@ -56,7 +56,7 @@ def attend_own(
     query: Tensor, key: Tensor, value: Tensor, scale: float, rule: LayerRule, backend: str = AUTO
 ) -> tuple[Tensor, Tensor]:
     """Output [heads, width of value] and log-sum-exp [heads] of one query [1, heads, dim] that sees all keys [tokens,
-    kv heads, dim], in float32 (float64 for float64). Without keys, 0 and -inf: kernels die of none."""
+    kv heads, dim], in float32 (float64 for float64). Without keys, 0 and -inf: kernels fail without any."""
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     if not len(key):
         empty = query.new_zeros((query.shape[1], value.shape[-1]), dtype=exact)

@@ -21,7 +21,7 @@ _RECORDED = "router_logits"  # under this name the library's models say which mo
 
 
 class Routers:
-    """The routers of a model, whose logits can be listened to."""
+    """The routers of a model, whose logits can be recorded."""
 
     def __init__(self, decoder: nn.Module):
         """Raises ModelError where the library does not say which modules of the decoder are routers."""

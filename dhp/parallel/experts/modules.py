@@ -36,7 +36,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def require_known(name: str, module: nn.Module) -> None:
-    """Raises ModelError where the experts have other parameters, or lie otherwise in them, than known here."""
+    """Raises ModelError where the experts have other parameters, or are laid out otherwise in them, than known here."""
     parameters = sorted(own for own, _ in module.named_parameters())
     other = {key: getattr(module, key, None) for key, value in _KNOWN.items() if getattr(module, key, None) != value}
     if other or parameters != sorted((GATE_UP, DOWN)):

@@ -2,7 +2,7 @@
 
 Su et al. 2021, RoFormer, section 3.2: each pair of values is turned by an angle of its token's position. Models differ
 in which values make a pair, and in the number format of the products; which of the known forms a library's function is,
-its values say. Backward turns back: nothing of queries and keys is kept for it.
+its values show. Backward rotates back: no queries or keys are saved for it.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class FullySharded:
         loss.backward()
 
     def rest(self) -> None:
-        """Let go of weights that were gathered for a backward: none follows the forwards so far."""
+        """Free weights that were gathered for a backward: none follows the forwards so far."""
         for unit in _units(self._root):
             unit.reshard()
 

@@ -1,4 +1,4 @@
-"""A module whose forward is whatever computation it is given: what sharded states wrap.
+"""A module whose forward is a given computation; ZeRO-3 and FSDP wrap it.
 
 ZeRO-3 and FSDP gather weights around a module's own forward. A stage's computation takes weights from outside of it
 (the loss, the head's), so the computation runs as the forward of the module that holds them all.

@@ -173,7 +173,7 @@ def _cut_into_buckets(
     partial_over: Mapping[int, dist.ProcessGroup],
     others: Mapping[int, dist.ProcessGroup],
 ) -> tuple[list[_Bucket], dict[int, int]]:
-    """Buckets in the order in which backward comes by, each with one kind of sum, and the bucket of each parameter.
+    """Buckets in the order of backward, each with one kind of sum, and the bucket of each parameter.
 
     Those with a sum over further ranks come last, where waiting for it holds nothing up; a bucket comes where its last
     member does.

@@ -20,7 +20,7 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widen(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put parameters that are whole, or plain slices, into `dtype`, that of master weights, where they lie. Those that
+    """Put parameters that are whole, or plain slices, into `dtype`, that of master weights, in place. Those that
     FSDP2 has cut are so already."""
     for parameter in module.parameters():
         if parameter.is_floating_point() and not isinstance(parameter, DTensor):

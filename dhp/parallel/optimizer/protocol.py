@@ -1,4 +1,4 @@
-"""What a trainer asks of its stage's optimizer, however states are sharded: replicated, ZeRO, FSDP2, frozen."""
+"""The interface of a stage's optimizer, however states are sharded: replicated, ZeRO, FSDP2, frozen."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class StageOptimizer(Protocol):
     """Gradients of a stage's weights, from each micro-batch's backward to the step that uses them up."""
 
     def forward(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` makes of the module: tensors, run where the weights are whole."""
+        """Run `compute`, which uses the module, where the weights are whole; its tensors."""
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of a scalar; with `last`, the step's final one, sum them over the ranks."""
 
     def rest(self) -> None:
-        """No backward follows the forwards so far: let go of weights that were gathered for one."""
+        """No backward follows the forwards so far: free weights that were gathered for one."""
 
     def norm_sq(self) -> float:
         """Squared L2 norm of the stage's whole gradient, the same on every rank."""

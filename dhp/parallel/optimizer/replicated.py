@@ -1,4 +1,4 @@
-"""From local gradients to an optimizer step when every rank of the group keeps the whole of what it holds.
+"""Gradients and optimizer without sharding: every rank of the group keeps all states of what it holds.
 
 The same verbs as `dhp.parallel.optimizer.zero.ZeroSharded`, so that a trainer does not care which one it has.
 """
@@ -60,7 +60,7 @@ class Replicated:
         )
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
-        """The tensor that `compute` makes of the module."""
+        """The tensor that `compute` returns."""
         return compute()
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -68,7 +68,7 @@ class Replicated:
         self._gradients.backward(loss, last)
 
     def rest(self) -> None:
-        """Weights are where they were."""
+        """Nothing to free: weights are not gathered."""
 
     def norm_sq(self) -> float:
         """Squared L2 norm of the whole part's summed gradient, the same on every rank."""

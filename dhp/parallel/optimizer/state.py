@@ -1,4 +1,4 @@
-"""How an optimizer hands over its state to be saved, and takes it back: named tensors, each with its extent.
+"""Saving and loading of an optimizer's state: named tensors, each with its extent.
 
 Each moment goes by its parameter's name, `<parameter>.exp_avg`; where a rank holds a range of a parameter's elements,
 the range says which. So the names and extents tell what belongs where for any number of ranks.
@@ -50,7 +50,7 @@ class StateSource(Protocol):
 
 
 def step_for(optimizer: torch.optim.Optimizer, weight: Tensor, step: Tensor) -> Tensor:
-    """The state's own count of `step`s for `weight`: beside it where the optimizer is fused, else on the host, as torch
+    """The state's count of `step`s for `weight`: on its device where the optimizer is fused, else on the host, as torch
     has it."""
     device = weight.device if optimizer.defaults.get("fused") else torch.device("cpu")
     return step.to(device, torch.float32, copy=True)

@@ -37,7 +37,7 @@ class ZeroSharded:
 
     The module's parameters are float32. With another `dtype` it computes in that, beside float32 master weights that
     begin as those parameters, and float32 sums of gradients over micro-batches and ranks. Stage 3 takes one
-    micro-batch at a time, backward before the next forward: interleaved ones give wrong gradients without a word.
+    micro-batch at a time, backward before the next forward: interleaved ones silently give wrong gradients.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ZeroSharded:
     # its flat float32 copy of this rank's share of the weights, and Adam's moments of the same shape.
 
     def save_weights(self, sink: StateSink) -> None:
-        """Hand over the weights as the module has them; with stage 3 this rank's share, which nobody gathers."""
+        """Hand over the weights as the module has them; with stage 3 this rank's share, ungathered."""
         if not isinstance(self._partitions, ScatteredPartitions):
             for name, parameter in self._module.named_parameters():
                 if not self._is_others(name):

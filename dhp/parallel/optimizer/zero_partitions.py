@@ -1,8 +1,8 @@
 """What one rank of ZeRO holds: which elements of which parameters, their gradients, and the optimizer's copy of them.
 
-DeepSpeed keeps it in three ways, one for each of its optimizers; here they answer alike. All of its private attributes
-that dhp reads are named in this file, and tests/parallel/optimizer/test_zero_canaries.py holds each against the pinned
-version.
+DeepSpeed keeps it in three ways, one for each of its optimizers; here they have one interface. All of its private
+attributes that dhp reads are named in this file, and tests/parallel/optimizer/test_zero_canaries.py checks each
+against the pinned version.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def token_loss_sum(
 def judge_tokens(
     head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows: int = CHUNK_ROWS, rule: LogitRule = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """What `token_loss_sum` says, and bool [rows]: whether no token has a higher logit than the target. Without what a
-    way back needs."""
+    """The value of `token_loss_sum`, and bool [rows]: whether no token has a higher logit than the target. Saves
+    nothing for backward."""
     weight, first, group, _ = _own_head(head)
     exact = torch.float64 if states.dtype == torch.float64 else torch.float32
     total, right = states.new_zeros((), dtype=exact), []
