@@ -116,7 +116,7 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def quarantine(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint to `step_N.damaged`, so that the run may write its step anew. Where it is now."""
+    """Rename a damaged checkpoint to `step_N.damaged`, so that the run may write its step again; its new path."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
     with writing(aside):
@@ -173,7 +173,7 @@ def step_of(checkpoint: Path) -> int:
 def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
     """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples, data, files.
 
-    Raises CheckpointError when the file is damaged, lacks one of `needed`, or names what is no part of a model or lies
+    Raises CheckpointError when the file is damaged, lacks one of `needed`, or names what is no part of a model or is
     outside the checkpoint.
     """
     file = checkpoint / ABOUT

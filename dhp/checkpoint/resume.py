@@ -44,7 +44,7 @@ class Start:
     damaged: tuple[tuple[Path, str], ...] = ()
 
     def quarantine(self) -> list[str]:
-        """Rename the damaged ones, whose steps the run writes anew; a line about each."""
+        """Rename the damaged ones, whose steps the run writes again; a line about each."""
         lines = "{} is skipped, and now named {}: {}"
         return [lines.format(old.name, quarantine(old).name, reason) for old, reason in self.damaged]
 

@@ -13,9 +13,9 @@ import torch
 class BusyTime:
     """Adds up stretches of time until they are taken.
 
-    On a GPU a verb returns when it has submitted its kernels, so a stretch is what the stream takes from what it does
-    before the verb's first kernel to its last one. It is known when that has run; it is not waited for, and what is not
-    known yet when the time is taken counts for the next step.
+    On a GPU a method returns when it has submitted its kernels, so a stretch is what the stream takes from what it does
+    before the method's first kernel to its last one. It is known when that has run; nothing waits for it, and what is
+    not known yet when the time is taken counts for the next step.
     """
 
     def __init__(self, cuda: bool) -> None:

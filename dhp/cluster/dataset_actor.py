@@ -170,8 +170,8 @@ class DatasetActor:
         names = [WHO, *(f"data worker {number}" for number in range(workers))]
         logs = ["data", *(f"data-{number}" for number in range(workers))]
         # Not soft: Ray 2.60 puts a soft one without resources anywhere. The driver's node lives as long as the driver.
-        beside = NodeAffinitySchedulingStrategy(own_node(), soft=False)
-        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": beside}
+        here = NodeAffinitySchedulingStrategy(own_node(), soft=False)
+        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": here}
         make = ray.remote(concurrency_groups={FILLING: 1})(_Reader).options(**options)
         self._actors = [make.remote(who, log_dir, log, threads, trace) for who, log in zip(names, logs, strict=True)]
         self._names = {actor._actor_id: name for actor, name in zip(self._actors, names, strict=True)}

@@ -28,7 +28,7 @@ PROBE_TIMEOUT_S = 5.0
 # Tensors go through shared memory and are read in place; without this each is copied and pickled in-band.
 _ENVIRONMENT = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
-# Of a Ray of our own. It has no dashboard, so nobody could ask for the events of tasks, and its control store would
+# Of a Ray of our own. It has no dashboard, so the events of tasks could not be queried, and its control store would
 # keep them: 3 KiB a call, up to 100,000 calls.
 OWN_SYSTEM = {"task_events_report_interval_ms": 0}
 

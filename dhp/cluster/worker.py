@@ -52,7 +52,7 @@ from dhp.cluster.transport.nixl import Exchange
 from dhp.cluster.transport.pinned import take_refusals
 from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL, SHARED_MEMORY, Inbox, Outbox
 
-# What belongs to a step: other verbs, as saving, are no part of its time.
+# Methods of a step: others, as saving, are no part of its time.
 _STEP = {"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"}
 # What a trace calls an engine's methods.
 _KINDS = {
@@ -178,7 +178,7 @@ class Worker:
         return (None, *results) if results else None
 
     def _run(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The results of one verb."""
+        """The results of one method."""
         name = f"{method} {arguments[0]}" if arguments and isinstance(arguments[0], int) else method
         add_span(f"for {name}", WAIT, self._idle_since, time.perf_counter_ns())
         with named_errors(self._who, method):

@@ -129,7 +129,7 @@ class EvalMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerMetrics:
-    """An answer that the model gave, beside its dataset's. Each field's string says its unit and when it is null."""
+    """An answer of the model, with its dataset's. Each field's string says its unit and when it is null."""
 
     kind: str = ANSWER
     """What the line tells of: `answer`, one that was generated with an evaluation. Unit: a word."""

@@ -148,8 +148,8 @@ def room(memory_bytes: int, sharing: Sequence[frozenset[str]], reports: Mapping[
     most = {stage: max(report.memory_bytes or 0 for report in of) for stage, of in reports.items()}
     usages = {stage: usage_of(of) for stage, of in reports.items()}
     activations = {stage: usage.peak_bytes for stage, usage in usages.items() if usage is not None}
-    beside = [sum(most[stage] - activations.get(stage, 0) for stage in stages) for stages in sharing]
-    return max(0.0, (1 - _LEFT_FREE) * memory_bytes - max(beside, default=0))
+    others = [sum(most[stage] - activations.get(stage, 0) for stage in stages) for stages in sharing]
+    return max(0.0, (1 - _LEFT_FREE) * memory_bytes - max(others, default=0))
 
 
 def usage_of(reports: Sequence[StageReport]) -> StageUsage | None:

@@ -134,7 +134,7 @@ class _Run:
 
 
 def _edges(family: Family, stages: Sequence[StageSpec]) -> list[Edge]:
-    """What a part hands over goes where it enters a later one; hidden states go from run to run."""
+    """What a part sends goes where it enters a later one; hidden states go from run to run."""
     edges: list[Edge] = []
     ends: dict[str, _Run] = {}  # by tensor, the run that it leaves
     for name, part in family.parts.items():

@@ -147,7 +147,7 @@ class Session:
         """Load every stage on its actors, for a run of that many steps. states: a checkpoint's optimizer states too."""
         if self.device == "cuda":
             require_room(self.config, self.graph, least_memory(read_gpus()))
-        make: Callable[[StageSettings], EngineProtocol] = make_rank  # every kind of rank has the verbs of the step
+        make: Callable[[StageSettings], EngineProtocol] = make_rank  # every kind of rank has the methods of the step
         family = load_family(model_name(self.config)).having(parts(self.config))
         rules = training_rules(self.config.training, family, adapters_of(self.config))
         kept = keep_settings(self.config, self.graph)

@@ -21,7 +21,7 @@ class AnswerRefs:
 def answer_batch(stages: Stages, graph: StageGraph, batch: Batch) -> AnswerRefs:
     """Submit one micro-batch of prompts. Nothing is waited for.
 
-    Each stage ends it when all others have used what it handed over: it may write there again then.
+    Each stage ends it when all others have used what it sent: it may write there again then.
     """
     in_flight = InFlight(batch)
     *before, last = graph.nodes()

@@ -21,7 +21,7 @@ Ref = Any  # an ObjectRef, or the value itself where a group runs in the test pr
 
 
 class EngineProtocol(Protocol):
-    """One rank of a stage: plain torch, the same verbs for every stage. `dhp.trainers` implements it."""
+    """One rank of a stage: plain torch, the same methods for every stage. `dhp.trainers` implements it."""
 
     def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
         """A chunk's forward. work: this shard's data of the micro-batch. received: by edge that ends here, a bundle
@@ -68,10 +68,10 @@ class Group(Protocol):
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
     ) -> list[list[Ref]]:
-        """Call a verb of `EngineProtocol` on every rank; for each rank the refs of its `returns` results."""
+        """Call a method of `EngineProtocol` on every rank; for each rank the refs of its `returns` results."""
 
     def execute_in_turn_async(self, *calls: Call) -> list[list[Ref]]:
-        """Call verbs one behind another; for each rank the refs of all results. A group that has no cheaper way, as
+        """Call methods one after another; for each rank the refs of all results. A group that has no cheaper way, as
         those in the test process, calls them one by one."""
         found: list[list[Ref]] = [[] for _ in range(self.size)]
         for call in calls:
@@ -108,7 +108,7 @@ class InFlight:
 
 
 class Stage:
-    """One stage's group of actors, with typed calls of its trainer's verbs.
+    """One stage's group of actors, with typed calls of its engine's methods.
 
     A forward that hands nothing over waits for the stage's next action. Where that is a backward that needs nothing
     from other stages, both go in one call: this adds no latency, and a call is what a step costs the driver

@@ -35,7 +35,7 @@ def freeze(model: nn.Module, trains: Callable[[str], bool]) -> None:
 
 
 def put_adapters(model: nn.Module, part: Part, settings: StageSettings, mesh: DeviceMesh) -> None:
-    """Put adapters beside the matrices of the stage that are to have some, cut over tensor ranks as those are."""
+    """Add adapters to the matrices of the stage that are to have some, cut over tensor ranks as those are."""
     asked = settings.adapters
     if asked is None:
         return

@@ -54,7 +54,7 @@ class StageSettings:
 
     trace: keep the collectives as spans. deterministic: kernels that give the same bits each time alone.
 
-    rules: what is trained, and how. adapters: beside the part's matrices; None: none.
+    rules: what is trained, and how. adapters: of the part's matrices; None: none.
 
     resume_from: the part's directory in a checkpoint; None: begin with the model's weights. resume_states: with the
     optimizer's and the random numbers' states, in the layout that they were saved in.

@@ -96,7 +96,7 @@ class StageEngine(EvaluatingEngine):
         """This stage's weights in `loaded_dtype` on the host, cut for this tensor rank, calling our attention."""
 
     def adapt(self) -> None:
-        """Put adapters beside the matrices that are to have some, cut as those are."""
+        """Add adapters to the matrices that are to have some, cut as those are."""
         put_adapters(self.model, self.family.parts[self.spec.part], self.settings, self.mesh)
 
     def place_kernels(self) -> tuple[KernelUse, ...]:
@@ -209,7 +209,7 @@ class StageEngine(EvaluatingEngine):
 
     @property
     def sends(self) -> bool:
-        """Whether this rank hands over for its shard: the first of the tensor ranks, which all have the same."""
+        """Whether this rank sends for its shard: the first of the tensor ranks, which all have the same."""
         return self.mesh.get_local_rank("tensor") == 0
 
     def edges_in(self, chunk: int) -> tuple[Edge, ...]:
@@ -247,7 +247,7 @@ class StageEngine(EvaluatingEngine):
             trace_collectives()
 
     def _saved(self) -> dict[str, Tensor]:
-        """What checkpoints have of the stage's weights: all, or beside adapters those that are trained."""
+        """What checkpoints have of the stage's weights: all, or with adapters those that are trained."""
         weights = as_dtensors(self.model)
         if self.settings.adapters is None:
             return weights

@@ -275,7 +275,7 @@ class TextEngine(StageEngine):
             few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
             return plan_shard(shards, self._position, CPU, True, few, varlen, blocks, rule, backend)
         rows, tokens = work.tensors["input_ids"].shape
-        # Padded rows are segments of one length, so one call: what pads them lies behind all that counts.
+        # Padded rows are segments of one length, so one call: what pads them comes after all that counts.
         lengths = (tokens,) * rows if work.lengths is None else work.lengths
         return replace(plan_segments(lengths, CPU, True, varlen, blocks, rule, backend), calls=work.segment_calls)
 

@@ -65,7 +65,7 @@ class Host:
     """The offloaded inputs of several layers."""
 
     def __init__(self) -> None:
-        self._last: Callable[[], Away | None] = lambda: None  # a graph holds it, nobody else
+        self._last: Callable[[], Away | None] = lambda: None  # only a graph holds it
 
     @contextmanager
     def keeping(self, states: Tensor, index: int) -> Iterator[None]:

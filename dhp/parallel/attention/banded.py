@@ -25,7 +25,7 @@ class Band:
     """Segments of one length in one layer, and what their tokens see.
 
     length: tokens of a segment. blocks: int64 [segments, tokens], numbers of blocks, None where none count; spans: the
-    blocks by where they lie; block_rule: how they go with the layer's window.
+    blocks by their places; block_rule: how they go with the layer's window.
     """
 
     length: int

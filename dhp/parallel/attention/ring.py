@@ -88,7 +88,7 @@ def visible_pairs(queries: Shard, keys: Shard, causal: bool, layer: LayerRule = 
     """Pairs of ranges of the same segment of which the queries see the keys: whole ranges, or where a layer has a
     window or chunks, `QUERIES` queries and the keys that some of them see.
 
-    Raises ValueError for ranges that overlap without being the same: no token lies on two ranks.
+    Raises ValueError for ranges that overlap without being the same: no token is on two ranks.
     """
     of_segment = defaultdict(list)
     for key, columns in _with_rows(keys):

@@ -127,7 +127,7 @@ def _nbytes(tensors: Tensor | Iterable[Any]) -> int:
 
 
 def _whole(at: int, times: int = 1) -> Count:
-    """`times` (N−1)/N of what lies at an argument: each rank passes on all but its own share."""
+    """`times` (N−1)/N of what an argument holds: each rank passes on all but its own share."""
     return lambda given, group: times * (group.size() - 1) * _nbytes(given[at]) / group.size()
 
 
@@ -174,7 +174,7 @@ _COUNTS: dict[str, tuple[str, int, Count]] = {
     "broadcast_": (BROADCAST, 1, _whole(0)),
     "reduce_": (REDUCE, 1, _whole(0)),
     "gather_": (GATHER, 2, _to_root),
-    "scatter_": (SCATTER, 2, _whole(1)),  # nobody but the root has anything there
+    "scatter_": (SCATTER, 2, _whole(1)),  # only the root has anything there
     "send": (RING, 1, _message),
     "recv_": (RING, 1, _nothing),
     "barrier": (BARRIER, 1, _nothing),

@@ -42,7 +42,7 @@ def new_token_attention(
     Raises ModelError for what is not computed here (`dhp.parallel.attention.visibility.layer_rule`).
     """
     rule = layer_rule(module, attention_mask, named)
-    # Tokens here lie in the row's order, so a window or a chunk is the last ones of them: nothing is masked.
+    # Tokens here are in the row's order, so a window or a chunk is the last ones of them: nothing is masked.
     first = segments.held.since(rule.first_key(segments.held.total))
     states = query[0].transpose(0, 1), key[0, :, first:].transpose(0, 1), value[0, :, first:].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

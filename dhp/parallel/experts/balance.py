@@ -2,7 +2,7 @@
 
 Of a sample, as the library has it (`load_balancing_loss_func`): with f_e the visits of an expert by token and p_e the
 mean of the router's probabilities, both over the sample's tokens in all layers with experts, experts × Σ_e f_e p_e. It
-is a product of two means, so of several samples together it would be another number: which ones lie in a row, or on a
+is a product of two means, so of several samples together it would be another number: which ones are in a row, or on a
 replica, would change what is trained. Each sample therefore has its own, as if the model ran it alone.
 """
 

@@ -4,7 +4,7 @@ As in GShard (Lepikhin et al. 2020) and DeepSpeed-MoE (Rajbhandari et al. 2022),
 dropped: each pair of a token and an expert that it visits is a row, rows go to the rank that has the expert by an
 all-to-all with split sizes, and the experts' outputs come back by the inverse one. Rows are sorted by expert, and those
 of one expert by the rank and the order in which they come from it, so that every sum has one order whatever arrives
-first. A rank whose experts nobody visits computes with no rows and takes part all the same.
+first. A rank whose experts no token visits computes with no rows and takes part all the same.
 
 The host waits once a layer and forward, for the sizes of the exchange. A recomputed layer keeps them, and the
 routing, whatever it recomputes: neither is exchanged or waited for again.

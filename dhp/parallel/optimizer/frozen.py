@@ -15,7 +15,7 @@ from dhp.parallel.tensor.local_shards import as_dtensors
 
 
 class Frozen:
-    """The verbs of `dhp.parallel.optimizer.protocol.StageOptimizer`, most of which do nothing.
+    """The methods of `dhp.parallel.optimizer.protocol.StageOptimizer`, most of which do nothing.
 
     passes: gradients go through the stage to earlier ones. Where none do, no activations are saved.
     """

@@ -1,6 +1,6 @@
-"""States sharded by torch's FSDP2 over the ranks that hold the same slices, beside tensor parallelism.
+"""States sharded by torch's FSDP2 over the ranks that hold the same slices, combined with tensor parallelism.
 
-The same verbs as `dhp.parallel.optimizer.replicated.Replicated` and `dhp.parallel.optimizer.zero.ZeroSharded`. Zhao et
+Methods as of `dhp.parallel.optimizer.replicated.Replicated` and `dhp.parallel.optimizer.zero.ZeroSharded`. Zhao et
 al. 2023, "PyTorch FSDP"; ZeRO's stages 2 and 3 (Rajbhandari et al. 2020). Each layer is a unit, and all else one:
 embedding, norms, head.
 

@@ -1,6 +1,6 @@
 """Gradients and optimizer without sharding: every rank of the group keeps all states of what it holds.
 
-The same verbs as `dhp.parallel.optimizer.zero.ZeroSharded`, so that a trainer does not care which one it has.
+The same methods as `dhp.parallel.optimizer.zero.ZeroSharded`, so that an engine can use either.
 """
 
 from __future__ import annotations

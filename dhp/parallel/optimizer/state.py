@@ -18,7 +18,7 @@ STEP = "step"  # optimizer steps taken; parameters of a part step together
 
 
 class StateSink(Protocol):
-    """Where state is handed over: `dhp.checkpoint.shards.ShardWriter`, without parallel knowing it."""
+    """Where state is handed over: `dhp.checkpoint.shards.ShardWriter`, which parallel does not import."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor that all ranks of the stage hold alike, or a DTensor, of which each holds its slice."""

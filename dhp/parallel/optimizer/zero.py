@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO behind the verbs a trainer needs: forward, backward, norm, step, drop, save and load.
+"""DeepSpeed's ZeRO behind the methods that an engine needs: forward, backward, norm, step, drop, save and load.
 
 Facts this adapter stands on, each with a canary test: the engine averages gradients over the ranks, so averaging is
 switched off (stage 3, which cannot, has its average multiplied by the number of ranks) and sums stay sums; `backward`
@@ -35,7 +35,7 @@ class ZeroSharded:
     """ZeRO over all ranks (Rajbhandari et al. 2020). Every rank keeps 1/ranks of the optimizer's state; from stage 2 on
     of the gradients, and with stage 3 of the weights, which are gathered for each module's forward and backward.
 
-    The module's parameters are float32. With another `dtype` it computes in that, beside float32 master weights that
+    The module's parameters are float32. With another `dtype` it computes in that, with float32 master weights that
     begin as those parameters, and float32 sums of gradients over micro-batches and ranks. Stage 3 takes one
     micro-batch at a time, backward before the next forward: interleaved ones silently give wrong gradients.
     """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Range(NamedTuple):
-    """Consecutive elements of a parameter that lie in this rank's partition: `count` of them, from `start` on in the
+    """Consecutive elements of a parameter that are in this rank's partition: `count` of them, from `start` on in the
     parameter and from `here` on in the partition."""
 
     name: str
@@ -84,7 +84,7 @@ class Partitions(ABC):
     def _ranges(self, group: int, size: int) -> Iterator[Range]: ...
 
     def _cut(self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], size: int) -> Iterator[Range]:
-        """Ranges of parameters that lie one behind another in a flat tensor, of which ranks hold `size` each."""
+        """Ranges of parameters that follow one another in a flat tensor, of which ranks hold `size` each."""
         begin = size * dist.get_rank()
         for parameter, offset in zip(parameters, offsets, strict=True):
             first, last = max(begin, offset), min(begin + size, offset + parameter.numel())

@@ -1,7 +1,7 @@
 """Cross-entropy of a head whose vocabulary is split over tensor ranks, in chunks of rows.
 
 Full logits never exist: a rank holds [chunk, vocabulary / ranks] of them at a time. Since the result is a scalar
-whose incoming gradient is a scalar too, both gradients are computed in the forward pass beside the logits they need,
+whose incoming gradient is a scalar too, both gradients are computed in the forward pass with the logits they need,
 as in Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), over a vocabulary-parallel softmax (Megatron-LM,
 Shoeybi et al. 2019, section 3).
 """

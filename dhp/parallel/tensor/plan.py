@@ -19,7 +19,7 @@ from dhp.parallel.tensor.styles import COLWISE, EMBEDDING, HEAD, PART, ROWWISE, 
 
 GATHERED, SPLIT_INPUT, GATE_UP = "colwise_gather_output", "rowwise_split_input", "gate_up_proj"
 
-# transformers' style → ours. The head's is for the head alone, whose logits nobody gathers.
+# transformers' style → ours. The head's is for the head alone, whose logits are not gathered.
 OURS = {
     "colwise": COLWISE,
     "rowwise": ROWWISE,
@@ -56,7 +56,7 @@ def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
     Experts are read by shares, for `dhp.parallel.experts.widths` to cut. Projections that stand side by side will enter
     their input together. Raises ModelError for a style whose gradients are not known to be exact, and for a parameter
-    beside cut projections that the plan does not name: each rank would hold another part of its gradient, and they
+    next to cut projections that the plan does not name: each rank would hold another part of its gradient, and they
     would not be summed.
     """
     head, modules = _head_names(model), dict(model.named_modules())
