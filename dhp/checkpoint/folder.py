@@ -171,7 +171,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
-    """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples, data, files.
+    """The contents of checkpoint.json: step, model_name, parts, settings, skipped_samples, data, files.
 
     Raises CheckpointError when the file is damaged, lacks one of `needed`, or names what is no part of a model or is
     outside the checkpoint.

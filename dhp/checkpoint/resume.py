@@ -1,4 +1,4 @@
-"""Where a run begins: at its first step, or after a checkpoint that was made with the same settings."""
+"""The start of a run: its first step, or a checkpoint that was made with the same settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUT = tuple(f"{part}." for part in PARTS)  # beginnings of the settings that 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """The start of a run.
 
     step: steps done before. skipped_samples: how many samples they left out.
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept: the newest ones, and the best."""
+"""Rotation of a run's checkpoints: the newest ones and the best are kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Best:
 
 
 def read_best(parent: Path, metric: str) -> Best | None:
-    """What the directory of checkpoints says is best by `metric`, if that checkpoint is still there. Raises
+    """The best checkpoint by `metric`, as their directory records it, if it is still there. Raises
     CheckpointError for a damaged file."""
     file = parent / ABOUT_BEST
     if not file.is_file():

@@ -145,7 +145,7 @@ class ShardReader:
             )
 
     def like(self, name: str, held: Tensor) -> Tensor:
-        """What this rank holds of the tensor if it is laid out as `held`: a slice for a DTensor, else all of it.
+        """This rank's share of the tensor if it is laid out as `held`: a slice for a DTensor, else all of it.
 
         Raises CheckpointError when the tensor was saved with another shape, is missing or is incomplete.
         """

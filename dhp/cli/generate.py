@@ -114,7 +114,7 @@ def _configuration(
 
 
 def _new_file(out: str) -> Path | None:
-    """Where the answer goes. Raises ConfigError for a directory, and for a place that cannot be written."""
+    """The file for the answer. Raises ConfigError for a directory, and for a place that cannot be written."""
     if not out:
         return None
     path = Path(out).expanduser()

@@ -101,7 +101,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
 
 
 def _panels(feed: BatchReader) -> dict[str, dict[str, np.ndarray]]:
-    """What lengths.png shows of each dataset: the lengths of its usable samples."""
+    """The data of lengths.png: of each dataset, the lengths of its usable samples."""
     panels = {}
     for name, table in feed.measured.tables.items():
         usable = table.text > 0
@@ -191,7 +191,7 @@ def _map(work, chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator:
 
 
 def _defects(feed: BatchReader) -> dict[tuple[str, int], str]:
-    """What is wrong with each defective sample, by dataset and row."""
+    """The defect of each defective sample, by dataset and row."""
     tables = feed.measured.tables.items()
     return {(name, row): text for name, table in tables for row, text in sorted(table.defects.items())}
 
@@ -223,7 +223,7 @@ def _tell_lengths(loads: Loads) -> None:
 
 
 def _tell_limits(loads: Loads, of_methods: Mapping[str, Limits], rule: str) -> None:
-    """What rows hold by each method that fills them. rule: data.limits.rule."""
+    """The limits of rows by each method that fills them. rule: data.limits.rule."""
     for method, limits in of_methods.items():
         beyond = int(((loads.text > limits.text) | (loads.vision > limits.vision)).sum())
         print(

@@ -1,4 +1,4 @@
-"""How long a rank computes in a step: what its engine's methods take, on the device that they run on."""
+"""The time that a rank computes in a step: that of its engine's methods, on the device that they run on."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def keep_calls(path: str | None, describe: Callable[[], str], period_s: float = 
 
 
 def read_calls(path: str | None) -> str:
-    """What a rank wrote last; empty where there is nothing to read."""
+    """The last text that a rank wrote; empty where there is nothing to read."""
     if path is None:
         return ""
     try:

@@ -34,7 +34,7 @@ from dhp.cluster.worker import GroupSettings
 
 @dataclass(frozen=True)
 class RankDevice:
-    """Where a rank computes: the number of its logical device, and that of its node."""
+    """A rank's device: the number of its logical device, and that of its node."""
 
     device: int
     node: int
@@ -174,7 +174,7 @@ class Cluster:
         return f"{actors} actors on {self.device}, {where}{self._where}"
 
     def _common(self, backend: str, threads: int) -> dict[str, Any]:
-        """What the settings of all groups have in common. threads: an actor's, as the nodes' CPUs suggest."""
+        """The settings that all groups have in common. threads: an actor's, as the nodes' CPUs suggest."""
         layout = self._layout
         local = layout.address == LOCAL
         if local:  # a Ray of our own may have registered more CPUs than there are
@@ -235,7 +235,7 @@ def choose_device(asked: str, gpus: float) -> str:
 
 
 def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
-    """What carries tensors between actors on `count` nodes, described by `nodes`, that use `gpus`.
+    """The transport of tensors between actors on `count` nodes, described by `nodes`, that use `gpus`.
 
     Raises ConfigError when shared memory is asked for and the actors are on several nodes, or CUDA IPC and they do not
     share one GPU.

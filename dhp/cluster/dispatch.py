@@ -1,4 +1,4 @@
-"""How the arguments of a call spread over the ranks of a group: declared, never guessed from lengths."""
+"""Distributes the arguments of a call over the ranks of a group: declared, never guessed from lengths."""
 
 from __future__ import annotations
 

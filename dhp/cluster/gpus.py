@@ -56,7 +56,7 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """What nvidia-smi printed in answer to `QUERY`; lines that are none of its table are left out."""
+    """The GPUs in nvidia-smi's output for `QUERY`; lines that are none of its table are left out."""
     rows = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
     return tuple(Gpu(int(row[0]), row[1], row[2], _bytes(row[3])) for row in rows if len(row) == 4 and row[0].isdigit())
 

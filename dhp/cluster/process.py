@@ -27,7 +27,7 @@ def silence_understood_warnings() -> None:
 
 
 def redirect_output(log_dir: str | None, name: str) -> None:
-    """What this process prints goes to `log_dir`/`name`.log, so that a run's terminal shows the run.
+    """Redirect this process's output to `log_dir`/`name`.log, so that a run's terminal shows the run.
 
     On a host without the run directory, or where it cannot be written, it stays in Ray's own log, which then says so.
     """

@@ -69,7 +69,7 @@ NCCL = "nccl"
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What all ranks of a group share.
+    """Settings that all ranks of a group share.
 
     stage: its name. size: ranks.
 

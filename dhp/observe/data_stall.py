@@ -1,4 +1,4 @@
-"""Whether reading keeps up with training, and what would help where it does not."""
+"""Checks whether reading keeps up with training, and what would help where it does not."""
 
 from __future__ import annotations
 

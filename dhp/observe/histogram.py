@@ -52,7 +52,7 @@ def draw_histograms(panels: Mapping[str, Series], across: str, up: str, path: Pa
 
 
 def _draw_names(image: Image.Image, font: ImageFont.ImageFont, across: str, up: str, top: int) -> None:
-    """What the axes of the panel that begins at `top` say; the upright one is turned."""
+    """Axis labels of the panel that begins at `top`; the upright one is turned."""
     draw = ImageDraw.Draw(image)
     draw.text(((LEFT + WIDTH - RIGHT) / 2, top + HEIGHT - 12), across, fill=INK, font=font, anchor="ms")
     left, upper, right, lower = font.getbbox(up)
@@ -71,7 +71,7 @@ def ticks(most: float, wanted: int = 8) -> list[float]:
 
 
 def _most(series: Series) -> float:
-    """Where the axis ends."""
+    """The end of the axis."""
     return max(1.0, *(float(np.quantile(numbers, CUT)) for numbers in series.values()))
 
 

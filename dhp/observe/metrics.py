@@ -1,4 +1,4 @@
-"""What is known about each step: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard."""
+"""Metrics of each step: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard."""
 
 import json
 import os

@@ -76,7 +76,7 @@ def _has_room(stream: TextIO) -> bool:
 
 
 class TimeLeft:
-    """How long a run will go on: the steps that are left, each as long as the mean of the last ones."""
+    """Time that is left of a run: the steps that are left, each as long as the mean of the last ones."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -151,7 +151,7 @@ def clock(seconds: float | None) -> str:
 
 
 def _bar_figures(metrics: StepMetrics, left_s: float | None) -> str:
-    """What matters most comes first: a narrow terminal cuts off the end."""
+    """The most important figures come first: a narrow terminal cuts off the end."""
     epoch = f"epoch {shown(metrics.epoch, '.2f')}"
     return ", ".join([f"eta {clock(left_s)}", f"loss {shown(metrics.loss, '.4f')}", *_speed(metrics), epoch])
 

@@ -69,7 +69,7 @@ class Recorder:
         return self
 
     def open_trace(self, groups: Mapping[str, int]) -> TraceWriter:
-        """Where the run's trace is written, closed with the record. groups: rows (ranks) of each group, by name."""
+        """Open the writer of the run's trace, closed with the record. groups: rows (ranks) of each group, by name."""
         with self.writing():
             self._trace = TraceWriter(self.run_dir, groups)
         return self._trace
@@ -225,7 +225,7 @@ class Recorder:
 
 
 def _in_brief(metrics: StepMetrics) -> StepMetrics:
-    """What the summary needs: a run may have a million steps."""
+    """The fields that the summary needs: a run may have a million steps."""
     known = {"loss": metrics.loss, "step_s": metrics.step_s, "tokens": metrics.tokens, "busy_s": metrics.busy_s}
     return StepMetrics(step=metrics.step, **known)
 

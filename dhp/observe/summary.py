@@ -26,7 +26,7 @@ def versions() -> dict[str, str | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How a run ended, in figures. Each field's string says its unit and when it is null, as in `StepMetrics`."""
+    """The outcome of a run, in figures. Each field's string says its unit and when it is null, as in `StepMetrics`."""
 
     status: Literal["completed", "failed", "interrupted"]
     """How the run ended: `completed`, `failed` or `interrupted` (Ctrl-C, SIGTERM). Unit: a word."""

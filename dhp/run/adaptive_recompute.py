@@ -129,7 +129,7 @@ class Recomputing:
             )
 
     def _as_configured(self, plan: Plan) -> list[str]:
-        """What each part's key would say: its stages' layers in the part's order."""
+        """The plan as each part's key would say it: its stages' layers in the part's order."""
         keys = []
         for part in self._graph.parts():
             stages = [stage for stage in self._graph.of_part(part) if stage.name in self._planner.costs()]
@@ -165,7 +165,7 @@ def activation_bytes(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, 
 
 
 def arrange(graph: StageGraph, schedule: Schedule, device: str) -> Arrangement:
-    """Which stages share devices, and what they hold at the same time under a schedule."""
+    """The stages that share devices, and what they hold at the same time under a schedule."""
     devices = range(graph.device_count())
     sharing = dict.fromkeys(frozenset(s.name for s in graph.stages if device in s.devices) for device in devices)
     chunks = {stage.name: len(stage.chunks) for stage in graph.stages}

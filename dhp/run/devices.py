@@ -58,7 +58,7 @@ def device_memory(groups: Mapping[str, ActorGroup], timeout_s: float) -> int | N
 
 
 def overlap_warning(config: Config, graph: StageGraph, device: str) -> str | None:
-    """What to know where stages on one GPU go on at once and both exchange: each spins on parts of the GPU that the
+    """A warning where stages on one GPU go on at once and both exchange: each spins on parts of the GPU that the
     other one computes on. The results are the same."""
     schedule = config.training.schedule
     sharing = device == "cuda" and graph.sharing() > 1 and schedule != "sequential"

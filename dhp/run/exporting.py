@@ -32,7 +32,7 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> st
 
 
 def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint says of itself, and its weights by name."""
+    """A checkpoint's description, and its weights by name."""
     about = read_about(checkpoint, ("step", "parts", "settings"))
     weights = {name: tensor for part in about["parts"] for name, tensor in read_shards(checkpoint / part).items()}
     return about, weights

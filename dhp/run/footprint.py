@@ -104,8 +104,8 @@ def loss_bytes(part: PartConfig, head: HeadShape) -> int:
 
 
 def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadShape | None) -> int:
-    """What is whole for a while where weights or gradients are cut: two layers' weights (one computes, one comes), the
-    embedding and the head, a layer's gradients, and what is sent of them."""
+    """Bytes that are unsharded for a while where weights or gradients are cut: two layers' weights (one computes, one
+    comes), the embedding and the head, a layer's gradients, and what is sent of them."""
     if part.zero_stage < 2:
         return 0
     size = VALUE_BYTES[part.dtype]

@@ -42,7 +42,7 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Figures:
-    """What an answer took. first_token_s: seconds from the moment that its pictures are decoded to its first token.
+    """Time and memory of an answer. first_token_s: seconds from when its pictures are decoded to its first token.
     tokens_per_s: of the tokens after that one; None where there are none. peak_bytes, cache_bytes: by rank of the
     decoder, see `dhp.base.generation.Answer`."""
 

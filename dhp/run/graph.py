@@ -55,13 +55,13 @@ def _sizes(source: str) -> DecoderSizes:
 
 
 def degrees(part: PartConfig) -> Degrees:
-    """How each stage of a resolved part is split."""
+    """The degrees of each stage of a resolved part."""
     found = (part.data, part.ring, part.ulysses, part.tensor, part.expert)
     return Degrees(*map(resolved, found))
 
 
 def even_cuts(sizes: DecoderSizes, stages: int) -> list[int]:
-    """Where to cut the layers so that the largest stage has as few parameters as possible.
+    """The cuts of the layers for which the largest stage has as few parameters as possible.
 
     Of several such cuts, the one whose first stages are smallest: they hold most micro-batches of 1F1B.
 
@@ -134,7 +134,7 @@ class _Run:
 
 
 def _edges(family: Family, stages: Sequence[StageSpec]) -> list[Edge]:
-    """What a part sends goes where it enters a later one; hidden states go from run to run."""
+    """Edges from where tensors of a part leave it to where they enter a later one; hidden states go from run to run."""
     edges: list[Edge] = []
     ends: dict[str, _Run] = {}  # by tensor, the run that it leaves
     for name, part in family.parts.items():

@@ -77,9 +77,9 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
         for line in [*start.quarantine(), *start.changes(recipe(config))]:
             say(line)
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
-        settings, text = (config.training.log_interval, world(config)), to_yaml(config)
+        interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)
-        recorder = Recorder(run_dir, *settings, text, *begun, resume, say, loggers)
+        recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers)
         with recorder, ending_on_error():
             name = model_name(config)
             family = load_family(name)

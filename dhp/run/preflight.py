@@ -148,7 +148,7 @@ def _fix_paths(config: Config) -> None:
 
 
 def missing_data(config: Config) -> list[str]:
-    """What is wrong with the paths of the datasets, a message each."""
+    """Messages about wrong paths of the datasets."""
     missing = []
     for name in read_datasets(config.data):
         entry = config.data.data_registry[name]

@@ -61,7 +61,7 @@ def step_metrics(
 
 
 def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, timing: Timing) -> Iterator[str]:
-    """What is to be said of the step once in a run: by its ranks, and why it has no mfu where there is a peak."""
+    """Notes of the step, each printed once in a run: by its ranks, and why it has no mfu where there is a peak."""
     yield from (note for of in reports.values() for report in of for note in report.notes)
     if metrics.mfu is None and timing.peak_flops is not None:
         yield NO_MFU

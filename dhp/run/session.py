@@ -43,7 +43,7 @@ from dhp.trainers.settings import StageSettings
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What the run learns from its data. steps: of the whole run; epoch_ends: steps after which training.save_epochs
+    """The run's plan from its data. steps: of the whole run; epoch_ends: steps after which training.save_epochs
     asks for a checkpoint; kept: settings that a checkpoint must agree with;
     workers and ahead: processes that read, and steps that are read ahead."""
 

@@ -69,17 +69,17 @@ def trained_stage(
     return lambda part, absent: any(one.part == part and not is_inside(one.name, absent) for one in trained)
 
 
-def check_rules(rules: TrainingRules, parameters: Sequence[Parameter], parts: Iterable[str]) -> None:
-    """Raises ConfigError for what selects no parameter, and where nothing is left to train. parts: the model's."""
+def check_rules(rules: TrainingRules, parameters: Sequence[Parameter], known_parts: Iterable[str]) -> None:
+    """Raises ConfigError for what selects no parameter, and where nothing is left to train. known_parts: by name."""
     for key, selector in rules.selectors():
         if not any(selector.fits(one.name) for one in parameters):
             raise ConfigError(
-                f"{key}: {selector.said} is no parameter of this model{_meant(selector, parameters, parts)}"
+                f"{key}: {selector.said} is no parameter of this model{_meant(selector, parameters, known_parts)}"
             )
     if not any(one.used and rules.trains(one.name) for one in parameters):
         raise ConfigError(
             f"training.trainable={_said(rules.trainable)} with training.frozen={_said(rules.frozen)}: nothing would be "
-            f"trained. Take something out of training.frozen; the parts are {', '.join(parts)}."
+            f"trained. Take something out of training.frozen; the parts are {', '.join(known_parts)}."
         )
 
 
@@ -96,7 +96,7 @@ def check_frozen_states(config: Config, graph: StageGraph) -> None:
 
 
 def part_names(family: Family) -> list[str]:
-    """What may stand for parts in the rules of a run."""
+    """Names that stand for parts in the rules of a run."""
     return [*family.parts, PROJECTOR]
 
 
@@ -145,18 +145,18 @@ def _selector(family: Family, said: str) -> Selector:
     return Selector(said)
 
 
-def _meant(selector: Selector, parameters: Sequence[Parameter], parts: Iterable[str]) -> str:
-    """What may have been meant: a part, or pieces of names."""
+def _meant(selector: Selector, parameters: Sequence[Parameter], known_parts: Iterable[str]) -> str:
+    """Suggests what may have been meant: a part, or pieces of names."""
     shared = next((one for one in parameters if any(selector.fits(name) for name in one.also)), None)
     if shared is not None:
         return f" by itself: it is the same weight as {shared.name}. Name that"
     pieces = {piece for one in parameters for piece in one.name.split(".") if not piece.isdigit()}
     whole = dict.fromkeys(name for one in parameters for name in _paths(one.name))
     wanted = selector.said.strip("*.")
-    found = [nearest(wanted, [*parts, *sorted(pieces)])] if "." not in wanted else [nearest(wanted, whole)]
+    found = [nearest(wanted, [*known_parts, *sorted(pieces)])] if "." not in wanted else [nearest(wanted, whole)]
     modules = sorted({one.name.rpartition(".")[0].rpartition(".")[2] for one in parameters} - {""})
     known = [name for name in modules if not name.isdigit()][:12]
-    return did_you_mean(found) or f". Name a part ({', '.join(parts)}) or pieces of names, as {', '.join(known)}"
+    return did_you_mean(found) or f". Name a part ({', '.join(known_parts)}) or pieces of names, as {', '.join(known)}"
 
 
 def _paths(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""In which order a step visits nodes and micro-batches: plain values that can be printed, compared and drawn.
+"""The order in which a step visits nodes and micro-batches: plain values that can be printed, compared and drawn.
 
 A *program* is what one stage does, in its order. The programs of all stages, merged, are a schedule; its clock table
 (rows stages, columns time) is what the papers draw. Sources: GPipe (Huang et al. 2019, section 2.3), 1F1B
@@ -56,7 +56,7 @@ def make_schedule(kind: str, graph: StageGraph, micro_batches: int) -> Schedule:
 
 
 def make_programs(kind: str, graph: StageGraph, micro_batches: int) -> dict[str, list[Action]]:
-    """What each stage does: the last part as `kind` says, those before it as far ahead as it needs them and one more.
+    """Each stage's program: the last part as `kind` says, those before it as far ahead as it needs them and one more.
 
     Frozen stages go forward in the same order, without backward.
     """
@@ -196,7 +196,7 @@ def _ahead(stage: StageSpec, micro_batches: int, limit: int) -> list[Action]:
 
 
 def _needed_ahead(program: Sequence[Action]) -> int:
-    """How many micro-batches the first stage of a pipeline takes in beyond those that it has sent back, at most."""
+    """The most micro-batches that the first stage of a pipeline takes in beyond those that it has sent back."""
     node, held, most = program[0].node, 0, 0
     for action in program:
         if action.node == node:
@@ -206,7 +206,7 @@ def _needed_ahead(program: Sequence[Action]) -> int:
 
 
 def _needs(action: Action, graph: StageGraph) -> list[Action]:
-    """What must be done before: forward comes along the edges, backward against them."""
+    """The actions that must be done before: forward follows the edges, backward goes against them."""
     m = action.micro_batch
     if isinstance(action, Forward):
         return [Forward(edge.source, m) for edge in graph.inputs(action.node)]

@@ -54,14 +54,14 @@ class EngineProtocol(Protocol):
         """Called once the other stages' ranks have answered: what this one sent has been used."""
 
     def set_recompute(self, choices: RecomputePolicies) -> None:
-        """What each layer recomputes from the next micro-batch on."""
+        """Set what each layer recomputes from the next micro-batch on."""
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share below the part's `folder`."""
 
 
 class Group(Protocol):
-    """What a stage needs of its actors."""
+    """The interface of a stage's actors."""
 
     size: int
 
@@ -232,7 +232,7 @@ class Stage:
         return several(of_shard for of_shard in refs for _ in range(self._tensor))
 
     def _counts(self, sent: Pairs) -> PerRank:
-        """How many results each rank has: those of its shard on the first tensor rank, none on the others."""
+        """The number of results of each rank: those of its shard on the first tensor rank, none on the others."""
         return per_rank(len(of_shard) if lead else 0 for of_shard in sent for lead in _leads(self._tensor))
 
     def _file(self, answers: list[list[Ref]], sent: Pairs, m: int, into: Sent) -> None:

@@ -30,7 +30,7 @@ class Judged(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What is to be predicted: at which of the flattened rows × tokens, and which token. Both int64 [targets]."""
+    """The tokens to predict: at which of the flattened rows × tokens, and which token. Both int64 [targets]."""
 
     positions: Tensor
     tokens: Tensor

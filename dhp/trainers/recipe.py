@@ -113,6 +113,6 @@ def trained_groups(model: nn.Module, settings: StageSettings) -> tuple[Group, ..
 
 
 def default_group(settings: StageSettings) -> Group:
-    """What parameters are trained by that no rule is about; the part's name stands for them."""
+    """The group of parameters that no rule is about, by the part's name."""
     update = settings.update
     return Group(settings.spec.part, update.learning_rate, update.weight_decay, update.warmup_steps)

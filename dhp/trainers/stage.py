@@ -60,7 +60,7 @@ TIED = "gradient"  # the one tensor of a bundle between stages that share a weig
 
 
 class StageEngine(EvaluatingEngine):
-    """What ranks of all stages have in common. A kind of stage adds its weights, its forward and its backward."""
+    """Base class of the ranks of all stages. A kind of stage adds its weights, its forward and its backward."""
 
     def __init__(self, settings: StageSettings):
         """Raises CheckpointError when the checkpoint to continue from is incomplete or of another model."""
@@ -185,15 +185,15 @@ class StageEngine(EvaluatingEngine):
         return nullcontext() if self.meter is None else self.meter.backward()
 
     def set_recompute(self, choices: RecomputePolicies) -> None:
-        """What each layer recomputes from the next forward on. For stages that measure."""
+        """Set what each layer recomputes from the next forward on. For stages that measure."""
         self.measuring.choose(choices)
 
     def describe_device(self, measure: bool) -> DeviceInfo:
-        """What this rank computes on. measure: and how fast it is, where it is no GPU."""
+        """This rank's device. measure: and how fast it is, where it is no GPU."""
         return describe_device(self.device, self.dtype, measure)
 
     def describe_kernels(self) -> list[KernelUse]:
-        """Which kernel serves each kind of layer of this stage. One list: a tuple would be as many results."""
+        """The kernel of each kind of layer of this stage. One list: a tuple would be as many results."""
         return list(self._kernels)
 
     def save(self, folder: str) -> tuple[str, ...]:
@@ -247,7 +247,7 @@ class StageEngine(EvaluatingEngine):
             trace_collectives()
 
     def _saved(self) -> dict[str, Tensor]:
-        """What checkpoints have of the stage's weights: all, or with adapters those that are trained."""
+        """The stage's weights that are saved: all, or with adapters those that are trained."""
         weights = as_dtensors(self.model)
         if self.settings.adapters is None:
             return weights

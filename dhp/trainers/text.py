@@ -157,8 +157,8 @@ class TextEngine(StageEngine):
     def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
         """Answer a prompt. received: what the vision shards send of its pictures."""
         if self._answering is None:
-            settings = (self.mesh, SEGMENTS, self.settings.attention_backend)
-            self._answering = self.generator(self.model, self.family.decoder, *settings)
+            backend = self.settings.attention_backend
+            self._answering = self.generator(self.model, self.family.decoder, self.mesh, SEGMENTS, backend)
         leaves, _ = self._leaves(chunk, received)
         inputs, _, extra = self._inputs(chunk, work.row, None, leaves)
         with without_dropout(self.model):
@@ -222,7 +222,7 @@ class TextEngine(StageEngine):
     def _leaves(
         self, chunk: int, received: Sequence[Bundle]
     ) -> tuple[list[dict[str, Tensor]], tuple[dict[str, Tensor], ...]]:
-        """What was received, on the device; and those of it whose gradients will be asked for."""
+        """The tensors received, on the device; and those whose gradients will be sent back."""
         back = {name for edge in self.edges_in(chunk) if edge.gradients for name in edge.tensors}
         leaves, flying = [], []
         for bundle in received:
@@ -265,7 +265,7 @@ class TextEngine(StageEngine):
         return {name: joined([bundle[name] for bundle in bundles]).to(self.dtype) for name in names}
 
     def _plan(self, work: TextInput) -> SegmentPlan:
-        """Which tokens see each other."""
+        """The plan of which tokens see each other."""
         backend, blocks = self.settings.attention_backend, work.blocks
         rule = self.family.decoder.block_rule or "bounded"
         varlen = backend == FLASH_ATTENTION_2
@@ -286,7 +286,7 @@ def _ask_gradient(_module: nn.Module, _given: tuple[Tensor, ...], embedded: Tens
 
 
 def _places(placement: Tensor | None, inside: Tensor) -> Tensor:
-    """Where each row of an encoder's embeddings, as they are received, belongs among the flattened rows × tokens.
+    """The place of each row of an encoder's embeddings, as received, among the flattened rows × tokens.
     inside: not 0 at the tokens in whose places they go, [rows, tokens]."""
     if placement is None:
         return torch.empty(0, dtype=torch.long)

@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Sent:
-    """Which rows of a micro-batch others get: so many for each target, in this order; None: the first ones as they
+    """The rows of a micro-batch that are sent: so many for each target, in this order; None: the first ones as they
     come."""
 
     rows: tuple[int, ...]

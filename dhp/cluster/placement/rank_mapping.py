@@ -227,7 +227,7 @@ def _fill(count: int, sizes: Sequence[int], free: Sequence[int]) -> tuple[int, .
 
 
 def _across(stretch: _Stretch, nodes: Sequence[int]) -> Counter[str]:
-    """How many groups span nodes, for each axis but the outermost of its stage."""
+    """The number of groups that span nodes, for each axis but the outermost of its stage."""
     counts: Counter[str] = Counter()
     for places, axes in stretch.stages:
         degrees, own = dict(axes), nodes[places.start : places.stop]

@@ -19,7 +19,7 @@ PATIENCE_S = 5.0  # how long a reservation may take before a line says what it w
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one actor goes: its bundle, and its share of the bundle's resources."""
+    """The place of one actor: its bundle, and its share of the bundle's resources."""
 
     bundle: int
     cpus: float
@@ -50,7 +50,7 @@ def plan_placement(devices: Mapping[str, range], gpus: float) -> PlacementPlan:
 
 
 def _gpu_fraction(bundles: int, gpus: float, sharing: int) -> float:
-    """What one actor gets of a GPU."""
+    """One actor's share of a GPU."""
     if gpus < 1:
         return 0.0
     per_gpu = -(-bundles // int(gpus))  # bundles on the fullest GPU

@@ -1,4 +1,4 @@
-"""Why a cluster does not give what a run asks for: what is missing, which node has what, what to do."""
+"""Explains why a cluster does not give what a run asks for: what is missing, which node has what, what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHOWN_NODES = 16  # nodes that a message lists
 
 
 def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequence[ClusterNode]) -> str:
-    """What keeps `count` bundles from fitting on the nodes, in sentences.
+    """The reasons why `count` bundles do not fit on the nodes, in sentences.
 
     apart: whether each actor has a bundle of its own, so that sharing would need fewer.
     """
@@ -41,7 +41,7 @@ def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequenc
 
 
 def _fitting(bundle: Resources, has: Resources) -> int:
-    """How many bundles a node with these resources holds."""
+    """The number of bundles that a node with these resources holds."""
     return min(_times(need, has.get(name, 0.0)) for name, need in bundle.items() if need)
 
 

@@ -138,12 +138,12 @@ class GuardedLogger:
         assert process is not None and process.stdout is not None
         with process.stdout:
             for line in process.stdout:
-                self._hear(json.loads(line))
+                self._receive(json.loads(line))
         if not self._ended.is_set():
             self._drop(f"its process ended (status {process.wait()})")
             self._ended.set()
 
-    def _hear(self, answer: Mapping[str, Any]) -> None:
+    def _receive(self, answer: Mapping[str, Any]) -> None:
         error = answer.get("error")
         if "began" in answer:
             if error is not None:

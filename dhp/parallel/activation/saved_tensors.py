@@ -1,4 +1,4 @@
-"""How many bytes autograd keeps for backward, exactly, on CPU and GPU alike, and their peak.
+"""Counts the bytes that autograd saves for backward, exactly, on CPU and GPU alike, and their peak.
 
 A tensor that is saved keeps its whole storage, so storages are counted: each once, however many views of it are saved,
 from the moment when autograd first saves it until its memory is freed. Parameters and buffers are there anyway and are
@@ -109,7 +109,7 @@ def noting() -> Iterator[None]:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """What a hook may keep: the graph holds the hook's answer, so a tensor inside the graph would keep itself alive.
+    """A tensor that a hook may keep: the graph holds the answer, so one inside the graph would keep itself alive.
 
     Leaves stay as they are, as autograd does it: ZeRO exchanges the memory of a parameter between forward and backward.
     """

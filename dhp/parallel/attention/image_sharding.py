@@ -102,7 +102,7 @@ def cut_in_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[tuple
 
 
 def fill_to_level(loads: Sequence[float], amount: float) -> list[float]:
-    """What each bin gets of `amount` so that the fullest of those that get anything is as low as possible."""
+    """Each bin's share of `amount` so that the fullest of those that get anything is as low as possible."""
     order = sorted(loads)
     for count in range(len(order), 0, -1):
         level = (amount + sum(order[:count])) / count

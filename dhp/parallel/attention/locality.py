@@ -14,7 +14,7 @@ SAME_DEVICE, SAME_NODE, ELSEWHERE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Locality:
-    """How near vision replicas are to text replicas, and what nearness may cost.
+    """Distances between vision and text replicas, and the imbalance allowed for nearness.
 
     distances: from each text replica to each vision replica, one of the three above. slack: the busiest vision replica
     may have more to do by this fraction than under the most even assignment known.

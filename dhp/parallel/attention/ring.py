@@ -72,7 +72,7 @@ class Ring:
         return count_tokens(self.chunks[rank])
 
     def pairs(self, source: int, layer: LayerRule = PLAIN) -> list[Pair]:
-        """What this rank's queries see of the keys of rank `source`. Listed once, for all layers of the same rule and
+        """Pairs of this rank's queries and keys of rank `source`. Listed once, for all layers of the same rule and
         both directions: with hundreds of segments that takes as long as a layer's kernels."""
         if (source, layer) not in self._pairs:
             pairs = visible_pairs(self.chunks[self.rank], self.chunks[source], self.causal, layer)
@@ -107,7 +107,7 @@ def visible_pairs(queries: Shard, keys: Shard, causal: bool, layer: LayerRule = 
 
 
 def _masked_pairs(query: TokenRange, rows: slice, key: TokenRange, columns: slice, layer: LayerRule) -> Iterator[Pair]:
-    """What causal queries of a range see of keys of another, or of the same, some queries at a time."""
+    """The pairs of causal queries of a range and keys of another, or of the same, some queries at a time."""
     for begin in range(query.first, query.end, QUERIES):
         end = min(begin + QUERIES, query.end)
         first, last = max(key.first, layer.first_key(begin)), min(key.end, end)
@@ -184,7 +184,7 @@ class _RingAttention(torch.autograd.Function):
 def _share(
     ctx: Any, given: tuple[Tensor, Tensor, Tensor, Tensor], states: Tensor, source: int, grad_query: Tensor
 ) -> Tensor:
-    """What this rank's queries give to the gradients of keys and values of rank `source`, [2, tokens, heads, dim]."""
+    """This rank's share of the gradients of keys and values of rank `source`, [2, tokens, heads, dim]."""
     grad, query, output, lse = given
     ring: Ring = ctx.ring
     share = torch.zeros_like(states, dtype=lse.dtype)

@@ -1,4 +1,4 @@
-"""Over how many of a row's ranks each of its samples is divided. Pure numbers.
+"""Chooses over how many of a row's ranks each of its samples is divided. Pure numbers.
 
 Long samples are divided over all ranks that share the row, because no rank could hold one next to the others' work.
 Short ones stay whole on a rank, or within the Ulysses ranks of one ring rank, where attention needs no other rank: in
@@ -20,7 +20,7 @@ ROOM = 1.1  # no rank gets more than so many times an even share of the row's to
 
 @dataclass(frozen=True)
 class SequenceGroups:
-    """Which samples of a row are divided how far: their numbers in the row.
+    """The samples of a row by how far they are divided: their numbers in the row.
 
     shared: over all ranks. of_rings: over the Ulysses ranks of each ring rank. of_ranks: whole on each rank, Ulysses
     innermost.
@@ -59,8 +59,8 @@ def choose_groups(lengths: Sequence[int], ring: int, ulysses: int, crossover: fl
 
 
 def grouped_plan(lengths: Sequence[int], ring: int, ulysses: int, groups: SequenceGroups) -> ShardPlan:
-    """Who holds what: what is divided over all in the two-ended layout of `zigzag_plan`, each rank's tokens in the
-    order of the row."""
+    """The shards of these groups: samples divided over all in the two-ended layout of `zigzag_plan`, each rank's
+    tokens in the order of the row."""
     shared = zigzag_chunks([(sample, lengths[sample]) for sample in groups.shared], ring)
     shards = []
     for ring_rank in range(ring):

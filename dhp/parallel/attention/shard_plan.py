@@ -1,4 +1,4 @@
-"""Which tokens of a flattened sequence each rank of a ring × Ulysses mesh holds: data, made without any process group.
+"""The tokens of a flattened sequence on each rank of a ring × Ulysses mesh: data, made without any process group.
 
 A sequence is made of segments (images, frames, documents); a token attends within its own segment. A shard is a list
 of ranges, so uneven shards, many segments, and layouts that distribute a segment in pieces are all the same thing.
@@ -17,7 +17,7 @@ Shard = tuple[TokenRange, ...]
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What each rank of a mesh holds.
+    """The shards of a mesh's ranks.
 
     lengths: tokens of each segment. shards: [ring rank][Ulysses rank], the ranges of a rank in the order of its rows.
     """
@@ -38,7 +38,7 @@ class ShardPlan:
         return tuple(count_tokens(shard) for shard in self.shards[ring_rank])
 
     def chunk(self, ring_rank: int) -> Shard:
-        """What the Ulysses ranks of a ring rank hold together, in the order of their rows."""
+        """The ranges of a ring rank's Ulysses ranks together, in the order of their rows."""
         return join_ranges(piece for shard in self.shards[ring_rank] for piece in shard)
 
     def count_tokens(self) -> int:
@@ -100,7 +100,7 @@ def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
 
 
 def zigzag_chunks(segments: Sequence[tuple[int, int]], ring: int) -> list[list[TokenRange]]:
-    """What each ring rank holds of some segments in that layout. segments: number and length of each."""
+    """The ranges of each ring rank for some segments in that layout. segments: number and length of each."""
     chunks: list[list[TokenRange]] = [[] for _ in range(ring)]
     for segment, length in segments:
         pieces = cut_ranges((TokenRange(segment, 0, length),), even_counts(length, 2 * ring))

@@ -139,7 +139,7 @@ def plan_shard(
     block_rule: BlockRule = "bounded",
     backend: str = AUTO,
 ) -> SegmentPlan:
-    """What one rank of a mesh has to do. gather: see `dhp.parallel.attention.ring.Ring`; varlen and backend: as in
+    """The plan of one rank of a mesh. gather: see `dhp.parallel.attention.ring.Ring`; varlen and backend: as in
     `plan_segments`, and so are blocks, which are those of all ranks' tokens, segments one behind another.
 
     Segments that one rank has whole need no communication; those that one ring rank's chunk has, none but the

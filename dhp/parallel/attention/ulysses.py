@@ -55,7 +55,7 @@ class UlyssesGroup:
 
 
 def key_copies(heads: int, kv_heads: int, degree: int) -> int:
-    """How often each key/value head is repeated so that every Ulysses rank gets whole heads, query and key alike.
+    """The number of copies of each key/value head so that every Ulysses rank gets whole heads, query and key alike.
 
     Raises ValueError, naming the numbers, when there is no way.
     """

@@ -1,4 +1,4 @@
-"""What a token may see of its segment in one layer: as data, and written out as a mask of a few queries and keys."""
+"""The tokens that a token attends to in one layer: as data, and written out as a mask of a few queries and keys."""
 
 from __future__ import annotations
 

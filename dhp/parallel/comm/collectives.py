@@ -103,7 +103,7 @@ class Shift:
         self._works = dist.batch_isend_irecv(messages) if messages else []
 
     def wait(self) -> Tensor:
-        """What has come."""
+        """Wait for what comes, and return it."""
         with span("shift", COLLECTIVE):
             for work in self._works:
                 work.wait()

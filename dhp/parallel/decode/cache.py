@@ -42,7 +42,7 @@ class ShardedCacheIndex:
         self.total += 1
 
     def since(self, first: int) -> int:
-        """How many tokens here come before the row's token `first`."""
+        """The number of tokens here before the row's token `first`."""
         return bisect_left(self.places, first)
 
 

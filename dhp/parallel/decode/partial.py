@@ -18,7 +18,7 @@ from dhp.parallel.decode.merge import merge_over_ranks
 
 @dataclass(frozen=True)
 class NewToken:
-    """What a layer's attention must know of the one new token of a row: the row's tokens on this rank, and the ranks
+    """Arguments of a layer's attention for the one new token of a row: the row's tokens on this rank, and the ranks
     that have the others; None: this one has all."""
 
     held: ShardedCacheIndex

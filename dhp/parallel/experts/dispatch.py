@@ -30,7 +30,7 @@ Compute = Callable[[Tensor, Groups], Tensor]
 
 @dataclass(frozen=True)
 class Visits:
-    """Which row goes where on one rank.
+    """The routing of one rank's rows.
 
     order: the pairs of a token and an expert (token × visits + number of the visit) in the order in which they are
     sent. send, receive: rows for and from each rank. by_expert: of the rows received, which come one behind another
@@ -62,7 +62,7 @@ def find_visits(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Visi
 
 
 def count_visits(pairs: Tensor, experts: int) -> Tensor:
-    """How often each of the numbers below `experts` is among `pairs`, int64 [experts]. `torch.bincount` makes the host
+    """Counts each of the numbers below `experts` in `pairs`, int64 [experts]. `torch.bincount` makes the host
     wait for the least and the largest of them."""
     return pairs.new_zeros(experts).index_add_(0, pairs, torch.ones_like(pairs))
 

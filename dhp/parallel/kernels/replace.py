@@ -107,7 +107,7 @@ def _uses(served: Mapping[str, tuple[str, str, int]], device: torch.device) -> t
 
 
 def _faster(kind: str, kernel: str, device: torch.device) -> str | None:
-    """What would be faster on this device, where a compiler is all that it lacks."""
+    """A faster kernel for this device, where a compiler is all that it lacks."""
     best = KERNELS[kind][0]
     if device.type != "cuda" or best != COMPILED or kernel == COMPILED:
         return None
@@ -195,7 +195,7 @@ def _try(name: str, candidate: Candidate) -> Make | None:
 
 
 def _agree(proved: Sequence[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:
-    """Which are proved on all ranks. All of them together."""
+    """The candidates that are proved on all ranks. All of them together."""
     refused = torch.tensor([0.0 if one else 1.0 for one in proved], device=device)
     return [not refuses for refuses in largest_in_place(refused, group).tolist()] if proved else []
 

@@ -49,7 +49,7 @@ class _Shard:
         self.weight = nn.Parameter(parameter.detach().to_local(), requires_grad=self.trained)
 
     def rows(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """What this rank holds, block by block, and where each begins in the whole parameter."""
+        """This rank's values, block by block, and where each begins in the whole parameter."""
         for first, count, offset in self.blocks:
             yield values[first : first + count], offset
 
@@ -132,7 +132,7 @@ class FullySharded:
         weight.grad = weight.grad + gradient.to(weight.grad)
 
     def gradient_bytes(self) -> int:
-        """What the step's gradients take now, beyond what is there between steps."""
+        """Bytes of the step's gradients now, beyond what is there between steps."""
         found = (shard.parameter.grad for shard in self._trained)
         return sum(gradient.to_local().nbytes for gradient in found if gradient is not None)
 

@@ -1,4 +1,4 @@
-"""Which blocks of a whole parameter this rank holds when its slice is sharded by rows once more.
+"""The blocks of a whole parameter that this rank holds when its slice is sharded by rows once more.
 
 Tensor ranks cut a parameter into slices, and the ranks that hold the same slice shard it by rows (FSDP). What a rank
 then has is one block of the whole, or several where the slice itself is made of several: a fused matrix, of which a

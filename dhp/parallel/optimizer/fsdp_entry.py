@@ -22,7 +22,7 @@ class Computation(nn.Module):
         self.module = module
 
     def forward(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` makes of the module: tensors of its own, even where they are the output of a module inside.
+        """The result of `compute`: tensors of its own, even where they are the output of a module inside.
 
         Hooks on one tensor would run in the order in which they came, a layer's before the root's, and on two tensors
         the other way round: ranks of which one alone adds something behind its last layer would gather weights in

@@ -27,7 +27,7 @@ class StageOptimizer(Protocol):
         """Squared L2 norm of the stage's whole gradient, the same on every rank."""
 
     def gradient_bytes(self) -> int:
-        """What the step's gradients take now, beyond what is there between steps."""
+        """Bytes of the step's gradients now, beyond what is there between steps."""
 
     def step(self, rates: Rates, coefficient: float) -> None:
         """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""

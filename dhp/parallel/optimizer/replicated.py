@@ -101,7 +101,7 @@ class Replicated:
         master.grad = master.grad + gradient.to(master.grad)
 
     def gradient_bytes(self) -> int:
-        """What the step's gradients take now, beyond what is there between steps."""
+        """Bytes of the step's gradients now, beyond what is there between steps."""
         return self._gradients.nbytes()
 
     def step(self, rates: Rates, coefficient: float) -> None:

@@ -18,7 +18,7 @@ STEP = "step"  # optimizer steps taken; parameters of a part step together
 
 
 class StateSink(Protocol):
-    """Where state is handed over: `dhp.checkpoint.shards.ShardWriter`, which parallel does not import."""
+    """Takes the state to save: `dhp.checkpoint.shards.ShardWriter`, which parallel does not import."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor that all ranks of the stage hold alike, or a DTensor, of which each holds its slice."""
@@ -34,7 +34,7 @@ class StateSink(Protocol):
 
 
 class StateSource(Protocol):
-    """Where state comes back from: `dhp.checkpoint.shards.ShardReader`."""
+    """Returns saved state: `dhp.checkpoint.shards.ShardReader`."""
 
     def whole(self, name: str) -> Tensor:
         """All of a tensor."""
@@ -57,6 +57,6 @@ def step_for(optimizer: torch.optim.Optimizer, weight: Tensor, step: Tensor) -> 
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> Tensor:
-    """How many steps the optimizer took, a scalar; 0 before its first."""
+    """The number of steps that the optimizer took, a scalar; 0 before its first."""
     states: list[Mapping[str, Any]] = list(optimizer.state.values())
     return states[0][STEP].detach().clone() if states else torch.tensor(0.0)

@@ -1,4 +1,4 @@
-"""What one rank of ZeRO holds: which elements of which parameters, their gradients, and the optimizer's copy of them.
+"""One rank's partitions under ZeRO: which elements of which parameters, their gradients, the optimizer's copy of them.
 
 DeepSpeed keeps it in three ways, one for each of its optimizers; here they have one interface. All of its private
 attributes that dhp reads are named in this file, and tests/parallel/optimizer/test_zero_canaries.py checks each
@@ -70,7 +70,7 @@ class Partitions(ABC):
         """Forget the step's gradients."""
 
     def leftovers(self) -> list[Tensor]:
-        """What a step leaves behind, to be zeroed before the next one sees it."""
+        """Gradients that a step leaves behind, to be zeroed before the next one sees them."""
         return []
 
     @abstractmethod
@@ -181,7 +181,7 @@ class ScatteredPartitions(Partitions):
 
 
 def partitions_of(optimizer: Any, names: Mapping[int, str]) -> Partitions:
-    """How this DeepSpeed optimizer keeps its partitions."""
+    """The partitions of this DeepSpeed optimizer."""
     kinds = {
         "DeepSpeedZeroOptimizer": FlatPartitions,
         "BF16_Optimizer": Bf16Partitions,

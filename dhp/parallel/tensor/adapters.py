@@ -24,7 +24,7 @@ from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWS, Entry, entry_of, sum_
 
 
 class _Entering(nn.Module):
-    """What enters an adapter has entered the ranks' cut, as what enters the matrix has; then it is dropped out."""
+    """An adapter's input: it enters the ranks' cut, as the matrix's input does; then dropout is applied."""
 
     def __init__(self, dropout: nn.Module, entry: Entry, group: dist.ProcessGroup):
         super().__init__()

@@ -61,7 +61,7 @@ def use_local_slices(model: nn.Module) -> None:
 
 
 def cut_of(module: nn.Module, name: str) -> Cut | None:
-    """What the module's own parameter `name` is a slice of; None where every rank holds all of it."""
+    """The cut of the module's own parameter `name`; None where every rank holds all of it."""
     return module.__dict__.get(_CUTS, {}).get(name)
 
 

@@ -1,4 +1,4 @@
-"""From transformers' tensor-parallel plan of a model to styles whose gradients are known to be exact, or a refusal.
+"""Maps transformers' tensor-parallel plan of a model to styles whose gradients are known to be exact, or refuses.
 
 What is not listed here is refused by name: a style of the library may be right for inference, or for one micro-batch,
 and silently wrong for training. `replicated_with_grad_allreduce`, for one, sums what earlier micro-batches had
