@@ -58,7 +58,7 @@ class Unfinished:
         return folder
 
     def discard(self, folder: Path) -> None:
-        """It is finished."""
+        """Forget one that is finished."""
         self._folders.discard(folder)
 
     def __enter__(self) -> Unfinished:

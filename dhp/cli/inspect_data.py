@@ -131,7 +131,7 @@ def _limits(config: Config, settings: BatchReaderSettings, loads: Loads) -> Limi
 
 
 def _locality(config: Config) -> Locality | None:
-    """Of the vision replicas, as the ranks would be on one node."""
+    """The locality of the vision replicas, with all ranks on one node."""
     graph = make_graph(config, load_family(config.text.model_name), config.text.model_name)
     return find_localities(graph, devices_as_planned(graph), config.data.locality_slack).get("vision")
 

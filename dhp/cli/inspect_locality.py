@@ -17,8 +17,8 @@ SLACKS = (0.0, 0.01, 0.05)
 
 @dataclass(frozen=True)
 class EncoderShards:
-    """Of some micro-batches: the share of image tokens on their replica's own devices, the work of the busiest vision
-    replica over the most even way's (mean), and pairs of ranks that exchange something (mean)."""
+    """Figures of some micro-batches: the share of image tokens on their replica's own devices, the work of the busiest
+    vision replica over the most even way's (mean), and pairs of ranks that exchange something (mean)."""
 
     near: float
     busiest: float

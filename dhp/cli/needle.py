@@ -85,7 +85,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _measure(given: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> list[list[float]]:
-    """Of each depth, for each length the share of needles that are found."""
+    """The share of needles that are found, for each depth and each length."""
     from dhp.data.needle import write_needles
 
     config, checkpoint = find_configuration(given, [NAME])

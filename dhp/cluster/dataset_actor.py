@@ -101,7 +101,7 @@ class _Reader:
 
 
 def _find_broken(filled: Sequence[Any]) -> dict[Any, str]:
-    """Once all of these calls have ended: videos that could not be read, and why. Raises what else was raised."""
+    """Wait for these calls to end; the videos that could not be read, and why. Raises what else was raised."""
     found = {}
     for ref in filled:
         try:
@@ -204,7 +204,7 @@ class DatasetActor:
             wait_all(calls, timeout_s)
 
     def end_at(self, steps: int) -> None:
-        """Nothing is read ahead beyond that many steps."""
+        """Read nothing ahead beyond that many steps."""
         self._steps = steps
 
     def request(self, step: int) -> list[Watched]:

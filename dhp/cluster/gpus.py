@@ -62,7 +62,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def _bytes(text: str) -> int | None:
-    """Of `81559 MiB`."""
+    """The bytes of a text as `81559 MiB`."""
     number, _, unit = text.partition(" ")
     return int(number) << 20 if number.isdigit() and unit == "MiB" else None
 
@@ -74,7 +74,7 @@ def least_memory(gpus: Sequence[Gpu]) -> int | None:
 
 
 def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES=`setting` leaves; all of them where it has anything but numbers."""
+    """The GPUs that CUDA_VISIBLE_DEVICES=`setting` leaves; all of them where it has anything but numbers."""
     if setting is None:
         return tuple(gpus)
     names = [name.strip() for name in setting.split(",") if name.strip()]
@@ -84,7 +84,7 @@ def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[Gpu, ...]:
 
 
 def read_build() -> Build:
-    """Of this process. A driver that is too old, or one that is not there, leaves nothing available."""
+    """The torch of this process. With a driver that is too old, or missing, no GPU is available."""
     return Build(torch.__version__, torch.version.cuda, torch.cuda.is_available())
 
 

@@ -221,7 +221,7 @@ class Worker:
         return self._inbox.open(value)
 
     def _hand_over(self, value: Any) -> Any:
-        """A result on its way out of this process. It counts once, however many read it: it is written once."""
+        """A result as it is sent to other processes. Its bytes count once, however many read it: it is written once."""
         if isinstance(value, Bundle):
             return Bundle({name: self._hand_over(tensor) for name, tensor in value.tensors.items()})
         if isinstance(value, float):

@@ -10,7 +10,7 @@ EXACT = 1e-9  # the largest deviation, relative, at which parts and packed rows 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Of one configuration.
+    """The diagnosis of one configuration.
 
     split_error, packed_error: the largest relative deviation of a tiny model's loss and gradients, trained in its
     parts, from the whole model's: with rows padded, and with samples packed into one row. None: it could not be run.

@@ -23,7 +23,7 @@ class Layouts:
 
 
 def find_layouts(name: str, family: Family, source: str) -> Layouts:
-    """Of the part ("vision" or "text")."""
+    """The layouts of the part ("vision" or "text")."""
     refused: dict[str, str] = {}
     for layout in PARALLELISMS[name]:
         try:

@@ -15,7 +15,7 @@ from dhp.parallel.extras import Extra, find_extras
 
 @dataclass(frozen=True)
 class Machine:
-    """Of the machine that this process is on. gpus: name and compute capability of each."""
+    """The machine that this process is on. gpus: name and compute capability of each."""
 
     python: str
     torch: str

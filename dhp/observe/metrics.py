@@ -287,7 +287,7 @@ def _text_event(step: int, tag: str, text: str) -> Event:
 
 
 def _quoted(text: str) -> str:
-    """As it is, whatever Markdown would make of it."""
+    """The text as a code block of Markdown."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 

@@ -25,7 +25,7 @@ def known_peaks() -> dict[tuple[str, str], float]:
 
 
 def who_measures(devices: Sequence[DeviceInfo]) -> list[bool]:
-    """Of the ranks on these devices, the first on each machine whose CPUs compute: others would disturb it."""
+    """Which ranks measure: the first on each machine whose CPUs compute, since others would disturb it."""
     ids = [device.device_id for device in devices]
     return [device.kind == "cpu" and ids.index(device.device_id) == n for n, device in enumerate(devices)]
 

@@ -157,7 +157,7 @@ def _bar_figures(metrics: StepMetrics, left_s: float | None) -> str:
 
 
 def _speed(metrics: StepMetrics) -> list[str]:
-    """Of one step: its time, and what went into waiting for data; the most memory that one actor had reserved."""
+    """A step's time, the share that went into waiting for data, and the most memory that one actor had reserved."""
     waited = None if metrics.data_s is None or not metrics.step_s else metrics.data_s / metrics.step_s
     figures = [
         f"{shown(metrics.step_s, '.2f')} s/step",

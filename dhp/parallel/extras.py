@@ -46,7 +46,7 @@ class Extra:
 
 
 def find_extras() -> tuple[Extra, ...]:
-    """All of them, as they are on this machine. Nothing of them is imported."""
+    """All optional packages, as they are on this machine. None of them is imported."""
     found = (
         (FLASH_ATTENTION, _flash_attention()),
         (BITSANDBYTES, _bitsandbytes()),
@@ -58,7 +58,7 @@ def find_extras() -> tuple[Extra, ...]:
 
 
 def find_extra(name: str) -> Extra:
-    """One of them."""
+    """The optional package of that name."""
     return next(extra for extra in find_extras() if extra.name == name)
 
 

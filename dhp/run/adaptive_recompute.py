@@ -153,7 +153,7 @@ def room(memory_bytes: int, sharing: Sequence[frozenset[str]], reports: Mapping[
 
 
 def usage_of(reports: Sequence[StageReport]) -> StageUsage | None:
-    """Of a stage's ranks, what the fullest one took; None when none had work."""
+    """The usage of a stage's fullest rank; None when none had work."""
     usages = [report.usage for report in reports if report.usage is not None]
     return fullest(usages) if usages else None
 

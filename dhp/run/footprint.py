@@ -56,8 +56,8 @@ class Footprint:
 def footprint(
     part: PartConfig, stage: StageSpec, shape: PartShape, head: HeadShape | None, cuda: bool = True
 ) -> Footprint:
-    """Of a stage of a resolved part. head: None where the stage has neither embedding nor head. cuda: count what a
-    GPU's libraries take."""
+    """The footprint of a stage of a resolved part. head: None where the stage has neither embedding nor head. cuda:
+    count what a GPU's libraries take."""
     return Footprint(
         states=rank_bytes(part, stage, shape),
         loss=loss_bytes(part, head) if head is not None and head.loss else 0,

@@ -56,7 +56,7 @@ class Saver:
         return Saving(step, folder, self._session.take_watched())
 
     def finish(self, saving: Saving, plan: DataPlan, skipped: int) -> Path:
-        """Once every rank has written, give the checkpoint its name: where it is then. skipped: samples so far."""
+        """Once every rank has written, give the checkpoint its name; its path. skipped: samples so far."""
         if saving.step == plan.steps:
             self._say("saving the final checkpoint")
         wait_all(saving.watched, self._config.cluster.step_timeout_s)

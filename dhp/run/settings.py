@@ -157,7 +157,7 @@ def kept_settings(config: Config) -> dict[str, Any]:
 
 
 def _plain(adapters: AdapterSettings) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """Adapter settings as JSON gives them back."""
     return asdict(adapters) | {"targets": list(adapters.targets)}
 
 

@@ -58,5 +58,5 @@ class EvaluatingEngine(ABC):
         return None
 
     def take_right(self) -> tuple[int, int]:
-        """Of what this rank evaluated, targets with the highest logit, and all of them."""
+        """Counts of what this rank evaluated: targets with the highest logit, and all targets."""
         return 0, 0

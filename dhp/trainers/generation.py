@@ -101,7 +101,7 @@ class Generator:
         return send_to_all(token, self._replica)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of the next token, [vocabulary], in float32 (float64 for float64). states: [1, 1, hidden]."""
+        """Logits of the next token, [vocabulary], in float32 (float64 for float64). states: [1, 1, hidden]."""
         return whole_logits(self._model.get_output_embeddings(), states[0], self._decoder.logits)[0]
 
     def _run(self, inputs: DecoderInputs, cache: ShardedKVCache, segments: SegmentPlan | NewToken) -> Tensor:

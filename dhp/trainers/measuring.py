@@ -16,7 +16,7 @@ Output = TypeVar("Output")
 
 
 class Measuring:
-    """Of one rank. short: whether a pass since the last `take` ran out of memory and was made again."""
+    """Measured passes of one rank. short: whether a pass since the last `take` ran out of memory and was made again."""
 
     def __init__(self, layers: RecomputedLayers, meter: ActivationMeter, device: torch.device):
         self._layers, self._meter, self._device = layers, meter, device

@@ -22,8 +22,8 @@ from dhp.parallel.tensor.loss import PLAIN, judge_tokens, token_loss_sum
 
 
 class Judged(NamedTuple):
-    """Of some rows: their share of the objective, a scalar, and for each target whether it has the highest logit,
-    bool [targets]."""
+    """The result of some rows: their share of the objective, a scalar, and for each target whether it has the highest
+    logit, bool [targets]."""
 
     share: Tensor
     right: Tensor
@@ -37,15 +37,15 @@ class Targets(NamedTuple):
 
 
 def find_targets(targets: Tensor) -> Targets:
-    """Of `targets` [rows, tokens], what each token should predict, those that are not -100. On the host, where looking
-    for them holds nothing up."""
+    """The entries of `targets` [rows, tokens], what each token should predict, that are not -100. On the host, where
+    looking for them holds nothing up."""
     flat = targets.flatten()
     positions = (flat != IGNORED).nonzero()[:, 0]
     return Targets(positions, flat[positions])
 
 
 def find_samples(targets: Tensor, lengths: Sequence[int]) -> tuple[list[range], Tensor]:
-    """Of samples of so many tokens, in one row or each in its own: their places among the flattened rows × tokens, and
+    """For samples of so many tokens, in one row or each in its own: their places among the flattened rows × tokens, and
     how many targets each has, int64 [samples]. targets: [rows, tokens], on the host."""
     rows, width = targets.shape
     starts = [0, *accumulate(lengths)][:-1] if rows == 1 else [row * width for row in range(rows)]

@@ -51,7 +51,7 @@ class _Sent:
     order: Tensor | None
 
     def of(self, rows: Tensor) -> Tensor:
-        """Those of one tensor, the first target's first."""
+        """The rows of one tensor to send, the first target's first."""
         return rows[: sum(self.rows)] if self.order is None else rows.index_select(0, self.order)
 
 

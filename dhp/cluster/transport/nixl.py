@@ -101,7 +101,7 @@ class Exchange:
         return self._read(value) if isinstance(value, Region) else value
 
     def end_step(self) -> None:
-        """All that was sent has been used: its memory may be written again."""
+        """End the step: all that was sent has been used, so its memory may be written again."""
         self._used = 0
 
     def _read(self, region: Region) -> Tensor:
@@ -142,7 +142,7 @@ class Exchange:
         return memory
 
     def _meet(self, region: Region) -> None:
-        """Know the sender and what it has registered by now."""
+        """Read the sender's metadata, if its registered memory has changed."""
         known = self._known.get(region.agent)
         if known is not None and known >= region.version:  # what was registered for this step stays until its end
             return

@@ -113,7 +113,7 @@ class Outbox:
             self._under_way = False
 
     def end_step(self) -> None:
-        """All that was sent has been used: its memory may be written again."""
+        """End the step: all that was sent has been used, so its memory may be written again."""
         self._used = 0
         self._lent.clear()
 

@@ -90,7 +90,7 @@ class GuardedLogger:
         return self._ended.wait(max(0.0, deadline - time.monotonic()))
 
     def wait(self, deadline: float) -> None:
-        """Until the logger has closed the run, at most until `deadline` of time.monotonic; then its process is
+        """Wait until the logger has closed the run, at most until `deadline` of time.monotonic; then its process is
         killed."""
         if not self.has_ended(deadline) and not self._dropped:
             self._drop("it did not end in time")

@@ -158,8 +158,8 @@ class _Layer:
 
 
 def _found(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Those of the names that the layer has: dense layers and those with experts have others. Raises ValueError where
-    it has none of them."""
+    """The modules of these names that the layer has: dense layers and those with experts have others. Raises ValueError
+    where it has none of them."""
     inside = dict(layer.named_modules())
     found = [inside[name] for name in names if name in inside]
     if names and not found:

@@ -99,7 +99,7 @@ class _Capped(torch.autograd.Function):
 
 
 def _blocks(query: Tensor, key: Tensor, value: Tensor, band: Band, scale: float) -> Iterator[tuple[Any, ...]]:
-    """Of each tile: rows of queries, rows of keys, query, key, value, and how they see each other."""
+    """The tiles: of each, rows of queries, rows of keys, query, key, value, and how they see each other."""
     for queries, keys in band.tiles():
         rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         hidden = ~band.sees(queries, keys, query.device)

@@ -202,7 +202,7 @@ def _share(
 def _blocks(own: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
     """Keys and values of every rank, [2, tokens, heads, dim], by rank: this one's own first, then as they come around.
 
-    The next are already on their way while the caller works on these.
+    The next are already being received while the caller works on these.
     """
     ranks = len(ring.chunks)
     if ring.gather and ranks > 1:
@@ -223,7 +223,7 @@ def _blocks(own: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
 
 
 def _kept(own: Tensor, others: Sequence[Tensor], ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """As `_blocks`, from what forward kept; this rank's own last, while the others' gradients are on their way."""
+    """As `_blocks`, from what forward kept; this rank's own last, while the others' gradients are being sent."""
     yield from ((ring.source(step), states) for step, states in enumerate(others, 1))
     yield ring.rank, own
 

@@ -120,7 +120,7 @@ def is_whole(piece: TokenRange, lengths: Sequence[int]) -> bool:
 
 
 def whole_segments(ranges: Iterable[TokenRange], lengths: Sequence[int], in_order: bool) -> list[tuple[int, list[int]]]:
-    """Of the ranges that are whole segments: (tokens, first rows of those of that length). in_order: only neighbours of
+    """The ranges that are whole segments: (tokens, first rows of those of that length). in_order: only neighbours of
     one length together, so that the rows are in order; else all of them."""
     found: list[tuple[int, list[int]]] = []
     by_length: dict[int, list[int]] = {}

@@ -110,7 +110,7 @@ def find_spans(groups: Sequence[tuple[int, Sequence[int]]], blocks: Tensor) -> t
 
 
 def _spans(segment: int, blocks: Tensor) -> Iterator[Span]:
-    """Those of one segment."""
+    """The blocks of one segment."""
     numbers, counts = (found.tolist() for found in blocks.unique_consecutive(return_counts=True))
     runs: dict[int, list[tuple[int, int]]] = {}
     at = 0

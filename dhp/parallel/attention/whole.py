@@ -100,7 +100,7 @@ def _attend_bands(
 
 
 def _block_numbers(plan: SegmentPlan) -> list[Tensor | None]:
-    """Of each group, the number of each token's block, [segments, tokens]."""
+    """The number of each token's block by group, [segments, tokens]."""
     assert plan.blocks is not None
     numbers = plan.blocks if plan.order is None else plan.blocks[plan.order]
     parts = numbers[: plan.whole].split([length * count for length, count in plan.groups])

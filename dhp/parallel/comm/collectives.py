@@ -85,7 +85,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class Shift:
-    """A tensor on its way to the next rank of a ring, and another one coming from the rank before."""
+    """A tensor being sent to the next rank of a ring, and another one received from the rank before."""
 
     def __init__(self, tensor: Tensor, shape: Sequence[int], group: dist.ProcessGroup):
         """shape: of what comes. Begins at once; what is sent must not be written to before `wait`."""

@@ -122,7 +122,7 @@ def _counted(operator: Any, kind: str, group_at: int, count: Count) -> Callable[
 
 
 def _nbytes(tensors: Tensor | Iterable[Any]) -> int:
-    """Of a tensor, or of all in a list, or in a list of lists."""
+    """Bytes of a tensor, or of all in a list, or in a list of lists."""
     return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_nbytes, tensors))
 
 

@@ -81,7 +81,7 @@ class HeldLayer(CacheLayerMixin):
 
     @property
     def bytes(self) -> int:
-        """Of what is kept."""
+        """Bytes of the keys and values kept."""
         held = (self.keys, self.values) if self.is_initialized else ()
         return sum(states[..., : self._count, :].numel() * states.element_size() for states in held)
 
@@ -90,7 +90,7 @@ class HeldLayer(CacheLayerMixin):
         return 0 if self._held.filling else self._held.total
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As the library asks; no mask is made of it."""
+        """Called by the library; no mask is made of it."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -107,5 +107,5 @@ class ShardedKVCache(Cache):
 
     @property
     def bytes(self) -> int:
-        """Of what all layers keep."""
+        """Bytes that all layers keep."""
         return sum(layer.bytes for layer in self.layers)

@@ -1,4 +1,4 @@
-"""Tokens on their way to experts that other ranks hold, and back.
+"""Sends tokens to experts that other ranks hold, and returns the outputs.
 
 As in GShard (Lepikhin et al. 2020) and DeepSpeed-MoE (Rajbhandari et al. 2022), but nothing is padded and no token is
 dropped: each pair of a token and an expert that it visits is a row, rows go to the rank that has the expert by an

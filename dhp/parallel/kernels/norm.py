@@ -54,7 +54,7 @@ def normed(states: Tensor, weight: Tensor | None, eps: float, offset: float) -> 
 def gradients(
     gradient: Tensor, states: Tensor, inverse: Tensor, weight: Tensor | None, offset: float, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of `states`, and of `weight` where that is asked for, of what `normed` computed."""
+    """The gradients of `states`, and of `weight` where that is asked for, of what `normed` computed."""
     unit = states.to(inverse.dtype) * inverse
     slope, into_weight = gradient.to(inverse.dtype), None
     if weight is not None:

@@ -116,7 +116,7 @@ class Gradients:
         self._next = 0
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
-        """Autograd has finished a parameter's gradient: add it to its sum, and forget it."""
+        """Called when autograd has finished a parameter's gradient: add it to its sum, and drop it."""
         if index in self._unwritten:  # zeros to add it to would be written and read for nothing
             self._unwritten.remove(index)
             self._sums[index].copy_(_gradient_of(parameter))

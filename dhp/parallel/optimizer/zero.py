@@ -118,7 +118,7 @@ class ZeroSharded:
                 held += flat[own.start + begin :][: len(held)].to(held)
 
     def gradient_bytes(self) -> int:
-        """As `Replicated.gradient_bytes`. The engine keeps most of its buffers between steps, and does not tell."""
+        """As `Replicated.gradient_bytes`. The engine keeps most buffers between steps, and does not report them."""
         return 0
 
     def step(self, rates: Rates, coefficient: float) -> None:

@@ -75,7 +75,7 @@ class Partitions(ABC):
 
     @abstractmethod
     def _group_gradients(self) -> list[list[Tensor]]:
-        """Of each flat tensor of `masters`, the gradients that make it up one behind another."""
+        """The gradients that make up each flat tensor of `masters`, one after another."""
 
     @abstractmethod
     def _flat_masters(self) -> Sequence[Tensor]: ...
