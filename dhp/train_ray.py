@@ -20,7 +20,7 @@ def main(config: Config) -> None:
     """Check everything that can be checked, then train, or say what training would take."""
     from dhp.base.startup import StartUp, say_line
 
-    # What a dry run prints may go into a file; what takes time is said beside it.
+    # What a dry run prints may go into a file; progress goes to stderr.
     say = StartUp(BEGUN, partial(say_line, file=sys.stderr) if config.training.dry_run else say_line)
     try:
         if config.stages:
@@ -44,7 +44,7 @@ def _train(prepared: Config, say: Callable[[str], None]) -> None:
         print(dry_run(prepared))
         return
     say("loading PyTorch and Ray")
-    from dhp.run.loop import run  # after the checks: it brings torch and Ray along
+    from dhp.run.loop import run  # after the checks: it imports torch and Ray
 
     run(prepared, say)
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, told from headers and sizes alone: no weight is read, and torch is not needed."""
+"""Checks that a checkpoint is complete, from headers and sizes alone: no weight is read, and torch is not needed."""
 
 from __future__ import annotations
 

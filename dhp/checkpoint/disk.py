@@ -1,4 +1,4 @@
-"""What a checkpoint's files go through: written so that they outlast a crash, and read so that damage has a name."""
+"""Reads and writes a checkpoint's files: writing survives a crash; errors in reading name the damaged file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's directory: written beside its place, then renamed, so that a name without `.partial` is complete."""
+"""A checkpoint's directory: written as `.partial`, then renamed, so that a name without `.partial` is complete."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Unfinished:
         return folder
 
     def discard(self, folder: Path) -> None:
-        """It is finished."""
+        """Forget one that is finished."""
         self._folders.discard(folder)
 
     def __enter__(self) -> Unfinished:
@@ -100,7 +100,7 @@ def finish_checkpoint(
 def check_checkpoint(checkpoint: Path) -> None:
     """Raise CheckpointError, naming the file, unless everything in it that a resume reads can be read."""
     about = read_about(checkpoint, RESUMED)
-    for name, size in about[FILES].items():  # a copy that was cut off lacks some that no other file speaks of
+    for name, size in about[FILES].items():  # a copy that was cut off lacks some that no other file mentions
         with reading(checkpoint / name):
             found = (checkpoint / name).stat().st_size
         if found != size:
@@ -116,7 +116,7 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def quarantine(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint to `step_N.damaged`, so that the run may write its step anew. Where it is now."""
+    """Rename a damaged checkpoint to `step_N.damaged`, so that the run may write its step again; its new path."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
     with writing(aside):
@@ -128,7 +128,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _require_none(final: Path) -> None:
-    """A run has only older checkpoints beside its own."""
+    """Raise CheckpointError where the checkpoint is there already."""
     if (final / ABOUT).is_file():
         raise CheckpointError(
             f"{final} is complete already: another run writes to the same training.checkpoint_dir. Give each its own"
@@ -171,9 +171,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
-    """What was written about the checkpoint: step, model_name, parts, settings, skipped_samples, data, files.
+    """The contents of checkpoint.json: step, model_name, parts, settings, skipped_samples, data, files.
 
-    Raises CheckpointError when the file is damaged, lacks one of `needed`, or names what is no part of a model or lies
+    Raises CheckpointError when the file is damaged, lacks one of `needed`, or names what is no part of a model or is
     outside the checkpoint.
     """
     file = checkpoint / ABOUT

@@ -1,4 +1,4 @@
-"""Where a run begins: at its first step, or after a checkpoint that was made with the same settings."""
+"""The start of a run: its first step, or a checkpoint that was made with the same settings."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LAYOUT = tuple(f"{part}." for part in PARTS)  # beginnings of the settings that 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """The start of a run.
 
     step: steps done before. skipped_samples: how many samples they left out.
 
-    settings: those of the checkpoint, by key. data: what its sampler told of the order of samples.
+    settings: those of the checkpoint, by key. data: its sampler's state of the order of samples.
 
     damaged: newer checkpoints that no run can continue from, with the reason."""
 
@@ -44,12 +44,12 @@ class Start:
     damaged: tuple[tuple[Path, str], ...] = ()
 
     def quarantine(self) -> list[str]:
-        """Rename the damaged ones, whose steps the run writes anew; a line about each."""
+        """Rename the damaged ones, whose steps the run writes again; a line about each."""
         lines = "{} is skipped, and now named {}: {}"
         return [lines.format(old.name, quarantine(old).name, reason) for old, reason in self.damaged]
 
     def check(self, now: Mapping[str, Any]) -> None:
-        """Refuse to continue a run that would see other samples, or lies otherwise on the ranks.
+        """Refuse to continue a run that would see other samples, or is laid out otherwise on the ranks.
 
         now: this run's settings by key; all or some of those in the checkpoint. Raises CheckpointError.
         """
@@ -59,7 +59,7 @@ class Start:
         other += _left_out(self.settings, now)
         if not other:
             return
-        told = "; ".join(f"{key} was {self.settings.get(key)} and is {now.get(key)}" for key in other)
+        changed = "; ".join(f"{key} was {self.settings.get(key)} and is {now.get(key)}" for key in other)
         why = "a resumed run goes on with the samples after those seen, so the data's order and cut must stay"
         if any(key.startswith(LAYOUT) for key in other):
             why = (
@@ -76,8 +76,8 @@ class Start:
         if TRAINED.intersection(other):
             why = "a checkpoint holds weights and optimizer states of what its run trained"
         raise CheckpointError(
-            f"{self.checkpoint} does not continue as this run is configured: {told}. Reason: {why}. Set what it had, "
-            "or begin anew in another run_dir with training.resume=never"
+            f"{self.checkpoint} does not continue as this run is configured: {changed}. Reason: {why}. Set what it "
+            "had, or begin anew in another run_dir with training.resume=never"
         )
 
     def changes(self, now: Mapping[str, Any]) -> list[str]:
@@ -88,12 +88,12 @@ class Start:
         kept = self.settings.get(RECIPE)
         if self.checkpoint is None or not isinstance(kept, Mapping):
             return []
-        told = [
+        lines = [
             f"{key} was {kept.get(key)} up to step {self.step}, and is {now.get(key)} from there on"
             for key in sorted({*kept, *now})
             if kept.get(key) != now.get(key)
         ]
-        return [*told, f"{'else ' if told else ''}the recipe is that of {self.checkpoint.name}"]
+        return [*lines, f"{'else ' if lines else ''}the recipe is that of {self.checkpoint.name}"]
 
 
 def _left_out(kept: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -103,11 +103,11 @@ def _left_out(kept: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def find_start(resume: str, checkpoint_dir: Path, replaced: bool = False) -> Start:
-    """What training.resume means for a run that writes its checkpoints to `checkpoint_dir`. replaced: those that lie
+    """What training.resume means for a run that writes its checkpoints to `checkpoint_dir`. replaced: those that are
     there will be removed before the run begins.
 
-    Raises CheckpointError when the checkpoint that it names is not there or damaged, or when others lie where the
-    run's own would come to lie: those of another run, or newer ones. `auto` takes the newest that is whole.
+    Raises CheckpointError when the checkpoint that it names is not there or damaged, or when others are where the
+    run's own would be written: those of another run, or newer ones. `auto` takes the newest that is complete.
     """
     newest = None if replaced else newest_checkpoint(checkpoint_dir)
     if resume == NEVER:
@@ -137,9 +137,9 @@ def _newest_whole(checkpoint_dir: Path) -> Start:
             return replace(_start(checkpoint), damaged=tuple(unusable))
         except CheckpointError as error:
             unusable.append((checkpoint, str(error)))
-    told = "\n".join(f"  {checkpoint.name}: {reason}" for checkpoint, reason in unusable)
+    reasons = "\n".join(f"  {checkpoint.name}: {reason}" for checkpoint, reason in unusable)
     raise CheckpointError(
-        f"training.resume=auto finds no checkpoint in {checkpoint_dir} that can be continued from:\n{told}\n"
+        f"training.resume=auto finds no checkpoint in {checkpoint_dir} that can be continued from:\n{reasons}\n"
         "Mend or move these away; without any the run begins at step 1"
     )
 

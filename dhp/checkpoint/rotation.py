@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept: the newest ones, and the best."""
+"""Rotation of a run's checkpoints: the newest ones and the best are kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Best:
 
 
 def read_best(parent: Path, metric: str) -> Best | None:
-    """What the directory of checkpoints says is best by `metric`, if that checkpoint is still there. Raises
+    """The best checkpoint by `metric`, as their directory records it, if it is still there. Raises
     CheckpointError for a damaged file."""
     file = parent / ABOUT_BEST
     if not file.is_file():
@@ -39,8 +39,8 @@ def read_best(parent: Path, metric: str) -> Best | None:
 
 
 def mark_best(parent: Path, best: Best) -> None:
-    """Say in the directory of checkpoints which one is best, and let `best` lead there. Each is there whole or as it
-    was."""
+    """Say in the directory of checkpoints which one is best, and let `best` link there. Each is written completely or
+    not at all."""
     link = parent / f"{BEST}.{os.getpid()}.tmp"
     link.unlink(missing_ok=True)
     link.symlink_to(f"step_{best.step}", target_is_directory=True)
@@ -54,7 +54,7 @@ def remove_old(parent: Path, limit: int, best: Best | None) -> list[Path]:
     """Remove all complete checkpoints but the `limit` newest ones and the best; those that went.
 
     A checkpoint loses its name first, so that no part of one is ever taken for a whole. Of one that is a link, the link
-    goes, and what it leads to stays.
+    is removed, and what it points to stays.
     """
     kept = {None if best is None else best.step}
     old = [checkpoint for checkpoint in checkpoints(parent)[limit:] if step_of(checkpoint) not in kept]

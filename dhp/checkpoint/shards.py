@@ -30,7 +30,7 @@ FILE_BYTES = 256 << 20  # of pieces that a rank collects in host memory before i
 
 
 class ShardWriter:
-    """Writes what one rank holds into `rank_NNNNN.safetensors`, further ones `rank_NNNNN_NNN.safetensors`, and beside
+    """Writes what one rank holds into `rank_NNNNN.safetensors`, further ones `rank_NNNNN_NNN.safetensors`, and next to
     each a `.json` with the extent of each piece. No more than about `FILE_BYTES` is in host memory at a time, whatever
     the rank holds."""
 
@@ -145,7 +145,7 @@ class ShardReader:
             )
 
     def like(self, name: str, held: Tensor) -> Tensor:
-        """What this rank holds of the tensor if it is laid out as `held`: a slice for a DTensor, else all of it.
+        """This rank's share of the tensor if it is laid out as `held`: a slice for a DTensor, else all of it.
 
         Raises CheckpointError when the tensor was saved with another shape, is missing or is incomplete.
         """

@@ -1,4 +1,4 @@
-"""`python -m dhp doctor model PATH [--json]`: what of a model works here, before anything is launched.
+"""`python -m dhp doctor model PATH [--json]`: what of a model can be trained here, before anything is launched.
 `python -m dhp doctor machine [--json]`: what this machine has for it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m dhp evaluate loss|needle RUN_OR_MODEL …`: what a checkpoint or a model is worth."""
+"""`python -m dhp evaluate loss|needle RUN_OR_MODEL …`: evaluates a checkpoint or a model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] not in EVALUATIONS:
         what = arguments[0] if arguments else ""
         asked = what in ("-h", "--help")
-        told = "" if asked or not what else f"{what} is no evaluation{did_you_mean([nearest(what, EVALUATIONS)])}\n"
-        usage = f"{told}usage: python -m dhp evaluate {'|'.join(EVALUATIONS)} PATH … (each has --help)"
+        error = "" if asked or not what else f"{what} is no evaluation{did_you_mean([nearest(what, EVALUATIONS)])}\n"
+        usage = f"{error}usage: python -m dhp evaluate {'|'.join(EVALUATIONS)} PATH … (each has --help)"
         print(usage, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     return EVALUATIONS[arguments[0]](arguments[1:])
@@ -55,15 +55,15 @@ def loss(arguments: Sequence[str]) -> int:
     exchange, given.settings = _split_exchange(given.settings)
     config, checkpoint = find_configuration(given)
     say = _silent if given.json else StartUp(time.perf_counter())
-    from dhp.run.evaluation import evaluate, evaluate_exchanged  # it brings torch and Ray along
+    from dhp.run.evaluation import evaluate, evaluate_exchanged  # it imports torch and Ray
 
     with interruptible(), logs_folder("dhp-evaluate-") as logs:
         asked = (replace(config, run_dir=str(logs)), checkpoint, say)
         found = evaluate_exchanged(*asked) if exchange else {"": evaluate(*asked)}
     for images, lines in found.items():
         for metrics in lines:
-            told = asdict(metrics) | ({"images": images} if images else {})
-            print(json.dumps(told) if given.json else _line(metrics, images))
+            row = asdict(metrics) | ({"images": images} if images else {})
+            print(json.dumps(row) if given.json else _line(metrics, images))
     return 0
 
 

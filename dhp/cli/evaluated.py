@@ -1,4 +1,4 @@
-"""What `python -m dhp evaluate` is given: weights, and the configuration to evaluate them by."""
+"""Arguments of `python -m dhp evaluate`: weights, and the configuration to evaluate them by."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) -> tuple[Config, Path | None]:
-    """The configuration to evaluate by, with the data that are evaluated in the place of those that trained; and the
+    """The configuration to evaluate by, with the data that are evaluated instead of the training data; and the
     checkpoint, None for a model's directory.
 
-    datasets: names in the place of data.eval_datasets. Raises ConfigError, CheckpointError.
+    datasets: names instead of data.eval_datasets. Raises ConfigError, CheckpointError.
     """
     if any(setting.lstrip("+").startswith("training.eval_answers=") for setting in given.settings):
         raise ConfigError(
@@ -52,5 +52,5 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
         config = replace(config, **own)
     data = replace(unbalanced(config.data), datasets=list(datasets or config.data.eval_datasets))
     training = replace(config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])
-    training = replace(training, resume="never", schedule="sequential")  # nothing goes back
+    training = replace(training, resume="never", schedule="sequential")  # no backward
     return replace(config, data=data, training=training, tiny_assets=None, overwrite=False), checkpoint

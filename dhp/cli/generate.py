@@ -55,14 +55,14 @@ def main(arguments: Sequence[str]) -> int:
     if request.dataset and out is not None:
         print(_answer_all(config, checkpoint, request, out), flush=True)
         return 0
-    from dhp.run.generation import ROUNDS, generate  # it brings torch and Ray along
+    from dhp.run.generation import ROUNDS, generate  # it imports torch and Ray
 
     with interruptible(), logs_folder("dhp-generate-") as logs:
-        told, rounds = StartUp(time.perf_counter()), ROUNDS if given.benchmark else 0
-        found = generate(replace(config, run_dir=str(logs)), checkpoint, request, told, rounds)
+        say, rounds = StartUp(time.perf_counter()), ROUNDS if given.benchmark else 0
+        found = generate(replace(config, run_dir=str(logs)), checkpoint, request, say, rounds)
     answer: Mapping[str, Any] = {"token_ids": list(found.token_ids), "text": found.text}
     print(json.dumps(asdict(found.figures)) if given.benchmark else harmless(found.text), flush=True)
-    if out is not None:  # last: a disk that is full takes no answer away
+    if out is not None:  # last: with a full disk, the answer is printed already
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(answer, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
@@ -70,14 +70,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _answer_all(config: Config, checkpoint: Path | None, request: GenerateRequest, out: Path) -> str:
     """Write a line an answer, each as soon as it is there; how many are exact, in words."""
-    from dhp.run.generation import generate_all  # it brings torch and Ray along
+    from dhp.run.generation import generate_all  # it imports torch and Ray
 
     exact = count = 0
     out.parent.mkdir(parents=True, exist_ok=True)
     with interruptible(), logs_folder("dhp-generate-") as logs, out.open("w", encoding="utf-8") as file:
-        told = generate_all(replace(config, run_dir=str(logs)), checkpoint, request, StartUp(time.perf_counter()))
-        with closing(told):
-            for found in told:
+        answers = generate_all(replace(config, run_dir=str(logs)), checkpoint, request, StartUp(time.perf_counter()))
+        with closing(answers):
+            for found in answers:
                 line = answer_line(found)
                 exact, count = exact + line["exact"], count + 1
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -87,8 +87,8 @@ def _answer_all(config: Config, checkpoint: Path | None, request: GenerateReques
 
 def answer_line(found: AnswerMetrics) -> dict[str, Any]:
     """An answer as a line of the file. exact: it is the reference, but for white space around the two."""
-    told = {key: getattr(found, key) for key in ("number", "prompt", "reference", "answer", "tokens")}
-    return told | {"exact": found.answer.strip() == found.reference.strip()}
+    line = {key: getattr(found, key) for key in ("number", "prompt", "reference", "answer", "tokens")}
+    return line | {"exact": found.answer.strip() == found.reference.strip()}
 
 
 def _configuration(
@@ -114,7 +114,7 @@ def _configuration(
 
 
 def _new_file(out: str) -> Path | None:
-    """Where the answer goes. Raises ConfigError for a directory, and for a place that cannot be written."""
+    """The file for the answer. Raises ConfigError for a directory, and for a place that cannot be written."""
     if not out:
         return None
     path = Path(out).expanduser()

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     if name is None:
         raise ConfigError("name a FILE.yaml, or --config-name=NAME, as tiny")
     own, overrides = _own(settings, _OWN[given.what])
-    say = StartUp(time.perf_counter(), partial(say_line, file=sys.stderr))  # what is shown may go into a file
+    say = StartUp(time.perf_counter(), partial(say_line, file=sys.stderr))  # stdout may go into a file
     config = prepare(compose_config(name, path, overrides), new_run=False, say=say)
     say("reading the data")
     return {"batch": _batch, "data": _data, "sample": _sample}[given.what](config, own)

@@ -1,4 +1,4 @@
-"""What the data of a configuration are: counts, lengths, defects, and what each balancing method makes of them."""
+"""Statistics of a configuration's data: counts, lengths, defects, and the result of each balancing method."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
 
 
 def _panels(feed: BatchReader) -> dict[str, dict[str, np.ndarray]]:
-    """What lengths.png shows of each dataset: the lengths of its usable samples."""
+    """The data of lengths.png: of each dataset, the lengths of its usable samples."""
     panels = {}
     for name, table in feed.measured.tables.items():
         usable = table.text > 0
@@ -131,14 +131,14 @@ def _limits(config: Config, settings: BatchReaderSettings, loads: Loads) -> Limi
 
 
 def _locality(config: Config) -> Locality | None:
-    """Of the vision replicas, as the ranks would lie on one node."""
+    """The locality of the vision replicas, with all ranks on one node."""
     graph = make_graph(config, load_family(config.text.model_name), config.text.model_name)
     return find_localities(graph, devices_as_planned(graph), config.data.locality_slack).get("vision")
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What a process of its own does for the feed."""
+    """Work on the feed in a worker process."""
 
     settings: BatchReaderSettings
 
@@ -149,7 +149,7 @@ class _Work:
         return _own_feed(self.settings).measured.decode(chunk)
 
 
-_feeds: dict[str, BatchReader] = {}  # of this process: the one that its work is about
+_feeds: dict[str, BatchReader] = {}  # of this process: the one that it works on
 
 
 def _own_feed(settings: BatchReaderSettings) -> BatchReader:
@@ -175,7 +175,7 @@ def _decode(settings: BatchReaderSettings, feed: BatchReader, workers: int) -> d
 
 
 def _map(work, chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator:
-    """What `work` makes of each chunk, in order, in so many processes of their own; 0: here."""
+    """The results of `work` for each chunk, in order, from so many worker processes; 0: from this one."""
     bar = {"total": len(chunks), "desc": what, "disable": not chunks}
     if not workers:
         yield from tqdm(map(work, chunks), **bar)
@@ -191,7 +191,7 @@ def _map(work, chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator:
 
 
 def _defects(feed: BatchReader) -> dict[tuple[str, int], str]:
-    """What is wrong with each defective sample, by dataset and row."""
+    """The defect of each defective sample, by dataset and row."""
     tables = feed.measured.tables.items()
     return {(name, row): text for name, table in tables for row, text in sorted(table.defects.items())}
 
@@ -223,7 +223,7 @@ def _tell_lengths(loads: Loads) -> None:
 
 
 def _tell_limits(loads: Loads, of_methods: Mapping[str, Limits], rule: str) -> None:
-    """What rows hold by each method that fills them. rule: data.limits.rule."""
+    """The limits of rows by each method that fills them. rule: data.limits.rule."""
     for method, limits in of_methods.items():
         beyond = int(((loads.text > limits.text) | (loads.vision > limits.vision)).sum())
         print(
@@ -236,7 +236,7 @@ def _tell_limits(loads: Loads, of_methods: Mapping[str, Limits], rule: str) -> N
 
 
 def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterator[dict[str, float | str]]:
-    """Each method on this data, rows dealt to this configuration's replicas."""
+    """Each method on this data, rows assigned to this configuration's replicas."""
     rows, replicas = _rows(config), config.text.data
     few = Loads(loads.vision[:100], loads.text[:100])
     for name in BALANCE:

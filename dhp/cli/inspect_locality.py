@@ -1,4 +1,4 @@
-"""What it costs and gains to encode images near the text replica that needs them: a table of `inspect data`."""
+"""Costs and gains of encoding images near the text replica that needs them: a table of `inspect data`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SLACKS = (0.0, 0.01, 0.05)
 
 @dataclass(frozen=True)
 class EncoderShards:
-    """Of some micro-batches: the share of image tokens on their replica's own devices, the work of the busiest vision
-    replica over the most even way's (mean), and pairs of ranks that exchange something (mean)."""
+    """Figures of some micro-batches: the share of image tokens on their replica's own devices, the work of the busiest
+    vision replica over the most even way's (mean), and pairs of ranks that exchange something (mean)."""
 
     near: float
     busiest: float
@@ -35,7 +35,7 @@ def locality_table(packs: Packs, loads: Loads, locality: Locality | None) -> lis
         return []
     lines = [f"\n{'data.locality_slack':20} {'near':>8} {'busiest':>9} {'pairs':>8}   of {len(batches)} micro-batches"]
     for slack in slacks:
-        found = deal(batches, replace(locality, slack=slack))
+        found = encoder_shards(batches, replace(locality, slack=slack))
         chosen = " *" if slack == locality.slack else ""
         lines.append(f"{f'{slack:g}' + chosen:20} {found.near:8.1%} {found.busiest:9.4f} {found.pairs:8.1f}")
     return [
@@ -46,7 +46,7 @@ def locality_table(packs: Packs, loads: Loads, locality: Locality | None) -> lis
     ]
 
 
-def deal(batches: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Locality) -> EncoderShards:
+def encoder_shards(batches: Sequence[tuple[Sequence[float], Sequence[int]]], locality: Locality) -> EncoderShards:
     """batches: of each micro-batch, the cost of each image and the text replica that needs it."""
     near = total = 0.0
     busiest, pairs = [], []

@@ -1,4 +1,4 @@
-"""Where the actors of a command that keeps nothing write their logs."""
+"""A temporary folder for the logs of a command's actors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dhp.base.errors import ClusterError, DhpError, PartFailed
 @contextmanager
 def logs_folder(prefix: str) -> Iterator[Path]:
     """A new folder, which is removed at the end, also of what was refused or interrupted. It stays, named on stderr,
-    where an actor failed, or where anything was raised that is no error of ours: its logs may say why."""
+    where an actor failed, or where any other exception than dhp's own was raised: its logs may say why."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     kept = False
     try:

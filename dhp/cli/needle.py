@@ -1,4 +1,4 @@
-"""`python -m dhp evaluate needle RUN_OR_MODEL …`: at which lengths and depths a model finds what a video hides."""
+"""`python -m dhp evaluate needle RUN_OR_MODEL …`: lengths and depths at which a model finds a picture in a video."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _measure(given: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> list[list[float]]:
-    """Of each depth, for each length the share of needles that are found."""
+    """The share of needles that are found, for each depth and each length."""
     from dhp.data.needle import write_needles
 
     config, checkpoint = find_configuration(given, [NAME])
@@ -93,7 +93,7 @@ def _measure(given: argparse.Namespace, folder: Path, say: Callable[[str], None]
     say(f"writing {len(hidden)} videos")
     annotations = write_needles(folder / "videos", hidden, given.haystack)
     config = _reading(config, annotations, max(given.frames))
-    from dhp.run.evaluation import opened  # it brings torch and Ray along
+    from dhp.run.evaluation import opened  # it imports torch and Ray
 
     with opened(replace(config, run_dir=str(folder / "logs")), checkpoint, say) as (evaluation, _):
         found = evaluation.each()
@@ -145,9 +145,9 @@ def _tell(given: argparse.Namespace, shares: list[list[float]]) -> None:
     print(f"{'depth':>6}" + "".join(f"{name:>8}" for name in columns) + "  frames")
     for name, values in zip(rows, shares, strict=True):
         print(f"{name:>6}" + "".join(f"{share:8.0%}" for share in values))
-    told = {"model": str(given.path), "frames": list(given.frames), "depths": list(given.depths)}
-    told |= {"needles": given.needles, "found": shares}
-    (given.out / "needle.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    found = {"model": str(given.path), "frames": list(given.frames), "depths": list(given.depths)}
+    found |= {"needles": given.needles, "found": shares}
+    (given.out / "needle.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     title = f"needles found, {given.needles} a cell"
     draw_heat_map(shares, columns, rows, title, "frames", "depth", given.out / "needle.png")
     print(f"written to {given.out}: needle.json, needle.png")

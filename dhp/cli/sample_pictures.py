@@ -1,4 +1,4 @@
-"""A sample's pictures as its model sees them: put together again from the numbers that it gets."""
+"""A sample's pictures as its model sees them: rebuilt from its input values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dhp.models.processor import Processor
 
 SHOWN_FRAMES = 16  # of a video, evenly
 _UNREAD = "this family's patches cannot be put together again here"
-ALIKE = 0.3  # of the contrast: what ways to scale may differ by
+ALIKE = 0.3  # of the contrast: how much ways to scale may differ
 ROUNDING = 2.0  # levels of 255
 
 

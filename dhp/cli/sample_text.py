@@ -49,7 +49,7 @@ def runs_of(sample: Sample, tokenizer: Any) -> list[Run]:
 
 
 def _text(tokenizer: Any, ids: np.ndarray, start: int, stop: int) -> str:
-    """What these tokens add to the text before them: alone, some tokenizers drop the space in front of a word."""
+    """The text that these tokens add to that before them: alone, some tokenizers drop the space in front of a word."""
     before = max(0, start - 8)  # enough for any character, and a picture's placeholders are not decoded again
     left, whole = (tokenizer.decode(ids[before:end].tolist()) for end in (start, stop))
     return whole[len(left) :] if whole.startswith(left) else tokenizer.decode(ids[start:stop].tolist())

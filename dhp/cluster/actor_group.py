@@ -1,4 +1,4 @@
-"""A group of actors that run one stage: born whole or not at all, called together, ended together."""
+"""The Ray actors of one stage; creation, calls and the end are collective."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ActorGroup:
         self._actors = [self._create(slot, rank, reserved) for rank, slot in enumerate(slots)]
 
     def start(self, factory: Callable[..., Any], *arguments: Any) -> None:
-        """Submit rendezvous and the making of each rank's trainer; `take_watched` tells when it is done."""
+        """Submit rendezvous and the making of each rank's engine; `take_watched` has the calls to wait for."""
         address = self._actors[0].listen.options(num_returns=2).remote()
         self._submit("joining the group", [actor.join.remote(*address) for actor in self._actors])
         self._submit("loading the stage", [actor.build.remote(factory, arguments) for actor in self._actors])
@@ -35,12 +35,12 @@ class ActorGroup:
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
     ) -> list[list[Any]]:
-        """Submit a verb of the trainer, by name or as a method, on every rank; for each rank, the refs of its `returns`
+        """Submit a method of the engine, by name or as one, on every rank; for each rank, the refs of its `returns`
         results."""
         return self.execute_in_turn_async(Call(method, arguments, returns))
 
     def execute_in_turn_async(self, *calls: Call) -> list[list[Any]]:
-        """Submit verbs that each rank runs one behind another, in one call of the actor, which begins once the
+        """Submit methods that each rank runs one after another, in one call of the actor, which begins once the
         arguments of all are there; for each rank, the refs of all results."""
         names = "+".join(call.name for call in calls)
         given = [spread(call.arguments, self.size) for call in calls]
@@ -64,8 +64,8 @@ class ActorGroup:
         return [of_rank[0] for of_rank in results] if returns == 1 else results
 
     def look_ahead(self, of_ranks: Sequence[Sequence[Any]]) -> None:
-        """Let each rank fetch its refs of the next step's data beside the step that is submitted now."""
-        # Inside a list, for Ray resolves only what stands for itself: nobody waits for them here.
+        """Let each rank fetch its refs of the next step's data during the step that is submitted now."""
+        # Inside a list, for Ray resolves only top-level arguments: the call does not wait for them.
         refs = [actor.look_ahead.remote(list(own)) for actor, own in zip(self._actors, of_ranks, strict=True)]
         self._submit("looking ahead", refs)
 
@@ -104,7 +104,7 @@ class ActorGroup:
 
 
 def _plain(value: Any) -> Any:
-    """An argument as it travels: plain ones together, which is cheaper than one by one, and refs for Ray to resolve."""
+    """An argument as it is sent: plain ones together, which is cheaper than one by one, and refs for Ray to resolve."""
     return GIVEN if isinstance(value, ray.ObjectRef) else value
 
 

@@ -1,4 +1,4 @@
-"""How long a rank computes in a step: what its trainer's verbs take, on the device that they run on."""
+"""The time that a rank computes in a step: that of its engine's methods, on the device that they run on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 class BusyTime:
     """Adds up stretches of time until they are taken.
 
-    On a GPU a verb returns when it has submitted its kernels, so a stretch is what the stream takes from what it does
-    before the verb's first kernel to its last one. It is known when that has run; nobody waits for it, and what is not
-    known yet when the time is taken counts for the next step.
+    On a GPU a method returns when it has submitted its kernels, so a stretch is what the stream takes from what it does
+    before the method's first kernel to its last one. It is known when that has run; nothing waits for it, and what is
+    not known yet when the time is taken counts for the next step.
     """
 
     def __init__(self, cuda: bool) -> None:

@@ -1,5 +1,5 @@
-"""A file beside each rank's log that says how many collectives it began and which was the last: what a hang's message
-quotes, since a rank that waits in a collective answers nobody."""
+"""A file next to each rank's log that says how many collectives it began and which was the last: what a hang's message
+quotes, since a rank that waits in a collective answers no call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keep_calls(path: str | None, describe: Callable[[], str], period_s: float = 
 
 
 def read_calls(path: str | None) -> str:
-    """What a rank wrote last; empty where there is nothing to read."""
+    """The last text that a rank wrote; empty where there is nothing to read."""
     if path is None:
         return ""
     try:

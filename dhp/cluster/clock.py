@@ -27,7 +27,7 @@ def read_clock() -> ClockReading:
 def offset_ns(read_other: Callable[[], ClockReading]) -> int:
     """What to add to the other's clock, from the fastest of a few questions: it was read half way (Cristian 1989).
 
-    0 on this host. Off by at most half of that question's way there and back.
+    0 on this host. Off by at most half of that question's round trip.
     """
     best: tuple[int, int] | None = None
     for _ in range(_ROUNDS):

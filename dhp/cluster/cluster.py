@@ -34,7 +34,7 @@ from dhp.cluster.worker import GroupSettings
 
 @dataclass(frozen=True)
 class RankDevice:
-    """Where a rank computes: the number of its logical device, and that of its node."""
+    """A rank's device: the number of its logical device, and that of its node."""
 
     device: int
     node: int
@@ -79,14 +79,14 @@ class Layout:
 
 
 class Cluster:
-    """Entered, it has reserved its resources and created its actors; left, nothing of it runs any more."""
+    """A context: on entry it reserves its resources and creates its actors; after exit none of them runs."""
 
     groups: dict[str, ActorGroup]
     device: str
     devices: Mapping[str, Sequence[RankDevice]]  # of each stage, by rank
 
     def __init__(self, layout: Layout, say: Callable[[str], None] = say_nothing):
-        """say: is told of what takes time, when it begins."""
+        """say: receives a line when something that takes time begins."""
         self._layout, self._say = layout, say
         self._stack = ExitStack()
 
@@ -174,7 +174,7 @@ class Cluster:
         return f"{actors} actors on {self.device}, {where}{self._where}"
 
     def _common(self, backend: str, threads: int) -> dict[str, Any]:
-        """What the settings of all groups have in common. threads: an actor's, as the nodes' CPUs suggest."""
+        """The settings that all groups have in common. threads: an actor's, as the nodes' CPUs suggest."""
         layout = self._layout
         local = layout.address == LOCAL
         if local:  # a Ray of our own may have registered more CPUs than there are
@@ -196,22 +196,22 @@ class Cluster:
 def warn_cross_node_groups(
     slots: Mapping[str, Sequence[Slot]], topology: Topology, degrees: Mapping[str, Mapping[str, int]], device: str
 ) -> None:
-    """One warning of all groups of the inner axes that lie across nodes, if there are any.
+    """One warning of all groups of the inner axes that span nodes, if there are any.
 
     Raises ConfigError where GPUs of a tensor group do: they would wait for the network most of the time.
     """
     straddles = find_straddles(slots, topology.of_bundle, degrees)
     refused = [straddle for straddle in straddles if device == "cuda" and straddle.axis == TENSOR]
     if refused:
-        told = [refuse_straddle(s, degrees[s.stage], topology.names(slots[s.stage])) for s in refused]
-        raise ConfigError("\n".join([*told, f"The nodes: {topology.gpus()}"]))
+        lines = [refuse_straddle(s, degrees[s.stage], topology.names(slots[s.stage])) for s in refused]
+        raise ConfigError("\n".join([*lines, f"The nodes: {topology.gpus()}"]))
     if straddles:
-        told = [describe_straddle(straddle, topology.names(slots[straddle.stage])) for straddle in straddles]
-        warnings.warn("\n".join(told), stacklevel=2)
+        lines = [describe_straddle(straddle, topology.names(slots[straddle.stage])) for straddle in straddles]
+        warnings.warn("\n".join(lines), stacklevel=2)
 
 
 def check_devices_here(asked: str, bundles: int, collocate: bool) -> None:
-    """What a Ray of our own would meet on this machine, known without starting it: may `bundles` devices be GPUs?
+    """Checks for a Ray of our own on this machine, without starting it: may `bundles` devices be GPUs?
 
     Raises ConfigError. On the nodes of a running cluster, each rank looks for itself when it joins.
     """
@@ -235,9 +235,9 @@ def choose_device(asked: str, gpus: float) -> str:
 
 
 def choose_transport(asked: str, nodes: str, count: int, gpus: float) -> str:
-    """What carries tensors between actors on `count` nodes, described by `nodes`, that use `gpus`.
+    """The transport of tensors between actors on `count` nodes, described by `nodes`, that use `gpus`.
 
-    Raises ConfigError when shared memory is asked for and the actors lie on several nodes, or CUDA IPC and they do not
+    Raises ConfigError when shared memory is asked for and the actors are on several nodes, or CUDA IPC and they do not
     share one GPU.
     """
     if asked == CUDA_IPC and (count > 1 or gpus != 1):

@@ -1,4 +1,4 @@
-"""The actors that read the data: one deals out which samples a step has, others decode them ahead of the step."""
+"""The actors that read the data: one assigns samples to steps, others decode them ahead of the step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dhp.cluster.process import named_errors, redirect_output
 from dhp.cluster.watch import Watched, fetch, wait_all
 
 WHO = "the dataset actor"
-FILLING = "filling"  # calls that run beside an actor's others
+FILLING = "filling"  # calls that run concurrently with an actor's others
 
 
 class _Reader:
-    """Every method runs under the actor's name, so that whatever it raises says where it comes from."""
+    """A reading actor; whatever its methods raise names the actor."""
 
     def __init__(self, who: str, log_dir: str | None, log_name: str, threads: int, trace: bool):
         import torch
@@ -58,9 +58,9 @@ class _Reader:
     def read(self, batch: Any) -> tuple[Any, ...]:
         """Info and routes, then every shard's work, part by part and micro-batch by micro-batch: one object each.
 
-        Work with unread patches goes to the readers in turn, shard by shard; in its place there is what refers to it.
-        Answers once all is there. A step in which a video proves broken is read again without it, or not at all: that
-        is the feed's to say.
+        Work with unread patches goes to the readers in turn, shard by shard; in its place there is a reference to it.
+        Answers once all is there. A step in which a video proves broken is read again without it, or not at all: the
+        feed decides.
         """
         broken: dict[Any, str] = {}
         while True:
@@ -75,12 +75,12 @@ class _Reader:
 
     @ray.method(concurrency_group=FILLING)
     def fill(self, work: Any, step: int) -> tuple[None, Any]:
-        """A status, and a shard's work with its patches. Runs beside `read`, which may wait for it."""
+        """A status, and a shard's work with its patches. Runs concurrently with `read`, which may wait for it."""
         with named_errors(self._who, _reading(step)), span(_reading(step), DATA):
             return None, self._feed.fill(work)
 
     def _hand_on(self, work: Iterable[Any], step: int) -> tuple[list[Any], list[Any]]:
-        """The work, some of it elsewhere; and for each of these the ref that tells whether it is there."""
+        """The work, some of it elsewhere; and for each of these the ref that is ready when it is there."""
         pieces, filled = [], []
         for piece in work:
             if getattr(piece, "unread", ()):
@@ -92,7 +92,7 @@ class _Reader:
         return pieces, filled
 
     def take_spans(self) -> list[Span]:
-        """What was read when since the last time, if the run is traced."""
+        """Spans of what was read since the last time, if the run is traced."""
         return take_spans()
 
     def read_clock(self) -> ClockReading:
@@ -101,7 +101,7 @@ class _Reader:
 
 
 def _find_broken(filled: Sequence[Any]) -> dict[Any, str]:
-    """Once all of these calls have ended: videos that could not be read, and why. Raises what else was raised."""
+    """Wait for these calls to end; the videos that could not be read, and why. Raises what else was raised."""
     found = {}
     for ref in filled:
         try:
@@ -135,7 +135,7 @@ class DatasetActor:
     """`request(step)` begins to read a step and those after it; `take(step)` gives the refs of one that was read.
     Pixels never pass through the driver.
 
-    One actor knows the order of the data and hands out which samples a step has; with `workers` of them others read
+    One actor knows the order of the data and assigns samples to steps; with `workers` of them others read
     and decode, each a whole step at a time, else it does so itself. All run on the driver's node, where the paths of
     the datasets were checked and the user sees them.
     """
@@ -170,14 +170,14 @@ class DatasetActor:
         names = [WHO, *(f"data worker {number}" for number in range(workers))]
         logs = ["data", *(f"data-{number}" for number in range(workers))]
         # Not soft: Ray 2.60 puts a soft one without resources anywhere. The driver's node lives as long as the driver.
-        beside = NodeAffinitySchedulingStrategy(own_node(), soft=False)
-        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": beside}
+        here = NodeAffinitySchedulingStrategy(own_node(), soft=False)
+        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": here}
         make = ray.remote(concurrency_groups={FILLING: 1})(_Reader).options(**options)
         self._actors = [make.remote(who, log_dir, log, threads, trace) for who, log in zip(names, logs, strict=True)]
         self._names = {actor._actor_id: name for actor, name in zip(self._actors, names, strict=True)}
         self._readers = self._actors[1:] or self._actors
-        told = (factory, arguments, dict(needs or {}), self._readers)
-        self._watched = [self._watch(actor, "opening the datasets", actor.open.remote(*told)) for actor in self._actors]
+        args = (factory, arguments, dict(needs or {}), self._readers)
+        self._watched = [self._watch(actor, "opening the datasets", actor.open.remote(*args)) for actor in self._actors]
 
     @property
     def size(self) -> int:
@@ -190,8 +190,8 @@ class DatasetActor:
         return fetch(self._watch(actor, name, actor.ask.remote(name, *arguments)), timeout_s)
 
     def measure(self, step: int, timeout_s: float, tell: Callable[[int, int], None]) -> None:
-        """Measure what the feed lacks of lengths to begin with `step`, with all workers. tell: parts done, and all.
-        Raises as `wait_all`."""
+        """Measure what the feed lacks of lengths to begin with `step`, with all workers. tell: is called with parts
+        done, and all. Raises as `wait_all`."""
         keeper, submitted = self._actors[0], []
         parts = self.ask("missing", step, timeout_s=timeout_s)
         for reader, part in zip(cycle(self._readers), parts):
@@ -204,7 +204,7 @@ class DatasetActor:
             wait_all(calls, timeout_s)
 
     def end_at(self, steps: int) -> None:
-        """Nothing is read ahead beyond that many steps."""
+        """Read nothing ahead beyond that many steps."""
         self._steps = steps
 
     def request(self, step: int) -> list[Watched]:
@@ -240,10 +240,10 @@ class DatasetActor:
         return work
 
     def take_spans_async(self) -> list[Any]:
-        """For each process the ref of what it read when, as `ActorGroup.take_spans_async` has one for each rank."""
+        """For each process the ref of its spans, as `ActorGroup.take_spans_async` has one for each rank."""
         refs = [actor.take_spans.remote() for actor in self._actors]
-        told = "telling what it did"
-        self._watched += [self._watch(actor, told, ref) for actor, ref in zip(self._actors, refs, strict=True)]
+        what = "reporting its spans"
+        self._watched += [self._watch(actor, what, ref) for actor, ref in zip(self._actors, refs, strict=True)]
         return refs
 
     def clock_offsets(self, timeout_s: float) -> list[int]:

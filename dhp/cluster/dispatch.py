@@ -1,4 +1,4 @@
-"""How the arguments of a call spread over the ranks of a group: declared, never guessed from lengths."""
+"""Distributes the arguments of a call over the ranks of a group: declared, never guessed from lengths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Several:
 
 @dataclass(frozen=True)
 class Call:
-    """A verb of the trainer, for every rank of a group.
+    """A method of the engine, for every rank of a group.
 
     method: by name or as a method. arguments: as `spread` takes them. returns: how many results each rank has.
     """

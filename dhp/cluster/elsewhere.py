@@ -1,4 +1,4 @@
-"""A value that an actor names instead of holding it: another one made it, and whoever needs it gets it from there."""
+"""References to values that another actor holds: the process that needs one fetches it from there."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def own_local_rank() -> None:
 
 
 def require_own_gpu(where: str) -> None:
-    """Raise ConfigError where Ray was told not to show each process its own GPU alone."""
+    """Raise ConfigError where Ray is set to show each process more than its own GPU."""
     value = os.environ.get(KEEPS_ALL_VISIBLE, "")
     if value.lower() in ("1", "true"):  # as Ray reads it
         raise ConfigError(
@@ -48,7 +48,7 @@ def expand_segments(transport: str) -> bool:
 
 
 def record_nccl(log_dir: str | None, name: str) -> None:
-    """Let torch write what NCCL was doing beside the log of the rank `name` when a collective waits too long
+    """Let torch write what NCCL was doing next to the log of the rank `name` when a collective waits too long
     (`name-nccl-RANK`, its flight recorder's own format), and NCCL begin collectives of several groups in the order of
     the program. What the environment says already stays."""
     for variable, value in (_NCCL if log_dir is None else _NCCL | _dump_to(Path(log_dir), name)).items():

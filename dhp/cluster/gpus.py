@@ -1,4 +1,4 @@
-"""What torch and the NVIDIA driver say of this machine's GPUs, held against what a run needs of them.
+"""Checks this machine's GPUs, as torch and the NVIDIA driver report them, against what a run needs.
 
 Said here before any actor touches a GPU: libraries say "no GPU" to a driver that is too old, and to a second process on
 a GPU that admits one.
@@ -48,22 +48,22 @@ class Build:
 def read_gpus() -> tuple[Gpu, ...]:
     """The GPUs that this process may use; none where nvidia-smi is missing, fails, or does not answer."""
     try:
-        told = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        found = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    gpus = parse_gpus(told.stdout) if told.returncode == 0 else ()
+    gpus = parse_gpus(found.stdout) if found.returncode == 0 else ()
     return visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """What nvidia-smi printed in answer to `QUERY`; lines that are none of its table are left out."""
+    """The GPUs in nvidia-smi's output for `QUERY`; lines that are none of its table are left out."""
     rows = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
     return tuple(Gpu(int(row[0]), row[1], row[2], _bytes(row[3])) for row in rows if len(row) == 4 and row[0].isdigit())
 
 
-def _bytes(told: str) -> int | None:
-    """Of `81559 MiB`."""
-    number, _, unit = told.partition(" ")
+def _bytes(text: str) -> int | None:
+    """The bytes of a text as `81559 MiB`."""
+    number, _, unit = text.partition(" ")
     return int(number) << 20 if number.isdigit() and unit == "MiB" else None
 
 
@@ -74,7 +74,7 @@ def least_memory(gpus: Sequence[Gpu]) -> int | None:
 
 
 def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES=`setting` leaves; all of them where it has anything but numbers."""
+    """The GPUs that CUDA_VISIBLE_DEVICES=`setting` leaves; all of them where it has anything but numbers."""
     if setting is None:
         return tuple(gpus)
     names = [name.strip() for name in setting.split(",") if name.strip()]
@@ -84,12 +84,12 @@ def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[Gpu, ...]:
 
 
 def read_build() -> Build:
-    """Of this process. A driver that is too old, or one that is not there, leaves nothing available."""
+    """The torch of this process. With a driver that is too old, or missing, no GPU is available."""
     return Build(torch.__version__, torch.version.cuda, torch.cuda.is_available())
 
 
 def check_build(build: Build, gpus: Sequence[Gpu], where: str) -> None:
-    """Raise ConfigError where this torch cannot use GPUs, with the reason that `gpus` of the same machine tell.
+    """Raise ConfigError where this torch cannot use GPUs, with the reason, from `gpus` of the same machine.
 
     A driver that torch can use is new enough, whatever its version: NVIDIA's package for forward compatibility lets
     older ones of data centres run newer CUDA.
@@ -126,12 +126,12 @@ def check_modes(gpus: Sequence[Gpu], shared: bool, where: str) -> None:
     refusing = (PROHIBITED, *EXCLUSIVE) if shared else (PROHIBITED,)
     if not gpus or any(gpu.mode not in refusing for gpu in gpus):
         return
-    told = ", ".join(f"GPU {gpu.index} {gpu.mode}" for gpu in gpus)
+    modes = ", ".join(f"GPU {gpu.index} {gpu.mode}" for gpu in gpus)
     indices = ",".join(str(gpu.index) for gpu in gpus)
     why = "processes of this run share a GPU, since the parts are collocated or there are fewer GPUs than ranks"
     apart = ", or give each rank of both parts a GPU of its own (cluster.collocate=false)" if shared else ""
     raise ConfigError(
-        f"{where}: the compute mode does not admit the run's processes: {told}, and "
+        f"{where}: the compute mode does not admit the run's processes: {modes}, and "
         f"{why if shared else 'no process may use it'}. Set it to Default (as root: `nvidia-smi -i {indices} -c "
         f"DEFAULT`){apart}"
     )

@@ -1,4 +1,4 @@
-"""Which network interface the ranks' collectives use: the one that carries the address by which Ray knows the node.
+"""The network interface of the ranks' collectives: the one that has the address by which Ray knows the node.
 
 Left alone, gloo looks up the host's own name, which many hosts map to 127.0.1.1 or to a container bridge, and ranks on
 other hosts then wait for a connection that cannot come.

@@ -41,7 +41,7 @@ def descendants() -> list[Process]:
 
 
 def end_descendants(but: Collection[int] = ()) -> None:
-    """End all processes below this one, except those with the ids `but`, asked first, killed where they do not heed."""
+    """End all processes below this one, except those with the ids `but`: by SIGTERM, then by SIGKILL."""
     known: dict[int, Process] = {}
     asked = False
     deadline = time.monotonic() + GRACE_S

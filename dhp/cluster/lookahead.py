@@ -1,4 +1,4 @@
-"""The next step's data, fetched and pinned beside the step that runs: its first copy to the GPU waits for nothing."""
+"""Prefetches and pins the next step's data while a step runs, so that its first copy to the GPU need not wait."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dhp.cluster.transport.shared_memory import SMALLEST_BYTES
 
 
 class Lookahead:
-    """Values by the refs that name them. One thread fetches them one behind another and puts their large tensors into
-    page-locked memory, while the rank's own thread computes: copying lets the interpreter go."""
+    """Values by the refs that name them. One thread fetches them one after another and puts their large tensors into
+    page-locked memory, while the rank's own thread computes: copying releases the GIL."""
 
     def __init__(self, prepare: Callable[[Any], Any] | None = None):
         """prepare: what is done to each value; None: `pin_tensors`."""
         self._prepare = pin_tensors if prepare is None else prepare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lookahead")
         self._begun: dict[Any, Future[Any]] = {}  # of the step that comes now
-        self._coming: dict[Any, Future[Any]] = {}  # of the one behind it
+        self._coming: dict[Any, Future[Any]] = {}  # of the one after it
 
     def begin(self, refs: Sequence[Any]) -> None:
         """Fetch these in this order, as soon as each is there. They are of the next step, and those of the call before
@@ -39,7 +39,7 @@ class Lookahead:
 
 
 def _fetch(elsewhere: RemoteValue) -> Any:
-    """The value; what stands for one that another process made leads to that one."""
+    """The value; references to values of other processes are followed."""
     value = elsewhere.fetch()
     while isinstance(value, RemoteValue):
         value = value.fetch()

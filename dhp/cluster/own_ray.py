@@ -1,4 +1,4 @@
-"""What a Ray of our own needs to be of nobody else's use: a token, a folder and addresses of its own."""
+"""Isolates a Ray of our own from other users: a token, a folder and addresses of its own."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables with these values in here, and as they were behind it."""
+    """Environment variables with these values in here, and as they were after it."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -103,7 +103,7 @@ def _read_anew() -> None:
 
 def _without_proxy() -> dict[str, str]:
     """Both spellings of the addresses that no proxy is asked for, with loopback among them: Ray's processes would ask
-    for their own neighbours."""
+    it for their own neighbours."""
     known = [name for key in ("no_proxy", "NO_PROXY") for name in os.environ.get(key, "").split(",") if name.strip()]
     names = ",".join(dict.fromkeys([*known, *LOOPBACK]))
     return {"no_proxy": names, "NO_PROXY": names}

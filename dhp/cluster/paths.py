@@ -1,7 +1,7 @@
-"""What has to lie on a node's disk before an actor there may start, told with the node's address where it does not.
+"""What must be on a node's disk before an actor there may start; errors name the node's address.
 
 A beacon is a file that the driver puts into a directory that all nodes must share. A rank that does not see it looks
-at another disk, and would write its share of a checkpoint where nobody finds it.
+at another disk, and would write its share of a checkpoint where it is not found.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def require_beacon(who: str, path: str | None) -> None:
 
 
 def whereabouts(who: str) -> str:
-    """This process's node, as an error tells it."""
+    """This process's node, as an error names it."""
     return f"node {_address()}, where {who} runs"
 
 

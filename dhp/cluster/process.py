@@ -1,4 +1,4 @@
-"""What every actor's process does first and last: print to its own file, and name itself in what it raises."""
+"""What all actors' processes share: output to a file of their own, and errors with the actor's name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from dhp.base.errors import DhpError
 from dhp.cluster.watch import RankRaised
 
-# What libraries say of how we use them, by text: why it means nothing here.
+# Warnings of libraries, by text: why each is harmless here.
 _UNDERSTOOD = (
-    "Zero-copy tensor serialization is enabled",  # what crosses is detached and contiguous, and nobody writes to it
+    "Zero-copy tensor serialization is enabled",  # what is sent is detached and contiguous, and is not written to
     "The given NumPy array is not writable",  # the same, at the receiver
 )
 
@@ -27,7 +27,7 @@ def silence_understood_warnings() -> None:
 
 
 def redirect_output(log_dir: str | None, name: str) -> None:
-    """What this process prints goes to `log_dir`/`name`.log, so that a run's terminal shows the run.
+    """Redirect this process's output to `log_dir`/`name`.log, so that a run's terminal shows the run.
 
     On a host without the run directory, or where it cannot be written, it stays in Ray's own log, which then says so.
     """
@@ -53,7 +53,7 @@ def redirect_output(log_dir: str | None, name: str) -> None:
 def named_errors(who: str, what: str) -> Iterator[None]:
     """Turn an unforeseen exception into RankRaised with its traceback; errors meant for a person pass as they are.
 
-    The name is put in here because a failure also reaches whoever depends on the result, under that one's name.
+    The name is put in here because a failure also reaches callers that depend on the result, under their names.
     """
     try:
         yield

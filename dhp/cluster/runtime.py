@@ -28,7 +28,7 @@ PROBE_TIMEOUT_S = 5.0
 # Tensors go through shared memory and are read in place; without this each is copied and pickled in-band.
 _ENVIRONMENT = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
-# Of a Ray of our own. It has no dashboard, so nobody could ask for the events of tasks, and its control store would
+# Of a Ray of our own. It has no dashboard, so the events of tasks could not be queried, and its control store would
 # keep them: 3 KiB a call, up to 100,000 calls.
 OWN_SYSTEM = {"task_events_report_interval_ms": 0}
 
@@ -74,7 +74,7 @@ def _whole_or_none(address: str, folder: Path | None, timeout_s: float) -> Itera
         yield
     except BaseException as error:
         end()
-        with suppress(Exception):  # it may stand in parts only
+        with suppress(Exception):  # it may have started in part only
             ray.shutdown()
         end_descendants(others)
         if was_interrupted():

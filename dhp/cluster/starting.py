@@ -1,7 +1,7 @@
-"""The start of Ray as we want it: its time limit ours, and signals left to whoever handles them.
+"""Starts Ray with our time limit and without its signal handlers.
 
 What is replaced here for the time of the start is none of Ray's public names; it is pinned with Ray, and
-tests/cluster/test_starting.py tells when it is gone.
+tests/cluster/test_starting.py fails when it is gone.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class RankRaised(PartFailed):
 
 @dataclass(frozen=True)
 class Watched:
-    """A submitted call: who runs it, what it is, the ref that tells whether it worked, Ray's id of the actor, the file
+    """A submitted call: the actor's name, what it is, the ref of its status, Ray's id of the actor, the file
     of its collectives (`dhp.cluster.call_file`)."""
 
     who: str

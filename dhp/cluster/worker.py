@@ -1,4 +1,4 @@
-"""One rank of a stage in a process of its own: joins its group, then answers calls to its trainer."""
+"""One rank of a stage in a process of its own: joins its group, then answers calls to its engine."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ from dhp.cluster.transport.nixl import Exchange
 from dhp.cluster.transport.pinned import take_refusals
 from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL, SHARED_MEMORY, Inbox, Outbox
 
-# What belongs to a step: other verbs, as saving, are no part of its time.
+# Methods of a step: others, as saving, are no part of its time.
 _STEP = {"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"}
-# What a trace calls a trainer's verbs.
+# What a trace calls an engine's methods.
 _KINDS = {
     "forward_step": FORWARD,
     "backward_step": BACKWARD,
@@ -69,7 +69,7 @@ NCCL = "nccl"
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What all ranks of a group share.
+    """Settings that all ranks of a group share.
 
     stage: its name. size: ranks.
 
@@ -81,7 +81,7 @@ class GroupSettings:
 
     beacon: what each rank must see of the directory of checkpoints (`dhp.cluster.paths`); None: nothing.
 
-    transport: how large results travel, see `choose_transport`.
+    transport: how large results are sent, see `choose_transport`.
 
     trace: keep spans of what each rank does.
 
@@ -112,7 +112,7 @@ class GroupSettings:
     check_collectives: bool = False
 
 
-GIVEN = ...  # in the place of an argument that travels on its own
+GIVEN = ...  # in the place of an argument that is sent on its own
 
 
 class Worker:
@@ -165,12 +165,12 @@ class Worker:
                 self._inbox = self._outbox = Exchange(self.settings.loopback, self.settings.timeout_s)
 
     def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Make the trainer; it finds the process group ready."""
+        """Make the engine; the process group is ready by then."""
         with named_errors(self._who, "loading the stage"):
             self._trainer = factory(*arguments)
 
     def call(self, verbs: tuple[tuple[str, tuple[Any, ...]], ...], *values: Any) -> Any:
-        """Run verbs of the trainer one behind another, each with its arguments; the next of `values` stands wherever
+        """Run methods of the engine one after another, each with its arguments; the next of `values` stands wherever
         one is GIVEN. Answers (status, *results) as far as there are results."""
         left, results = iter(values), []
         for method, arguments in verbs:
@@ -178,7 +178,7 @@ class Worker:
         return (None, *results) if results else None
 
     def _run(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The results of one verb."""
+        """The results of one method."""
         name = f"{method} {arguments[0]}" if arguments and isinstance(arguments[0], int) else method
         add_span(f"for {name}", WAIT, self._idle_since, time.perf_counter_ns())
         with named_errors(self._who, method):
@@ -200,12 +200,12 @@ class Worker:
         return results
 
     def look_ahead(self, refs: list[Any]) -> None:
-        """Fetch the next step's data beside the step that runs. refs: of this rank's work, in its order; the calls that
+        """Fetch the next step's data during the step that runs. refs: of this rank's work, in its order; the calls that
         need it name it by `RemoteValue`."""
         self._lookahead.begin(refs)
 
     def take_spans(self) -> list[Span]:
-        """What this rank did since the last time, if the run is traced."""
+        """Spans of this rank since the last time, if the run is traced."""
         return take_spans()
 
     def read_clock(self) -> ClockReading:
@@ -213,7 +213,7 @@ class Worker:
         return read_clock()
 
     def _open(self, value: Any) -> Any:
-        """An argument as the trainer takes it."""
+        """An argument as the engine takes it."""
         if isinstance(value, RemoteValue):
             value = self._lookahead.take(value)
         if isinstance(value, Bundle):
@@ -221,7 +221,7 @@ class Worker:
         return self._inbox.open(value)
 
     def _hand_over(self, value: Any) -> Any:
-        """A result on its way out of this process. It counts once, however many read it: it is written once."""
+        """A result as it is sent to other processes. Its bytes count once, however many read it: it is written once."""
         if isinstance(value, Bundle):
             return Bundle({name: self._hand_over(tensor) for name, tensor in value.tensors.items()})
         if isinstance(value, float):

@@ -1,1 +1,1 @@
-"""What of a model family works here, found out by training a tiny model of the same configuration beside itself."""
+"""Examines a model family by training a tiny model of the same configuration, whole and in parts."""

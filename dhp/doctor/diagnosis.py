@@ -1,4 +1,4 @@
-"""What the doctor says of a model: as data, as a table, as JSON."""
+"""The doctor's diagnosis of a model: as data, as a table, as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXACT = 1e-9  # the largest deviation, relative, at which parts and packed rows 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Of one configuration.
+    """The diagnosis of one configuration.
 
     split_error, packed_error: the largest relative deviation of a tiny model's loss and gradients, trained in its
     parts, from the whole model's: with rows padded, and with samples packed into one row. None: it could not be run.
@@ -30,16 +30,16 @@ class Diagnosis:
 
     def as_json(self) -> str:
         """One object on one line; of a model without an audio part, without that key."""
-        told = asdict(self)
-        return json.dumps(told if self.audio else {key: value for key, value in told.items() if key != "audio"})
+        fields = asdict(self)
+        return json.dumps(fields if self.audio else {key: value for key, value in fields.items() if key != "audio"})
 
     def as_table(self) -> str:
-        """For people."""
+        """Aligned lines for the terminal."""
         rows = [
             ("family", self.family),
             ("trainable", "yes" if self.trainable else "no"),
-            ("in 3 parts" if self.audio else "in two parts", _told(self.split_error)),
-            ("packed rows", _told(self.packed_error)),
+            ("in 3 parts" if self.audio else "in two parts", _deviation(self.split_error)),
+            ("packed rows", _deviation(self.packed_error)),
             ("vision", ", ".join(self.vision) or "none of the layouts"),
             *([("audio", ", ".join(self.audio))] if self.audio else []),
             ("text", ", ".join(self.text) or "none of the layouts"),
@@ -51,7 +51,7 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def _told(error: float | None) -> str:
+def _deviation(error: float | None) -> str:
     if error is None:
         return "not tried"
     equal = "equal to" if error <= EXACT else "differ from"

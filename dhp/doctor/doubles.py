@@ -1,4 +1,4 @@
-"""Arithmetic in float64 all through: models that take a detour through float32 stay exact for a while."""
+"""Arithmetic in float64 throughout, for models that cast to float32 in places."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Function = Callable[..., Any]
-# Who has them, and under which names. Not a mode of torch's: backward, which runs layers again, would be outside of it.
+# Functions to replace, by owner. Not a mode of torch's: backward, which runs layers again, would be outside of it.
 _CASTS = ((Tensor, ("to", "type", "float")),)
-_TOLD_FORMATS = ((F, ("softmax",)), (torch, ("softmax", "sum")), (Tensor, ("softmax", "sum")))
+_TAKE_DTYPE = ((F, ("softmax",)), (torch, ("softmax", "sum")), (Tensor, ("softmax", "sum")))
 _PRODUCTS = ((torch, ("matmul", "bmm")), (Tensor, ("matmul", "__matmul__")), (F, ("linear", "grid_sample")))
 
 
@@ -25,7 +25,7 @@ def staying_double() -> Iterator[None]:
     kept: list[tuple[Any, str, Function]] = []
     groups = (
         (_CASTS, _stay),
-        (_TOLD_FORMATS, _untold),
+        (_TAKE_DTYPE, _without_dtype),
         (_PRODUCTS, _widened),
         (((Tensor, ("__setitem__",)),), _fitted),
     )
@@ -50,7 +50,7 @@ def _stay(cast: Function) -> Function:
     return run
 
 
-def _untold(function: Function) -> Function:
+def _without_dtype(function: Function) -> Function:
     @wraps(function)
     def run(states: Any, *args: Any, **named: Any) -> Any:
         if _is(torch.float64, states) and named.get("dtype") == torch.float32:

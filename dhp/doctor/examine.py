@@ -22,7 +22,7 @@ from dhp.models.registry import load_family
 
 
 def examine(source: str) -> Diagnosis:
-    """The diagnosis of the model whose config.json lies in `source`; weights, tokenizer and processor are not needed.
+    """The diagnosis of the model whose config.json is in `source`; weights, tokenizer and processor are not needed.
 
     Raises ModelError where there is no configuration that transformers can read.
     """
@@ -40,7 +40,7 @@ def examine(source: str) -> Diagnosis:
     errors: dict[bool, float | None] = {False: None, True: None}
     try:
         errors = _try(config)
-    except Exception as error:  # a tiny model may fail in any way, and that is what is asked
+    except Exception as error:  # a tiny model may fail in any way, and whether it does is the question
         refused["family"] = f"its tiny model could not be trained: {type(error).__name__}: {_without(source, error)}"
     split, packed = errors[False], errors[True]
     for layout, found in (("padded rows", split), ("packing", packed)):

@@ -1,4 +1,4 @@
-"""Which layouts of each part a family has, by the checks that a run makes before it starts."""
+"""The layouts that each part of a family admits, by the checks that a run makes before it starts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ACTORS = 2  # of a layout that is tried
 
 @dataclass(frozen=True)
 class Layouts:
-    """Those that a part has, and why not the others, by `part.parallelism`."""
+    """Those that a part admits, and why not the others, by `part.parallelism`."""
 
     possible: tuple[str, ...]
     refused: dict[str, str]
 
 
 def find_layouts(name: str, family: Family, source: str) -> Layouts:
-    """Of the part ("vision" or "text")."""
+    """The layouts of the part ("vision" or "text")."""
     refused: dict[str, str] = {}
     for layout in PARALLELISMS[name]:
         try:

@@ -15,7 +15,7 @@ from dhp.parallel.extras import Extra, find_extras
 
 @dataclass(frozen=True)
 class Machine:
-    """Of the machine that this process is on. gpus: name and compute capability of each."""
+    """The machine that this process is on. gpus: name and compute capability of each."""
 
     python: str
     torch: str
@@ -29,7 +29,7 @@ class Machine:
         return json.dumps(asdict(self))
 
     def as_table(self) -> str:
-        """For people."""
+        """Aligned lines for the terminal."""
         rows = [
             ("python", self.python),
             ("torch", self.torch),
@@ -42,7 +42,7 @@ class Machine:
 
 
 def look_around() -> Machine:
-    """What is here. A GPU is asked for its name alone."""
+    """The machine's versions, processors, GPUs and packages. Of a GPU, only its properties are read."""
     return Machine(
         python=platform.python_version(),
         torch=torch.__version__,

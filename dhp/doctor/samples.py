@@ -29,12 +29,12 @@ class SampleMaker:
         self._twin, self._family = twin, family
 
     def sample(self, pictures: Sequence[int], targets: int, seed: int, clips: Sequence[int] = ()) -> Sample:
-        """Pictures by their numbers, and clips of so many frames for a model that hears, in a conversation whose last
-        `targets` tokens are to be learned."""
+        """Pictures by their numbers, and clips of so many frames for a model with an audio part, in a conversation
+        whose last `targets` tokens are to be learned."""
         counts = [self._twin.tokens(number) for number in pictures]
         forms = clip_forms(clips, self._twin.config) if clips else []
-        heard = [form.tokens for form in forms]
-        ids, kinds = (row[0].numpy() for row in make_row(self._twin.config, counts, seed, heard))
+        clip_tokens = [form.tokens for form in forms]
+        ids, kinds = (row[0].numpy() for row in make_row(self._twin.config, counts, seed, clip_tokens))
         labels = np.where(np.arange(len(ids)) < len(ids) - targets, IGNORED, ids)
         shown = [self._picture(number, count) for number, count in zip(pictures, counts, strict=True)]
         pixels, grids = zip(*shown, strict=True) if shown else ((), ())
@@ -44,7 +44,7 @@ class SampleMaker:
         )
 
     def samples(self) -> list[Sample]:
-        """A picture, several, and none at all; for a model that hears, clips too, alone and beside a picture."""
+        """A picture, several, and none at all; for a model with an audio part, clips too, alone and with a picture."""
         seen = [self.sample([0], 4, seed=1), self.sample([], 3, seed=2), self.sample([1, 2], 5, seed=3)]
         if self._family.processor.hearing is None:
             return seen
@@ -84,5 +84,5 @@ def plain_inputs(family: Family, forward: Any, sample: Sample, dtype: torch.dtyp
         "pixel_values": torch.cat([torch.from_numpy(pixels) for pixels in sample.pixels]).to(dtype),
         "image_grid_thw": torch.tensor(sample.grids),
     }
-    told: Mapping[str, Tensor] = inputs | {"mm_token_type_ids": kinds}
-    return family.processor.plain_inputs(dict(told)) | kinds_for(forward, kinds)
+    named: Mapping[str, Tensor] = inputs | {"mm_token_type_ids": kinds}
+    return family.processor.plain_inputs(dict(named)) | kinds_for(forward, kinds)

@@ -1,4 +1,4 @@
-"""One step of a tiny model, by one plain process and by the trainers of all parts: losses and gradients of each."""
+"""One step of a tiny model, by one plain process and by the engines of all parts: losses and gradients of each."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_whole(model: PreTrainedModel, family: Family, samples: Sequence[Sample])
 
 
 def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: bool) -> Outcome:
-    """The trainers of all parts, one rank each, in this process."""
+    """The engines of all parts, one rank each, in this process."""
     encoders = dict.fromkeys((VISION, *family.others), Split(dtype="float64"))
     dealer = BatchSharder(family, Collator(family, 0, packing), encoders)
     data = dealer.shard(StepSamples(0, 0, ((tuple(samples),),), ()))

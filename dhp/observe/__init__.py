@@ -1,1 +1,1 @@
-"""What a run tells: metrics, progress, loggers, trace, summary and the closing table. Nothing here steers a run."""
+"""What a run reports: metrics, progress, loggers, trace, summary and the closing table. Nothing here steers a run."""

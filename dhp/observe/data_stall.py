@@ -1,4 +1,4 @@
-"""Whether reading keeps up with training, and what would help where it does not."""
+"""Checks whether reading keeps up with training, and what would help where it does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DataStall:
         self._next = STALL_WINDOW + 1  # the first step waits for its data however fast reading is
 
     def add(self, step_s: float, data_s: float, read_s: float, measure_s: float) -> str | None:
-        """A step has ended. What to tell the user, now and then, while more than 2% of the time goes into waiting.
+        """A step has ended. A message for the user, now and then, while more than 2% of the time goes into waiting.
 
         step_s: seconds of the step. data_s: seconds of them spent waiting for data. read_s: seconds that one process
         spent reading it. measure_s: seconds that the dataset actor spent choosing its samples.
@@ -36,19 +36,19 @@ class DataStall:
         if waits <= TOLERATED_WAIT * steps:
             return None
         self._next = 2 * self._seen
-        told = f"{waits / steps:.0%} of the last {STALL_WINDOW} steps' time went into waiting for data"
+        share = f"{waits / steps:.0%} of the last {STALL_WINDOW} steps' time went into waiting for data"
         if self._windows and measuring > steps - waits:
             return (
-                f"{told}: one process measures the samples of each window (data.balance_window) and takes longer than "
+                f"{share}: one process measures the samples of each window (data.balance_window) and takes longer than "
                 "the steps do. `python -m dhp inspect data` measures all of them once; runs find them in data.cache_dir"
             )
         if not self._workers:
             reads += measuring  # the same process
         needed = self._needed(reads, steps - waits)
         if needed > max(1, self._workers):
-            return f"{told}; data.num_workers={needed} would keep up"
+            return f"{share}; data.num_workers={needed} would keep up"
         more = 2 * self._prefetch + 2
-        return f"{told}, though reading is fast enough in the mean: steps differ, so set data.prefetch={more}"
+        return f"{share}, though reading is fast enough in the mean: steps differ, so set data.prefetch={more}"
 
     @staticmethod
     def _needed(reading_s: float, training_s: float) -> int:

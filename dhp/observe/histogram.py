@@ -22,7 +22,7 @@ Series = Mapping[str, np.ndarray]  # numbers >= 0 by name, two at most
 
 @dataclass(frozen=True)
 class _Axes:
-    """Where a panel's numbers lie. most: the largest across, and so many samples up."""
+    """Coordinates of a panel. most: the largest across, and so many samples up."""
 
     top: int  # pixels
     most: float
@@ -52,7 +52,7 @@ def draw_histograms(panels: Mapping[str, Series], across: str, up: str, path: Pa
 
 
 def _draw_names(image: Image.Image, font: ImageFont.ImageFont, across: str, up: str, top: int) -> None:
-    """What the axes of the panel that begins at `top` say; the upright one is turned."""
+    """Axis labels of the panel that begins at `top`; the upright one is turned."""
     draw = ImageDraw.Draw(image)
     draw.text(((LEFT + WIDTH - RIGHT) / 2, top + HEIGHT - 12), across, fill=INK, font=font, anchor="ms")
     left, upper, right, lower = font.getbbox(up)
@@ -71,7 +71,7 @@ def ticks(most: float, wanted: int = 8) -> list[float]:
 
 
 def _most(series: Series) -> float:
-    """Where the axis ends."""
+    """The end of the axis."""
     return max(1.0, *(float(np.quantile(numbers, CUT)) for numbers in series.values()))
 
 
@@ -86,9 +86,9 @@ def _draw(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont, title: str, seri
         colour = COLOURS[number]
         (_draw_bars if number == 0 else _draw_outline)(draw, axes, counts, edges, colour)
         draw.rectangle((at, top + 38, at + 12, top + 50), fill=colour)
-        told = f"{name}: mean {numbers.mean():.0f}, longest {numbers.max():.0f}"
-        draw.text((at + 18, top + 36), told, fill=INK, font=font)
-        at += 18 + int(font.getlength(told)) + 28
+        caption = f"{name}: mean {numbers.mean():.0f}, longest {numbers.max():.0f}"
+        draw.text((at + 18, top + 36), caption, fill=INK, font=font)
+        at += 18 + int(font.getlength(caption)) + 28
 
 
 def _draw_grid(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont, axes: _Axes) -> None:

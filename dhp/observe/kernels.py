@@ -1,4 +1,4 @@
-"""The lines of a run's start that name what its layers compute with."""
+"""Lines at a run's start that name the kernels of its layers."""
 
 from __future__ import annotations
 

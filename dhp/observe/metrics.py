@@ -1,4 +1,4 @@
-"""What is known about each step: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard."""
+"""Metrics of each step: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard."""
 
 import json
 import os
@@ -129,7 +129,7 @@ class EvalMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerMetrics:
-    """An answer that the model gave, beside its dataset's. Each field's string says its unit and when it is null."""
+    """An answer of the model, with its dataset's. Each field's string says its unit and when it is null."""
 
     kind: str = ANSWER
     """What the line tells of: `answer`, one that was generated with an evaluation. Unit: a word."""
@@ -187,8 +187,8 @@ class MetricsWriter:
         """Record an answer, for TensorBoard as text."""
         self._lines.write(json.dumps(asdict(metrics)) + "\n")
         self._lines.flush()
-        told = {"prompt": metrics.prompt, "reference": metrics.reference, "answer": metrics.answer}
-        text = "\n\n".join(f"{name}:\n\n{_quoted(said)}" for name, said in told.items())
+        texts = {"prompt": metrics.prompt, "reference": metrics.reference, "answer": metrics.answer}
+        text = "\n\n".join(f"{name}:\n\n{_quoted(said)}" for name, said in texts.items())
         self._events.add_event(_text_event(metrics.step, f"{ANSWER}/{metrics.dataset}/{metrics.number}", text))
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ def _text_event(step: int, tag: str, text: str) -> Event:
 
 
 def _quoted(text: str) -> str:
-    """As it is, whatever Markdown would make of it."""
+    """The text as a code block of Markdown."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: what of the devices' peak went into arithmetic that the model needs."""
+"""Model FLOPs utilisation: the share of the devices' peak that went into arithmetic that the model needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TERA = 1e12
 
 @cache
 def known_peaks() -> dict[tuple[str, str], float]:
-    """Operations a second by device name and number format, as vendors tell them."""
+    """Operations a second by device name and number format, as vendors state them."""
     devices = json.loads((shipped_directory() / TABLE).read_text(encoding="utf-8"))["devices"]
     peaks = {}
     for device in devices:
@@ -25,7 +25,7 @@ def known_peaks() -> dict[tuple[str, str], float]:
 
 
 def who_measures(devices: Sequence[DeviceInfo]) -> list[bool]:
-    """Of the ranks on these devices, the first on each machine whose CPUs compute: others would disturb it."""
+    """Which ranks measure: the first on each machine whose CPUs compute, since others would disturb it."""
     ids = [device.device_id for device in devices]
     return [device.kind == "cpu" and ids.index(device.device_id) == n for n, device in enumerate(devices)]
 

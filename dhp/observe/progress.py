@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a bar on a terminal, plain lines anywhere else."""
+"""Progress of a run: a bar on a terminal, plain lines anywhere else."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, StepMetrics
 from dhp.observe.numbers import shown
 
-ETA_STEPS = 50  # of which the mean tells how long the others will take
+ETA_STEPS = 50  # whose mean gives the time of the others
 TRIMMED = 0.1  # of them, the slowest and as many fastest, count for nothing
 GIB = 2**30
 LONGEST = 300  # characters of a text in a line
@@ -66,7 +66,7 @@ class Progress:
 
 
 def _has_room(stream: TextIO) -> bool:
-    """Whether a bar can be drawn: some terminals, as a container's without anybody before it, have no rows."""
+    """Whether a bar can be drawn: some terminals, as a container's without a viewer, have no rows."""
     if not stream.isatty():
         return False
     try:
@@ -76,7 +76,7 @@ def _has_room(stream: TextIO) -> bool:
 
 
 class TimeLeft:
-    """How long a run will go on: the steps that are left, each as long as the mean of the last ones."""
+    """Time that is left of a run: the steps that are left, each as long as the mean of the last ones."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -151,24 +151,24 @@ def clock(seconds: float | None) -> str:
 
 
 def _bar_figures(metrics: StepMetrics, left_s: float | None) -> str:
-    """What matters most comes first: a narrow terminal cuts off the end."""
+    """The most important figures come first: a narrow terminal cuts off the end."""
     epoch = f"epoch {shown(metrics.epoch, '.2f')}"
     return ", ".join([f"eta {clock(left_s)}", f"loss {shown(metrics.loss, '.4f')}", *_speed(metrics), epoch])
 
 
 def _speed(metrics: StepMetrics) -> list[str]:
-    """Of one step: its time, and what went into waiting for data; the most memory that one actor had reserved."""
+    """A step's time, the share that went into waiting for data, and the most memory that one actor had reserved."""
     waited = None if metrics.data_s is None or not metrics.step_s else metrics.data_s / metrics.step_s
-    told = [
+    figures = [
         f"{shown(metrics.step_s, '.2f')} s/step",
         f"{shown(metrics.tokens_per_s, '.0f')} tokens/s",
         f"data {shown(waited, '.0%')}",
     ]
     if metrics.memory_bytes:
-        told.append(f"{max(metrics.memory_bytes.values()) / GIB:.1f} GiB")
+        figures.append(f"{max(metrics.memory_bytes.values()) / GIB:.1f} GiB")
     if metrics.mfu is not None:
-        told.append(f"mfu {metrics.mfu:.0%}")
-    return told
+        figures.append(f"mfu {metrics.mfu:.0%}")
+    return figures
 
 
 def _learning_rates(metrics: StepMetrics) -> str:

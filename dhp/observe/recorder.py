@@ -69,7 +69,7 @@ class Recorder:
         return self
 
     def open_trace(self, groups: Mapping[str, int]) -> TraceWriter:
-        """Where the run's trace is written, closed with the record. groups: rows (ranks) of each group, by name."""
+        """Open the writer of the run's trace, closed with the record. groups: rows (ranks) of each group, by name."""
         with self.writing():
             self._trace = TraceWriter(self.run_dir, groups)
         return self._trace
@@ -88,7 +88,7 @@ class Recorder:
         return read_record(self.run_dir) if (self.run_dir / "metrics.jsonl").exists() else []
 
     def say(self, text: str) -> None:
-        """A line to whoever is watching."""
+        """A line for the terminal."""
         if self._progress is None:
             self._say(text)
         else:
@@ -182,7 +182,7 @@ class Recorder:
             self._steps,
             self._done,
             status=_status(failed),
-            error=_told(failed),
+            error=_message(failed),
             world=self._world,
             resumed_from=None if self._resumed_from is None else str(self._resumed_from),
             eval_loss={one.dataset or "all": one.loss for one in self._evaluated} or None,
@@ -194,7 +194,7 @@ class Recorder:
         except RecordError as again:
             lost = lost or again
         self._end_loggers(summary)
-        if self._steps or not isinstance(error, ConfigError):  # a refused run leaves no directory to tell of
+        if self._steps or not isinstance(error, ConfigError):  # a refused run leaves no directory to name
             print("\n" + self._table(summary), flush=True)
         if lost is not None and error is None:
             raise lost
@@ -225,7 +225,7 @@ class Recorder:
 
 
 def _in_brief(metrics: StepMetrics) -> StepMetrics:
-    """What the summary needs: a run may have a million steps."""
+    """The fields that the summary needs: a run may have a million steps."""
     known = {"loss": metrics.loss, "step_s": metrics.step_s, "tokens": metrics.tokens, "busy_s": metrics.busy_s}
     return StepMetrics(step=metrics.step, **known)
 
@@ -236,7 +236,7 @@ def _status(error: BaseException | None) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
-def _told(error: BaseException | None) -> str | None:
+def _message(error: BaseException | None) -> str | None:
     if error is None or isinstance(error, KeyboardInterrupt):
         return None
     return str(error) or type(error).__name__

@@ -24,7 +24,7 @@ def reference() -> str:
     return "\n".join(f"{heading}\n\n{_table(of)}" for heading, of in TABLES.items())
 
 
-def told(of: type, name: str) -> tuple[str, str, str]:
+def field_meaning(of: type, name: str) -> tuple[str, str, str]:
     """Meaning, unit and when it is null (empty: never) of a field, from the string below it.
 
     Raises ValueError for a field without meaning or unit.
@@ -40,7 +40,7 @@ def _table(of: type) -> str:
     hints = get_type_hints(of)
     rows = ["| field | kind | unit | null | meaning |", "|---|---|---|---|---|"]
     for field in fields(of):
-        meaning, unit, null = (text.replace("|", r"\|") for text in told(of, field.name))
+        meaning, unit, null = (text.replace("|", r"\|") for text in field_meaning(of, field.name))
         rows.append(f"| `{field.name}` | {_kind(str(hints[field.name]))} | {unit} | {null or '–'} | {meaning} |")
     return "\n".join(rows) + "\n"
 

@@ -17,8 +17,8 @@ def closing_table(
 ) -> str:
     """Aligned lines `name  value`, at most 20 with two of `more` (further rows, name to text).
 
-    `checkpoint` is the newest checkpoint's directory; without one there is nothing to export or to ask, and these rows
-    are left out. best: which checkpoint is the best by training.best_metric, where one is.
+    `checkpoint` is the newest checkpoint's directory; without one there is nothing to export or to generate with, and
+    these rows are left out. best: which checkpoint is the best by training.best_metric, where one is.
     """
     run_dir = Path(run_dir)
     rows = {"status": summary.status}
@@ -53,8 +53,8 @@ def closing_table(
 
 
 def _held_out(name: str, loss: float | None, accuracy: float | None) -> str:
-    told = f"{name} {shown(loss, '.4f')}"
-    return told if accuracy is None else f"{told} (accuracy {accuracy:.1%})"
+    text = f"{name} {shown(loss, '.4f')}"
+    return text if accuracy is None else f"{text} (accuracy {accuracy:.1%})"
 
 
 def _part(world: Mapping[str, Any]) -> str:
@@ -62,5 +62,5 @@ def _part(world: Mapping[str, Any]) -> str:
     degrees = [f"{degree} {world[degree]}" for degree in _DEGREES if world.get(degree, 1) > 1]
     others = [f"{name} {value}" for name, value in world.items() if name not in (*_DEGREES, "num_actors")]
     actors = world.get("num_actors", 1)
-    told = ", ".join(degrees + others)
-    return f"{actors} actor{'s' if actors != 1 else ''}" + (f": {told}" if told else "")
+    text = ", ".join(degrees + others)
+    return f"{actors} actor{'s' if actors != 1 else ''}" + (f": {text}" if text else "")

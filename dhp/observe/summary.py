@@ -26,7 +26,7 @@ def versions() -> dict[str, str | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How a run ended, in figures. Each field's string says its unit and when it is null, as in `StepMetrics`."""
+    """The outcome of a run, in figures. Each field's string says its unit and when it is null, as in `StepMetrics`."""
 
     status: Literal["completed", "failed", "interrupted"]
     """How the run ended: `completed`, `failed` or `interrupted` (Ctrl-C, SIGTERM). Unit: a word."""
@@ -81,7 +81,7 @@ class Summary:
         )
 
     def figures(self) -> dict[str, Any]:
-        """What the steps came to, in numbers: losses, times, idle shares."""
+        """Figures of the steps: losses, times, idle shares."""
         names = ("first_loss", "last_loss", "median_step_s", "tokens_per_s", "idle_share")
         return {name: getattr(self, name) for name in names}
 

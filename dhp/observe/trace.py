@@ -1,4 +1,4 @@
-"""What every rank did when, as a Chrome trace: open trace.json in https://ui.perfetto.dev or chrome://tracing."""
+"""Spans of every rank as a Chrome trace: open trace.json in https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 

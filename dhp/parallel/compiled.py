@@ -22,5 +22,5 @@ def compile_layers(layers: Sequence[nn.Module], eager_classes: Collection[str]) 
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, at which a compiled layer is cut in two: plans of segments differ from step to step."""
+    """`function`, at which a compiled layer has a graph break: plans of segments differ from step to step."""
     return torch.compiler.disable(function)

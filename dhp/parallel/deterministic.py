@@ -1,4 +1,4 @@
-"""The same bits each time."""
+"""Deterministic kernels: the same bits each time."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def compute_alike() -> None:
     Before the first product on a GPU: cuBLAS reads its workspace's size then. What the environment says of it stays.
     """
     os.environ.setdefault(WORKSPACE, ":4096:8")  # one of the two with which cuBLAS promises the same bits
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what nobody wrote
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads uninitialized memory
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""What may be installed beside dhp and makes some of it faster: whether it is here, and whether it can be used."""
+"""Optional packages that make some of dhp faster: whether installed, and whether usable."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Extra:
 
 
 def find_extras() -> tuple[Extra, ...]:
-    """All of them, as they are on this machine. Nothing of them is imported."""
+    """All optional packages, as they are on this machine. None of them is imported."""
     found = (
         (FLASH_ATTENTION, _flash_attention()),
         (BITSANDBYTES, _bitsandbytes()),
@@ -58,7 +58,7 @@ def find_extras() -> tuple[Extra, ...]:
 
 
 def find_extra(name: str) -> Extra:
-    """One of them."""
+    """The optional package of that name."""
     return next(extra for extra in find_extras() if extra.name == name)
 
 
@@ -107,8 +107,8 @@ def _without_gpu(capability: tuple[int, int]) -> str | None:
         return "torch finds no CUDA device"
     own = torch.cuda.get_device_capability()
     if own < capability:
-        told, wanted = (".".join(map(str, numbers)) for numbers in (own, capability))
-        return f"the GPU has compute capability {told}, its kernels need {wanted}"
+        found, wanted = (".".join(map(str, numbers)) for numbers in (own, capability))
+        return f"the GPU has compute capability {found}, its kernels need {wanted}"
     return None
 
 
@@ -126,7 +126,7 @@ def _installed(package: str, module: str) -> str | None:
         return "unknown version"
 
 
-def _numbers(told: str) -> tuple[int, ...]:
+def _numbers(text: str) -> tuple[int, ...]:
     """The first two numbers of a version; (0, 0) where it has none."""
-    found = re.match(r"(\d+)\.(\d+)", told)
+    found = re.match(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)

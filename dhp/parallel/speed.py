@@ -1,4 +1,4 @@
-"""What a rank computes on, and how fast a machine without a GPU multiplies matrices at best."""
+"""A rank's device, and the peak speed of matrix products on a machine without a GPU."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def plans_any(config: Config, graph: StageGraph) -> bool:
 
 
 class Recomputing:
-    """One run's plan, from the first step on. It knows the stages through which gradients go back; others keep
+    """One run's plan, from the first step on. It knows the stages through which gradients go back; others save
     nothing."""
 
     def __init__(
@@ -78,8 +78,8 @@ class Recomputing:
             self._apply()
 
     def learn(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
-        """A step's reports of all ranks, by stage. Ranks are told when there is another plan, from the step after the
-        last one submitted on."""
+        """Take a step's reports of all ranks, by stage. A new plan is sent to the ranks, for steps after the last one
+        submitted."""
         if short := [stage for stage, of_ranks in reports.items() if any(report.short for report in of_ranks)]:
             self._say(f"recompute      {', '.join(short)} ran out of memory, so more is recomputed from now on")
             self._planner.run_short()
@@ -129,18 +129,18 @@ class Recomputing:
             )
 
     def _as_configured(self, plan: Plan) -> list[str]:
-        """What each part's key would say: its stages' layers in the part's order."""
-        told = []
+        """The plan as each part's key would say it: its stages' layers in the part's order."""
+        keys = []
         for part in self._graph.parts():
             stages = [stage for stage in self._graph.of_part(part) if stage.name in self._planner.costs()]
             by_layer = {layer: plan[s.name][at] for s in stages for at, layer in enumerate(s.layers)}
             if by_layer:
-                told.append(f"{part}.recompute={as_text(tuple(by_layer[layer] for layer in sorted(by_layer)))}")
-        return told
+                keys.append(f"{part}.recompute={as_text(tuple(by_layer[layer] for layer in sorted(by_layer)))}")
+        return keys
 
 
 def room(memory_bytes: int, sharing: Sequence[frozenset[str]], reports: Mapping[str, Sequence[StageReport]]) -> float:
-    """Bytes that activations may take on the fullest device, after a step: what it has beside the most that ranks had
+    """Bytes that activations may take on the fullest device, after a step: what it has besides the most that ranks had
     reserved, and what of that was activations. A part of the memory stays free, for fragments and for longer rows.
 
     sharing: the stages of each device. reports: of all ranks, by stage, with memory_bytes.
@@ -148,12 +148,12 @@ def room(memory_bytes: int, sharing: Sequence[frozenset[str]], reports: Mapping[
     most = {stage: max(report.memory_bytes or 0 for report in of) for stage, of in reports.items()}
     usages = {stage: usage_of(of) for stage, of in reports.items()}
     activations = {stage: usage.peak_bytes for stage, usage in usages.items() if usage is not None}
-    beside = [sum(most[stage] - activations.get(stage, 0) for stage in stages) for stages in sharing]
-    return max(0.0, (1 - _LEFT_FREE) * memory_bytes - max(beside, default=0))
+    others = [sum(most[stage] - activations.get(stage, 0) for stage in stages) for stages in sharing]
+    return max(0.0, (1 - _LEFT_FREE) * memory_bytes - max(others, default=0))
 
 
 def usage_of(reports: Sequence[StageReport]) -> StageUsage | None:
-    """Of a stage's ranks, what the fullest one took; None when none had work."""
+    """The usage of a stage's fullest rank; None when none had work."""
     usages = [report.usage for report in reports if report.usage is not None]
     return fullest(usages) if usages else None
 
@@ -165,7 +165,7 @@ def activation_bytes(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, 
 
 
 def arrange(graph: StageGraph, schedule: Schedule, device: str) -> Arrangement:
-    """Which stages share devices, and what they hold at the same time under a schedule."""
+    """The stages that share devices, and what they hold at the same time under a schedule."""
     devices = range(graph.device_count())
     sharing = dict.fromkeys(frozenset(s.name for s in graph.stages if device in s.devices) for device in devices)
     chunks = {stage.name: len(stage.chunks) for stage in graph.stages}

@@ -44,7 +44,7 @@ class CheckedStage:
     number_of: int
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         return f"stage {self.stage.number} of {self.number_of}, {self.stage.name}"
 
     @property
@@ -59,7 +59,7 @@ class CheckedStage:
 
     @property
     def start(self) -> Path:
-        """Beside its checkpoints where they have a place of their own: one that all machines see."""
+        """Next to its checkpoints where they have a folder of their own: one that all machines see."""
         return (self.folder if self.stage.config.training.checkpoint_dir is None else self.checkpoints) / START
 
     def has_begun(self, record: CurriculumRecord) -> bool:
@@ -87,7 +87,7 @@ def run_curriculum(config: Config, train: Train, say: Callable[[str], None]) -> 
     stages = _checked_stages(config)
     if config.training.dry_run:
         for one in stages:
-            say(f"\n{one.told}")
+            say(f"\n{one.label}")
             train(one.prepared)
         return
     folder = stages[0].folder.parent
@@ -106,10 +106,10 @@ def _train_stages(
         name = one.folder.name
         record.begin(name, _made_with(one, record))
         if one.is_done and record.has_ended(name):
-            say(f"{one.told}: done, in {one.folder}")
+            say(f"{one.label}: done, in {one.folder}")
         else:
             if not one.is_done:
-                say(f"{one.told}: in {one.folder}")
+                say(f"{one.label}: in {one.folder}")
                 with _telling(one, overwrite, say):
                     train(prepare(_from(one, before, say), say=say))
             record.end(name, _account(one))
@@ -135,13 +135,13 @@ def _require_order(record: CurriculumRecord, stages: Sequence[CheckedStage]) -> 
         later = [other for other in stages[one.stage.number :] if other.has_begun(record)]
         if later and not one.is_done:
             raise ConfigError(
-                f"{one.told}, is to be trained, and {later[0].folder} has begun with what {one.folder} was. Put that "
+                f"{one.label}, is to be trained, and {later[0].folder} has begun with what {one.folder} was. Put that "
                 f"back (its {' and '.join(_LENGTH)} too), or {_removing(later)} to train from here on anew"
             )
 
 
 def _removing(stages: Sequence[CheckedStage]) -> str:
-    """What takes stages back, in words."""
+    """How to remove stages, in words."""
     places = [place for one in stages for place in (one.folder, one.checkpoints) if place.is_dir()]
     outer = [place for place in places if not any(place != o and place.is_relative_to(o) for o in places)]
     return f"remove {', '.join(map(str, outer))}"
@@ -179,7 +179,7 @@ def _positions(stage: TrainingStage) -> dict[str, Any]:
 
 
 def _from(one: CheckedStage, before: CheckedStage | None, say: Callable[[str], None]) -> Config:
-    """The stage's configuration with the model that it begins with, which is made where it is not there yet."""
+    """The stage's configuration with the model that it begins with, which is made where it does not exist yet."""
     stage, positions = one.stage, _positions(one.stage)
     changes = any(value is not None for value in positions.values())
     if before is None and not changes:
@@ -212,7 +212,7 @@ def _link(prepared: Config, folder: Path) -> None:
 
 
 def _account(one: CheckedStage) -> dict[str, Any]:
-    """What the record tells of a stage that is done."""
+    """The record's entry for a stage that is done."""
     steps = read_metrics(one.folder)
     losses = [step.loss for step in steps if step.loss is not None]
     newest = next(iter(checkpoints(one.checkpoints)), None)
@@ -240,7 +240,7 @@ def _remove(record: CurriculumRecord, stages: Sequence[CheckedStage]) -> None:
         if elsewhere and one.checkpoints.is_dir() and any(one.checkpoints.iterdir()):
             raise ConfigError(
                 f"overwrite=true removes nothing outside of run_dir, and {one.checkpoints} holds files of another "
-                f"training, with which {one.told}, would go on. Move them away, or choose another "
+                f"training, with which {one.label}, would go on. Move them away, or choose another "
                 "training.checkpoint_dir"
             )
     for folder in folders:

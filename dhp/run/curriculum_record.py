@@ -1,4 +1,4 @@
-"""What a curriculum has done so far: a file in its run_dir, with an entry for each stage that has begun."""
+"""Progress of a curriculum: a file in its run_dir, with an entry for each stage that has begun."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CurriculumRecord:
         return _STEPS in self._entries.get(name, {})
 
     def made_with(self, name: str) -> Mapping[str, Any]:
-        """What `begin` was told of a stage."""
+        """The `made_with` that `begin` recorded for a stage."""
         return self._entries.get(name, {})
 
     def begin(self, name: str, made_with: Mapping[str, Any]) -> None:
@@ -50,9 +50,9 @@ class CurriculumRecord:
         self._entries[name] = self._entries.get(name, {}) | dict(made_with)
         self._write()
 
-    def end(self, name: str, told: Mapping[str, Any]) -> None:
-        """A stage is done. told: what the record tells of it, `steps` among it."""
-        self._entries[name] = self._entries.get(name, {}) | dict(told)
+    def end(self, name: str, account: Mapping[str, Any]) -> None:
+        """A stage is done. account: what the record says of it, `steps` among it."""
+        self._entries[name] = self._entries.get(name, {}) | dict(account)
         self._write()
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""How fast the devices of a run are at best: asked of the ranks at the start."""
+"""The peak speed of a run's devices, as the ranks report it at the start."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[
         devices = ask(wanted)
     peak = peak_flops(devices)
     if peak is None:
-        told = ", ".join(unknown_devices(devices))
-        say(f"mfu is not told: no peak of {told} is known. Add it to configs/{TABLE}, from the vendor's data sheet")
+        unknown = ", ".join(unknown_devices(devices))
+        say(
+            f"mfu is not reported: no peak of {unknown} is known. Add it to configs/{TABLE}, from the vendor's data "
+            "sheet"
+        )
     return peak
 
 
@@ -55,7 +58,7 @@ def device_memory(groups: Mapping[str, ActorGroup], timeout_s: float) -> int | N
 
 
 def overlap_warning(config: Config, graph: StageGraph, device: str) -> str | None:
-    """What to know where stages on one GPU go on at once and both exchange: each spins on parts of the GPU that the
+    """A warning where stages on one GPU go on at once and both exchange: each spins on parts of the GPU that the
     other one computes on. The results are the same."""
     schedule = config.training.schedule
     sharing = device == "cuda" and graph.sharing() > 1 and schedule != "sequential"

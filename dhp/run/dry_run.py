@@ -1,4 +1,4 @@
-"""What a run would take, from the model's shape alone: layout, parameters and bytes of each rank, micro-batches."""
+"""Estimates of a run from the model's shape alone: layout, parameters and bytes of each rank, micro-batches."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:
 
 
 def footprints(config: Config, graph: StageGraph, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
-    """What a rank of each stage takes, by stage."""
+    """The footprint of a rank of each stage, by stage."""
     sections, cuda = parts(config), config.cluster.device != "cpu"
     family = load_family(source).having(sections)
     found = {}
@@ -122,7 +122,7 @@ def _row(config: Config, stage: StageSpec, shape: PartShape, memory: RankBytes) 
 
 
 def _devices(graph: StageGraph, memory: dict[str, Footprint]) -> list[str]:
-    """How many devices, which ranks share one, and what the fullest holds."""
+    """The number of devices, the ranks that share one, and the bytes of the fullest."""
     count = graph.device_count()
     on = [[stage for stage in graph.stages if device in stage.devices] for device in range(count)]
     shared = sum(len(stages) > 1 for stages in on)
@@ -131,7 +131,7 @@ def _devices(graph: StageGraph, memory: dict[str, Footprint]) -> list[str]:
     fullest = max(sum(memory[stage.name].total for stage in stages) for stages in on)
     return [
         f"devices        {count}: {each}",
-        *(f"{name + ' rank':14} {_told(m)}" for name, m in memory.items()),
+        *(f"{name + ' rank':14} {_breakdown(m)}" for name, m in memory.items()),
         f"fullest device {gigabytes(fullest)}; activations not included",
     ]
 
@@ -157,7 +157,7 @@ def _layers(stage: StageSpec) -> str:
     return f"{stage.name} {', '.join(f'{run.start}-{run.stop - 1}' for run in stage.chunks)}"
 
 
-def _told(taken: Footprint) -> str:
+def _breakdown(taken: Footprint) -> str:
     """`34.1 GB: states 30.0 GB, the loss 2.1 GB, …`."""
     parts = {
         "states": taken.states.total,

@@ -1,4 +1,4 @@
-"""The loss on data that nothing is trained on: every so many steps, on each dataset in a fixed order."""
+"""The loss on held-out data: every so many steps, on each dataset in a fixed order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Evaluation:
         return found if len(found) == 1 else [*found, together(found)]
 
     def answers(self, step: int) -> list[AnswerMetrics]:
-        """What the model answers after `step` optimizer steps, where that is asked for."""
+        """The model's answers after `step` optimizer steps, where they are asked for."""
         return [one for data in self._datasets if data.held_out is not None for one in data.held_out.answers(step)]
 
     def prompts(self) -> Counter[str]:
@@ -197,7 +197,7 @@ def evaluate_exchanged(
 
 @contextmanager
 def opened(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[tuple[Evaluation, int]]:
-    """What `evaluate` starts, and how many steps the weights were trained."""
+    """The evaluation that `evaluate` runs, and the number of steps that the weights were trained."""
     with _loaded(config, checkpoint, say) as (session, step):
         yield Evaluation(session), step
 

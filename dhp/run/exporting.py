@@ -17,22 +17,22 @@ def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> st
     """Put the parts together, with adapters added to their matrices, and write them where plain transformers can load
     them; what was written, in words.
 
-    base: the model that adapters were trained beside, if it lies elsewhere now. Raises CheckpointError, ModelError.
+    base: the model that adapters were trained with, if it is elsewhere now. Raises CheckpointError, ModelError.
     """
     about, weights = read_parts(checkpoint)
     adapters = adapters_in(about)
-    told = f"of step {about['step']}, from {checkpoint}"
+    source = f"of step {about['step']}, from {checkpoint}"
     if adapters:
-        from dhp.models.adapted import merge  # which brings peft along
+        from dhp.models.adapted import merge  # which imports peft
 
         weights = merge(base or str(about.get("model_name")), weights, adapters)
-        told = f"with the adapters of step {about['step']} in them, from {checkpoint}"
+        source = f"with the adapters of step {about['step']} in them, from {checkpoint}"
     save_whole(checkpoint / MODEL, weights, out_dir)
-    return f"{out_dir}: {len(weights)} weights {told}"
+    return f"{out_dir}: {len(weights)} weights {source}"
 
 
 def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint says of itself, and its weights by name."""
+    """A checkpoint's description, and its weights by name."""
     about = read_about(checkpoint, ("step", "parts", "settings"))
     weights = {name: tensor for part in about["parts"] for name, tensor in read_shards(checkpoint / part).items()}
     return about, weights

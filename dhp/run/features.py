@@ -1,4 +1,4 @@
-"""Features of a frozen tower on disk: whether a run may keep them, where, and how many bytes more."""
+"""Features of a frozen tower on disk: whether a run may save them, where, and how many bytes more."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def check_folder(config: Config) -> None:
 
 
 def feature_settings(config: Config) -> FeatureSettings | None:
-    """What readers need to look features up; None where none are kept. Reads the encoder's weights, which takes
+    """Settings for readers to look features up; None where none are saved. Reads the encoder's weights, which takes
     seconds."""
     where = config.data.cache_features
     if where is None:
         return None
-    from dhp.models.digest import digest_tower  # brings modeling code along, which takes a second
+    from dhp.models.digest import digest_tower  # imports modeling code, which takes a second
 
     return FeatureSettings(where, digest_tower(model_name(config), parts(config)[VISION].dtype, parts(config)))
 
 
 def keep_settings(config: Config, graph: StageGraph) -> dict[str, KeepSettings]:
-    """What the ranks of each part need that write features; the bytes that there is room for are shared out evenly."""
+    """Settings of the ranks of each part that write features; the bytes that there is room for are shared evenly."""
     where, most = config.data.cache_features, config.data.cache_features_gib
     if where is None:
         return {}

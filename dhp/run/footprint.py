@@ -56,8 +56,8 @@ class Footprint:
 def footprint(
     part: PartConfig, stage: StageSpec, shape: PartShape, head: HeadShape | None, cuda: bool = True
 ) -> Footprint:
-    """Of a stage of a resolved part. head: None where the stage has neither embedding nor head. cuda: count what a
-    GPU's libraries take."""
+    """The footprint of a stage of a resolved part. head: None where the stage has neither embedding nor head. cuda:
+    count what a GPU's libraries take."""
     return Footprint(
         states=rank_bytes(part, stage, shape),
         loss=loss_bytes(part, head) if head is not None and head.loss else 0,
@@ -104,8 +104,8 @@ def loss_bytes(part: PartConfig, head: HeadShape) -> int:
 
 
 def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadShape | None) -> int:
-    """What is whole for a while where weights or gradients are cut: two layers' weights (one computes, one comes), the
-    embedding and the head, a layer's gradients, and what is sent of them."""
+    """Bytes that are unsharded for a while where weights or gradients are cut: two layers' weights (one computes, one
+    comes), the embedding and the head, a layer's gradients, and what is sent of them."""
     if part.zero_stage < 2:
         return 0
     size = VALUE_BYTES[part.dtype]

@@ -1,4 +1,4 @@
-"""Prompts answered by the stages of a configuration, each in its own layout."""
+"""Answers prompts with the stages of a configuration, each in its own layout."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from dhp.run.settings import feed_settings
 from dhp.run.training import adapters_of
 from dhp.step.generate import answer_batch
 
-ROUNDS = 3  # of a benchmark, behind one that does not count
+ROUNDS = 3  # of a benchmark, after one that does not count
 PROMPT = "the prompt"
 _ROOT = Path("/")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What an answer took. first_token_s: seconds from the moment that its pictures are decoded to its first token.
-    tokens_per_s: of the tokens behind that one; None where there are none. peak_bytes, cache_bytes: by rank of the
+    """Time and memory of an answer. first_token_s: seconds from when its pictures are decoded to its first token.
+    tokens_per_s: of the tokens after that one; None where there are none. peak_bytes, cache_bytes: by rank of the
     decoder, see `dhp.base.generation.Answer`."""
 
     prompt_tokens: int
@@ -67,7 +67,7 @@ def generate(
     config: Config, checkpoint: Path | None, request: GenerateRequest, say: Callable[[str], None], rounds: int = 0
 ) -> Generated:
     """Start what `config` says (`dhp.config.generation.answering`), with the weights of `checkpoint` or of the model
-    itself, and answer the request. rounds: answer it again so often, and tell what these took.
+    itself, and answer the request. rounds: answer it again so often, and report what these took.
 
     The prompt is read before anything is started, and so is what of the checkpoint does not fit. Nothing is written but
     logs, in run_dir. Raises DhpError; leaves no process.
@@ -82,9 +82,9 @@ def generate(
         prompts = session.open_prompts(make_prompt_feed, config, records, sampling)
         _load(session, say)
         say("answering")
-        told = [_answer(session, prompts) for _ in range(1 + rounds)]
-    token_ids = told[0][1][0].token_ids
-    return Generated(token_ids, feed.said(token_ids), _figures(told[1:] or told))
+        answered = [_answer(session, prompts) for _ in range(1 + rounds)]
+    token_ids = answered[0][1][0].token_ids
+    return Generated(token_ids, feed.said(token_ids), _figures(answered[1:] or answered))
 
 
 def generate_all(
@@ -151,7 +151,7 @@ def read_record(request: GenerateRequest, allow_http: bool = False) -> Record:
 
 def check_weights(config: Config, checkpoint: Path) -> None:
     """Raises CheckpointError where a checkpoint's weights are not those of the configuration's model and adapters."""
-    from dhp.models.shape import list_parameters  # brings modeling code along, which takes a second
+    from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
 
     source = model_name(config)
     family, adapters = load_family(source).having(parts(config)), adapters_of(config)
@@ -171,21 +171,21 @@ def check_weights(config: Config, checkpoint: Path) -> None:
         missing = [] if part in adapters else [name for name in wanted if name not in held]
         strange = [name for name in held if part in adapters and name not in wanted]
         if missing or strange:
-            told = f"has no {missing[0]}, which" if missing else f"has {strange[0]}, and no parameter of that name"
+            wrong = f"has no {missing[0]}, which" if missing else f"has {strange[0]}, and no parameter of that name"
             raise CheckpointError(
-                f"{checkpoint / part} {told} {source} has{' with these adapters' if adapters else ''}: the checkpoint "
+                f"{checkpoint / part} {wrong} {source} has{' with these adapters' if adapters else ''}: the checkpoint "
                 f"is of another model, or its run had other adapters. Name the configuration of its run"
             )
 
 
 def _file(name: str, what: str, allow_http: bool) -> File:
-    """A file that the user names; unlike what annotations name, it may lie anywhere."""
+    """A file that the user names; unlike what annotations name, it may be anywhere."""
     path = name if "://" in name or name.startswith("data:") else str(Path(name).expanduser().absolute())
     return MediaResolver(_ROOT, allow_http).find(path, what)
 
 
 def _answer(session: Session, prompts: DatasetActor) -> tuple[float, Sequence[Answer]]:
-    """Seconds, and what each rank of the decoder tells."""
+    """Seconds, and the answer of each rank of the decoder."""
     timeout_s = session.config.cluster.step_timeout_s
     wait_all(prompts.request(0), timeout_s)
     begun = time.perf_counter()
@@ -195,15 +195,15 @@ def _answer(session: Session, prompts: DatasetActor) -> tuple[float, Sequence[An
     return time.perf_counter() - begun, answers
 
 
-def _figures(told: Sequence[tuple[float, Sequence[Answer]]]) -> Figures:
+def _figures(answers: Sequence[tuple[float, Sequence[Answer]]]) -> Figures:
     """The median of several answers to the same prompt."""
-    last = told[-1][1]
+    last = answers[-1][1]
     new = len(last[0].token_ids)
-    behind = [of[0].seconds - of[0].prefill_s for _, of in told]
+    behind = [of[0].seconds - of[0].prefill_s for _, of in answers]
     return Figures(
         prompt_tokens=last[0].prompt_tokens,
         new_tokens=new,
-        first_token_s=median(whole - rest for (whole, _), rest in zip(told, behind, strict=True)),
+        first_token_s=median(whole - rest for (whole, _), rest in zip(answers, behind, strict=True)),
         tokens_per_s=(new - 1) / median(behind) if new > 1 else None,
         peak_bytes=tuple(one.peak_bytes for one in last),
         cache_bytes=tuple(one.cache_bytes for one in last),

@@ -1,4 +1,4 @@
-"""The graph of stages that a configuration asks for: derived once, before any actor, from it and the model's shape."""
+"""The graph of stages: derived once, before any actor, from a configuration and the model's shape."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def make_graph(config: Config, family: Family, source: str, trains: bool = True)
 
 
 def _sizes(source: str) -> DecoderSizes:
-    from dhp.models.shape import decoder_sizes  # brings modeling code along, which takes a second
+    from dhp.models.shape import decoder_sizes  # imports modeling code, which takes a second
 
     return decoder_sizes(source)
 
 
 def degrees(part: PartConfig) -> Degrees:
-    """How each stage of a resolved part is split."""
+    """The degrees of each stage of a resolved part."""
     found = (part.data, part.ring, part.ulysses, part.tensor, part.expert)
     return Degrees(*map(resolved, found))
 
 
 def even_cuts(sizes: DecoderSizes, stages: int) -> list[int]:
-    """Where to cut the layers so that the largest stage has as few parameters as possible.
+    """The cuts of the layers for which the largest stage has as few parameters as possible.
 
     Of several such cuts, the one whose first stages are smallest: they hold most micro-batches of 1F1B.
 
-    What lies before the layers counts for the first stage, what lies behind them for the last; a tied weight for both.
+    What comes before the layers counts for the first stage, what comes after them for the last; a tied weight for both.
     """
     count, (before, behind) = len(sizes.layers), _outside(sizes)
     sums = list(accumulate(sizes.layers, initial=0))
@@ -108,7 +108,7 @@ def _stages(name: str, section: PartConfig, chunks: Sequence[range], first: int)
 
 
 def _chunks(section: PartConfig, layers: int, sizes: DecoderSizes | None) -> list[range]:
-    """The runs of layers in the order in which a micro-batch comes by. Raises ConfigError."""
+    """The runs of layers in the order in which a micro-batch visits them. Raises ConfigError."""
     stages = resolved(section.pipeline)
     runs = stages * section.virtual_stages
     if section.cuts is not None:
@@ -134,7 +134,7 @@ class _Run:
 
 
 def _edges(family: Family, stages: Sequence[StageSpec]) -> list[Edge]:
-    """What a part hands over goes where it enters a later one; hidden states go from run to run."""
+    """Edges from where tensors of a part leave it to where they enter a later one; hidden states go from run to run."""
     edges: list[Edge] = []
     ends: dict[str, _Run] = {}  # by tensor, the run that it leaves
     for name, part in family.parts.items():

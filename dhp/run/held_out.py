@@ -1,4 +1,4 @@
-"""Prompts of a dataset answered by the ranks of a session."""
+"""Answers prompts of a dataset with the ranks of a session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dhp.step.generate import answer_batch
 
 
 class HeldOut:
-    """Samples of a dataset, up to their first answers."""
+    """Samples of a dataset, cut before their first answers."""
 
     def __init__(self, session: Session, asked: str, count: int | None, sampling: Sampling):
         """asked: the dataset as data.eval_datasets has it. count: of its first samples; None: all. Raises what reading
@@ -34,8 +34,8 @@ class HeldOut:
 
     def answers(self, step: int) -> Iterator[AnswerMetrics]:
         """Each prompt's, after `step` optimizer steps."""
-        told = (answer for number in range(self._steps) for answer in self._answer(number))
-        for number, (prompt, answer) in enumerate(zip(self._prompts, told, strict=False), start=1):
+        answers = (answer for number in range(self._steps) for answer in self._answer(number))
+        for number, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=False), start=1):
             yield AnswerMetrics(
                 step=step,
                 dataset=self._name,

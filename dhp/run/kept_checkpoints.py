@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints stay, told by what training.save_total_limit and best_metric say."""
+"""Keeps the best and the newest checkpoints of a run, by training.save_total_limit and best_metric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dhp.observe.metrics import EvalMetrics
 
 
 class KeptCheckpoints:
-    """Told of each complete checkpoint and of each evaluation, in the order in which they come."""
+    """Takes each complete checkpoint and each evaluation, in the order in which they come."""
 
     def __init__(self, config: Config, say: Callable[[str], None]):
         self._parent, self._limit = Path(str(config.training.checkpoint_dir)), config.training.save_total_limit
@@ -24,7 +24,7 @@ class KeptCheckpoints:
 
     @property
     def best(self) -> str | None:
-        """Which checkpoint is the best so far, by what, in words; None where none is known."""
+        """The best checkpoint so far, and its metric, in words; None where none is known."""
         best = self._best
         return None if best is None else f"step_{best.step}: {best.metric} {best.value:.4f}"
 

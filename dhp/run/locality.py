@@ -1,4 +1,4 @@
-"""Which replicas of an encoder are near which of the decoder, from where the ranks of a run lie."""
+"""Distances between replicas of encoders and of the decoder, from the devices of a run's ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_localities(
 
 
 def devices_as_planned(graph: StageGraph) -> dict[str, list[RankDevice]]:
-    """Where ranks would lie on one node."""
+    """The devices of ranks on one node."""
     return {stage.name: [RankDevice(device, 0) for device in stage.devices] for stage in graph.stages}
 
 

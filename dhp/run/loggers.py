@@ -12,7 +12,7 @@ from dhp.observe.loggers.loggers import Loggers
 
 
 def make_loggers(config: Config, run_dir: Path, resumed: bool) -> Loggers | None:
-    """Those of training.loggers; None where there are none. resumed: the run goes on where one in run_dir stopped."""
+    """The loggers of training.loggers; None: there are none. resumed: the run goes on where one in run_dir stopped."""
     if not config.training.loggers:
         return None
     about = About(

@@ -1,4 +1,4 @@
-"""Which refs of the next step's data the ranks of the encoders fetch beside the step that runs."""
+"""Prefetching of the next step's data by the encoders' ranks, during the step that runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Work = Mapping[str, Sequence[Sequence[Any]]]  # refs by part, [micro-batch][shar
 
 
 def look_ahead(groups: Mapping[str, ActorGroup], graph: StageGraph, work: Work) -> frozenset[Any]:
-    """Let each rank of an encoder fetch its shard's work of all micro-batches; the refs that somebody fetches. The
+    """Let each rank of an encoder fetch its shard's work of all micro-batches; the refs that are fetched. The
     decoder's work is small: what is large of it comes from the encoders."""
     fetched: set[Any] = set()
     for stage in graph.stages:
@@ -28,7 +28,7 @@ def look_ahead(groups: Mapping[str, ActorGroup], graph: StageGraph, work: Work) 
 
 
 def named_elsewhere(work: Work, fetched: frozenset[Any]) -> dict[str, list[list[Any]]]:
-    """The work with what ranks have fetched themselves named, not handed over once more."""
+    """The work, in which what ranks have fetched themselves is referred to by `RemoteValue`, not sent once more."""
     return {
         part: [[RemoteValue(ref) if ref in fetched else ref for ref in shards] for shards in micro_batches]
         for part, micro_batches in work.items()

@@ -46,7 +46,7 @@ STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run
 
 @dataclass(frozen=True)
 class Spans:
-    """What will tell who did what up to here, in a traced run, and its calls."""
+    """Refs of all ranks' spans up to here, in a traced run, and their calls."""
 
     refs: SpanRefs
     watched: list[Watched]
@@ -77,9 +77,9 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
         for line in [*start.quarantine(), *start.changes(recipe(config))]:
             say(line)
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
-        told, text = (config.training.log_interval, world(config)), to_yaml(config)
+        interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)
-        recorder = Recorder(run_dir, *told, text, *begun, resume, say, loggers)
+        recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers)
         with recorder, ending_on_error():
             name = model_name(config)
             family = load_family(name)
@@ -96,7 +96,7 @@ class Trainer:
     """One run in a started session. Holds refs, never tensors."""
 
     def __init__(self, session: Session, recorder: Recorder, unfinished: Unfinished | None = None):
-        """unfinished: is told of each checkpoint, while it is written."""
+        """unfinished: checkpoints that are being written, to be removed if the run fails."""
         self.session, self.recorder = session, recorder
         self.config, self.start, self.graph = session.config, session.start, session.graph
         self._saver = Saver(session, recorder.say, unfinished or Unfinished())
@@ -104,7 +104,7 @@ class Trainer:
         self._timeout_s = self.config.cluster.step_timeout_s
         self._last_end = time.perf_counter()
         self._skipped = self.start.skipped_samples
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     def run(self) -> None:
         """Start, train every step that is not done yet, save on the way and at the end, as is asked for."""
@@ -152,7 +152,7 @@ class Trainer:
 
     def _missed_evaluation(self) -> bool:
         """Whether the run that is continued ended in its evaluation. A whole one counts for the best checkpoint again:
-        it may have ended right behind it."""
+        it may have ended right after it."""
         step, record = self.start.step, self.recorder.record_so_far()
         if not due(self.config, step, self.plan.steps, saves=self.start.checkpoint is not None):
             return False
@@ -262,9 +262,9 @@ class Trainer:
 
     def _tell_once(self, notes: Iterable[str]) -> None:
         for note in notes:
-            if note not in self._told:
+            if note not in self._noted:
                 self.recorder.say(note)
-                self._told.add(note)
+                self._noted.add(note)
 
     def _write_spans(self, spans: Spans | None) -> None:
         if spans is not None and self.tracing is not None:

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before any actor starts: paths, model, degrees, some of the samples."""
+"""Checks before any actor starts: paths, model, degrees, some of the samples."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def prepare(
 
     Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
     and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are
-    looked at. reads: datasets are read. say: is told of what takes time, when it begins. Raises ConfigError, ModelError
-    or DataError.
+    checked. reads: datasets are read. say: receives a line when something that takes time begins. Raises ConfigError,
+    ModelError or DataError.
     """
     say("checking the configuration")
     for note in environment_notes(os.environ) if new_run else ():
@@ -92,11 +92,11 @@ def _look_at_samples(config: Config, say: Callable[[str], None]) -> None:
         say(note)
 
 
-def _also_wrong(config: Config, told: str) -> list[ConfigError]:
-    """Where degrees of a part are refused, as `told`: what the model's heads and layers would refuse next, as far as it
-    does not depend on ZeRO. Whoever mends one mistake is not shown the other one after it."""
+def _also_wrong(config: Config, message: str) -> list[ConfigError]:
+    """Where degrees of a part are refused with `message`: what the model's heads and layers would refuse next, as far
+    as it does not depend on ZeRO, so that both mistakes are shown at once."""
     named = next((part.model_name for part in parts(config).values() if part.model_name), "")
-    if not named or not any(f"{name}." in told for name in parts(config)):
+    if not named or not any(f"{name}." in message for name in parts(config)):
         return []
     from dhp.models.config_source import config_source
     from dhp.models.registry import load_family
@@ -104,7 +104,7 @@ def _also_wrong(config: Config, told: str) -> list[ConfigError]:
     found = []
     try:
         family = load_family(config_source(named) if config.training.dry_run else named)
-    except DhpError:  # which is told when the rest is right
+    except DhpError:  # which is raised when the rest is right
         return []
     for name, part in parts(config).items():
         kind = "data" if part.parallelism == "deepspeed" else part.parallelism
@@ -113,12 +113,12 @@ def _also_wrong(config: Config, told: str) -> list[ConfigError]:
             if name in family.parts:
                 family.parts[name].check(resolve_part(name, plain))
         except DhpError as error:
-            found += [] if str(error) in told or not isinstance(error, ConfigError) else [error]
+            found += [] if str(error) in message or not isinstance(error, ConfigError) else [error]
     return found
 
 
 def _check_packages(config: Config) -> None:
-    """What ranks of a Ray of our own would miss; on the nodes of a running cluster, each rank looks for itself."""
+    """Packages that ranks of a Ray of our own need; on the nodes of a running cluster, each rank looks for itself."""
     if config.cluster.address != "local" or config.training.dry_run:
         return
     for name, part in parts(config).items():
@@ -148,7 +148,7 @@ def _fix_paths(config: Config) -> None:
 
 
 def missing_data(config: Config) -> list[str]:
-    """What is wrong with the paths of the datasets, a message each."""
+    """Messages about wrong paths of the datasets."""
     missing = []
     for name in read_datasets(config.data):
         entry = config.data.data_registry[name]
@@ -250,7 +250,7 @@ def _check_stages(config: Config, family: Family, source: str) -> None:
 
 
 def _check_rules(config: Config, family: Family, source: str) -> None:
-    """Raises ConfigError for rules of training that are about nothing in the model, or leave nothing to train."""
+    """Raises ConfigError for rules of training that match nothing in the model, or leave nothing to train."""
     from dhp.run.training import adapters_of
 
     training, adapters = config.training, adapters_of(config)

@@ -1,4 +1,4 @@
-"""What a resumed run may have otherwise than its checkpoint had it, which is then said, and which files it may not."""
+"""Settings that may change when a run is resumed, which is then reported, and files that may not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_AN_ENTRY = ("annotation_path", "data_path", "weight")  # held as files, free
 
 
 def recipe(config: Config) -> dict[str, Any]:
-    """What decides how samples are made and weights are changed, by key, as JSON gives it back."""
+    """What decides how samples are made and weights are updated, by key, as JSON gives it back."""
     found: dict[str, Any] = {}
     for section in HELD:
         values = asdict(getattr(config, section))
@@ -54,7 +54,7 @@ def recipe(config: Config) -> dict[str, Any]:
 
 def held_files(config: Config) -> dict[str, str]:
     """Fingerprints of what a run reads and its checkpoints do not hold: the model's weights, where they are a
-    directory's, and annotations. Where these lie may change. Raises OSError."""
+    directory's, and annotations. Their paths may change. Raises OSError."""
     found = {}
     model = Path(model_name(config))
     if model.is_dir():

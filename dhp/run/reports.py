@@ -1,4 +1,4 @@
-"""What the ranks report of a step, put together to its metrics."""
+"""Merges the ranks' reports of a step into its metrics."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def step_metrics(
 
 
 def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, timing: Timing) -> Iterator[str]:
-    """What is to be said of the step once in a run: by its ranks, and why it has no mfu where there is a peak."""
+    """Notes of the step, each printed once in a run: by its ranks, and why it has no mfu where there is a peak."""
     yield from (note for of in reports.values() for report in of for note in report.notes)
     if metrics.mfu is None and timing.peak_flops is not None:
         yield NO_MFU
 
 
 def _busy(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, float] | None:
-    """Mean of each stage's ranks; None where somebody was not measured."""
+    """Mean of each stage's ranks; None where a rank was not measured."""
     known = {name: [report.busy_s for report in of if report.busy_s is not None] for name, of in reports.items()}
     return {name: sum(of) / len(of) for name, of in known.items()} if all(known.values()) else None
 

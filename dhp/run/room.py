@@ -1,4 +1,4 @@
-"""Whether what stages keep between steps fits the GPUs that they share: said before anything is loaded."""
+"""Checks, before anything is loaded, that what stages keep between steps fits the GPUs that they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dhp.run.footprint import Footprint
 
 
 def require_room(config: Config, graph: StageGraph, memory: int | None) -> None:
-    """Raise ConfigError where the stages on one GPU keep more than its `memory` bytes; None: nobody knows these.
+    """Raise ConfigError where the stages on one GPU keep more than its `memory` bytes; None: not known.
 
     Weights, gradients, the optimizer and contexts alone count, which a run cannot do without. What a step takes besides
     is for the planner, or for CUDA to say.

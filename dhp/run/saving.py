@@ -1,4 +1,4 @@
-"""The checkpoints of a run while it trains: when one is due, asked of the ranks, and given its name."""
+"""Checkpoints of a run while it trains: when one is due, requested from the ranks, and given its name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Saver:
     """Checkpoints of one session. kept: which of them stay."""
 
     def __init__(self, session: Session, say: Callable[[str], None], unfinished: Unfinished):
-        """unfinished: is told of each checkpoint, while it is written."""
+        """unfinished: checkpoints that are being written, to be removed if the run fails."""
         self._session, self._config, self._say, self._unfinished = session, session.config, say, unfinished
         self._parent = Path(str(session.config.training.checkpoint_dir))
         self._template = read_template(session.config.data.chat_template)
@@ -56,7 +56,7 @@ class Saver:
         return Saving(step, folder, self._session.take_watched())
 
     def finish(self, saving: Saving, plan: DataPlan, skipped: int) -> Path:
-        """Once every rank has written, give the checkpoint its name: where it is then. skipped: samples so far."""
+        """Once every rank has written, give the checkpoint its name; its path. skipped: samples so far."""
         if saving.step == plan.steps:
             self._say("saving the final checkpoint")
         wait_all(saving.watched, self._config.cluster.step_timeout_s)

@@ -1,4 +1,4 @@
-"""What a run has running: the cluster, the actors that read its data, the groups of its stages. Started and ended here.
+"""Starts and ends what a run needs: the cluster, the actors that read its data, the groups of its stages.
 
 A session trains nothing. `dhp.run.loop` submits steps to it; after a failure another session can be started in its
 place.
@@ -43,7 +43,7 @@ from dhp.trainers.settings import StageSettings
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What the run learns from its data. steps: of the whole run; epoch_ends: steps after which training.save_epochs
+    """The run's plan from its data. steps: of the whole run; epoch_ends: steps after which training.save_epochs
     asks for a checkpoint; kept: settings that a checkpoint must agree with;
     workers and ahead: processes that read, and steps that are read ahead."""
 
@@ -67,7 +67,7 @@ class Session:
         self.config, self.graph, self.start, self._say = config, graph, start, say
         self._cluster = Cluster(_layout(config, graph, run_dir, start), say)
         self._timeout_s = config.cluster.step_timeout_s
-        self._held: frozenset[Any] = frozenset()  # refs of the next step's work that ranks fetch beside this one
+        self._held: frozenset[Any] = frozenset()  # refs of the next step's work that ranks fetch during this one
 
     def __enter__(self) -> Session:
         self._cluster.__enter__()
@@ -101,8 +101,8 @@ class Session:
     def open_data(self, tell: Callable[[int, int], None]) -> DataPlan:
         """Start the actors that read, and learn how long the run is and whether it continues the one before.
 
-        tell: parts of the datasets whose lengths are measured, done and all. Raises what reading raises, and
-        CheckpointError where the run does not continue its checkpoint.
+        tell: is called with parts of the datasets whose lengths are measured, done and all. Raises what reading raises,
+        and CheckpointError where the run does not continue its checkpoint.
         """
         config, start = self.config, self.start
         workers, ahead = config.data.num_workers, config.data.prefetch
@@ -147,13 +147,13 @@ class Session:
         """Load every stage on its actors, for a run of that many steps. states: a checkpoint's optimizer states too."""
         if self.device == "cuda":
             require_room(self.config, self.graph, least_memory(read_gpus()))
-        make: Callable[[StageSettings], EngineProtocol] = make_rank  # every kind of rank has the verbs of the step
+        make: Callable[[StageSettings], EngineProtocol] = make_rank  # every kind of rank has the methods of the step
         family = load_family(model_name(self.config)).having(parts(self.config))
         rules = training_rules(self.config.training, family, adapters_of(self.config))
         kept = keep_settings(self.config, self.graph)
         for spec in self.graph.stages:
-            told = (self.start.checkpoint, rules, kept.get(spec.part), states)
-            settings = stage_settings(self.config, self.graph, spec, self.device, steps, *told)
+            given = (self.start.checkpoint, rules, kept.get(spec.part), states)
+            settings = stage_settings(self.config, self.graph, spec, self.device, steps, *given)
             self.groups[spec.name].start(make, settings)
         wait_all(self.take_watched(), self._cluster.build_timeout_s)
         self.stages = make_stages(self.graph, self.groups)
@@ -172,11 +172,11 @@ class Session:
         wait_all(actor.take_watched(), config.cluster.start_timeout_s)
         return actor
 
-    def open_prompts(self, make: Callable[..., PromptReader], config: Config, *told: Any) -> DatasetActor:
-        """Start an actor that reads prompts, as `make` of the settings of `config` and what else it is told gives them;
+    def open_prompts(self, make: Callable[..., PromptReader], config: Config, *more: Any) -> DatasetActor:
+        """Start an actor that reads prompts, as `make` of the settings of `config` and `more` gives them;
         once it has them."""
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
-        actor = self._cluster.dataset_actor(make, feed_settings(config, near), *told, micro_batches=1)
+        actor = self._cluster.dataset_actor(make, feed_settings(config, near), *more, micro_batches=1)
         wait_all(actor.take_watched(), config.cluster.start_timeout_s)
         return actor
 
@@ -186,7 +186,7 @@ class Session:
 
     def take_batch(self, step: int) -> Batch:
         """The data of a step that was requested and has been read. Where `data.pin_memory` says so, the encoders' ranks
-        begin to fetch the next step's beside this one."""
+        begin to fetch the next step's during this one."""
         batch = self.batch(self.data.take(step))
         if not (self.config.data.pin_memory and self.device == "cuda"):
             return batch
@@ -198,7 +198,7 @@ class Session:
         return [entry for group in self.groups.values() for entry in group.take_watched()]
 
     def data_state(self, step: int) -> Any:
-        """What a checkpoint after `step` steps keeps of the data's order."""
+        """The state of the data's order for a checkpoint after `step` steps."""
         return self.data.ask("state", step, timeout_s=self._timeout_s)
 
     def info(self, ref: Any) -> StepInfo:

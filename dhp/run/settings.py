@@ -1,4 +1,4 @@
-"""From a resolved configuration to the plain values that workers and the dataset actor are born with."""
+"""From a resolved configuration to the settings of ranks and of the dataset actor, plain values."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def feed_settings(
     passes: Mapping[str, TrainedShare] = MappingProxyType({}),
     features: FeatureSettings | None = None,
 ) -> BatchReaderSettings:
-    """What the dataset actor needs. localities: where the ranks of each encoder lie, once that is known. passes: what a
-    step computes of each part of which not all is trained. features: of pictures, where a run keeps them; who looks at
-    samples wants their pixels."""
+    """The dataset actor's settings. localities: of the ranks of each encoder, once they are known. passes: what a
+    step computes of each part of which not all is trained. features: of pictures, where a run keeps them; without them
+    pixels are read."""
     near = localities or {}
     return BatchReaderSettings(
         model_name=model_name(config),
@@ -88,11 +88,11 @@ def feed_settings(
 
 
 def passes_of(config: Config) -> dict[str, TrainedShare]:
-    """What a step computes of each part; none where all of them are trained."""
+    """The share that a step computes of each part; none where all of them are trained."""
     adapters = adapters_of(config)
     if not (config.training.trainable or config.training.frozen or adapters):
         return {}
-    from dhp.models.shape import list_parameters  # brings modeling code along, which takes a second
+    from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
 
     source = model_name(config)
     family = load_family(source).having(parts(config))
@@ -102,7 +102,7 @@ def passes_of(config: Config) -> dict[str, TrainedShare]:
 
 def _split(part: PartConfig, locality: Locality | None) -> Split:
     own = degrees(part)
-    # An encoder in 16 bits rounds its inputs first thing: rounded before, they take half the room on the way.
+    # An encoder in 16 bits rounds its inputs first thing: rounded before, they take half the room in transfer.
     dtype = "bfloat16" if part.dtype == "bfloat16" else "float32"
     return Split(own.data, own.sequence, dtype, locality, even_calls=part.zero_stage == 3)
 
@@ -127,7 +127,7 @@ def world(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _pipeline(part: PartConfig) -> dict[str, Any]:
-    """What says which stage holds which layers, where there are several."""
+    """Settings that say which stage holds which layers, where there are several."""
     if part.pipeline == 1:
         return {}
     cuts = {} if part.cuts is None else {"cuts": list(part.cuts)}
@@ -136,7 +136,7 @@ def _pipeline(part: PartConfig) -> dict[str, Any]:
 
 
 def kept_settings(config: Config) -> dict[str, Any]:
-    """What must stay as it is when a run is resumed, by key: all that decides which rank sees and holds what."""
+    """Settings that must stay when a run is resumed, by key: all that decides which rank sees and holds what."""
     of_parts = {f"{name}.{key}": value for name, values in world(config).items() for key, value in values.items()}
     # Checkpoints of before there were experts do not have the key.
     of_parts = {key: value for key, value in of_parts.items() if not key.endswith(".expert") or value > 1}
@@ -157,7 +157,7 @@ def kept_settings(config: Config) -> dict[str, Any]:
 
 
 def _plain(adapters: AdapterSettings) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """Adapter settings as JSON gives them back."""
     return asdict(adapters) | {"targets": list(adapters.targets)}
 
 
@@ -178,7 +178,7 @@ def stage_settings(
     features: KeepSettings | None = None,
     states: bool = True,
 ) -> StageSettings:
-    """What each rank of a stage needs in a run of `steps` optimizer steps.
+    """The settings of each rank of a stage in a run of `steps` optimizer steps.
 
     checkpoint: the one that the run continues; states: with its optimizer's. rules: what is trained, and how. features:
     where those of its part are kept.
@@ -236,7 +236,7 @@ def _optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
 
 
 def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str, str]]:
-    """What must lie on the nodes of each part's ranks and of the dataset actor ("data"), by configuration key."""
+    """Paths that must be on the nodes of each part's ranks and of the dataset actor ("data"), by configuration key."""
     model = model_name(config)  # all parts' and the processors'; a hub id is found by each node itself
     shared = {f"{DECODER}.model_name": model} if Path(model).is_dir() else {}
     of_ranks = shared | ({} if checkpoint is None else {"training.resume": str(checkpoint)})

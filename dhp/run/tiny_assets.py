@@ -12,7 +12,7 @@ SAMPLES = 256
 
 def make_tiny_assets(folder: Path, say: Callable[[str], None] = say_line, further: Collection[str] = ()) -> None:
     """Make `folder`/data (pictures and LLaVA annotations) and `folder`/model (a Hugging Face directory) if absent, and
-    of FURTHER the datasets that are asked for. say: is told when there is something to make.
+    of FURTHER the datasets that are asked for. say: receives a line when there is something to make.
 
     The tokenizer learns the pictures' own text and nothing else, so that the same code gives the same model.
     """
@@ -36,7 +36,7 @@ def make_tiny_assets(folder: Path, say: Callable[[str], None] = say_line, furthe
 
 
 def _make_needles(folder: Path) -> None:
-    from dhp.data.needle import make_needles  # which brings PyAV along
+    from dhp.data.needle import make_needles  # which imports PyAV
 
     make_needles(folder, samples=512, frames=(16, 32, 48, 64))
 
@@ -47,5 +47,5 @@ def _make_notes(folder: Path) -> None:
     make_notes(folder, samples=256, notes=32)
 
 
-# Datasets beside the pictures, by the folder that each lies in: videos in which one frame is asked for; long texts.
+# Further datasets, by the folder of each: videos in which one frame is asked for; long texts.
 FURTHER: dict[str, Callable[[Path], None]] = {"needles": _make_needles, "notes": _make_notes}

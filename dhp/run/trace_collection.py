@@ -1,4 +1,4 @@
-"""Collect what every rank did in each step, and write it to the run's trace."""
+"""Collects the spans of every rank in each step and writes them to the run's trace."""
 
 from __future__ import annotations
 

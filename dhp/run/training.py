@@ -1,4 +1,4 @@
-"""What a run trains: the rules that its configuration makes, held against the model's parameters; and a table of it."""
+"""What a run trains: the rules of its configuration, checked against the model's parameters; and a table of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dhp.models.registry import load_family
 if TYPE_CHECKING:
     from dhp.models.shape import Parameter
 
-ADAPTERS = " adapters"  # behind what they are beside, in the table
+ADAPTERS = " adapters"  # after the name of their part, in the table
 PROJECTOR = "projector"  # of all encoders: what leads from them to the decoder
 _HEADINGS = ("part", "group", "parameters", "learning rate", "weight decay", "warm-up")
 
@@ -60,26 +60,26 @@ def training_rules(training: TrainingConfig, family: Family, adapted: Collection
 def trained_stage(
     rules: TrainingRules, family: Family, source: str, adapters: Mapping[str, AdapterSettings] = MappingProxyType({})
 ) -> Callable[[str, Sequence[str]], bool]:
-    """What tells whether a stage of a part trains anything, when the part's modules `absent` are not in it."""
+    """A function: whether a stage of a part trains anything, when the part's modules `absent` are not in it."""
     if not rules.selects:
         return lambda part, absent: True
-    from dhp.models.shape import list_parameters  # brings modeling code along, which takes a second
+    from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
 
     trained = [one for one in list_parameters(source, family, adapters) if one.used and rules.trains(one.name)]
     return lambda part, absent: any(one.part == part and not is_inside(one.name, absent) for one in trained)
 
 
-def check_rules(rules: TrainingRules, parameters: Sequence[Parameter], told: Iterable[str]) -> None:
-    """Raises ConfigError for what selects no parameter, and where nothing is left to train. told: the parts."""
+def check_rules(rules: TrainingRules, parameters: Sequence[Parameter], known_parts: Iterable[str]) -> None:
+    """Raises ConfigError for what selects no parameter, and where nothing is left to train. known_parts: by name."""
     for key, selector in rules.selectors():
         if not any(selector.fits(one.name) for one in parameters):
             raise ConfigError(
-                f"{key}: {selector.said} is no parameter of this model{_meant(selector, parameters, told)}"
+                f"{key}: {selector.said} is no parameter of this model{_meant(selector, parameters, known_parts)}"
             )
     if not any(one.used and rules.trains(one.name) for one in parameters):
         raise ConfigError(
             f"training.trainable={_said(rules.trainable)} with training.frozen={_said(rules.frozen)}: nothing would be "
-            f"trained. Take something out of training.frozen; the parts are {', '.join(told)}."
+            f"trained. Take something out of training.frozen; the parts are {', '.join(known_parts)}."
         )
 
 
@@ -96,12 +96,12 @@ def check_frozen_states(config: Config, graph: StageGraph) -> None:
 
 
 def part_names(family: Family) -> list[str]:
-    """What may stand for parts in the rules of a run."""
+    """Names that stand for parts in the rules of a run."""
     return [*family.parts, PROJECTOR]
 
 
 def table_of_training(config: Config, source: str) -> list[str]:
-    """Lines that tell what is trained and how: a row for each group of each part, one for what of it is frozen. source:
+    """Lines that say what is trained and how: a row for each group of each part, one for what of it is frozen. source:
     as `dhp.models.config_source` gives it."""
     from dhp.models.shape import list_parameters
 
@@ -128,8 +128,8 @@ def _row(label: str, group: Group | None, size: int, training: TrainingConfig) -
     if group is None:
         return (label, "frozen", f"{size:,}", "-", "-", "-")
     warmup = group.warmup_steps if group.warmup_steps >= 0 else training.warmup_steps
-    told = f"{training.warmup_ratio:.3g} of all steps" if warmup is None else f"{warmup} steps"
-    return (label, group.name, f"{size:,}", f"{group.learning_rate:.3g}", f"{group.weight_decay:.3g}", told)
+    warmup_text = f"{training.warmup_ratio:.3g} of all steps" if warmup is None else f"{warmup} steps"
+    return (label, group.name, f"{size:,}", f"{group.learning_rate:.3g}", f"{group.weight_decay:.3g}", warmup_text)
 
 
 def _select(family: Family, said: Iterable[str]) -> tuple[Selector, ...]:
@@ -145,18 +145,18 @@ def _selector(family: Family, said: str) -> Selector:
     return Selector(said)
 
 
-def _meant(selector: Selector, parameters: Sequence[Parameter], told: Iterable[str]) -> str:
-    """What may have been meant: a part, or pieces of names."""
+def _meant(selector: Selector, parameters: Sequence[Parameter], known_parts: Iterable[str]) -> str:
+    """Suggests what may have been meant: a part, or pieces of names."""
     shared = next((one for one in parameters if any(selector.fits(name) for name in one.also)), None)
     if shared is not None:
         return f" by itself: it is the same weight as {shared.name}. Name that"
     pieces = {piece for one in parameters for piece in one.name.split(".") if not piece.isdigit()}
     whole = dict.fromkeys(name for one in parameters for name in _paths(one.name))
     wanted = selector.said.strip("*.")
-    found = [nearest(wanted, [*told, *sorted(pieces)])] if "." not in wanted else [nearest(wanted, whole)]
+    found = [nearest(wanted, [*known_parts, *sorted(pieces)])] if "." not in wanted else [nearest(wanted, whole)]
     modules = sorted({one.name.rpartition(".")[0].rpartition(".")[2] for one in parameters} - {""})
     known = [name for name in modules if not name.isdigit()][:12]
-    return did_you_mean(found) or f". Name a part ({', '.join(told)}) or pieces of names, as {', '.join(known)}"
+    return did_you_mean(found) or f". Name a part ({', '.join(known_parts)}) or pieces of names, as {', '.join(known)}"
 
 
 def _paths(name: str) -> list[str]:

@@ -12,7 +12,7 @@ from dhp.step.stages import Batch, InFlight, Ref, Stages
 
 @dataclass(frozen=True)
 class EvaluationRefs:
-    """What a submitted batch will answer: its counts, and the share of the loss of each shard of the last stage."""
+    """Results of a submitted batch: its counts, and the share of the loss of each shard of the last stage."""
 
     info: Ref
     shares: list[Any]
@@ -21,7 +21,7 @@ class EvaluationRefs:
 def evaluate_batch(stages: Stages, graph: StageGraph, batch: Batch) -> EvaluationRefs:
     """Submit the batch's micro-batches, one behind another through all stages. Nothing is waited for.
 
-    Each stage ends the batch when all others have used what it handed over: it may write there again then.
+    Each stage ends the batch when all others have used what it sent: it may write there again then.
     """
     in_flight = InFlight(batch)
     for micro_batch in range(len(next(iter(batch.work.values())))):

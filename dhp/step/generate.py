@@ -1,4 +1,4 @@
-"""Prompts answered, one a replica of the last stage: encoders forward, prefill and decoding behind them."""
+"""Answers prompts, one for each replica of the last stage: encoders' forward, then prefill and decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dhp.step.stages import Batch, InFlight, Ref, Stages
 
 @dataclass(frozen=True)
 class AnswerRefs:
-    """What submitted prompts will answer: their counts, and what each rank of the last stage tells, replica by
+    """Results of submitted prompts: their counts, and the answer of each rank of the last stage, replica by
     replica."""
 
     info: Ref
@@ -21,7 +21,7 @@ class AnswerRefs:
 def answer_batch(stages: Stages, graph: StageGraph, batch: Batch) -> AnswerRefs:
     """Submit one micro-batch of prompts. Nothing is waited for.
 
-    Each stage ends it when all others have used what it handed over: it may write there again then.
+    Each stage ends it when all others have used what it sent: it may write there again then.
     """
     in_flight = InFlight(batch)
     *before, last = graph.nodes()

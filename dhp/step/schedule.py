@@ -1,4 +1,4 @@
-"""In which order a step visits nodes and micro-batches: values that print, compare and draw themselves.
+"""The order in which a step visits nodes and micro-batches: plain values that can be printed, compared and drawn.
 
 A *program* is what one stage does, in its order. The programs of all stages, merged, are a schedule; its clock table
 (rows stages, columns time) is what the papers draw. Sources: GPipe (Huang et al. 2019, section 2.3), 1F1B
@@ -56,9 +56,9 @@ def make_schedule(kind: str, graph: StageGraph, micro_batches: int) -> Schedule:
 
 
 def make_programs(kind: str, graph: StageGraph, micro_batches: int) -> dict[str, list[Action]]:
-    """What each stage does: the last part as `kind` says, those before it as far ahead as it needs them and one more.
+    """Each stage's program: the last part as `kind` says, those before it as far ahead as it needs them and one more.
 
-    Frozen stages go forward in the same order, without the way back.
+    Frozen stages go forward in the same order, without backward.
     """
     *encoders, last = graph.parts()
     pipeline = graph.of_part(last)
@@ -92,7 +92,7 @@ def clock(programs: Programs, graph: StageGraph) -> list[list[Action]]:
 
 def draw(schedule: Schedule, graph: StageGraph) -> str:
     """The clock table: a row for each stage, a column for each unit of time. `0` is micro-batch 0 forward, `0'` its
-    way back, `0b` and `0b'` the same in the stage's second chunk."""
+    backward, `0b` and `0b'` the same in the stage's second chunk."""
     programs: dict[str, list[Action]] = {stage.name: [] for stage in graph.stages}
     for action in schedule:
         programs[action.node.stage].append(action)
@@ -191,12 +191,12 @@ def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: in
 
 
 def _ahead(stage: StageSpec, micro_batches: int, limit: int) -> list[Action]:
-    """Forward until `limit` micro-batches are on their way, then in turn back and forward."""
+    """Forward until `limit` micro-batches are in flight, then in turn back and forward."""
     return _one_f_one_b(stage, micro_batches, warmup=limit - 1)
 
 
 def _needed_ahead(program: Sequence[Action]) -> int:
-    """How many micro-batches the first stage of a pipeline takes in beyond those that it has sent back, at most."""
+    """The most micro-batches that the first stage of a pipeline takes in beyond those that it has sent back."""
     node, held, most = program[0].node, 0, 0
     for action in program:
         if action.node == node:
@@ -206,7 +206,7 @@ def _needed_ahead(program: Sequence[Action]) -> int:
 
 
 def _needs(action: Action, graph: StageGraph) -> list[Action]:
-    """What must be done before: forward comes along the edges, backward against them."""
+    """The actions that must be done before: forward follows the edges, backward goes against them."""
     m = action.micro_batch
     if isinstance(action, Forward):
         return [Forward(edge.source, m) for edge in graph.inputs(action.node)]

@@ -21,7 +21,7 @@ Ref = Any  # an ObjectRef, or the value itself where a group runs in the test pr
 
 
 class EngineProtocol(Protocol):
-    """One rank of a stage: plain torch, the same verbs for every stage. `dhp.trainers` has the two that there are."""
+    """One rank of a stage: plain torch, the same methods for every stage. `dhp.trainers` implements it."""
 
     def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
         """A chunk's forward. work: this shard's data of the micro-batch. received: by edge that ends here, a bundle
@@ -51,27 +51,27 @@ class EngineProtocol(Protocol):
         """Answer a prompt: of stages that hold a whole decoder."""
 
     def end_evaluation(self, info: StepInfo, *others: Any) -> None:
-        """The other stages' ranks have answered: what this one handed over has been used."""
+        """Called once the other stages' ranks have answered: what this one sent has been used."""
 
     def set_recompute(self, choices: RecomputePolicies) -> None:
-        """What each layer recomputes from the next micro-batch on."""
+        """Set what each layer recomputes from the next micro-batch on."""
 
     def save(self, folder: str) -> tuple[str, ...]:
         """Write this rank's share below the part's `folder`."""
 
 
 class Group(Protocol):
-    """What a stage needs of its actors."""
+    """The interface of a stage's actors."""
 
     size: int
 
     def execute_all_async(
         self, method: str | Callable[..., Any], *arguments: Any, returns: int | PerRank = 1
     ) -> list[list[Ref]]:
-        """Call a verb of `EngineProtocol` on every rank; for each rank the refs of its `returns` results."""
+        """Call a method of `EngineProtocol` on every rank; for each rank the refs of its `returns` results."""
 
     def execute_in_turn_async(self, *calls: Call) -> list[list[Ref]]:
-        """Call verbs one behind another; for each rank the refs of all results. A group that has no cheaper way, as
+        """Call methods one after another; for each rank the refs of all results. A group that has no cheaper way, as
         those in the test process, calls them one by one."""
         found: list[list[Ref]] = [[] for _ in range(self.size)]
         for call in calls:
@@ -100,7 +100,7 @@ Sent = dict[tuple[Edge, int], dict[tuple[int, int], Ref]]  # by edge and micro-b
 
 @dataclass
 class InFlight:
-    """Refs that a step has made so far and nobody has taken yet."""
+    """Refs that a step has made so far and that are not consumed yet."""
 
     batch: Batch
     forward: Sent = field(default_factory=dict)
@@ -108,10 +108,10 @@ class InFlight:
 
 
 class Stage:
-    """One stage's group of actors, with typed calls of its trainer's verbs.
+    """One stage's group of actors, with typed calls of its engine's methods.
 
     A forward that hands nothing over waits for the stage's next action. Where that is a backward that needs nothing
-    from other stages, both go in one call: nobody waits longer for anything, and a call is what a step costs the driver
+    from other stages, both go in one call: this adds no latency, and a call is what a step costs the driver
     and each actor. So the last stage of a pipeline goes forward and back in one call. A forward never joins what is
     before it: a call begins when all that it needs has come, and a forward's own data come while the stage works.
     """
@@ -126,7 +126,7 @@ class Stage:
         self._waiting: list[Call] = []
 
     def is_idle(self, action: Action, batch: Batch) -> bool:
-        """Whether nobody gets anything from this stage in a micro-batch: an encoder without pictures stands still."""
+        """Whether this stage sends nothing in a micro-batch, as an encoder without pictures does."""
         outputs = self._outputs[action.node]
         return bool(outputs) and not any(self._route(edge, action.micro_batch, batch).pairs for edge in outputs)
 
@@ -174,12 +174,12 @@ class Stage:
         return [ref for (ref,) in self.group.execute_all_async(EngineProtocol.evaluated, info)]
 
     def generate(self, action: Forward, in_flight: InFlight) -> list[Ref]:
-        """Submit a micro-batch of prompts, one a replica: the answer that each rank tells."""
+        """Submit a micro-batch of prompts, one a replica: the answer of each rank."""
         call, _ = self._forward_call(EngineProtocol.generate, action.node, action.micro_batch, in_flight)
         return [ref for (ref,) in self.group.execute_in_turn_async(replace(call, returns=1))]
 
     def end_evaluation(self, info: Ref, *others: Ref) -> None:
-        """Nobody needs what this stage handed over any more, once `others` are there."""
+        """End the batch once `others` are there: what this stage sent is not needed any more."""
         self.group.execute_all_async(EngineProtocol.end_evaluation, info, *others, returns=0)
 
     def flush(self) -> None:
@@ -193,7 +193,7 @@ class Stage:
         return [ref for (ref,) in self.group.execute_all_async(EngineProtocol.tied_gradient, info)]
 
     def grad_norm_sq(self, info: Ref, tied: Sequence[Ref] = ()) -> Ref:
-        """The squared norm of the stage's gradient: every rank knows it, the first one's answer is as good as any."""
+        """The squared norm of the stage's gradient: every rank has it, the first one's is taken."""
         given = (per_rank(tied),) if tied else ()
         return self.group.execute_all_async(EngineProtocol.grad_norm_sq, info, *given)[0][0]
 
@@ -232,7 +232,7 @@ class Stage:
         return several(of_shard for of_shard in refs for _ in range(self._tensor))
 
     def _counts(self, sent: Pairs) -> PerRank:
-        """How many results each rank has: those of its shard on the first tensor rank, none on the others."""
+        """The number of results of each rank: those of its shard on the first tensor rank, none on the others."""
         return per_rank(len(of_shard) if lead else 0 for of_shard in sent for lead in _leads(self._tensor))
 
     def _file(self, answers: list[list[Ref]], sent: Pairs, m: int, into: Sent) -> None:

@@ -1,4 +1,4 @@
-"""One training step, as it reads: the schedule's actions in order, the joint norm, the optimizer steps."""
+"""One training step: the schedule's actions in order, the joint norm, the optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dhp.step.stages import Batch, InFlight, Ref, Stages
 
 @dataclass(frozen=True)
 class StepRefs:
-    """What a submitted step will answer: its counts, and by stage a report from each rank."""
+    """Results of a submitted step: its counts, and by stage a report from each rank."""
 
     info: Ref
     reports: dict[str, list[Any]]

@@ -1,4 +1,4 @@
-"""What every rank does to evaluate: its forward, and nothing kept for a way back."""
+"""Evaluation on every rank: forward only; saves no activations."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class EvaluatingEngine(ABC):
 
     @abstractmethod
     def forget(self, micro_batch: int, chunk: int) -> None:
-        """Drop what a forward kept for its backward."""
+        """Drop what a forward saved for its backward."""
 
     def evaluate_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
-        """As `forward_step`, for the loss alone. Nothing is left out at random, and nothing kept."""
+        """As `forward_step`, for the loss alone: under no_grad, without dropout."""
         with torch.no_grad(), without_dropout(self.model):
             sent = self.forward_step(micro_batch, chunk, work, *received)
         self.forget(micro_batch, chunk)
@@ -50,7 +50,7 @@ class EvaluatingEngine(ABC):
         return EvaluatedShare(loss or 0.0, *self.take_right())
 
     def end_evaluation(self, info: StepInfo, *others: Any) -> None:
-        """Evaluating belongs to no step."""
+        """Discard the count of sent bytes: evaluation belongs to no step."""
         take_sent()
 
     def take_loss(self) -> float | None:
@@ -58,5 +58,5 @@ class EvaluatingEngine(ABC):
         return None
 
     def take_right(self) -> tuple[int, int]:
-        """Of what this rank evaluated, targets with the highest logit, and all of them."""
+        """Counts of what this rank evaluated: targets with the highest logit, and all targets."""
         return 0, 0

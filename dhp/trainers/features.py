@@ -44,7 +44,7 @@ class FeatureKeeper:
                 self._write(picture, {name: _put_together(picture, of_rank) for name, of_rank in everyone.items()})
 
     def take_notes(self) -> tuple[str, ...]:
-        """What has not been told yet."""
+        """Notes since the last call."""
         taken, self._notes = tuple(self._notes), []
         return taken
 

@@ -1,4 +1,4 @@
-"""A prompt answered on one rank of a decoder: prefill over the ranks that share its row, then token by token."""
+"""Generation on one rank of a decoder: prefill over the ranks that share its row, then token by token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dhp.parallel.tensor.loss import whole_logits
 from dhp.trainers.moving import move_together
 
 NEW_TOKEN = "dhp_new_token"  # a name that transformers has no mask function for
-_MEMORY_UNIT = 1024  # of the host's memory, as the system tells it
+_MEMORY_UNIT = 1024  # of the host's memory, as the system reports it
 
 
 class Generator:
@@ -92,7 +92,7 @@ class Generator:
             self._decoder.use_attention(self._model, self._attention)
 
     def _choose(self, states: Tensor, chooser: Chooser, before: Tensor) -> Tensor:
-        """The next token, [1, 1], chosen on the replica's first rank and told to all others."""
+        """The next token, [1, 1], chosen on the replica's first rank and broadcast to all others."""
         token = torch.empty_like(before)
         if self._rank == 0:  # all ranks of the row have the same states; those of its first one have the whole head
             logits = self.logits(states)
@@ -101,7 +101,7 @@ class Generator:
         return send_to_all(token, self._replica)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of the next token, [vocabulary], in float32 (float64 for float64). states: [1, 1, hidden]."""
+        """Logits of the next token, [vocabulary], in float32 (float64 for float64). states: [1, 1, hidden]."""
         return whole_logits(self._model.get_output_embeddings(), states[0], self._decoder.logits)[0]
 
     def _run(self, inputs: DecoderInputs, cache: ShardedKVCache, segments: SegmentPlan | NewToken) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which kernels a stage computes with: chosen once, where it is made, and named for the run's first lines."""
+"""Kernels of a stage: chosen once, where it is made, and named for the run's first lines."""
 
 from __future__ import annotations
 

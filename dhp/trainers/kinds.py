@@ -1,4 +1,4 @@
-"""What runs the stages of each part: a kind of rank by the part's name."""
+"""The engine of each part's stages, by the part's name."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Output = TypeVar("Output")
 
 
 class Measuring:
-    """Of one rank. short: whether a pass since the last `take` ran out of memory and was made again."""
+    """Measured passes of one rank. short: whether a pass since the last `take` ran out of memory and was made again."""
 
     def __init__(self, layers: RecomputedLayers, meter: ActivationMeter, device: torch.device):
         self._layers, self._meter, self._device = layers, meter, device
@@ -30,7 +30,7 @@ class Measuring:
         self._planned = True
 
     def forward(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:
-        """What `compute` gives, a micro-batch of `rows` patches or tokens.
+        """The result of `compute`, a micro-batch of `rows` patches or tokens.
 
         Where it runs out of memory under a plan that keeps anything, every layer is recomputed from here on, and the
         pass is made again with the same random numbers. But only in a stage whose passes begin no collective: in
@@ -58,7 +58,7 @@ class Measuring:
         return output
 
     def take(self, gradient_bytes: int) -> tuple[StageUsage | None, bool]:
-        """What the step took, and `short`; None where no layer or no micro-batch was measured as a whole."""
+        """The step's usage, and `short`; None where no layer or no micro-batch was measured as a whole."""
         usage, short = self._meter.take(self._layers.choices, gradient_bytes), self.short
         self.short = False
         return (None if short else usage), short

@@ -1,4 +1,4 @@
-"""From the host to the device: one transfer from pinned memory for many tensors, and none that holds the host up."""
+"""Host-to-device transfers: one from pinned memory for many tensors, without blocking the host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. Where it is there already, it stays in the memory it was handed over in: nobody may write
-    to it."""
+    """The tensor on `device`. Where it is there already, it stays in the memory it was received in, which must not be
+    written to."""
     if tensor.device.type == device.type:
         return tensor
     return _pinned(tensor).to(device, non_blocking=True)

@@ -22,30 +22,30 @@ from dhp.parallel.tensor.loss import PLAIN, judge_tokens, token_loss_sum
 
 
 class Judged(NamedTuple):
-    """Of some rows: their share of the objective, a scalar, and for each target whether it has the highest logit,
-    bool [targets]."""
+    """The result of some rows: their share of the objective, a scalar, and for each target whether it has the highest
+    logit, bool [targets]."""
 
     share: Tensor
     right: Tensor
 
 
 class Targets(NamedTuple):
-    """What is to be predicted: at which of the flattened rows × tokens, and which token. Both int64 [targets]."""
+    """The tokens to predict: at which of the flattened rows × tokens, and which token. Both int64 [targets]."""
 
     positions: Tensor
     tokens: Tensor
 
 
 def find_targets(targets: Tensor) -> Targets:
-    """Of `targets` [rows, tokens], what each token should predict, those that are not -100. On the host, where looking
-    for them holds nothing up."""
+    """The entries of `targets` [rows, tokens], what each token should predict, that are not -100. On the host, where
+    looking for them holds nothing up."""
     flat = targets.flatten()
     positions = (flat != IGNORED).nonzero()[:, 0]
     return Targets(positions, flat[positions])
 
 
 def find_samples(targets: Tensor, lengths: Sequence[int]) -> tuple[list[range], Tensor]:
-    """Of samples of so many tokens, in one row or each in its own: their places among the flattened rows × tokens, and
+    """For samples of so many tokens, in one row or each in its own: their places among the flattened rows × tokens, and
     how many targets each has, int64 [samples]. targets: [rows, tokens], on the host."""
     rows, width = targets.shape
     starts = [0, *accumulate(lengths)][:-1] if rows == 1 else [row * width for row in range(rows)]
@@ -70,7 +70,7 @@ def share_of_objective(
 
 
 def judge_rows(head: nn.Linear, hidden: Tensor, targets: Targets, target_tokens: int, rule: LogitRule) -> Judged:
-    """The same without a way back, and which targets have the highest logit."""
+    """The same without gradients, and which targets have the highest logit."""
     states = hidden.flatten(0, 1)
     positions, tokens = targets
     if not len(tokens):  # the head's ranks take part all the same

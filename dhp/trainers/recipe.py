@@ -1,4 +1,4 @@
-"""Steps of the recipe that makes a stage: what is trained, and who keeps gradients and states of it."""
+"""Steps that make a stage: what is trained, and how its gradients and states are sharded."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ DEEPSPEED = "deepspeed"  # a zero_engine; the other is fsdp
 
 
 def freeze(model: nn.Module, trains: Callable[[str], bool]) -> None:
-    """Take the gradient off parameters that are not to be trained, by name."""
+    """Set requires_grad to False on parameters that are not to be trained, by name."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and trains(name))
 
 
 def put_adapters(model: nn.Module, part: Part, settings: StageSettings, mesh: DeviceMesh) -> None:
-    """Put adapters beside the matrices of the stage that are to have some, cut over tensor ranks as those are."""
+    """Add adapters to the matrices of the stage that are to have some, cut over tensor ranks as those are."""
     asked = settings.adapters
     if asked is None:
         return
@@ -90,7 +90,7 @@ def make_optimizer(
 
 
 def tie_weight(optimizer: TiedOptimizer, model: nn.Module, settings: StageSettings) -> None:
-    """Tell the optimizer of the weight that this stage shares with another, where there is one: the embedding, which
+    """Tie the weight that this stage shares with another, where there is one: the embedding, which
     is the head too."""
     for tie in settings.graph.ties:
         if settings.spec.name in (tie.owner, tie.other):
@@ -113,6 +113,6 @@ def trained_groups(model: nn.Module, settings: StageSettings) -> tuple[Group, ..
 
 
 def default_group(settings: StageSettings) -> Group:
-    """What parameters are trained by that no rule is about; the part's name stands for them."""
+    """The group of parameters that no rule is about, by the part's name."""
     update = settings.update
     return Group(settings.spec.part, update.learning_rate, update.weight_decay, update.warmup_steps)

@@ -1,4 +1,4 @@
-"""What a worker is told at birth: plain values, decided by the run."""
+"""Settings of one rank: plain values, decided by the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StageSettings:
 
     recompute: what each of its layers recomputes at first. measure: report what activations take.
 
-    zero_stage: what is cut over ranks that hold the same slices; zero_engine, deepspeed or fsdp: who cuts it.
+    zero_stage: what is sharded over ranks that hold the same slices; zero_engine: deepspeed or fsdp shards it.
 
     autotp: DeepSpeed splits the matrices over tensor ranks, not transformers.
 
@@ -54,7 +54,7 @@ class StageSettings:
 
     trace: keep the collectives as spans. deterministic: kernels that give the same bits each time alone.
 
-    rules: what is trained, and how. adapters: beside the part's matrices; None: none.
+    rules: what is trained, and how. adapters: of the part's matrices; None: none.
 
     resume_from: the part's directory in a checkpoint; None: begin with the model's weights. resume_states: with the
     optimizer's and the random numbers' states, in the layout that they were saved in.

@@ -60,7 +60,7 @@ TIED = "gradient"  # the one tensor of a bundle between stages that share a weig
 
 
 class StageEngine(EvaluatingEngine):
-    """What ranks of all stages have in common. A kind of stage adds its weights, its forward and its backward."""
+    """Base class of the ranks of all stages. A kind of stage adds its weights, its forward and its backward."""
 
     def __init__(self, settings: StageSettings):
         """Raises CheckpointError when the checkpoint to continue from is incomplete or of another model."""
@@ -96,7 +96,7 @@ class StageEngine(EvaluatingEngine):
         """This stage's weights in `loaded_dtype` on the host, cut for this tensor rank, calling our attention."""
 
     def adapt(self) -> None:
-        """Put adapters beside the matrices that are to have some, cut as those are."""
+        """Add adapters to the matrices that are to have some, cut as those are."""
         put_adapters(self.model, self.family.parts[self.spec.part], self.settings, self.mesh)
 
     def place_kernels(self) -> tuple[KernelUse, ...]:
@@ -139,7 +139,7 @@ class StageEngine(EvaluatingEngine):
             self.optimizer.add_tied(tied[0].tensors[TIED].to(self.device))
         self._norm_sq = self.optimizer.norm_sq() if active else 0.0
         if self.device.type == "cuda" and not (active and self.spec.trains):
-            # Whoever handed over to this stage writes to that memory again once it has the answer; where there is no
+            # The rank that sent to this stage writes to that memory again once it has the answer; where there is no
             # norm to wait for, kernels may still be reading.
             torch.cuda.current_stream().synchronize()
         return self._norm_sq
@@ -169,7 +169,7 @@ class StageEngine(EvaluatingEngine):
         return StageReport(self.rank, loss, norm, rates, peak, take_sent(), usage, self.take_notes(), short)
 
     def take_notes(self) -> tuple[str, ...]:
-        """What whoever watches the run should know and was not told yet."""
+        """Notes for the run's log since the last call."""
         return ()
 
     def forward(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:
@@ -185,15 +185,15 @@ class StageEngine(EvaluatingEngine):
         return nullcontext() if self.meter is None else self.meter.backward()
 
     def set_recompute(self, choices: RecomputePolicies) -> None:
-        """What each layer recomputes from the next forward on. For stages that measure."""
+        """Set what each layer recomputes from the next forward on. For stages that measure."""
         self.measuring.choose(choices)
 
     def describe_device(self, measure: bool) -> DeviceInfo:
-        """What this rank computes on. measure: and how fast it is, where it is no GPU."""
+        """This rank's device. measure: and how fast it is, where it is no GPU."""
         return describe_device(self.device, self.dtype, measure)
 
     def describe_kernels(self) -> list[KernelUse]:
-        """Which kernel serves each kind of layer of this stage. One list: a tuple would be as many results."""
+        """The kernel of each kind of layer of this stage. One list: a tuple would be as many results."""
         return list(self._kernels)
 
     def save(self, folder: str) -> tuple[str, ...]:
@@ -209,7 +209,7 @@ class StageEngine(EvaluatingEngine):
 
     @property
     def sends(self) -> bool:
-        """Whether this rank hands over for its shard: the first of the tensor ranks, which all have the same."""
+        """Whether this rank sends for its shard: the first of the tensor ranks, which all have the same."""
         return self.mesh.get_local_rank("tensor") == 0
 
     def edges_in(self, chunk: int) -> tuple[Edge, ...]:
@@ -247,7 +247,7 @@ class StageEngine(EvaluatingEngine):
             trace_collectives()
 
     def _saved(self) -> dict[str, Tensor]:
-        """What checkpoints have of the stage's weights: all, or beside adapters those that are trained."""
+        """The stage's weights that are saved: all, or with adapters those that are trained."""
         weights = as_dtensors(self.model)
         if self.settings.adapters is None:
             return weights

@@ -23,7 +23,7 @@ from dhp.models.split import ReadPlan, load_part
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.mixers import run_by_segment
-from dhp.parallel.attention.shard_plan import told_plan
+from dhp.parallel.attention.shard_plan import plan_of_shards
 from dhp.parallel.attention.sharded import (
     GATHER_TOKENS,
     MeshPosition,
@@ -116,7 +116,7 @@ class TextEngine(StageEngine):
         part = self._chunks[chunk]
 
         def compute() -> Tensor:
-            with self._routers.heard() if self._routers else nullcontext([]) as logits:
+            with self._routers.recording() if self._routers else nullcontext([]) as logits:
                 states = self.family.decoder.run(self.model, part, inputs, **extra)
             if not part.last:
                 return states
@@ -157,8 +157,8 @@ class TextEngine(StageEngine):
     def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
         """Answer a prompt. received: what the vision shards send of its pictures."""
         if self._answering is None:
-            told = (self.mesh, SEGMENTS, self.settings.attention_backend)
-            self._answering = self.generator(self.model, self.family.decoder, *told)
+            backend = self.settings.attention_backend
+            self._answering = self.generator(self.model, self.family.decoder, self.mesh, SEGMENTS, backend)
         leaves, _ = self._leaves(chunk, received)
         inputs, _, extra = self._inputs(chunk, work.row, None, leaves)
         with without_dropout(self.model):
@@ -222,7 +222,7 @@ class TextEngine(StageEngine):
     def _leaves(
         self, chunk: int, received: Sequence[Bundle]
     ) -> tuple[list[dict[str, Tensor]], tuple[dict[str, Tensor], ...]]:
-        """What was received, on the device; and those of it whose gradients will be asked for."""
+        """The tensors received, on the device; and those whose gradients will be sent back."""
         back = {name for edge in self.edges_in(chunk) if edge.gradients for name in edge.tensors}
         leaves, flying = [], []
         for bundle in received:
@@ -236,14 +236,14 @@ class TextEngine(StageEngine):
     def _inputs(
         self, chunk: int, work: TextInput, hidden: Tensor | None, received: Sequence[dict[str, Tensor]]
     ) -> tuple[DecoderInputs, Targets, dict[str, object]]:
-        """The decoder's inputs on the device, the targets, and what the attention function is told."""
+        """The decoder's inputs on the device, the targets, and the arguments of the attention function."""
         named = work.tensors
         plan = self._plan(work)
-        told = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
-        heard = told[-1] == SOUND
-        seen = told[-1] if work.audio_placement is None else (told[-1] > 0) & ~heard
-        places = (_places(work.placement, seen), _places(work.audio_placement, heard))
-        given = (*told, *find_targets(named["targets"]), *places)
+        tokens = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
+        sound = tokens[-1] == SOUND
+        seen = tokens[-1] if work.audio_placement is None else (tokens[-1] > 0) & ~sound
+        places = (_places(work.placement, seen), _places(work.audio_placement, sound))
+        given = (*tokens, *find_targets(named["targets"]), *places)
         (input_ids, position_ids, kinds, *targets, image_rows, sound_rows), (segments,) = move_with_plans(
             given, [plan], self.device
         )
@@ -265,17 +265,17 @@ class TextEngine(StageEngine):
         return {name: joined([bundle[name] for bundle in bundles]).to(self.dtype) for name in names}
 
     def _plan(self, work: TextInput) -> SegmentPlan:
-        """Which tokens see each other."""
+        """The plan of which tokens see each other."""
         backend, blocks = self.settings.attention_backend, work.blocks
         rule = self.family.decoder.block_rule or "bounded"
         varlen = backend == FLASH_ATTENTION_2
         varlen = varlen or (work.lengths is not None and has_varlen(self.device, self.dtype))
         if work.shards:
-            shards = told_plan(work.lengths or (), work.shards, self.spec.degrees.ulysses)
+            shards = plan_of_shards(work.lengths or (), work.shards, self.spec.degrees.ulysses)
             few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
             return plan_shard(shards, self._position, CPU, True, few, varlen, blocks, rule, backend)
         rows, tokens = work.tensors["input_ids"].shape
-        # Padded rows are segments of one length, so one call: what pads them lies behind all that counts.
+        # Padded rows are segments of one length, so one call: what pads them comes after all that counts.
         lengths = (tokens,) * rows if work.lengths is None else work.lengths
         return replace(plan_segments(lengths, CPU, True, varlen, blocks, rule, backend), calls=work.segment_calls)
 
@@ -286,7 +286,7 @@ def _ask_gradient(_module: nn.Module, _given: tuple[Tensor, ...], embedded: Tens
 
 
 def _places(placement: Tensor | None, inside: Tensor) -> Tensor:
-    """Where each row of an encoder's embeddings, as they are received, belongs among the flattened rows × tokens.
+    """The place of each row of an encoder's embeddings, as received, among the flattened rows × tokens.
     inside: not 0 at the tokens in whose places they go, [rows, tokens]."""
     if placement is None:
         return torch.empty(0, dtype=torch.long)

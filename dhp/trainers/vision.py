@@ -18,7 +18,7 @@ from dhp.models.split import load_part
 from dhp.models.tower import Tower, TowerInputs
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
-from dhp.parallel.attention.shard_plan import told_plan
+from dhp.parallel.attention.shard_plan import plan_of_shards
 from dhp.parallel.attention.sharded import (
     GATHER_TOKENS,
     MeshPosition,
@@ -44,14 +44,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Sent:
-    """Which rows of a micro-batch others get: so many for each target, in this order; None: the first ones as they
+    """The rows of a micro-batch that are sent: so many for each target, in this order; None: the first ones as they
     come."""
 
     rows: tuple[int, ...]
     order: Tensor | None
 
     def of(self, rows: Tensor) -> Tensor:
-        """Those of one tensor, the first target's first."""
+        """The rows of one tensor to send, the first target's first."""
         return rows[: sum(self.rows)] if self.order is None else rows.index_select(0, self.order)
 
 
@@ -111,7 +111,7 @@ class EncoderEngine(StageEngine):
             return ()
         if self._keeper is not None and work.to_keep:
             self._keeper.keep(work.to_keep, output)
-        return tuple(self._dealt_out(chunk, output, sent))
+        return tuple(self._by_target(chunk, output, sent))
 
     def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
         """Back through the tower with the gradients of what each text replica got."""
@@ -150,14 +150,14 @@ class EncoderEngine(StageEngine):
                 "data.cache_features keeps what the model's own weights make. Resume without data.cache_features"
             )
 
-    def _dealt_out(self, chunk: int, output: dict[str, Tensor], sent: _Sent) -> Iterator[Bundle]:
+    def _by_target(self, chunk: int, output: dict[str, Tensor], sent: _Sent) -> Iterator[Bundle]:
         for edge in self.edges_out(chunk):
             by_name = [sent.of(output[name].detach()).split(list(sent.rows)) for name in edge.tensors]
             for of_target in zip(*by_name, strict=True):
                 yield Bundle(dict(zip(edge.tensors, of_target, strict=True)))
 
     def _plan_frames(self, work: VisionInput, varlen: bool) -> SegmentPlan:
-        shards = told_plan(work.segment_lengths, work.shards, self.spec.degrees.ulysses)
+        shards = plan_of_shards(work.segment_lengths, work.shards, self.spec.degrees.ulysses)
         few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
         backend = self.settings.attention_backend
         return plan_shard(shards, self._position, CPU, gather=few, varlen=varlen, backend=backend)

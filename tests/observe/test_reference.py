@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dhp.observe.metrics import StepMetrics
-from dhp.observe.reference import HEADING, TABLES, reference, told
+from dhp.observe.reference import HEADING, TABLES, field_meaning, reference
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -24,8 +24,8 @@ def test_every_field_has_a_row() -> None:
 
 
 def test_meaning_unit_and_null() -> None:
-    assert told(StepMetrics, "tokens_per_s") == ("tokens / step_s.", "tokens a second", "")
-    assert told(StepMetrics, "memory_bytes")[1:] == ("bytes", "on CPUs")
+    assert field_meaning(StepMetrics, "tokens_per_s") == ("tokens / step_s.", "tokens a second", "")
+    assert field_meaning(StepMetrics, "memory_bytes")[1:] == ("bytes", "on CPUs")
 
 
 @dataclass
@@ -38,4 +38,4 @@ class Vague:
 
 def test_a_field_without_a_unit_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"Vague\.speed has no .* but: How fast it is\."):
-        told(Vague, "speed")
+        field_meaning(Vague, "speed")

@@ -1,4 +1,4 @@
-"""Which rank lies on which node: consecutive ranks side by side, the innermost groups of the mesh inside a node."""
+"""Maps ranks to nodes: consecutive ranks side by side, the innermost groups of the mesh inside a node."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ AxisDegrees = Mapping[
 ]  # ranks by axis of a stage's mesh, outermost axis first: the last one's ranks are neighbours
 
 TENSOR = "tensor"
-INNER = (TENSOR, "ulysses")  # axes whose groups talk several times in every layer
+INNER = (TENSOR, "ulysses")  # axes whose groups communicate several times in every layer
 KEPT = 64  # ways to place the first stages that are followed further
 SHOWN_GROUPS = 3  # groups that a warning names
 
 
 @dataclass(frozen=True)
 class CrossNodeGroup:
-    """Groups of one axis that lie across nodes.
+    """Groups of one axis that span nodes.
 
     block: consecutive ranks that hold a group. groups: how many groups the axis has. across: the ranks of each group
-    that lies across nodes. shares: devices of the stage on each node.
+    that spans nodes. shares: devices of the stage on each node.
     """
 
     stage: str
@@ -57,7 +57,7 @@ class _Stretch:
 @dataclass(frozen=True)
 class _Placed:
     """Some stretches on nodes. nodes: of each device, by the first device of its stretch, in the order of placing.
-    left: free devices of each node. across: groups that lie across nodes, by axis, innermost first."""
+    left: free devices of each node. across: groups that span nodes, by axis, innermost first."""
 
     nodes: Mapping[int, tuple[int, ...]]
     left: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Placed:
 
 
 def map_ranks(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDegrees]) -> dict[str, tuple[Slot, ...]]:
-    """The slots with bundles exchanged, so that as few groups as possible lie across nodes, innermost axes first.
+    """The slots with bundles exchanged, so that as few groups as possible span nodes, innermost axes first.
 
     slots: as planned, rank after rank on bundle after bundle; node_of: the node of each bundle, numbered in the order
     that nodes are to be filled in. Ranks that shared a bundle still do. The same input gives the same order.
@@ -84,7 +84,7 @@ def map_ranks(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDe
 
 
 def find_straddles(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, AxisDegrees]) -> list[CrossNodeGroup]:
-    """For each stage and each axis of `INNER`, the groups that lie across nodes, if there are any."""
+    """For each stage and each axis of `INNER`, the groups that span nodes, if there are any."""
     found = []
     for stage, of_stage in slots.items():
         nodes = [node_of[slot.bundle] for slot in of_stage]
@@ -100,7 +100,7 @@ def find_straddles(slots: Slots, node_of: Sequence[int], degrees: Mapping[str, A
 
 
 def describe_straddle(straddle: CrossNodeGroup, names: Sequence[str]) -> str:
-    """One paragraph: which groups lie across which nodes, and what would keep them inside. names: node by rank."""
+    """One paragraph: which groups span which nodes, and what would keep them inside. names: node by rank."""
     key, inside = _key(straddle), _inside(straddle)
     smaller = f"set {key}={inside}, or " if inside > 1 else ""
     return (
@@ -227,7 +227,7 @@ def _fill(count: int, sizes: Sequence[int], free: Sequence[int]) -> tuple[int, .
 
 
 def _across(stretch: _Stretch, nodes: Sequence[int]) -> Counter[str]:
-    """How many groups lie across nodes, for each axis but the outermost of its stage."""
+    """The number of groups that span nodes, for each axis but the outermost of its stage."""
     counts: Counter[str] = Counter()
     for places, axes in stretch.stages:
         degrees, own = dict(axes), nodes[places.start : places.stop]
@@ -246,7 +246,7 @@ def _whose(straddle: CrossNodeGroup) -> str:
 
 
 def _inside(straddle: CrossNodeGroup) -> int:
-    """The largest degree, of those that divide the one asked for, whose groups would each lie inside a node."""
+    """The largest degree, of those that divide the one asked for, whose groups would each be inside a node."""
     stride, fitting = straddle.block // straddle.degree, gcd(straddle.block, *straddle.shares)
     return fitting // stride if fitting % stride == 0 else 1
 

@@ -1,4 +1,4 @@
-"""Which device each actor gets: one bundle a logical device, shared by the stages that have it in common."""
+"""Reserves devices for actors: one bundle for each logical device, shared by the stages that use it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dhp.cluster.placement.nodes import Resources, read_nodes
 from dhp.cluster.placement.shortage import describe_shortage
 
 RAY_UNITS = 10_000  # Ray counts resources in ten-thousandths
-PATIENCE_S = 5.0  # how long a reservation may take before a person is told what it waits for
+PATIENCE_S = 5.0  # how long a reservation may take before a line says what it waits for
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one actor goes: its bundle, and its share of the bundle's resources."""
+    """The place of one actor: its bundle, and its share of the bundle's resources."""
 
     bundle: int
     cpus: float
@@ -50,7 +50,7 @@ def plan_placement(devices: Mapping[str, range], gpus: float) -> PlacementPlan:
 
 
 def _gpu_fraction(bundles: int, gpus: float, sharing: int) -> float:
-    """What one actor gets of a GPU."""
+    """One actor's share of a GPU."""
     if gpus < 1:
         return 0.0
     per_gpu = -(-bundles // int(gpus))  # bundles on the fullest GPU
@@ -76,10 +76,10 @@ def reserve(plan: PlacementPlan, timeout_s: float) -> PlacementGroup:
         ready, _ = ray.wait([created], timeout=timeout_s - patience)
     if ready:
         return group
-    told = _shortage(plan)
+    why = _shortage(plan)
     remove_placement_group(group)
     limit = f"cluster.start_timeout_s={timeout_s:g} s"
-    raise ConfigError(f"the cluster did not give the run its devices within {limit}. {told}")
+    raise ConfigError(f"the cluster did not give the run its devices within {limit}. {why}")
 
 
 def bundle_nodes(group: PlacementGroup) -> list[str]:

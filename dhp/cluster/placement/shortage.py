@@ -1,4 +1,4 @@
-"""Why a cluster does not give what a run asks for: what is missing, which node has what, what to do."""
+"""Explains why a cluster does not give what a run asks for: what is missing, which node has what, what to do."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ SHOWN_NODES = 16  # nodes that a message lists
 
 
 def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequence[ClusterNode]) -> str:
-    """What keeps `count` bundles from fitting on the nodes, in sentences.
+    """The reasons why `count` bundles do not fit on the nodes, in sentences.
 
     apart: whether each actor has a bundle of its own, so that sharing would need fewer.
     """
     asked = f"{count} × {_amounts(bundle)} asked for"
-    told = _shown(bundle, nodes)
+    listed = _shown(bundle, nodes)
     if not any(_fitting(bundle, node.total) for node in nodes):
         return (
-            f"{asked}, but no node has {_amounts(bundle)} together, as each device of the run needs. {told}. "
+            f"{asked}, but no node has {_amounts(bundle)} together, as each device of the run needs. {listed}. "
             "Start Ray on the nodes with more (`ray start --num-cpus=… --num-gpus=…`)"
         )
     fewer = "ask for fewer actors (num_actors of each part)"
@@ -27,21 +27,21 @@ def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequenc
     if room < count:
         return (
             f"{asked}, and all nodes together have room for {room}: "
-            f"{_missing(bundle, count, [node.total for node in nodes])}. {told}. "
+            f"{_missing(bundle, count, [node.total for node in nodes])}. {listed}. "
             f"Add nodes (`ray start --address=…`), or {fewer}"
         )
     free = sum(_fitting(bundle, node.free) for node in nodes)
     if free < count:
         return (
             f"{asked}, and there is room for {free} now, as other work holds the rest: "
-            f"{_missing(bundle, count, [node.free for node in nodes])}. {told}. "
+            f"{_missing(bundle, count, [node.free for node in nodes])}. {listed}. "
             f"Wait longer (cluster.start_timeout_s), end other work (`ray job list`, `ray status`), or {fewer}"
         )
-    return f"{asked}, and there is room for them by now. {told}. Start again, with a larger cluster.start_timeout_s"
+    return f"{asked}, and there is room for them by now. {listed}. Start again, with a larger cluster.start_timeout_s"
 
 
 def _fitting(bundle: Resources, has: Resources) -> int:
-    """How many bundles a node with these resources holds."""
+    """The number of bundles that a node with these resources holds."""
     return min(_times(need, has.get(name, 0.0)) for name, need in bundle.items() if need)
 
 
@@ -64,13 +64,13 @@ def _missing(bundle: Resources, count: int, has: Sequence[Resources]) -> str:
 
 
 def _shown(bundle: Resources, nodes: Sequence[ClusterNode]) -> str:
-    told = [
+    shown = [
         f"{node.name} has "
         + " and ".join(f"{node.total.get(name, 0.0):g} {name} ({node.free.get(name, 0.0):g} free)" for name in bundle)
         for node in nodes[:SHOWN_NODES]
     ]
     more = [f"and {len(nodes) - SHOWN_NODES} more nodes"] if len(nodes) > SHOWN_NODES else []
-    return f"Registered: {'; '.join([*told, *more])}" if told else "No node is registered"
+    return f"Registered: {'; '.join([*shown, *more])}" if shown else "No node is registered"
 
 
 def _amounts(bundle: Resources) -> str:

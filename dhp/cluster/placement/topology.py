@@ -1,4 +1,4 @@
-"""Where the bundles of a reservation lie, and so which ranks share a node."""
+"""The nodes of a reservation's bundles, and so which ranks share a node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LISTED_NODES = 8  # in the line about a run's start
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes of a run, and which bundle lies on which.
+    """The nodes of a run, and which bundle is on which.
 
     nodes: those that hold bundles, in the order of `read_nodes`. of_bundle: for each bundle, the index of its node.
     """
@@ -27,7 +27,7 @@ class Topology:
         return [self.nodes[self.of_bundle[slot.bundle]].name for slot in slots]
 
     def only(self, node_id: str) -> bool:
-        """Whether everything lies on that node."""
+        """Whether everything is on that node."""
         return [node.id for node in self.nodes] == [node_id]
 
     def threads(self, slots: Mapping[str, Sequence[Slot]]) -> int:
@@ -42,18 +42,18 @@ class Topology:
 
     def describe(self, slots: Mapping[str, Sequence[Slot]]) -> str:
         """`10.0.0.5 (vision 0-3, text 0-3), 10.0.0.6 (…)`: the ranks on each node."""
-        told = []
+        names = []
         for number, node in enumerate(self.nodes[:LISTED_NODES]):
             ranks = ((stage, self._ranks(of_stage, number)) for stage, of_stage in slots.items())
-            told.append(f"{node.name} ({', '.join(f'{stage} {_ranges(own)}' for stage, own in ranks if own)})")
+            names.append(f"{node.name} ({', '.join(f'{stage} {_ranges(own)}' for stage, own in ranks if own)})")
         more = [f"and {len(self.nodes) - LISTED_NODES} more"] if len(self.nodes) > LISTED_NODES else []
-        return ", ".join([*told, *more])
+        return ", ".join([*names, *more])
 
     def gpus(self) -> str:
         """`10.0.0.5 has 8 GPUs, 10.0.0.6 …`: what each node has, used or not."""
-        told = [f"{node.name} has {node.total.get('GPU', 0.0):g} GPUs" for node in self.nodes[:LISTED_NODES]]
+        names = [f"{node.name} has {node.total.get('GPU', 0.0):g} GPUs" for node in self.nodes[:LISTED_NODES]]
         more = [f"and {len(self.nodes) - LISTED_NODES} more"] if len(self.nodes) > LISTED_NODES else []
-        return ", ".join([*told, *more])
+        return ", ".join([*names, *more])
 
     def _ranks(self, slots: Sequence[Slot], node: int) -> list[int]:
         return [rank for rank, slot in enumerate(slots) if self.of_bundle[slot.bundle] == node]

@@ -1,4 +1,4 @@
-"""How a large tensor goes straight from one process's memory into another's, host or device memory, on any host: NIXL.
+"""Sends large tensors directly from one process's memory to another's, host or device, on any host: NIXL.
 
 The sender's memory is registered once and stays from step to step; only a `Region` of a few hundred bytes travels
 through Ray, and the receiver reads the tensor itself: over RDMA or NVLink where there is any, else over TCP. The
@@ -25,9 +25,9 @@ EAGER_POLLS, PAUSE_S = 200, 50e-6  # a wait first spins, then leaves the core to
 
 @dataclass(frozen=True)
 class Region:
-    """A tensor that lies in another process's registered memory.
+    """A tensor in another process's registered memory.
 
-    metadata: how to reach that process. version: of the metadata. buffer: which of the sender's buffers it lies in.
+    metadata: how to reach that process. version: of the metadata. buffer: which of the sender's buffers it is in.
     """
 
     agent: str
@@ -64,7 +64,7 @@ class _Memory:
 class Exchange:
     """One process's sending and receiving.
 
-    A step's n-th tensor goes where the n-th of the step before lay, on both sides;
+    A step's n-th tensor goes where the n-th of the step before was, on both sides;
     `dhp.cluster.transport.shared_memory.Outbox` says why that is safe.
     """
 
@@ -101,7 +101,7 @@ class Exchange:
         return self._read(value) if isinstance(value, Region) else value
 
     def end_step(self) -> None:
-        """All that was sent has been used: its memory may be written again."""
+        """End the step: all that was sent has been used, so its memory may be written again."""
         self._used = 0
 
     def _read(self, region: Region) -> Tensor:
@@ -142,7 +142,7 @@ class Exchange:
         return memory
 
     def _meet(self, region: Region) -> None:
-        """Know the sender and what it has registered by now."""
+        """Read the sender's metadata, if its registered memory has changed."""
         known = self._known.get(region.agent)
         if known is not None and known >= region.version:  # what was registered for this step stays until its end
             return

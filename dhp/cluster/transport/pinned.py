@@ -1,6 +1,6 @@
 """Page-locked host memory: what a GPU reads and writes by itself, without the host's help and several times as fast.
 
-Memory that both sides of a hand-over have mapped is locked once, when it is mapped, and stays so from step to step.
+Memory that both sender and receiver have mapped is locked once, when it is mapped, and stays so from step to step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pin(memory: mmap.mmap) -> bool:
 
 
 def take_refusals() -> tuple[str, ...]:
-    """What the user has to know since the last time: for the rank's report of the step."""
+    """Notes for the user since the last time: for the rank's report of the step."""
     taken = tuple(_refusals)
     _refusals.clear()
     return taken
@@ -39,7 +39,7 @@ def unpin(memory: mmap.mmap) -> None:
 
 
 def wait_for_transfers() -> None:
-    """Until what the GPU was told to write into locked memory is there."""
+    """Wait until the GPU's writes into locked memory are done."""
     torch.cuda.current_stream().synchronize()
 
 

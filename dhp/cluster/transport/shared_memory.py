@@ -1,13 +1,13 @@
-"""How a large tensor goes from one actor to another on the same host: one copy into memory that both have mapped.
+"""Sends large tensors between actors on the same host: one copy into memory that both have mapped.
 
 Ray's object store costs eight times as much for 64 MB (`python -m experiments.handoff`): fresh pages and several
 messages for each object. Here a sender keeps its memory from step to step, so its pages stay mapped on both sides,
 and only a `Parcel` of a few hundred bytes travels through Ray.
 
 The memory is anonymous (memfd), reached by other processes through /proc: nothing has a name on disk or in /dev/shm,
-and nothing is left behind by a killed process.
+and a killed process leaves nothing there.
 
-From and to a GPU, that memory is locked once (`dhp.cluster.transport.pinned`), and copies run beside the host until
+From and to a GPU, that memory is locked once (`dhp.cluster.transport.pinned`), and copies run asynchronously until
 `flush`.
 
 Where all actors share one GPU, CUDA IPC does the same without any copy: the receiver maps the sender's device memory.
@@ -36,7 +36,7 @@ PAGE = 1 << 21
 
 @dataclass(frozen=True)
 class Parcel:
-    """A tensor that lies in another process's memory: where, and what it looks like."""
+    """A tensor in another process's memory: where, and what it looks like."""
 
     pid: int
     descriptor: int
@@ -49,7 +49,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class DeviceParcel:
-    """A tensor that lies in another process's GPU memory: what torch rebuilds it from on the same GPU."""
+    """A tensor in another process's GPU memory: what torch rebuilds it from on the same GPU."""
 
     rebuild: Callable[..., Tensor]
     arguments: tuple[Any, ...]
@@ -76,9 +76,9 @@ class _Segment:
 
 
 class Outbox:
-    """The tensors that this process hands over in a step.
+    """The tensors that this process sends in a step.
 
-    A step's n-th tensor goes where the n-th of the step before lay. That is safe without any acknowledgement: a part's
+    A step's n-th tensor goes where the n-th of the step before was. That is safe without any acknowledgement: a part's
     next step begins after its own optimizer step, which needs the gradient norm of every other part, which each part
     answers after it has used all it received.
     """
@@ -97,7 +97,7 @@ class Outbox:
         if tensor.nbytes < SMALLEST_BYTES:
             return tensor.cpu()
         if tensor.is_cuda and self._on_device:
-            self._lent.append(tensor)  # its memory must not be given away before the receivers are done
+            self._lent.append(tensor)  # its memory must not be reused before the receivers are done
             return DeviceParcel(*reduce_tensor(tensor))
         buffer, self._used = self._used, self._used + 1
         segment = self._segment(buffer, tensor.nbytes)
@@ -107,13 +107,13 @@ class Outbox:
         return Parcel(os.getpid(), segment.descriptor, segment.serial, buffer, segment.capacity, shape, tensor.dtype)
 
     def flush(self) -> None:
-        """Until all that was sent is where it can be read: before anybody is told."""
+        """Wait until all that was sent can be read; called before the receivers get its addresses."""
         if self._under_way:
             wait_for_transfers()
             self._under_way = False
 
     def end_step(self) -> None:
-        """All that was sent has been used: its memory may be written again."""
+        """End the step: all that was sent has been used, so its memory may be written again."""
         self._used = 0
         self._lent.clear()
 
@@ -129,7 +129,7 @@ class Outbox:
 
 
 class Inbox:
-    """The tensors that other processes have handed over, each sender's memory mapped once."""
+    """The tensors that other processes have sent, each sender's memory mapped once."""
 
     def __init__(self, pinned: bool = False) -> None:
         """pinned: what is received goes to a GPU, so lock the memory for it."""

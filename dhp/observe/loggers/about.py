@@ -1,4 +1,4 @@
-"""What a logger is told of a run when it begins."""
+"""The description of a run for its loggers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class About:
         return dict(_leaves("", yaml.safe_load(self.config) or {}))
 
     def id_file(self, logger: str) -> Path:
-        """Where a logger's own name of the run is kept, so that a resumed run goes on in it."""
+        """The file of a logger's own name of the run, so that a resumed run goes on in it."""
         return Path(self.run_dir) / "loggers" / f"{logger}.id"
 
     def earlier_id(self, logger: str) -> str | None:

@@ -1,6 +1,6 @@
-"""The loggers behind three verbs. These run in the logger's own process (`dhp.observe.loggers.process`).
+"""The loggers behind three methods. These run in the logger's own process (`dhp.observe.loggers.process`).
 
-Where each of them sends a run, and with whose key, is its own business: WANDB_…, MLFLOW_… and SWANLAB_… in the
+Where each of them sends a run, and with which key, is not set here: WANDB_…, MLFLOW_… and SWANLAB_… in the
 environment act as its documentation says.
 """
 
@@ -102,7 +102,7 @@ class MLflow:
         return known.experiment_id if known else self._client.create_experiment(name, artifact_location=artifacts)
 
     def _log_parameters(self, settings: Mapping[str, Any]) -> None:
-        """Of the run's beginning: MLflow does not let them change, and config.yaml has those of a resumed one."""
+        """Log the run's first settings: MLflow does not let them change, and config.yaml has those of a resumed one."""
         from mlflow.entities import Param
 
         found = [Param(name, str(value)[:LONGEST]) for name, value in settings.items()]

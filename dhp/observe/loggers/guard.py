@@ -1,4 +1,4 @@
-"""A logger seen from the run: a process beside it that may raise, hang or die, and is then done without."""
+"""The run's side of a logger: a separate process that may raise, hang or die; the run then goes on without it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dhp.observe.loggers.about import About
 from dhp.observe.numbers import json_safe
 
 BACKLOG = 1000  # steps that a logger may be behind
-FAILURES = 3  # in a row, after which a logger is done without
-ROOT = Path(__file__).parents[3]  # where the package `dhp` lies
+FAILURES = 3  # in a row, after which the run goes on without a logger
+ROOT = Path(__file__).parents[3]  # that has the package `dhp`
 KEPT = "metrics.jsonl has every step"
 
 
 class GuardedLogger:
     """One logger of a run. No method waits for it but `wait`, and none raises what it raises.
 
-    Two threads speak with its process, one writes and one reads; both end with the process.
+    Two threads communicate with its process, one writes and one reads; both end with the process.
     """
 
     def __init__(self, name: str, about: About) -> None:
@@ -90,7 +90,7 @@ class GuardedLogger:
         return self._ended.wait(max(0.0, deadline - time.monotonic()))
 
     def wait(self, deadline: float) -> None:
-        """Until the logger has closed the run, at most until `deadline` of time.monotonic; then its process is
+        """Wait until the logger has closed the run, at most until `deadline` of time.monotonic; then its process is
         killed."""
         if not self.has_ended(deadline) and not self._dropped:
             self._drop("it did not end in time")
@@ -100,17 +100,17 @@ class GuardedLogger:
             thread.join()  # its pipes are closed
         with self._lock:
             if self._lost:
-                self._messages.append(f"{self.name} lacks {_told(self._lost)}; {KEPT}")
+                self._messages.append(f"{self.name} lacks {_steps_text(self._lost)}; {KEPT}")
                 self._lost = []
 
     def take_messages(self) -> list[str]:
-        """What there is to say since the last time."""
+        """Messages since the last time."""
         with self._lock:
             taken, self._messages = self._messages, []
         return taken
 
     def _drop(self, why: str) -> None:
-        """Do without this logger from now on. What it has taken, it may still close."""
+        """Stop using this logger from now on. It may still close what it has taken."""
         with self._lock:
             if self._dropped:
                 return
@@ -138,12 +138,12 @@ class GuardedLogger:
         assert process is not None and process.stdout is not None
         with process.stdout:
             for line in process.stdout:
-                self._hear(json.loads(line))
+                self._receive(json.loads(line))
         if not self._ended.is_set():
             self._drop(f"its process ended (status {process.wait()})")
             self._ended.set()
 
-    def _hear(self, answer: Mapping[str, Any]) -> None:
+    def _receive(self, answer: Mapping[str, Any]) -> None:
         error = answer.get("error")
         if "began" in answer:
             if error is not None:
@@ -185,7 +185,7 @@ def _with_root(path: str) -> str:
     return os.pathsep.join([str(ROOT), *([path] if path else [])])
 
 
-def _told(steps: list[int]) -> str:
+def _steps_text(steps: list[int]) -> str:
     """`step 5`, `steps 5 to 9`, `6 steps between 2 and 30`."""
     first, last, count = min(steps), max(steps), len(set(steps))
     if count == 1:

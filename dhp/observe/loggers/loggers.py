@@ -9,11 +9,11 @@ from dhp.observe.loggers.about import About
 from dhp.observe.loggers.guard import GuardedLogger
 
 END_S = 30.0  # that a run waits at its end, for all loggers together
-PATIENCE_S = 2.0  # of it without a word
+PATIENCE_S = 2.0  # of it without a message to the user
 
 
 class Loggers:
-    """Nothing of this raises, and nothing waits but `wait`."""
+    """All loggers of a run. No method raises, and none waits but `wait`."""
 
     def __init__(self, names: Sequence[str], about: About) -> None:
         self._names, self._about = names, about
@@ -36,7 +36,7 @@ class Loggers:
             logger.end(status)
 
     def wait(self, say: Callable[[str], None]) -> None:
-        """Until all have closed the run, at most END_S."""
+        """Wait until all have closed the run, at most END_S."""
         deadline = time.monotonic() + END_S
         patient = time.monotonic() + PATIENCE_S
         for logger in self._loggers:
@@ -49,5 +49,5 @@ class Loggers:
         self._loggers = []
 
     def take_messages(self) -> list[str]:
-        """What there is to tell of them since the last time."""
+        """Their messages since the last time."""
         return [message for logger in self._loggers for message in logger.take_messages()]

@@ -61,7 +61,7 @@ def _answer(answers: TextIO, logger: Logger, message: Mapping[str, Any]) -> None
 
 
 def _tell(answers: TextIO, answer: Mapping[str, Any]) -> None:
-    with suppress(BrokenPipeError):  # nobody listens any more; what the logger has is to be closed all the same
+    with suppress(BrokenPipeError):  # the run no longer reads; what the logger has is to be closed all the same
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
@@ -76,7 +76,7 @@ def _outcome(verb: str, call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _own_streams() -> tuple[TextIO, TextIO]:
-    """stdin and stdout for the messages alone: the logger finds an empty stdin, so that it asks nobody for a key, and
+    """stdin and stdout for the messages alone: the logger finds an empty stdin, so that it cannot prompt for a key, and
     its output goes where stderr goes."""
     calls, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,11 +1,11 @@
-"""Recomputing parts of layers in backward instead of keeping what they computed, from outside an untouched model.
+"""Activation checkpointing: parts of layers are recomputed in backward, from outside an unmodified model.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", by torch's non-reentrant checkpointing of each layer.
 What is not worth recomputing (matrix products, attention) is *kept*: its output is saved, and the layer's second run
 takes it from there. What a kept call saves for its own backward is either one of its inputs, which the second run
-makes anew, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run once;
-all others run again in backward, on every rank in the same order. Of random numbers, dropout beside adapters draws the
-same ones again: behind a call that is passed over, the generator goes on from where that call left it.
+recomputes, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run once;
+all others run again in backward, on every rank in the same order. Dropout of adapters draws the same random numbers
+again: after a call that is skipped, the generator continues from the state in which that call left it.
 
 torch's own selective checkpointing (`create_selective_checkpoint_contexts`) decides operator by operator. Here a whole
 call is kept or not: an attention that is an autograd function of many kernels and collectives, or a module.
@@ -33,7 +33,7 @@ from dhp.parallel.activation.offload import Host
 from dhp.parallel.activation.saved_tensors import detached, note, noting, top_hooks
 
 ATTENTION, PROJECTIONS, MLP, VISITS = "attention", "projections", "mlp", "visits"
-# What each choice keeps of a layer that is checkpointed. Who visits which experts: integers that the host waited for.
+# What each choice keeps of a checkpointed layer. VISITS is the routing of experts: integers that the host waited for.
 _KEPT_BY_CHOICE = {
     "light": {VISITS, ATTENTION, PROJECTIONS, MLP},
     "mlp": {VISITS, ATTENTION, PROJECTIONS},
@@ -46,7 +46,7 @@ _here = threading.local()  # on GPUs, backward runs layers again in threads of a
 
 
 class Watcher(Protocol):
-    """Who is told when layers run."""
+    """Callbacks around the runs of layers."""
 
     def layer(self, index: int) -> Any:
         """A context around the first run of a layer."""
@@ -83,7 +83,7 @@ class RecomputedLayers:
         return tuple(layer.choice for layer in self._layers)
 
     def choose(self, choices: RecomputePolicies) -> None:
-        """What each layer recomputes from now on. Raises ValueError for a choice too many, too few, or unknown."""
+        """Set what each layer recomputes from now on. Raises ValueError for too many, too few or unknown ones."""
         unknown = sorted(set(choices) - set(CHOICES))
         if len(choices) != len(self._layers) or unknown:
             raise ValueError(
@@ -158,8 +158,8 @@ class _Layer:
 
 
 def _found(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Those of the names that the layer has: dense layers and those with experts have others. Raises ValueError where
-    it has none of them."""
+    """The modules of these names that the layer has: dense layers and those with experts have others. Raises ValueError
+    where it has none of them."""
     inside = dict(layer.named_modules())
     found = [inside[name] for name in names if name in inside]
     if names and not found:
@@ -168,7 +168,7 @@ def _found(layer: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 class _Deferred(NamedTuple):
-    """A view of an input that a kept call saved: it lies in the input's memory as it did in the first run."""
+    """A view of an input that a kept call saved: its place in the input's memory is that of the first run."""
 
     source: int
     size: torch.Size
@@ -262,7 +262,7 @@ class _Saving:
         self.deferred: list[_Deferred] = []
 
     def save(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What gets the tensor back."""
+        """Save a tensor; returns the function that gets it back."""
         if not is_traceable_wrapper_subclass(tensor):
             source, dtype = self._inputs.get(tensor.untyped_storage()._cdata, (None, None))
             if dtype == tensor.dtype:
@@ -298,7 +298,7 @@ def _keep(calls: _Calls, inputs: Sequence[Tensor], run: Callable[[], Any]) -> An
 
 
 def _repeat(made: _Call, inputs: Sequence[Tensor]) -> Any:
-    """The results of a call that was made before; its inputs, made anew, are saved in the order in which it did."""
+    """The results of a call that was made before; its recomputed inputs are saved in the order in which it did."""
     pack, _ = top_hooks()
     for one in made.deferred:
         pack(torch.as_strided(inputs[one.source].detach(), one.size, one.stride, one.offset))
@@ -306,7 +306,7 @@ def _repeat(made: _Call, inputs: Sequence[Tensor]) -> Any:
     return tree_unflatten(flat, made.spec)
 
 
-# Functions rather than closures: a closure that holds itself would stay until the garbage collector comes by.
+# Functions rather than closures: a closure that holds itself would stay until the garbage collector runs.
 
 
 def _get(saved: Callable[[], Tensor]) -> Tensor:

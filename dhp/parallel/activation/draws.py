@@ -1,4 +1,4 @@
-"""Random numbers that a layer draws: for dropout beside adapters, and where a model's configuration asks for some."""
+"""Random numbers that a layer draws: for dropout of adapters, and where a model's configuration asks for some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage's activations take on one rank, in bytes and seconds, layer by layer, while it trains.
+"""Measures a stage's activations on one rank, in bytes and seconds, layer by layer, while it trains.
 
 Bytes are what the allocator says on GPUs, beyond what is there between steps; on CPU, what autograd keeps.
 """
@@ -159,7 +159,7 @@ class ActivationMeter:
             self._added[index] = max(self._added.get(index, 0), self._bytes.now() - before)
 
     def take(self, choices: RecomputePolicies, gradient_bytes: int = 0) -> StageUsage | None:
-        """What the step took, under these choices; None when this stage had no work in it. To be called before the
+        """The step's usage under these choices; None when this stage had no work in it. To be called before the
         optimizer takes its step: what that allocates is no activation. gradient_bytes: of the step's own gradients."""
         if not self._micro_batches:
             return None

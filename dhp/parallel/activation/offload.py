@@ -1,7 +1,7 @@
-"""What enters layers, kept in host memory between forward and backward.
+"""Offloads the inputs of layers to host memory between forward and backward.
 
-On a GPU copies run on a stream of their own, beside the layers' work, into pinned memory; and while backward is in one
-layer, what entered the layer before it is on its way back. RemoteValue a copy stands in for it.
+On a GPU, copies run on a stream of their own, concurrently with the layers, into pinned memory; while backward is in
+one layer, the input of the layer before it is copied back. On other devices a clone stands in for the host copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dhp.parallel.activation.saved_tensors import detached, note, top_hooks
 
 
 class Away:
-    """A tensor that is in host memory, or on its way. before: what the layer before has there."""
+    """A tensor that is offloaded, or being copied. before: what the layer before has there."""
 
     def __init__(self, states: Tensor, index: int, before: Away | None):
         self._device, self._index = states.device, index
@@ -34,10 +34,10 @@ class Away:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._host.copy_(states.detach(), non_blocking=True)
-        states.record_stream(stream)  # its memory is not given away before it was read
+        states.record_stream(stream)  # its memory is not reused before it was read
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
+        """Begin to copy it back."""
         if self._back is not None or self._device.type != "cuda":
             return
         stream = _stream(self._device)
@@ -46,7 +46,7 @@ class Away:
             self._there = stream.record_event()
 
     def take(self) -> Tensor:
-        """The tensor, on its device. What the layer before has there is on its way from now on."""
+        """The tensor, on its device. Begins to copy back what the layer before has there."""
         self.fetch()
         before, self._before = self._before, None
         if before is not None:
@@ -62,10 +62,10 @@ class Away:
 
 
 class Host:
-    """What several layers have in host memory."""
+    """The offloaded inputs of several layers."""
 
     def __init__(self) -> None:
-        self._last: Callable[[], Away | None] = lambda: None  # a graph holds it, nobody else
+        self._last: Callable[[], Away | None] = lambda: None  # only a graph holds it
 
     @contextmanager
     def keeping(self, states: Tensor, index: int) -> Iterator[None]:

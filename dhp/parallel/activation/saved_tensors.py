@@ -1,9 +1,9 @@
-"""How many bytes autograd keeps for backward, exactly, on CPU and GPU alike, and their peak.
+"""Counts the bytes that autograd saves for backward, exactly, on CPU and GPU alike, and their peak.
 
 A tensor that is saved keeps its whole storage, so storages are counted: each once, however many views of it are saved,
 from the moment when autograd first saves it until its memory is freed. Parameters and buffers are there anyway and are
 not counted. Non-reentrant checkpointing hides what it will recompute and saves its inputs instead, which are counted;
-what it recomputes inside backward is told to `note` by `dhp.parallel.activation.checkpointing`.
+`dhp.parallel.activation.checkpointing` reports what it recomputes inside backward to `note`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SavedTensors:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what autograd saves in this block, and what `note` is told. For forward and for backward."""
+        """Count what autograd saves in this block and what `note` reports, in forward and in backward."""
         global _counting
         for tensor in _tensors_of(self._model):
             for part in plain_tensors(tensor):
@@ -79,7 +79,7 @@ class SavedTensors:
 
 
 def note(tensor: Tensor) -> None:
-    """Tell the count that is going on, if any, of a tensor that is kept for backward past autograd's own hooks."""
+    """Report to the count that is going on, if any, a tensor that is saved for backward past autograd's own hooks."""
     if _counting is not None:
         _counting.note(tensor)
 
@@ -93,7 +93,7 @@ def top_hooks() -> Hooks | None:
 
 @contextmanager
 def noting() -> Iterator[None]:
-    """In the block, whatever is saved by the hooks in force is told to `note` as well."""
+    """In the block, also report to `note` what the hooks in force save."""
     hooks = None if _counting is None else top_hooks()
     if hooks is None:
         yield
@@ -109,7 +109,7 @@ def noting() -> Iterator[None]:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """What a hook may keep: the graph holds the hook's answer, so a tensor inside the graph would keep itself alive.
+    """A tensor that a hook may keep: the graph holds the answer, so one inside the graph would keep itself alive.
 
     Leaves stay as they are, as autograd does it: ZeRO exchanges the memory of a parameter between forward and backward.
     """

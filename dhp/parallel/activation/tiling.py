@@ -1,8 +1,8 @@
-"""MLPs that compute some tokens at a time, from outside an untouched model.
+"""MLPs that compute some tokens at a time, from outside an unmodified model.
 
 A row's longest tensors are inside of its MLPs, several times as wide as the states, though no token needs another there
 (Bekman et al. 2025, "Arctic Long Sequence Training", section 3.1). Here an MLP runs chunk by chunk, each under torch's
-checkpointing: of what lies inside, memory holds one chunk, forward and backward, and keeps the MLP's input alone.
+checkpointing: memory holds the intermediate states of one chunk, forward and backward, and keeps the MLP's input alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dhp.parallel.activation.saved_tensors import noting
 
 def tile_mlps(layers: Sequence[nn.Module], names: Sequence[str], chunks: int) -> None:
     """Have the MLPs of these layers compute their tokens in so many chunks. names: of modules in an MLP, each the MLP's
-    own child, as `dhp.models.family.LayerParts.mlp`. Raises ModelError where a layer's lie in none."""
+    own child, as `dhp.models.family.LayerParts.mlp`. Raises ModelError where a layer's are in none."""
     for layer in layers:
         inside = dict(layer.named_modules())
         owners = set(name.rpartition(".")[0] for name in names if name in inside)
@@ -48,7 +48,7 @@ def _tile(mlp: nn.Module, chunks: int) -> None:
             with keeping_nothing(), noting() if begun else nullcontext():
                 return whole(chunk, *others, **named)
 
-        # As many on every rank, though some be empty: who cuts weights gathers them for each.
+        # As many on every rank, though some be empty: sharded weights are gathered for each.
         # In one piece each, also of padded rows: some MLPs take their tokens by a view.
         parts = [part.contiguous() for part in states.tensor_split(chunks, dim=-2)]
         if torch.is_grad_enabled():

@@ -25,7 +25,7 @@ class Band:
     """Segments of one length in one layer, and what their tokens see.
 
     length: tokens of a segment. blocks: int64 [segments, tokens], numbers of blocks, None where none count; spans: the
-    blocks by where they lie; block_rule: how they go with the layer's window.
+    blocks by their places; block_rule: how they go with the layer's window.
     """
 
     length: int
@@ -99,7 +99,7 @@ class _Capped(torch.autograd.Function):
 
 
 def _blocks(query: Tensor, key: Tensor, value: Tensor, band: Band, scale: float) -> Iterator[tuple[Any, ...]]:
-    """Of each tile: rows of queries, rows of keys, query, key, value, and how they see each other."""
+    """The tiles: of each, rows of queries, rows of keys, query, key, value, and how they see each other."""
     for queries, keys in band.tiles():
         rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         hidden = ~band.sees(queries, keys, query.device)

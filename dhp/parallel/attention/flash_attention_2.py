@@ -1,7 +1,7 @@
 """The package flash-attn (Dao 2023), behind two functions and a kernel for rings.
 
 Its functions that give the log-sum-exp and take it back are private; they are called here alone, by the names of their
-arguments, which `tests/parallel/attention/test_flash_attention_2.py` holds against the package where it is installed.
+arguments, which `tests/parallel/attention/test_flash_attention_2.py` checks against the package where it is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dhp.parallel.attention.kernels import Block, QkvGradients
 
 FLASH_ATTENTION_2 = "flash_attention_2"  # an attention_backend
-_MULTIPLE = 8  # of which the width of a head must be one
+_MULTIPLE = 8  # a head's width must be a multiple of it
 _UNBOUNDED = (-1, -1)
 
 
@@ -91,7 +91,7 @@ class FlashAttention2:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         states = [_filled(s) for s in (query, key, value)]
         output, lse, *_ = _package()._flash_attn_varlen_forward(
-            *states, **_told(query, key, block), return_softmax=False, block_table=None
+            *states, **_varlen_arguments(query, key, block), return_softmax=False, block_table=None
         )
         return output[..., : query.shape[-1]], lse
 
@@ -104,15 +104,15 @@ class FlashAttention2:
             *given,
             lse.contiguous(),
             *gradients,
-            **_told(query, key, block),
+            **_varlen_arguments(query, key, block),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         query_, key_, value_ = (g[..., : query.shape[-1]] for g in gradients)
         return query_, key_, value_
 
 
-def _told(query: Tensor, key: Tensor, block: Block) -> dict[str, Any]:
-    """What both directions are told of one segment."""
+def _varlen_arguments(query: Tensor, key: Tensor, block: Block) -> dict[str, Any]:
+    """Arguments of both directions for one segment."""
     # Made on the device: a copy of numbers from the host would hold it up.
     bounds = (torch.arange(2, dtype=torch.int32, device=s.device) * len(s) for s in (query, key))
     return {

@@ -1,11 +1,11 @@
-"""Which vision rank works on which windows of which image, and which text replica gets the result. Pure numbers.
+"""Assigns windows of images to vision ranks, and their results to text replicas. Pure numbers.
 
 Images are independent, so replicas get whole images, and inside a replica the ranks that share a sequence get whole
 segments (images, frames of a video): these need no communication at all. Only segments too large for an even share
 are divided, between attention windows, into the room that the others leave. Images and segments go by cost, the
-dearest first and each to the least loaded (Graham 1969): full attention makes one large image dearer than many small
-ones of as many patches. A rank without work gets no pieces; `dhp.batching.scatter` gives it a dummy window, since it
-must take part in the collectives.
+costliest first and each to the least loaded (Graham 1969): full attention makes one large image costlier than many
+small ones of as many patches. A rank without work gets no pieces; `dhp.batching.scatter` gives it a dummy window,
+since it must take part in the collectives.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def shard_images(
 
 
 def assign_longest_first(costs: Sequence[float], bins: int) -> list[list[int]]:
-    """Indices for each bin, dearest first to the least loaded; each list in order."""
+    """Indices for each bin, costliest first to the least loaded; each list in order."""
     loads = [0.0] * bins
     assigned: list[list[int]] = [[] for _ in range(bins)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -80,7 +80,7 @@ def assign_longest_first(costs: Sequence[float], bins: int) -> list[list[int]]:
 
 
 def in_runs(assigned: Sequence[Sequence[int]], kinds: Sequence[Hashable]) -> list[list[int]]:
-    """The same assignment, but that of the items of one kind, which are as good as each other, each bin has neighbours:
+    """The same assignment, with items of one kind, which are interchangeable, swapped so that each bin has neighbours:
     of a video, frames that follow each other, which are decoded together."""
     left: dict[Hashable, list[int]] = {}
     for item, kind in enumerate(kinds):
@@ -102,7 +102,7 @@ def cut_in_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[tuple
 
 
 def fill_to_level(loads: Sequence[float], amount: float) -> list[float]:
-    """What each bin gets of `amount` so that the fullest of those that get anything is as low as possible."""
+    """Each bin's share of `amount` so that the fullest of those that get anything is as low as possible."""
     order = sorted(loads)
     for count in range(len(order), 0, -1):
         level = (amount + sum(order[:count])) / count

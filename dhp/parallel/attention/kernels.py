@@ -1,6 +1,6 @@
 """Attention of one block of queries to one block of keys, with what a ring needs to put blocks together.
 
-Forward answers with the log-sum-exp of the scores beside the output; backward takes both as they are over *all* blocks,
+Forward returns the output and the log-sum-exp of the scores; backward takes both as they are over *all* blocks,
 and then gives this block's exact share of the gradients (Liu et al. 2023, Ring Attention, section 3).
 """
 

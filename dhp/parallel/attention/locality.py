@@ -14,7 +14,7 @@ SAME_DEVICE, SAME_NODE, ELSEWHERE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Locality:
-    """How near vision replicas are to text replicas, and what nearness may cost.
+    """Distances between vision and text replicas, and the imbalance allowed for nearness.
 
     distances: from each text replica to each vision replica, one of the three above. slack: the busiest vision replica
     may have more to do by this fraction than under the most even assignment known.
@@ -36,8 +36,8 @@ def assign_near(
 
     replicas: the text replica of each image. even: an assignment whose busiest replica sets the limit, with the slack.
 
-    Each image begins at the least loaded of the nearest vision replicas, dearest first. Replicas beyond the limit then
-    give images to the nearest ones that have room. If some remain beyond it, the answer is `even`.
+    Each image begins at the least loaded of the nearest vision replicas, costliest first. Replicas beyond the limit
+    then give images to the nearest ones that have room. If some remain beyond it, the answer is `even`.
     """
     limit = (1 + locality.slack) * max((sum(costs[i] for i in indices) for indices in even), default=0.0)
     loads, assigned = [0.0] * len(even), [list[int]() for _ in even]

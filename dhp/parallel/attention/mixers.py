@@ -1,4 +1,4 @@
-"""Layers that carry state along a row, as convolutions and recurrent attention do: each sample of a row by itself.
+"""Runs layers that carry state along a row (convolutions, recurrent attention) on each sample by itself.
 
 A gated delta net or a short convolution knows nothing of segments, so a packed row's state would run from one sample
 into the next. They are run from outside: samples of one length as one batch, and padded rows as they are.
@@ -23,7 +23,7 @@ def run_by_segment(model: nn.Module, class_names: Collection[str]) -> int:
     """Make all modules of these classes, by name, run each sample of a packed row by itself; how many there are.
 
     The model's forward gets the plan of the row as the keyword `segments`, as for `packed_attention`; its layers hand
-    it on. Before recomputing or sharding wraps the layers, so that this lies inside. Raises ModelError for a class that
+    it on. Before recomputing or sharding wraps the layers, so that this is inside. Raises ModelError for a class that
     no module is of.
     """
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in class_names]
@@ -48,7 +48,7 @@ def _by_segment(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         alone = partial(forward, **named)
         output = _run_each(alone, hidden_states, segments)
         for _ in range(segments.calls - len(segments.groups)):
-            # Its backward is walked too, so that other ranks' calls do not wait; nothing else comes of it.
+            # Its backward runs too, so that other ranks' calls do not wait; it has no other effect.
             output = output + alone(hidden_states[:1, :1]).sum() * 0.0
         return output
 

@@ -2,7 +2,7 @@
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers". Merging in float32 by log-sum-exp; backward with the
 output and log-sum-exp of all blocks, so that no block needs another's scores. Gradients of keys and values travel with
-them, in float32, from the first other rank on until they are home: what the own rank has to add waits there.
+them, in float32, from the first other rank on until they are back at their rank, whose own share is added there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Ring:
         return count_tokens(self.chunks[rank])
 
     def pairs(self, source: int, layer: LayerRule = PLAIN) -> list[Pair]:
-        """What this rank's queries see of the keys of rank `source`. Listed once, for all layers of the same rule and
+        """Pairs of this rank's queries and keys of rank `source`. Listed once, for all layers of the same rule and
         both directions: with hundreds of segments that takes as long as a layer's kernels."""
         if (source, layer) not in self._pairs:
             pairs = visible_pairs(self.chunks[self.rank], self.chunks[source], self.causal, layer)
@@ -88,7 +88,7 @@ def visible_pairs(queries: Shard, keys: Shard, causal: bool, layer: LayerRule = 
     """Pairs of ranges of the same segment of which the queries see the keys: whole ranges, or where a layer has a
     window or chunks, `QUERIES` queries and the keys that some of them see.
 
-    Raises ValueError for ranges that overlap without being the same: no token lies on two ranks.
+    Raises ValueError for ranges that overlap without being the same: no token is on two ranks.
     """
     of_segment = defaultdict(list)
     for key, columns in _with_rows(keys):
@@ -107,7 +107,7 @@ def visible_pairs(queries: Shard, keys: Shard, causal: bool, layer: LayerRule = 
 
 
 def _masked_pairs(query: TokenRange, rows: slice, key: TokenRange, columns: slice, layer: LayerRule) -> Iterator[Pair]:
-    """What causal queries of a range see of keys of another, or of the same, some queries at a time."""
+    """The pairs of causal queries of a range and keys of another, or of the same, some queries at a time."""
     for begin in range(query.first, query.end, QUERIES):
         end = min(begin + QUERIES, query.end)
         first, last = max(key.first, layer.first_key(begin)), min(key.end, end)
@@ -184,7 +184,7 @@ class _RingAttention(torch.autograd.Function):
 def _share(
     ctx: Any, given: tuple[Tensor, Tensor, Tensor, Tensor], states: Tensor, source: int, grad_query: Tensor
 ) -> Tensor:
-    """What this rank's queries give to the gradients of keys and values of rank `source`, [2, tokens, heads, dim]."""
+    """This rank's share of the gradients of keys and values of rank `source`, [2, tokens, heads, dim]."""
     grad, query, output, lse = given
     ring: Ring = ctx.ring
     share = torch.zeros_like(states, dtype=lse.dtype)
@@ -202,7 +202,7 @@ def _share(
 def _blocks(own: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
     """Keys and values of every rank, [2, tokens, heads, dim], by rank: this one's own first, then as they come around.
 
-    The next are already on their way while the caller works on these.
+    The next are already being received while the caller works on these.
     """
     ranks = len(ring.chunks)
     if ring.gather and ranks > 1:
@@ -223,7 +223,7 @@ def _blocks(own: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
 
 
 def _kept(own: Tensor, others: Sequence[Tensor], ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """As `_blocks`, from what forward kept; this rank's own last, while the others' gradients are on their way."""
+    """As `_blocks`, from what forward kept; this rank's own last, while the others' gradients are being sent."""
     yield from ((ring.source(step), states) for step, states in enumerate(others, 1))
     yield ring.rank, own
 

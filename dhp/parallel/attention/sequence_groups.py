@@ -1,7 +1,7 @@
-"""Over how many of a row's ranks each of its samples is divided. Pure numbers.
+"""Chooses over how many of a row's ranks each of its samples is divided. Pure numbers.
 
-Long samples are divided over all ranks that share the row, because no rank could hold one beside the others' work.
-Short ones stay whole on a rank, or within the Ulysses ranks of one ring rank, where attention needs nobody else: so in
+Long samples are divided over all ranks that share the row, because no rank could hold one next to the others' work.
+Short ones stay whole on a rank, or within the Ulysses ranks of one ring rank, where attention needs no other rank: in
 one row, ranks work as one group on what is long and as several on what is short. Whatever is chosen, a token attends to
 the same tokens, so the result is the same.
 """
@@ -20,7 +20,7 @@ ROOM = 1.1  # no rank gets more than so many times an even share of the row's to
 
 @dataclass(frozen=True)
 class SequenceGroups:
-    """Which samples of a row are divided how far: their numbers in the row.
+    """The samples of a row by how far they are divided: their numbers in the row.
 
     shared: over all ranks. of_rings: over the Ulysses ranks of each ring rank. of_ranks: whole on each rank, Ulysses
     innermost.
@@ -59,8 +59,8 @@ def choose_groups(lengths: Sequence[int], ring: int, ulysses: int, crossover: fl
 
 
 def grouped_plan(lengths: Sequence[int], ring: int, ulysses: int, groups: SequenceGroups) -> ShardPlan:
-    """Who holds what: what is divided over all in the two-ended layout of `zigzag_plan`, each rank's tokens in the
-    order of the row."""
+    """The shards of these groups: samples divided over all in the two-ended layout of `zigzag_plan`, each rank's
+    tokens in the order of the row."""
     shared = zigzag_chunks([(sample, lengths[sample]) for sample in groups.shared], ring)
     shards = []
     for ring_rank in range(ring):
@@ -92,8 +92,8 @@ def _assign(
     """Samples by how far they are divided, given to ring ranks and ranks; None: some rank would have too much."""
     ranks = ring * ulysses
     shared, in_rings, whole = chosen
-    of_rings = _dealt(in_rings, costs, ring)
-    of_ranks = _dealt(whole, costs, ranks)
+    of_rings = _assigned(in_rings, costs, ring)
+    of_ranks = _assigned(whole, costs, ranks)
     for values, limit in ((costs, TOLERANCE), (lengths, ROOM)):
         loads = [sum(values[sample] for sample in held) for held in of_ranks]
         from_rings = [sum(values[sample] for sample in held) / ulysses for held in of_rings]
@@ -104,6 +104,6 @@ def _assign(
     return SequenceGroups(tuple(sorted(shared)), of_rings, of_ranks)
 
 
-def _dealt(samples: Sequence[int], costs: Sequence[float], bins: int) -> tuple[tuple[int, ...], ...]:
+def _assigned(samples: Sequence[int], costs: Sequence[float], bins: int) -> tuple[tuple[int, ...], ...]:
     bins_of = assign_longest_first([costs[sample] for sample in samples], bins)
     return tuple(tuple(sorted(samples[i] for i in held)) for held in bins_of)

@@ -1,7 +1,7 @@
-"""Which tokens of a flattened sequence each rank of a ring × Ulysses mesh holds: data, made without any process group.
+"""The tokens of a flattened sequence on each rank of a ring × Ulysses mesh: data, made without any process group.
 
 A sequence is made of segments (images, frames, documents); a token attends within its own segment. A shard is a list
-of ranges, so uneven shards, many segments, and layouts that deal a segment out in pieces are all the same thing.
+of ranges, so uneven shards, many segments, and layouts that distribute a segment in pieces are all the same thing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Shard = tuple[TokenRange, ...]
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What each rank of a mesh holds.
+    """The shards of a mesh's ranks.
 
     lengths: tokens of each segment. shards: [ring rank][Ulysses rank], the ranges of a rank in the order of its rows.
     """
@@ -38,7 +38,7 @@ class ShardPlan:
         return tuple(count_tokens(shard) for shard in self.shards[ring_rank])
 
     def chunk(self, ring_rank: int) -> Shard:
-        """What the Ulysses ranks of a ring rank hold together, in the order of their rows."""
+        """The ranges of a ring rank's Ulysses ranks together, in the order of their rows."""
         return join_ranges(piece for shard in self.shards[ring_rank] for piece in shard)
 
     def count_tokens(self) -> int:
@@ -81,8 +81,8 @@ def given_plan(lengths: Sequence[int], rank_tokens: Sequence[int], ring: int) ->
     return ShardPlan(tuple(lengths), tuple(tuple(shards[r * ulysses : (r + 1) * ulysses]) for r in range(ring)))
 
 
-def told_plan(lengths: Sequence[int], shards: Sequence[Sequence[tuple[int, int, int]]], ulysses: int) -> ShardPlan:
-    """What ranks were told that they hold: for each (Ulysses innermost), (segment, first token, tokens)."""
+def plan_of_shards(lengths: Sequence[int], shards: Sequence[Sequence[tuple[int, int, int]]], ulysses: int) -> ShardPlan:
+    """The plan of given shards: for each rank (Ulysses innermost), (segment, first token, tokens)."""
     ranges = [tuple(TokenRange(*span) for span in shard) for shard in shards]
     rings = (tuple(ranges[first : first + ulysses]) for first in range(0, len(ranges), ulysses))
     return ShardPlan(tuple(lengths), tuple(rings))
@@ -100,7 +100,7 @@ def zigzag_plan(lengths: Sequence[int], ring: int, ulysses: int) -> ShardPlan:
 
 
 def zigzag_chunks(segments: Sequence[tuple[int, int]], ring: int) -> list[list[TokenRange]]:
-    """What each ring rank holds of some segments in that layout. segments: number and length of each."""
+    """The ranges of each ring rank for some segments in that layout. segments: number and length of each."""
     chunks: list[list[TokenRange]] = [[] for _ in range(ring)]
     for segment, length in segments:
         pieces = cut_ranges((TokenRange(segment, 0, length),), even_counts(length, 2 * ring))
@@ -120,7 +120,7 @@ def is_whole(piece: TokenRange, lengths: Sequence[int]) -> bool:
 
 
 def whole_segments(ranges: Iterable[TokenRange], lengths: Sequence[int], in_order: bool) -> list[tuple[int, list[int]]]:
-    """Of the ranges that are whole segments: (tokens, first rows of those of that length). in_order: only neighbours of
+    """The ranges that are whole segments: (tokens, first rows of those of that length). in_order: only neighbours of
     one length together, so that the rows are in order; else all of them."""
     found: list[tuple[int, list[int]]] = []
     by_length: dict[int, list[int]] = {}

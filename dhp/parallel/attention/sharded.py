@@ -1,8 +1,8 @@
 """Attention over many segments of one flattened sequence, on one rank or split over a ring × Ulysses mesh.
 
 Divided segments go through Ulysses' exchange (`dhp.parallel.attention.ulysses`). With a ring around it (USP, Fang and
-Zhao 2024) what it gathers is a ring rank's chunk, and `dhp.parallel.attention.ring` does the rest. Segments that lie in
-one chunk whole never enter the ring.
+Zhao 2024) what it gathers is a ring rank's chunk, and `dhp.parallel.attention.ring` does the rest. Segments that are
+whole in one chunk never enter the ring.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SegmentPlan:
     groups: (length, count) of the segments that this rank has whole, in the order of the calls; equal lengths together
     without `bounds`, where each group is one batched kernel call, and neighbours of equal length with them.
 
-    order: tokens in the order of the calls, those of divided segments last; None when they already lie so. inverse: the
+    order: tokens in the order of the calls, those of divided segments last; None when they already are. inverse: the
     inverse permutation.
 
     causal: a token attends to itself and to what comes before it in its segment.
@@ -59,7 +59,7 @@ class SegmentPlan:
 
     blocks: int64 [tokens], in the order of the rows: tokens of a segment with the same number see each other both ways,
     as those of an image do; -1 in none. block_rule: how that goes with a layer's window
-    (`dhp.parallel.attention.visibility.BlockRule`). spans: by group, where the blocks lie, for the host. All three for
+    (`dhp.parallel.attention.visibility.BlockRule`). spans: by group, places of the blocks, for the host. All three for
     causal segments alone, and without what has no effect.
 
     backend: whose kernels compute, as a part's attention_backend says.
@@ -139,10 +139,10 @@ def plan_shard(
     block_rule: BlockRule = "bounded",
     backend: str = AUTO,
 ) -> SegmentPlan:
-    """What one rank of a mesh has to do. gather: see `dhp.parallel.attention.ring.Ring`; varlen and backend: as in
+    """The plan of one rank of a mesh. gather: see `dhp.parallel.attention.ring.Ring`; varlen and backend: as in
     `plan_segments`, and so are blocks, which are those of all ranks' tokens, segments one behind another.
 
-    Segments that lie on one rank whole need no communication; those that lie in one ring rank's chunk, none but the
+    Segments that one rank has whole need no communication; those that one ring rank's chunk has, none but the
     exchange among its Ulysses ranks. Raises ValueError, on all ranks alike, for blocks and a segment in the ring.
     """
     own = shards.shards[position.ring_rank][position.ulysses_rank]

@@ -33,7 +33,7 @@ class UlyssesGroup:
         """Each [own tokens, heads, dim] → [all tokens, heads / degree, dim], in one exchange.
 
         Key and value may have fewer heads; with fewer than ranks, or a number that the degree does not divide, they are
-        repeated first, and autograd sums the gradients of the copies. Raises ValueError when heads cannot be dealt out.
+        repeated first, and autograd sums the gradients of the copies. Raises ValueError when heads cannot be divided.
         """
         copies = key_copies(query.shape[1], key.shape[1], self.degree)
         if copies > 1:
@@ -55,14 +55,14 @@ class UlyssesGroup:
 
 
 def key_copies(heads: int, kv_heads: int, degree: int) -> int:
-    """How often each key/value head is repeated so that every Ulysses rank gets whole heads, query and key alike.
+    """The number of copies of each key/value head so that every Ulysses rank gets whole heads, query and key alike.
 
     Raises ValueError, naming the numbers, when there is no way.
     """
     copies = degree // math.gcd(kv_heads, degree)
     if heads % degree or heads % (kv_heads * copies):
         raise ValueError(
-            f"{heads} query heads and {kv_heads} key/value heads cannot be dealt out to ulysses={degree} ranks whole: "
+            f"{heads} query heads and {kv_heads} key/value heads cannot be divided over ulysses={degree} ranks whole: "
             f"heads % ulysses = {heads % degree}, "
             f"heads % (kv_heads × {copies} copies) = {heads % (kv_heads * copies)}. "
             "Use a degree that divides the query heads, and more ring ranks instead"

@@ -1,4 +1,4 @@
-"""What a token may see of its segment in one layer: as data, and written out as a mask of a few queries and keys."""
+"""The tokens that a token attends to in one layer: as data, and written out as a mask of a few queries and keys."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def find_spans(groups: Sequence[tuple[int, Sequence[int]]], blocks: Tensor) -> t
 
 
 def _spans(segment: int, blocks: Tensor) -> Iterator[Span]:
-    """Those of one segment."""
+    """The blocks of one segment."""
     numbers, counts = (found.tolist() for found in blocks.unique_consecutive(return_counts=True))
     runs: dict[int, list[tuple[int, int]]] = {}
     at = 0

@@ -100,7 +100,7 @@ def _attend_bands(
 
 
 def _block_numbers(plan: SegmentPlan) -> list[Tensor | None]:
-    """Of each group, the number of each token's block, [segments, tokens]."""
+    """The number of each token's block by group, [segments, tokens]."""
     assert plan.blocks is not None
     numbers = plan.blocks if plan.order is None else plan.blocks[plan.order]
     parts = numbers[: plan.whole].split([length * count for length, count in plan.groups])
@@ -110,9 +110,9 @@ def _block_numbers(plan: SegmentPlan) -> list[Tensor | None]:
 def _look_ahead(
     outputs: Sequence[Tensor], states: States, plan: SegmentPlan, scale: float, spans: Sequence[Sequence[Span]]
 ) -> Tensor:
-    """`outputs` of causal attention as one, with the rows of blocks made anew: they see all up to the last of theirs.
+    """`outputs` of causal attention as one, with the rows of blocks recomputed: they see all up to the last of theirs.
 
-    So attention to whole segments needs no mask. Blocks lie in one piece.
+    So attention to whole segments needs no mask. Each block is contiguous.
     """
     starts = accumulate((length * count for length, count in plan.groups), initial=0)
     rows = []  # (first row of the segment, of the block, the one behind it)
@@ -131,7 +131,7 @@ def _look_ahead(
 
 
 def _cut(plan: SegmentPlan, chunk: int) -> Tensor:
-    """Bounds of the chunks of all segments, made where the segments' are: nobody waits for the device."""
+    """Bounds of the chunks of all segments, made where the segments' are: the host does not wait for the device."""
     assert plan.bounds is not None
     bounds = plan.bounds.long()
     pieces = (bounds.diff() + chunk - 1) // chunk

@@ -1,4 +1,4 @@
-"""Collectives whose backward is written beside them, and which also run where gloo has no CUDA kernel."""
+"""Collectives with explicit backward functions, which also run where gloo has no CUDA kernel."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class Shift:
-    """A tensor on its way to the next rank of a ring, and another one coming from the rank before."""
+    """A tensor being sent to the next rank of a ring, and another one received from the rank before."""
 
     def __init__(self, tensor: Tensor, shape: Sequence[int], group: dist.ProcessGroup):
         """shape: of what comes. Begins at once; what is sent must not be written to before `wait`."""
@@ -103,7 +103,7 @@ class Shift:
         self._works = dist.batch_isend_irecv(messages) if messages else []
 
     def wait(self) -> Tensor:
-        """What has come."""
+        """Wait for what comes, and return it."""
         with span("shift", COLLECTIVE):
             for work in self._works:
                 work.wait()

@@ -1,4 +1,4 @@
-"""Every collective of this process, counted and traced, whoever begins it: our code, transformers' plan, DeepSpeed.
+"""Every collective of this process, counted and traced, wherever it begins: our code, transformers' plan, DeepSpeed.
 
 **Bytes** are counted where all of them pass: `torch.distributed`, DTensor's functional collectives and their backward
 all end in the operators of c10d, so each of these gets a kernel in front of its own. BackendSelect is the place for it:
@@ -12,16 +12,16 @@ What a rank puts on the wire, N ranks in the group, by the standard (bandwidth-o
 | all_gather | (N−1) × the rank's own part |
 | reduce_scatter | (N−1)/N × the whole input |
 | all_to_all | what goes to other ranks, in one collective or in messages that are tagged as one |
-| broadcast, reduce | (N−1)/N × the tensor on each rank: N−1 copies, whoever sends them on |
+| broadcast, reduce | (N−1)/N × the tensor on each rank: N−1 copies, by whichever rank sends them on |
 | gather | the rank's own part, but for the root |
 | scatter | what goes to other ranks, on the root |
 | ring | the tensor: messages from one rank to another, counted where they are sent |
 
 A backend may do something else: gloo reduces in other ways, NCCL's trees send as much in other shares.
 
-**Time** is spent elsewhere, in whoever waits for a result. So spans are those of the functions of torch.distributed,
-which are wrapped only while a run is traced. A collective that runs beside computation shows as the time that somebody
-waits for it.
+**Time** is spent elsewhere, where a result is waited for. So spans are those of the functions of torch.distributed,
+which are wrapped only while a run is traced. A collective that overlaps with computation shows as the time spent
+waiting for it.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ def _counted(operator: Any, kind: str, group_at: int, count: Count) -> Callable[
 
 
 def _nbytes(tensors: Tensor | Iterable[Any]) -> int:
-    """Of a tensor, or of all in a list, or in a list of lists."""
+    """Bytes of a tensor, or of all in a list, or in a list of lists."""
     return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_nbytes, tensors))
 
 
 def _whole(at: int, times: int = 1) -> Count:
-    """`times` (N−1)/N of what lies at an argument: each rank passes on all but its own share."""
+    """`times` (N−1)/N of what an argument holds: each rank passes on all but its own share."""
     return lambda given, group: times * (group.size() - 1) * _nbytes(given[at]) / group.size()
 
 
@@ -174,7 +174,7 @@ _COUNTS: dict[str, tuple[str, int, Count]] = {
     "broadcast_": (BROADCAST, 1, _whole(0)),
     "reduce_": (REDUCE, 1, _whole(0)),
     "gather_": (GATHER, 2, _to_root),
-    "scatter_": (SCATTER, 2, _whole(1)),  # nobody but the root has anything there
+    "scatter_": (SCATTER, 2, _whole(1)),  # only the root has anything there
     "send": (RING, 1, _message),
     "recv_": (RING, 1, _nothing),
     "barrier": (BARRIER, 1, _nothing),

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class ShardedCacheIndex:
-    """Which tokens of a row a rank has, told by all layers of its cache."""
+    """Which tokens of a row a rank has; shared by all layers of its cache."""
 
     def __init__(self, places: Sequence[int], total: int, rank: int, ranks: int, room: int):
         """places: of its prompt's tokens in the row, ascending. total: tokens of the prompt on all ranks. rank, ranks:
@@ -42,7 +42,7 @@ class ShardedCacheIndex:
         self.total += 1
 
     def since(self, first: int) -> int:
-        """How many tokens here come before the row's token `first`."""
+        """The number of tokens here before the row's token `first`."""
         return bisect_left(self.places, first)
 
 
@@ -68,7 +68,7 @@ class HeldLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self._held.filling:
             self._keep(key_states[..., : self._held.own, :], value_states[..., : self._held.own, :])
-            return key_states, value_states  # a rank without any has a token that nobody needs
+            return key_states, value_states  # a rank without any has a token that is not used
         if self._held.takes:
             self._keep(key_states, value_states)
         return self.keys[..., : self._count, :], self.values[..., : self._count, :]
@@ -81,7 +81,7 @@ class HeldLayer(CacheLayerMixin):
 
     @property
     def bytes(self) -> int:
-        """Of what is kept."""
+        """Bytes of the keys and values kept."""
         held = (self.keys, self.values) if self.is_initialized else ()
         return sum(states[..., : self._count, :].numel() * states.element_size() for states in held)
 
@@ -90,7 +90,7 @@ class HeldLayer(CacheLayerMixin):
         return 0 if self._held.filling else self._held.total
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As the library asks; no mask is made of it."""
+        """Called by the library; no mask is made of it."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -107,5 +107,5 @@ class ShardedKVCache(Cache):
 
     @property
     def bytes(self) -> int:
-        """Of what all layers keep."""
+        """Bytes that all layers keep."""
         return sum(layer.bytes for layer in self.layers)

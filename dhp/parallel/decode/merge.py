@@ -1,4 +1,4 @@
-"""Attention over keys that lie on several ranks, from what each makes of its own (Liu et al. 2023, Ring Attention,
+"""Attention over keys that are on several ranks, from each one's partial result (Liu et al. 2023, Ring Attention,
 section 3; Flash-Decoding does the same over blocks of one device)."""
 
 from __future__ import annotations

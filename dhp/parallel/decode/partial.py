@@ -18,7 +18,7 @@ from dhp.parallel.decode.merge import merge_over_ranks
 
 @dataclass(frozen=True)
 class NewToken:
-    """What a layer's attention must know of the one new token of a row: the row's tokens on this rank, and the ranks
+    """Arguments of a layer's attention for the one new token of a row: the row's tokens on this rank, and the ranks
     that have the others; None: this one has all."""
 
     held: ShardedCacheIndex
@@ -42,7 +42,7 @@ def new_token_attention(
     Raises ModelError for what is not computed here (`dhp.parallel.attention.visibility.layer_rule`).
     """
     rule = layer_rule(module, attention_mask, named)
-    # Tokens here lie in the row's order, so a window or a chunk is the last ones of them: nothing is masked.
+    # Tokens here are in the row's order, so a window or a chunk is the last ones of them: nothing is masked.
     first = segments.held.since(rule.first_key(segments.held.total))
     states = query[0].transpose(0, 1), key[0, :, first:].transpose(0, 1), value[0, :, first:].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -56,7 +56,7 @@ def attend_own(
     query: Tensor, key: Tensor, value: Tensor, scale: float, rule: LayerRule, backend: str = AUTO
 ) -> tuple[Tensor, Tensor]:
     """Output [heads, width of value] and log-sum-exp [heads] of one query [1, heads, dim] that sees all keys [tokens,
-    kv heads, dim], in float32 (float64 for float64). Without keys, 0 and -inf: kernels die of none."""
+    kv heads, dim], in float32 (float64 for float64). Without keys, 0 and -inf: kernels fail without any."""
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     if not len(key):
         empty = query.new_zeros((query.shape[1], value.shape[-1]), dtype=exact)

@@ -1,4 +1,4 @@
-"""From a row of logits to a token: the likeliest, or one that is drawn."""
+"""Chooses a token from a row of logits: the likeliest, or one that is drawn."""
 
 from __future__ import annotations
 

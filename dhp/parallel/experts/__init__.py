@@ -1,1 +1,1 @@
-"""Decoders with experts: their weights over tensor ranks or over replicas, and tokens on their way to them."""
+"""Decoders with experts: their weights over tensor ranks or over replicas, and the exchange of tokens."""

@@ -2,7 +2,7 @@
 
 Of a sample, as the library has it (`load_balancing_loss_func`): with f_e the visits of an expert by token and p_e the
 mean of the router's probabilities, both over the sample's tokens in all layers with experts, experts × Σ_e f_e p_e. It
-is a product of two means, so of several samples together it would be another number: which ones lie in a row, or on a
+is a product of two means, so of several samples together it would be another number: which ones are in a row, or on a
 replica, would change what is trained. Each sample therefore has its own, as if the model ran it alone.
 """
 
@@ -21,7 +21,7 @@ _RECORDED = "router_logits"  # under this name the library's models say which mo
 
 
 class Routers:
-    """The routers of a model, whose logits can be listened to."""
+    """The routers of a model, whose logits can be recorded."""
 
     def __init__(self, decoder: nn.Module):
         """Raises ModelError where the library does not say which modules of the decoder are routers."""
@@ -34,23 +34,23 @@ class Routers:
                 "transformers does not say which of its modules are routers. Set output_router_logits to false in "
                 "text_config of the model's config.json to train without it"
             )
-        self._heard: list[Tensor] | None = None
+        self._logits: list[Tensor] | None = None
         for module in found:
-            module.register_forward_hook(lambda _, __, output: self._hear(output[recorder.index]))
+            module.register_forward_hook(lambda _, __, output: self._record(output[recorder.index]))
 
     @contextmanager
-    def heard(self) -> Iterator[list[Tensor]]:
+    def recording(self) -> Iterator[list[Tensor]]:
         """The logits, [tokens, experts], of each router that runs inside, in order. Layers that run again in backward
-        are not heard: their logits are those of the first run."""
-        self._heard = logits = []
+        are not recorded: their logits are those of the first run."""
+        self._logits = logits = []
         try:
             yield logits
         finally:
-            self._heard = None
+            self._logits = None
 
-    def _hear(self, logits: Tensor) -> None:
-        if self._heard is not None:
-            self._heard.append(logits)
+    def _record(self, logits: Tensor) -> None:
+        if self._logits is not None:
+            self._logits.append(logits)
 
 
 def balance_losses(logits: Sequence[Tensor], samples: Sequence[range], visits: int) -> Tensor:

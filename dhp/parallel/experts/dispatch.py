@@ -1,13 +1,13 @@
-"""Tokens on their way to experts that other ranks hold, and back.
+"""Sends tokens to experts that other ranks hold, and returns the outputs.
 
 As in GShard (Lepikhin et al. 2020) and DeepSpeed-MoE (Rajbhandari et al. 2022), but nothing is padded and no token is
 dropped: each pair of a token and an expert that it visits is a row, rows go to the rank that has the expert by an
 all-to-all with split sizes, and the experts' outputs come back by the inverse one. Rows are sorted by expert, and those
 of one expert by the rank and the order in which they come from it, so that every sum has one order whatever arrives
-first. A rank whose experts nobody visits computes with no rows and takes part all the same.
+first. A rank whose experts no token visits computes with no rows and takes part all the same.
 
-The host waits once a layer and forward, for the sizes of the exchange. A recomputed layer keeps them, and who visits
-whom, whatever it recomputes: neither is exchanged or waited for again.
+The host waits once a layer and forward, for the sizes of the exchange. A recomputed layer keeps them, and the
+routing, whatever it recomputes: neither is exchanged or waited for again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Compute = Callable[[Tensor, Groups], Tensor]
 
 @dataclass(frozen=True)
 class Visits:
-    """Which row goes where on one rank.
+    """The routing of one rank's rows.
 
     order: the pairs of a token and an expert (token × visits + number of the visit) in the order in which they are
     sent. send, receive: rows for and from each rank. by_expert: of the rows received, which come one behind another
@@ -46,7 +46,7 @@ class Visits:
 
 def find_visits(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Visits:
     """visited: the experts of each token, int64 [tokens, visits], numbered through all of the group's, of which each
-    rank has `experts`. The ranks tell each other how many rows come; the host waits for the answer."""
+    rank has `experts`. The ranks exchange how many rows come; the host waits for the answer."""
     ranks = dist.get_world_size(group)
     pairs = visited.flatten()
     order = torch.argsort(pairs, stable=True)
@@ -62,7 +62,7 @@ def find_visits(visited: Tensor, experts: int, group: dist.ProcessGroup) -> Visi
 
 
 def count_visits(pairs: Tensor, experts: int) -> Tensor:
-    """How often each of the numbers below `experts` is among `pairs`, int64 [experts]. `torch.bincount` makes the host
+    """Counts each of the numbers below `experts` in `pairs`, int64 [experts]. `torch.bincount` makes the host
     wait for the least and the largest of them."""
     return pairs.new_zeros(experts).index_add_(0, pairs, torch.ones_like(pairs))
 
@@ -74,10 +74,10 @@ def visit(states: Tensor, visited: Tensor, weights: Tensor, experts: int, group:
     """Σ over the experts that a token visits of weight × output, [tokens, hidden].
 
     states: [tokens, hidden]; visited, weights: [tokens, visits]; experts: how many this rank has; compute: what they
-    make of rows. All ranks of the group call it together, and go back through it together.
+    make of rows. All ranks of the group call it together, forward and backward.
     """
     if torch.is_grad_enabled() and not states.requires_grad:
-        # Others may have states that need a gradient, and all have to come by on the way back.
+        # Others may have states that need a gradient, and all have to take part in backward.
         states = states.detach().requires_grad_()
     visits = _find_visits_once(visited, experts, group)
     sent = Gather.apply(states, visits.order, visited.shape[1])

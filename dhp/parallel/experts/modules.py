@@ -36,13 +36,13 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def require_known(name: str, module: nn.Module) -> None:
-    """Raises ModelError where the experts have other parameters, or lie otherwise in them, than known here."""
+    """Raises ModelError where the experts have other parameters, or are laid out otherwise in them, than known here."""
     parameters = sorted(own for own, _ in module.named_parameters())
     other = {key: getattr(module, key, None) for key, value in _KNOWN.items() if getattr(module, key, None) != value}
     if other or parameters != sorted((GATE_UP, DOWN)):
-        told = ", ".join(f"{key}={value}" for key, value in other.items()) or "all else as known"
+        others = ", ".join(f"{key}={value}" for key, value in other.items()) or "all else as known"
         raise ModelError(
-            f"{name} ({type(module).__name__}) has parameters {parameters} ({told}): experts are cut here where each "
+            f"{name} ({type(module).__name__}) has parameters {parameters} ({others}): experts are cut here where each "
             f"has {GATE_UP} [experts, 2 × width, hidden] with the gate first and {DOWN} [experts, hidden, width], and "
             "no bias. Set text.parallelism=data with text.expert=1 and text.tensor=1"
         )

@@ -1,4 +1,4 @@
-"""What experts make of rows that are sorted by expert."""
+"""The experts' outputs for rows that are sorted by expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dhp.parallel.experts.modules import DOWN, GATE_UP, takes_groups
 
 @dataclass(frozen=True)
 class Groups:
-    """Which of some rows, sorted by expert, are whose. counts: rows of each expert. ends: where its rows end, int32
+    """The rows of each expert, of rows sorted by expert. counts: rows of each expert. ends: where its rows end, int32
     [experts], on the device, so that nothing has to be copied there."""
 
     counts: list[int]
@@ -23,7 +23,7 @@ class Groups:
 
 def run_experts(experts: Any, rows: Tensor, groups: Groups) -> Tensor:
     """The outputs of the module `experts` for rows [n, hidden], sorted by its experts, of which there are as many as
-    `groups`. Every parameter gets a gradient, zero where nobody comes, so that sums over ranks begin in one order on
+    `groups`. Every parameter gets a gradient, zero without rows, so that sums over ranks begin in one order on
     all of them."""
     gated = experts._apply_gate(_multiply(rows, getattr(experts, GATE_UP), groups))
     return _multiply(gated, getattr(experts, DOWN), groups)

@@ -1,4 +1,4 @@
-"""Experts shared out among replicas: each of a group of ranks holds some, and computes with what all of them send."""
+"""Expert parallelism: each of a group of ranks holds some experts, and computes with what all of them send."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Share(TensorParallelLayer):
         module._parameters[param] = nn.Parameter(share, whole.requires_grad)
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """What a share is for is said later; the forward stays."""
+        """The forward stays: `share_out` or `cut_widths` sets it later."""
         return module
 
 

@@ -7,7 +7,7 @@ each.
 
 Files lay experts out in several ways, some transposed, so which values a slice of the width has is known only when a
 whole expert was read. Each rank therefore reads some experts whole (`dhp.parallel.experts.shares`), and then the ranks
-exchange: nobody reads a value twice, nor holds more than its part of the model.
+exchange: no value is read twice, and no rank holds more than its part of the model.
 """
 
 from __future__ import annotations

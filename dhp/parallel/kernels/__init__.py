@@ -1,1 +1,1 @@
-"""What layers compute with beside attention: norms, rotary positions and gates in few passes over memory."""
+"""Kernels of layers other than attention: norms, rotary positions and gates in few passes over memory."""

@@ -46,7 +46,7 @@ def forward(module: nn.Module) -> Function:
 
 
 def trial(module: nn.Module) -> Trial:
-    """The compiled gate beside what the class's own forward does between its matrices. Without these: they may sum over
+    """The compiled gate against the class's own computation between its matrices. Without these: they may sum over
     ranks, and a rank on which the kernel fails must not leave others waiting."""
     act = getattr(module, _activation_name(module))
 

@@ -54,7 +54,7 @@ def normed(states: Tensor, weight: Tensor | None, eps: float, offset: float) -> 
 def gradients(
     gradient: Tensor, states: Tensor, inverse: Tensor, weight: Tensor | None, offset: float, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of `states`, and of `weight` where that is asked for, of what `normed` computed."""
+    """The gradients of `states`, and of `weight` where that is asked for, of what `normed` computed."""
     unit = states.to(inverse.dtype) * inverse
     slope, into_weight = gradient.to(inverse.dtype), None
     if weight is not None:
@@ -86,7 +86,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def forwards(module: nn.Module, kernel: str) -> list[Function]:
-    """What could stand in for the norm's forward, by one kernel."""
+    """Possible replacements of the norm's forward, by one kernel."""
     weight, eps = dict(module.named_parameters(recurse=False)).get("weight"), _eps(module)
     if weight is None:
         return [] if kernel == TORCH else [lambda states: _Norm.apply(states, None, eps, 0.0, kernel == COMPILED)]
@@ -99,7 +99,7 @@ def forwards(module: nn.Module, kernel: str) -> list[Function]:
 
 
 def trial(module: nn.Module, forward: Function, small: bool = False) -> Trial:
-    """`forward` beside the norm's own. small: of states so small that eps decides."""
+    """`forward` against the norm's own. small: of states so small that eps decides."""
     weights = list(module.parameters(recurse=False))
     width = weights[0].shape[-1] if weights else _WIDTH
     states = [one * _SMALL if small else one for one in random_states((_ROWS, width))]

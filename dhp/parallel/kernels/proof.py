@@ -1,4 +1,4 @@
-"""Whether a kernel gives what a module's own code gives: tried on a few random states before it takes its place."""
+"""Checks that a kernel gives what a module's own code gives, on a few random states before it replaces that."""
 
 from __future__ import annotations
 

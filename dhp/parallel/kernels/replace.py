@@ -1,4 +1,4 @@
-"""Puts kernels in the place of what modules of a model do elementwise, where they are proved to give the same.
+"""Replaces elementwise operations of a model's modules by kernels that are proved to give the same.
 
 Norms, rotary positions and gates written out in float32 pieces, and their backward, move ten times the bytes that they
 must. A replacement is put in only where it is proved at start, on the very device and number format, to give what the
@@ -47,7 +47,7 @@ def replace_kernels(
     group: dist.ProcessGroup,
     wanted: Mapping[str, str] | None = None,
 ) -> tuple[KernelUse, ...]:
-    """Replace the forward of norms, gated MLPs and modules that turn by rotary positions; which kernel serves which.
+    """Replace the forward of norms, gated MLPs and modules that apply rotary positions; which kernel serves which.
 
     group: all ranks of the part, of which all replace the same or none: what they hold alike must stay alike. wanted:
     by kind, a kernel of `KERNELS`, plain or auto. Parameters, names and hooks stay. All of the group together. Raises
@@ -75,7 +75,7 @@ def replace_kernels(
 
 def left_to_compiler(wanted: Mapping[str, str]) -> dict[str, str]:
     """Where whole layers are compiled: their rotary positions and gates stay as they are, unless a kernel is asked for,
-    since the compiler fuses them with what is beside."""
+    since the compiler fuses them with their neighbours."""
     return {"rotary": PLAIN, "gate": PLAIN} | {kind: kernel for kind, kernel in wanted.items() if kernel != AUTO}
 
 
@@ -107,7 +107,7 @@ def _uses(served: Mapping[str, tuple[str, str, int]], device: torch.device) -> t
 
 
 def _faster(kind: str, kernel: str, device: torch.device) -> str | None:
-    """What would be faster on this device, where a compiler is all that it lacks."""
+    """A faster kernel for this device, where a compiler is all that it lacks."""
     best = KERNELS[kind][0]
     if device.type != "cuda" or best != COMPILED or kernel == COMPILED:
         return None
@@ -184,7 +184,7 @@ def _calling(functions: Mapping[str, Forward], module: nn.Module) -> Forward:
 
 
 def _try(name: str, candidate: Candidate) -> Make | None:
-    """A kernel that fails is one that is not there, and says so in the rank's log."""
+    """A kernel that fails counts as missing; the rank's log says so."""
     if candidate.kernel == COMPILED and not _can_compile():
         return None
     try:
@@ -195,7 +195,7 @@ def _try(name: str, candidate: Candidate) -> Make | None:
 
 
 def _agree(proved: Sequence[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:
-    """Which are proved on all ranks. All of them together."""
+    """The candidates that are proved on all ranks. All of them together."""
     refused = torch.tensor([0.0 if one else 1.0 for one in proved], device=device)
     return [not refuses for refuses in largest_in_place(refused, group).tolist()] if proved else []
 

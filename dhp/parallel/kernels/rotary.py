@@ -2,7 +2,7 @@
 
 Su et al. 2021, RoFormer, section 3.2: each pair of values is turned by an angle of its token's position. Models differ
 in which values make a pair, and in the number format of the products; which of the known forms a library's function is,
-its values say. Backward turns back: nothing of queries and keys is kept for it.
+its values show. Backward rotates back: no queries or keys are saved for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOKENS, _HEADS, _WIDTH, _TURNED = 5, 3, 16, (16, 8)  # of the states of a trial
 
 
 class Form(NamedTuple):
-    """Where the two values of a pair are: in the states, in what comes out, and of their cosines and sines.
+    """The places of the two values of a pair: in the states, in what comes out, and of their cosines and sines.
 
     halves: i and i + half of the width. neighbours: 2i and 2i + 1. first half: both have the one at i.
     """
@@ -87,7 +87,7 @@ def _sum_of_products(one: Tensor, cos: Tensor, two: Tensor, sin: Tensor, sign: i
 
 
 def _whole(states: Tensor, cos: Tensor, sin: Tensor, form: Form, back: bool) -> Tensor:
-    """What `turn` does, as one expression for a compiler."""
+    """`turn` as one expression for a compiler."""
     turned = cos.shape[-1]
     source, target = (form.target, form.source) if back else (form.source, form.target)
     cos, sin = (_widened(angle, states, form) for angle in (cos, sin))

@@ -1,4 +1,4 @@
-"""An optimizer step with gradients scaled on the way."""
+"""An optimizer step that scales gradients as it reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = "name"  # in a group of an optimizer's parameters
 
 
 def set_rates(groups: Sequence[dict[str, Any]], rates: Rates) -> None:
-    """Tell an optimizer's groups of parameters their learning rates."""
+    """Set the learning rates of an optimizer's parameter groups."""
     for group in groups:
         group["lr"] = rates[group[NAME]] if isinstance(rates, Mapping) else rates
 

@@ -15,9 +15,9 @@ from dhp.parallel.tensor.local_shards import as_dtensors
 
 
 class Frozen:
-    """The verbs of `dhp.parallel.optimizer.protocol.StageOptimizer`, most of which do nothing.
+    """The methods of `dhp.parallel.optimizer.protocol.StageOptimizer`, most of which do nothing.
 
-    passes: gradients go through the stage to earlier ones. Where none do, nothing is kept for a backward.
+    passes: gradients go through the stage to earlier ones. Where none do, no activations are saved.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, passes: bool):
@@ -32,24 +32,24 @@ class Frozen:
         self._others = None if owns else name
 
     def forward(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` makes of the module."""
+        """Run `compute`, under no_grad where no gradients pass."""
         with torch.set_grad_enabled(self._passes and torch.is_grad_enabled()):
             return compute()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Send gradients through; a micro-batch may have nothing that wants any."""
+        """Send gradients through; a micro-batch may have no tensor that requires any."""
         if loss.requires_grad:
             loss.backward()
 
     def rest(self) -> None:
-        """Weights are where they were."""
+        """Nothing to free: weights are not gathered."""
 
     def norm_sq(self) -> float:
-        """None of it counts."""
+        """0: frozen weights do not count."""
         return 0.0
 
     def gradient_bytes(self) -> int:
-        """None."""
+        """0: there are no gradients."""
         return 0
 
     def step(self, rates: Rates, coefficient: float) -> None:

@@ -1,10 +1,10 @@
-"""States sharded by torch's FSDP2 over the ranks that hold the same slices, beside tensor parallelism.
+"""States sharded by torch's FSDP2 over the ranks that hold the same slices, combined with tensor parallelism.
 
-The same verbs as `dhp.parallel.optimizer.replicated.Replicated` and `dhp.parallel.optimizer.zero.ZeroSharded`. Zhao et
+Methods as of `dhp.parallel.optimizer.replicated.Replicated` and `dhp.parallel.optimizer.zero.ZeroSharded`. Zhao et
 al. 2023, "PyTorch FSDP"; ZeRO's stages 2 and 3 (Rajbhandari et al. 2020). Each layer is a unit, and all else one:
 embedding, norms, head.
 
-Facts this adapter stands on, each with a canary test: FSDP divides gradients by its ranks unless it is told a factor
+Facts this adapter stands on, each with a canary test: FSDP divides gradients by its ranks unless it is given a factor
 of 1, and forced to sum (a scaling sum fails on gloo); weights are gathered around a module's forward, so the
 computation of a part, which takes the head's weight from outside, runs as the root's forward; the local tensor of a
 sharded parameter keeps its memory from step to step, so an optimizer may hold it.
@@ -49,7 +49,7 @@ class _Shard:
         self.weight = nn.Parameter(parameter.detach().to_local(), requires_grad=self.trained)
 
     def rows(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """What this rank holds, block by block, and where each begins in the whole parameter."""
+        """This rank's values, block by block, and where each begins in the whole parameter."""
         for first, count, offset in self.blocks:
             yield values[first : first + count], offset
 
@@ -101,7 +101,7 @@ class FullySharded:
         loss.backward()
 
     def rest(self) -> None:
-        """Let go of weights that were gathered for a backward: none follows the forwards so far."""
+        """Free weights that were gathered for a backward: none follows the forwards so far."""
         for unit in _units(self._root):
             unit.reshard()
 
@@ -132,7 +132,7 @@ class FullySharded:
         weight.grad = weight.grad + gradient.to(weight.grad)
 
     def gradient_bytes(self) -> int:
-        """What the step's gradients take now, beyond what is there between steps."""
+        """Bytes of the step's gradients now, beyond what is there between steps."""
         found = (shard.parameter.grad for shard in self._trained)
         return sum(gradient.to_local().nbytes for gradient in found if gradient is not None)
 

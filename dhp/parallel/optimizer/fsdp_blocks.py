@@ -1,4 +1,4 @@
-"""Which blocks of a whole parameter this rank holds when its slice is sharded by rows once more.
+"""The blocks of a whole parameter that this rank holds when its slice is sharded by rows once more.
 
 Tensor ranks cut a parameter into slices, and the ranks that hold the same slice shard it by rows (FSDP). What a rank
 then has is one block of the whole, or several where the slice itself is made of several: a fused matrix, of which a
@@ -44,7 +44,7 @@ def held_blocks(rows: range, slice_shape: torch.Size, cut: Cut | None) -> list[R
 
 
 def _runs(slice_shape: torch.Size, cut: Cut | None) -> Sequence[tuple[range, tuple[int, ...]]]:
-    """Rows of the slice that lie in the whole one behind another, and where their block begins there."""
+    """Rows of the slice that are consecutive in the whole, and where their block begins there."""
     whole = range(slice_shape[0])
     if cut is None:
         return [(whole, (0,) * len(slice_shape))]

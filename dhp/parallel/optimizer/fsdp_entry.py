@@ -1,4 +1,4 @@
-"""A module whose forward is whatever computation it is given: what sharded states wrap.
+"""A module whose forward is a given computation; ZeRO-3 and FSDP wrap it.
 
 ZeRO-3 and FSDP gather weights around a module's own forward. A stage's computation takes weights from outside of it
 (the loss, the head's), so the computation runs as the forward of the module that holds them all.
@@ -22,7 +22,7 @@ class Computation(nn.Module):
         self.module = module
 
     def forward(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` makes of the module: tensors of its own, even where they are the output of a module inside.
+        """The result of `compute`: tensors of its own, even where they are the output of a module inside.
 
         Hooks on one tensor would run in the order in which they came, a layer's before the root's, and on two tensors
         the other way round: ranks of which one alone adds something behind its last layer would gather weights in

@@ -116,7 +116,7 @@ class Gradients:
         self._next = 0
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
-        """Autograd has finished a parameter's gradient: add it to its sum, and forget it."""
+        """Called when autograd has finished a parameter's gradient: add it to its sum, and drop it."""
         if index in self._unwritten:  # zeros to add it to would be written and read for nothing
             self._unwritten.remove(index)
             self._sums[index].copy_(_gradient_of(parameter))
@@ -173,7 +173,7 @@ def _cut_into_buckets(
     partial_over: Mapping[int, dist.ProcessGroup],
     others: Mapping[int, dist.ProcessGroup],
 ) -> tuple[list[_Bucket], dict[int, int]]:
-    """Buckets in the order in which backward comes by, each with one kind of sum, and the bucket of each parameter.
+    """Buckets in the order of backward, each with one kind of sum, and the bucket of each parameter.
 
     Those with a sum over further ranks come last, where waiting for it holds nothing up; a bucket comes where its last
     member does.

@@ -20,7 +20,7 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widen(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put parameters that are whole, or plain slices, into `dtype`, that of master weights, where they lie. Those that
+    """Put parameters that are whole, or plain slices, into `dtype`, that of master weights, in place. Those that
     FSDP2 has cut are so already."""
     for parameter in module.parameters():
         if parameter.is_floating_point() and not isinstance(parameter, DTensor):
@@ -28,7 +28,7 @@ def widen(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put parameters of `dtype` in place of the module's own, which stay as they are for whoever holds them.
+    """Put parameters of `dtype` in place of the module's own, which stay as they are for callers that hold them.
 
     A parameter that two modules share stays shared. Buffers keep their format, and so do parameters that the model's
     class says must not be rounded to 16 bits (routers of some families, whose code multiplies in float32). What is kept

@@ -1,4 +1,4 @@
-"""What a trainer asks of the optimizer of its stage, whoever cuts its states: replicated, ZeRO, FSDP2, frozen."""
+"""The interface of a stage's optimizer, however states are sharded: replicated, ZeRO, FSDP2, frozen."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class StageOptimizer(Protocol):
     """Gradients of a stage's weights, from each micro-batch's backward to the step that uses them up."""
 
     def forward(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` makes of the module: tensors, run where the weights are whole."""
+        """Run `compute`, which uses the module, where the weights are whole; its tensors."""
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of a scalar; with `last`, the step's final one, sum them over the ranks."""
 
     def rest(self) -> None:
-        """No backward follows the forwards so far: let go of weights that were gathered for one."""
+        """No backward follows the forwards so far: free weights that were gathered for one."""
 
     def norm_sq(self) -> float:
         """Squared L2 norm of the stage's whole gradient, the same on every rank."""
 
     def gradient_bytes(self) -> int:
-        """What the step's gradients take now, beyond what is there between steps."""
+        """Bytes of the step's gradients now, beyond what is there between steps."""
 
     def step(self, rates: Rates, coefficient: float) -> None:
         """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""

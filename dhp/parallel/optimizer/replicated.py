@@ -1,6 +1,6 @@
-"""From local gradients to an optimizer step when every rank of the group keeps the whole of what it holds.
+"""Gradients and optimizer without sharding: every rank of the group keeps all states of what it holds.
 
-The same verbs as `dhp.parallel.optimizer.zero.ZeroSharded`, so that a trainer does not care which one it has.
+The same methods as `dhp.parallel.optimizer.zero.ZeroSharded`, so that an engine can use either.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Replicated:
         )
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
-        """The tensor that `compute` makes of the module."""
+        """The tensor that `compute` returns."""
         return compute()
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -68,7 +68,7 @@ class Replicated:
         self._gradients.backward(loss, last)
 
     def rest(self) -> None:
-        """Weights are where they were."""
+        """Nothing to free: weights are not gathered."""
 
     def norm_sq(self) -> float:
         """Squared L2 norm of the whole part's summed gradient, the same on every rank."""
@@ -101,7 +101,7 @@ class Replicated:
         master.grad = master.grad + gradient.to(master.grad)
 
     def gradient_bytes(self) -> int:
-        """What the step's gradients take now, beyond what is there between steps."""
+        """Bytes of the step's gradients now, beyond what is there between steps."""
         return self._gradients.nbytes()
 
     def step(self, rates: Rates, coefficient: float) -> None:

@@ -1,4 +1,4 @@
-"""How an optimizer hands over its state to be saved, and takes it back: named tensors, each with its extent.
+"""Saving and loading of an optimizer's state: named tensors, each with its extent.
 
 Each moment goes by its parameter's name, `<parameter>.exp_avg`; where a rank holds a range of a parameter's elements,
 the range says which. So the names and extents tell what belongs where for any number of ranks.
@@ -18,7 +18,7 @@ STEP = "step"  # optimizer steps taken; parameters of a part step together
 
 
 class StateSink(Protocol):
-    """Where state is handed over: `dhp.checkpoint.shards.ShardWriter`, without parallel knowing it."""
+    """Takes the state to save: `dhp.checkpoint.shards.ShardWriter`, which parallel does not import."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor that all ranks of the stage hold alike, or a DTensor, of which each holds its slice."""
@@ -34,7 +34,7 @@ class StateSink(Protocol):
 
 
 class StateSource(Protocol):
-    """Where state comes back from: `dhp.checkpoint.shards.ShardReader`."""
+    """Returns saved state: `dhp.checkpoint.shards.ShardReader`."""
 
     def whole(self, name: str) -> Tensor:
         """All of a tensor."""
@@ -50,13 +50,13 @@ class StateSource(Protocol):
 
 
 def step_for(optimizer: torch.optim.Optimizer, weight: Tensor, step: Tensor) -> Tensor:
-    """The state's own count of `step`s for `weight`: beside it where the optimizer is fused, else on the host, as torch
+    """The state's count of `step`s for `weight`: on its device where the optimizer is fused, else on the host, as torch
     has it."""
     device = weight.device if optimizer.defaults.get("fused") else torch.device("cpu")
     return step.to(device, torch.float32, copy=True)
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> Tensor:
-    """How many steps the optimizer took, a scalar; 0 before its first."""
+    """The number of steps that the optimizer took, a scalar; 0 before its first."""
     states: list[Mapping[str, Any]] = list(optimizer.state.values())
     return states[0][STEP].detach().clone() if states else torch.tensor(0.0)

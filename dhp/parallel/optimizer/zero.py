@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO behind the verbs a trainer needs: forward, backward, norm, step, drop, save and load.
+"""DeepSpeed's ZeRO behind the methods that an engine needs: forward, backward, norm, step, drop, save and load.
 
 Facts this adapter stands on, each with a canary test: the engine averages gradients over the ranks, so averaging is
 switched off (stage 3, which cannot, has its average multiplied by the number of ranks) and sums stay sums; `backward`
@@ -35,9 +35,9 @@ class ZeroSharded:
     """ZeRO over all ranks (Rajbhandari et al. 2020). Every rank keeps 1/ranks of the optimizer's state; from stage 2 on
     of the gradients, and with stage 3 of the weights, which are gathered for each module's forward and backward.
 
-    The module's parameters are float32. With another `dtype` it computes in that, beside float32 master weights that
+    The module's parameters are float32. With another `dtype` it computes in that, with float32 master weights that
     begin as those parameters, and float32 sums of gradients over micro-batches and ranks. Stage 3 takes one
-    micro-batch at a time, backward before the next forward: interleaved ones give wrong gradients without a word.
+    micro-batch at a time, backward before the next forward: interleaved ones silently give wrong gradients.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ZeroSharded:
                 held += flat[own.start + begin :][: len(held)].to(held)
 
     def gradient_bytes(self) -> int:
-        """As `Replicated.gradient_bytes`. The engine keeps most of its buffers between steps, and does not tell."""
+        """As `Replicated.gradient_bytes`. The engine keeps most buffers between steps, and does not report them."""
         return 0
 
     def step(self, rates: Rates, coefficient: float) -> None:
@@ -138,7 +138,7 @@ class ZeroSharded:
     # its flat float32 copy of this rank's share of the weights, and Adam's moments of the same shape.
 
     def save_weights(self, sink: StateSink) -> None:
-        """Hand over the weights as the module has them; with stage 3 this rank's share, which nobody gathers."""
+        """Hand over the weights as the module has them; with stage 3 this rank's share, ungathered."""
         if not isinstance(self._partitions, ScatteredPartitions):
             for name, parameter in self._module.named_parameters():
                 if not self._is_others(name):
@@ -191,7 +191,7 @@ class ZeroSharded:
 
 
 def import_deepspeed() -> Any:
-    """The package, told which accelerator there is and not to compile anything."""
+    """The package, imported with the accelerator set and without compiling anything."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -239,7 +239,7 @@ def _configuration(stage: int, dtype: torch.dtype) -> dict[str, Any]:
         "bf16": {
             "enabled": dtype == torch.bfloat16,
             "immediate_grad_update": True,  # each gradient is added to its float32 sum as soon as it is there
-            "check_grad_overflow": False,  # a step with a broken norm is refused by whoever knows the joint norm
+            "check_grad_overflow": False,  # a step with a broken norm is refused by the code that knows the joint norm
         },
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",

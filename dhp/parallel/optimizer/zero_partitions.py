@@ -1,8 +1,8 @@
-"""What one rank of ZeRO holds: which elements of which parameters, their gradients, and the optimizer's copy of them.
+"""One rank's partitions under ZeRO: which elements of which parameters, their gradients, the optimizer's copy of them.
 
-DeepSpeed keeps it in three ways, one for each of its optimizers; here they answer alike. All of its private attributes
-that dhp reads are named in this file, and tests/parallel/optimizer/test_zero_canaries.py holds each against the pinned
-version.
+DeepSpeed keeps it in three ways, one for each of its optimizers; here they have one interface. All of its private
+attributes that dhp reads are named in this file, and tests/parallel/optimizer/test_zero_canaries.py checks each
+against the pinned version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Range(NamedTuple):
-    """Consecutive elements of a parameter that lie in this rank's partition: `count` of them, from `start` on in the
+    """Consecutive elements of a parameter that are in this rank's partition: `count` of them, from `start` on in the
     parameter and from `here` on in the partition."""
 
     name: str
@@ -70,12 +70,12 @@ class Partitions(ABC):
         """Forget the step's gradients."""
 
     def leftovers(self) -> list[Tensor]:
-        """What a step leaves behind, to be zeroed before the next one sees it."""
+        """Gradients that a step leaves behind, to be zeroed before the next one sees them."""
         return []
 
     @abstractmethod
     def _group_gradients(self) -> list[list[Tensor]]:
-        """Of each flat tensor of `masters`, the gradients that make it up one behind another."""
+        """The gradients that make up each flat tensor of `masters`, one after another."""
 
     @abstractmethod
     def _flat_masters(self) -> Sequence[Tensor]: ...
@@ -84,7 +84,7 @@ class Partitions(ABC):
     def _ranges(self, group: int, size: int) -> Iterator[Range]: ...
 
     def _cut(self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], size: int) -> Iterator[Range]:
-        """Ranges of parameters that lie one behind another in a flat tensor, of which ranks hold `size` each."""
+        """Ranges of parameters that follow one another in a flat tensor, of which ranks hold `size` each."""
         begin = size * dist.get_rank()
         for parameter, offset in zip(parameters, offsets, strict=True):
             first, last = max(begin, offset), min(begin + size, offset + parameter.numel())
@@ -181,7 +181,7 @@ class ScatteredPartitions(Partitions):
 
 
 def partitions_of(optimizer: Any, names: Mapping[int, str]) -> Partitions:
-    """How this DeepSpeed optimizer keeps its partitions."""
+    """The partitions of this DeepSpeed optimizer."""
     kinds = {
         "DeepSpeedZeroOptimizer": FlatPartitions,
         "BF16_Optimizer": Bf16Partitions,

@@ -1,4 +1,4 @@
-"""Adapters beside matrices that tensor ranks cut: each is cut so that its part of the output is this rank's.
+"""Adapters of matrices that are cut over tensor ranks: each is cut so that its part of the output is this rank's.
 
 Beside a matrix whose outputs are cut (Megatron's column parallelism), B is cut with them, and A is whole on every rank:
 it sees what all ranks see, and its gradient, of which each rank has the part that its rows of B give, is summed once a
@@ -24,7 +24,7 @@ from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWS, Entry, entry_of, sum_
 
 
 class _Entering(nn.Module):
-    """What enters an adapter has entered the ranks' cut, as what enters the matrix has; then it is dropped out."""
+    """An adapter's input: it enters the ranks' cut, as the matrix's input does; then dropout is applied."""
 
     def __init__(self, dropout: nn.Module, entry: Entry, group: dist.ProcessGroup):
         super().__init__()

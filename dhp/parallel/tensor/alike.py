@@ -1,8 +1,8 @@
-"""Whether tensor ranks still hold the same bits of what none of them cuts: norms, biases of row-wise layers, embeddings
-of patches.
+"""Checks that tensor ranks hold the same bits of parameters that are not cut: norms, biases of row-wise layers,
+embeddings of patches.
 
 Nothing sends these parameters from rank to rank: they stay alike because each rank computes the same bits. A device
-that miscounts, or a kernel whose sums have no order, parts them without a word, and the model that is saved is neither
+that miscounts, or a kernel whose sums have no order, makes them differ silently, and the model that is saved is neither
 rank's (Megatron-LM compares them as well).
 """
 

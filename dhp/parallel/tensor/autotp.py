@@ -64,7 +64,7 @@ def split_by_autotp(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _mark(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Say of each layer of DeepSpeed's which parameters are slices, and along which dimension."""
+    """Mark in each layer of DeepSpeed's which parameters are slices, and along which dimension."""
     from deepspeed.module_inject import layers
 
     for name, layer in model.named_modules():

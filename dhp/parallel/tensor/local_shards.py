@@ -1,4 +1,4 @@
-"""Slices of matrices as ordinary parameters, and what they are slices of: who holds which, told in one way.
+"""Slices of matrices as ordinary parameters, and one description of the whole matrix and which rank holds what.
 
 A module computes with plain tensors, which costs a tenth of DTensor's dispatch on the host. Checkpoints, the norm and
 the loss ask `as_dtensor` for the DTensor that a slice is part of.
@@ -61,7 +61,7 @@ def use_local_slices(model: nn.Module) -> None:
 
 
 def cut_of(module: nn.Module, name: str) -> Cut | None:
-    """What the module's own parameter `name` is a slice of; None where every rank holds all of it."""
+    """The cut of the module's own parameter `name`; None where every rank holds all of it."""
     return module.__dict__.get(_CUTS, {}).get(name)
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy of a head whose vocabulary is split over tensor ranks, in chunks of rows.
 
 Full logits never exist: a rank holds [chunk, vocabulary / ranks] of them at a time. Since the result is a scalar
-whose incoming gradient is a scalar too, both gradients are computed in the forward pass beside the logits they need,
+whose incoming gradient is a scalar too, both gradients are computed in the forward pass with the logits they need,
 as in Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), over a vocabulary-parallel softmax (Megatron-LM,
 Shoeybi et al. 2019, section 3).
 """
@@ -50,8 +50,8 @@ def token_loss_sum(
 def judge_tokens(
     head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows: int = CHUNK_ROWS, rule: LogitRule = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """What `token_loss_sum` says, and bool [rows]: whether no token has a higher logit than the target. Without what a
-    way back needs."""
+    """The value of `token_loss_sum`, and bool [rows]: whether no token has a higher logit than the target. Saves
+    nothing for backward."""
     weight, first, group, _ = _own_head(head)
     exact = torch.float64 if states.dtype == torch.float64 else torch.float32
     total, right = states.new_zeros((), dtype=exact), []

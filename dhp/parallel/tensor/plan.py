@@ -1,7 +1,7 @@
-"""From transformers' tensor-parallel plan of a model to styles whose gradients are known to be exact, or a refusal.
+"""Maps transformers' tensor-parallel plan of a model to styles whose gradients are known to be exact, or refuses.
 
 What is not listed here is refused by name: a style of the library may be right for inference, or for one micro-batch,
-and wrong for training without a word. `replicated_with_grad_allreduce`, for one, sums what earlier micro-batches had
+and silently wrong for training. `replicated_with_grad_allreduce`, for one, sums what earlier micro-batches had
 already summed.
 """
 
@@ -19,7 +19,7 @@ from dhp.parallel.tensor.styles import COLWISE, EMBEDDING, HEAD, PART, ROWWISE, 
 
 GATHERED, SPLIT_INPUT, GATE_UP = "colwise_gather_output", "rowwise_split_input", "gate_up_proj"
 
-# transformers' style → ours. The head's is for the head alone, whose logits nobody gathers.
+# transformers' style → ours. The head's is for the head alone, whose logits are not gathered.
 OURS = {
     "colwise": COLWISE,
     "rowwise": ROWWISE,
@@ -56,8 +56,8 @@ def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
     Experts are read by shares, for `dhp.parallel.experts.widths` to cut. Projections that stand side by side will enter
     their input together. Raises ModelError for a style whose gradients are not known to be exact, and for a parameter
-    beside cut projections that the plan does not name: each rank would hold another part of its gradient, and nobody
-    would sum them.
+    next to cut projections that the plan does not name: each rank would hold another part of its gradient, and they
+    would not be summed.
     """
     head, modules = _head_names(model), dict(model.named_modules())
     plan = _without_gathering(plan, head)

@@ -83,7 +83,7 @@ class Entry:
         self._siblings += 1
 
     def enter(self, states: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """`states` as all ranks hold them; their gradient will be the sum over the ranks, whoever takes it."""
+        """`states` as all ranks hold them; their gradient will be the sum over the ranks, for every consumer."""
         if self._given is not states:
             self._given, self._left = states, self._siblings
             self._entered = _ToAllRanks.apply(states, group)
@@ -133,7 +133,7 @@ class VocabularyEmbedding(EmbeddingParallel):
     """An embedding whose vocabulary is cut: each rank looks its own tokens up, the others are zero, all are summed."""
 
     def install_forward(self, module: nn.Embedding, mesh: DeviceMesh) -> nn.Embedding:
-        """Make `module` compute with its slice; what it makes of an embedding, as a factor, it goes on to make."""
+        """Make `module` compute with its slice; what else it does to an embedding, as a factor, stays."""
         shape, original = module.weight.shape, module.forward
         (rows, _), (first, _) = compute_local_shape_and_global_offset(shape, mesh, [Shard(0)])
         padding = None if module.padding_idx is None else module.padding_idx - first
@@ -154,7 +154,7 @@ class Head(ColwiseParallel):
     """The head, cut by vocabulary. It has no forward: `dhp.parallel.tensor.loss` takes its weight."""
 
     def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
-        """Let a call be refused: its output would be a part of the logits."""
+        """Make a call raise RuntimeError: its output would be a part of the logits."""
 
         def forward(_: Tensor) -> Tensor:
             raise RuntimeError("the head is cut by vocabulary; token_loss_sum takes its loss")
@@ -168,7 +168,7 @@ class PartOfHeads(TensorParallelLayer):
     part of its gradient, and they are summed once a step."""
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Only say so; the forward is the module's own."""
+        """Mark the module; its forward stays."""
         setattr(module, PARTIAL_OVER, mesh.get_group())
         return module
 
