@@ -5,18 +5,17 @@ Targets were shifted and positions counted before, on the whole row, so no rank 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import IGNORED
 from dhp.batching.collate import BY_PICTURE
 from dhp.parallel.attention.shard_plan import ShardPlan, is_whole
 
 Spans = tuple[tuple[int, int, int], ...]  # (segment, first token, tokens)
-_DUMMY = {"targets": IGNORED}  # what a token that nobody needs has, where it is not 0
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,14 @@ class SharedRow:
             found[places] = rank
         return found
 
-    def cut(self, tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    def cut(self, tensors: dict[str, Tensor], rank: int, fills: Mapping[str, float]) -> dict[str, Tensor]:
         """A rank's own of what the row has an element a token of, in the last dimension. What has a row a picture stays
-        behind: it was needed for positions alone."""
+        behind: it was needed for positions alone. fills: what the dummy of a rank without any has where it is
+        not 0."""
         places = self.places[rank]
         own = {name: values for name, values in tensors.items() if name not in BY_PICTURE}
         if not len(places):
-            return {name: _dummy(name, values) for name, values in own.items()}
+            return {name: _dummy(values, fills.get(name, 0)) for name, values in own.items()}
         return {name: values[..., places] for name, values in own.items()}
 
     def with_dummies(self, blocks: Tensor | None) -> Tensor | None:
@@ -79,5 +79,5 @@ def count_divided(plan: ShardPlan) -> int:
     return sum(plan.lengths[sample] for sample in divided if plan.lengths[sample] <= share)
 
 
-def _dummy(name: str, values: Tensor) -> Tensor:
-    return values.new_full((*values.shape[:-1], 1), _DUMMY.get(name, 0))
+def _dummy(values: Tensor, fill: float) -> Tensor:
+    return values.new_full((*values.shape[:-1], 1), fill)
