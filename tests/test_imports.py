@@ -35,8 +35,8 @@ TABLE: dict[str, set[str]] = {
         "parallel.attention.sequence_groups", "parallel.attention.shard_plan", "parallel.attention.visibility",
     },
     "run": {
-        "batching", "checkpoint", "cluster", "data", "features", "models", "objectives", "observe", "parallel", "planner",
-        "step", "trainers",
+        "batching", "checkpoint", "cluster", "data", "features", "models", "objectives", "observe", "parallel",
+        "planner", "step", "trainers",
     },
     "train_ray": {"run"},
     "doctor": {"batching", "data", "models", "parallel.extras", "run", "trainers"},
