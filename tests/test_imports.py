@@ -26,16 +26,17 @@ TABLE: dict[str, set[str]] = {
     "version": set(),
     "config": {"base"},
     **{sibling: set() for sibling in SIBLINGS},
-    "trainers": {"models", "parallel", "checkpoint", "features"},
+    "objectives": {"data.sample", "parallel.tensor.loss"},
+    "trainers": {"models", "objectives", "parallel", "checkpoint", "features"},
     # Joiners at the top: each says what it joins.
     "step": {"cluster.dispatch"},
     "batching": {
-        "data", "features", "models", "parallel.attention.image_sharding", "parallel.attention.locality",
+        "data", "features", "models", "objectives", "parallel.attention.image_sharding", "parallel.attention.locality",
         "parallel.attention.sequence_groups", "parallel.attention.shard_plan", "parallel.attention.visibility",
     },
     "run": {
-        "batching", "checkpoint", "cluster", "data", "features", "models", "observe", "parallel", "planner", "step",
-        "trainers",
+        "batching", "checkpoint", "cluster", "data", "features", "models", "objectives", "observe", "parallel",
+        "planner", "step", "trainers",
     },
     "train_ray": {"run"},
     "doctor": {"batching", "data", "models", "parallel.extras", "run", "trainers"},
@@ -60,7 +61,7 @@ LIBRARIES: dict[str, set[str]] = {
     },
     "torch": {
         "base.calls", "base.features", "base.generation", "base.messages", "models", "parallel", "data", "features",
-        "checkpoint", "cluster", "trainers", "batching", "cli", "doctor", "planner.profile",
+        "checkpoint", "cluster", "objectives", "trainers", "batching", "cli", "doctor", "planner.profile",
     },
 }  # fmt: skip
 

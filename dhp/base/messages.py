@@ -27,7 +27,9 @@ class StepInfo:
 
     images: how many images and videos.
 
-    tokens: of the decoder, without padding; padded_tokens: with it. target_tokens: N_global of the objective.
+    tokens: of the decoder, without padding; padded_tokens: with it. target_tokens: those that have a target.
+
+    total_weight: N of the objective, the sum of all samples' weights.
 
     vision_tokens: patches.
 
@@ -56,6 +58,7 @@ class StepInfo:
     images: int
     tokens: int
     target_tokens: int
+    total_weight: float
     vision_tokens: int
     skipped: tuple[str, ...]
     padded_tokens: int
@@ -141,8 +144,8 @@ class VisionInput:
 class TextInput:
     """One text shard's tokens in a micro-batch: a replica's rows, or a sequence rank's share of its one row.
 
-    tensors: the model's own arguments (input_ids, position_ids, …), rows right-padded or packed into one; and targets:
-    for each token the one that it should predict, -100 where there is none.
+    tensors: the model's own arguments (input_ids, position_ids, …), rows right-padded or packed into one; and the
+    objective's columns, an element a token (`dhp.objectives.objective.Objective.columns`).
 
     lengths: tokens of each sample of the packed row, all ranks' together; None where rows are padded.
 
@@ -153,9 +156,9 @@ class TextInput:
     shard after another, and then those of `cached`; None where the rows hold no image. audio_placement: the
     same of sound and the audio shards.
 
-    target_tokens: N_global of the step, not of these rows.
+    total_weight: N of the step's objective, not of these rows.
 
-    samples: tokens of each sample of the rows, in order, without padding.
+    samples: tokens of each sample of the rows, in order, without padding. weights: of each of them in N.
 
     cached: rows of pictures whose features were on disk, by the name of the vision part's tensor.
 
@@ -168,19 +171,20 @@ class TextInput:
     tensors: dict[str, Tensor]
     lengths: tuple[int, ...] | None
     placement: Tensor | None
-    target_tokens: int
+    total_weight: float
     samples: tuple[int, ...] = ()
     audio_placement: Tensor | None = None
     cached: Mapping[str, Tensor] = field(default_factory=dict)
     shards: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     blocks: Tensor | None = None
     segment_calls: int = 0
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class EvaluatedShare:
-    """One rank's share of an evaluated batch. loss: its share of the objective. targets: how many it has,
-    and right: those with the highest logit."""
+    """One rank's share of an evaluated batch. loss: its share of the objective. targets: how many tokens it counts, and
+    right: those of them with the highest logit."""
 
     loss: float
     right: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -14,6 +13,8 @@ from dhp.data.sample import Sample
 from dhp.models.family import Family
 from dhp.models.generic.forms import unpack
 from dhp.models.generic.pictures import joined
+from dhp.objectives.cross_entropy import CrossEntropy
+from dhp.objectives.objective import Objective
 
 Row = tuple[Sample, ...]  # the samples of one text replica in one micro-batch
 
@@ -23,17 +24,18 @@ BY_PICTURE = (GRIDS, VIDEO_GRIDS, VIDEO_SECONDS)
 
 
 class Collator:
-    """A replica's samples as one model's arguments. packing: all of them in one row without padding, not a row each."""
+    """A replica's samples as one model's arguments. packing: all of them in one row without padding, not a row each.
+    objective: whose columns stand in the place of labels."""
 
-    def __init__(self, family: Family, pad_token_id: int, packing: bool) -> None:
+    def __init__(self, family: Family, pad_token_id: int, packing: bool, objective: Objective | None = None) -> None:
         self._family, self._pad, self._packing = family, pad_token_id, packing
+        self.objective = objective or CrossEntropy()
 
     def make(self, row: Row) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
-        """A replica's samples by model argument, and their lengths if they are packed. In place of labels there are
-        `targets`: for each token the one that follows it in its sample, so that no stage has to shift anything."""
+        """A replica's samples by model argument and column of the objective, and their lengths if they are packed."""
         if not self._packing or not row:
-            return _with_targets(self.padded(row)), (1,) if self._packing else None
-        packed = [_with_targets(self.padded((sample,))) for sample in row]
+            return self._with_columns(row), (1,) if self._packing else None
+        packed = [self._with_columns((sample,)) for sample in row]
         by_token = [name for name in packed[0] if name not in BY_PICTURE]
         joined = {name: torch.cat([named[name] for named in packed], dim=-1) for name in by_token}
         for name in BY_PICTURE:
@@ -65,6 +67,15 @@ class Collator:
         )
         return named
 
+    def _with_columns(self, row: Row) -> dict[str, Tensor]:
+        named = self.padded(row)
+        lengths = torch.tensor([len(sample.input_ids) for sample in row] or [1])
+        values = [self.objective.values(sample) for sample in row]
+        del named["labels"]
+        for name, fill in self.objective.columns.items():
+            named[name] = _pad_rows([of_sample[name] for of_sample in values], fill, lengths)
+        return named
+
 
 def pixels_by_argument(row: Row) -> dict[str, Tensor]:
     """The patches of a row's images and of its videos, by argument of the plain model; of images that are no grids, all
@@ -91,12 +102,6 @@ def sounds_by_argument(row: Row) -> dict[str, Tensor]:
     return {"input_features": features, "feature_attention_mask": mask}
 
 
-def _with_targets(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rows with targets in place of labels: what the last token of a row would predict is not known."""
-    labels = named.pop("labels")
-    return named | {"targets": F.pad(labels[:, 1:], (0, 1), value=IGNORED)}
-
-
 def _grids(row: Row) -> dict[str, Tensor]:
     every = [pair for sample in row for pair in zip(sample.grids, sample.video_seconds, strict=True)]
     seen = [(grid, seconds) for grid, seconds in every if not isinstance(grid, ProcessorOutput)]
@@ -114,8 +119,9 @@ def _sounds(row: Row) -> dict[str, Tensor]:
     return {"audio_seqlens": torch.tensor(frames)} if frames else {}
 
 
-def _pad_rows(rows: Sequence, fill: int, lengths: Tensor) -> Tensor:
-    padded = torch.full((len(lengths), int(lengths.max())), fill, dtype=torch.long)
+def _pad_rows(rows: Sequence, fill: int | float, lengths: Tensor) -> Tensor:
+    dtype = torch.float64 if isinstance(fill, float) else torch.long
+    padded = torch.full((len(lengths), int(lengths.max())), fill, dtype=dtype)
     for into, row in zip(padded, rows, strict=False):
         into[: len(row)] = torch.from_numpy(row)
     return padded

@@ -26,6 +26,7 @@ from dhp.data.records import Record
 from dhp.data.sample import Sample
 from dhp.data.source import BatchSource, StepSamples
 from dhp.models.family import Family
+from dhp.objectives.objective import Objective
 
 
 class BatchReader:
@@ -44,6 +45,7 @@ class BatchReader:
         sequence_groups: str = ONE_GROUP,
         even_calls: bool = False,
         read_patches: ReadPatches = nothing_unread,
+        objective: Objective | None = None,
     ):
         """encoders: how the inputs of each encoder of the run are divided, by part.
 
@@ -58,10 +60,12 @@ class BatchReader:
         sequence_groups, even_calls: see `dhp.batching.scatter.BatchSharder`.
 
         read_patches: of long videos, see `dhp.data.pictures.Pictures.read_patches`.
+
+        objective: whose columns and weights the samples get; None: cross-entropy.
         """
         self._source, self._read_patches = source, read_patches
         self._family = family
-        self._collator = Collator(family, pad_token_id, packing or text.sequence > 1)
+        self._collator = Collator(family, pad_token_id, packing or text.sequence > 1, objective)
         self._sharder = BatchSharder(family, self._collator, encoders, passes, text, sequence_groups, even_calls)
         self.measured = measured
 

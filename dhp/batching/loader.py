@@ -31,6 +31,7 @@ from dhp.features.folder import FeatureFolder
 from dhp.models.family import Family
 from dhp.models.positions import find_positions
 from dhp.models.registry import load_family, load_image_processor, load_tokenizer
+from dhp.objectives.registry import find_objective
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class BatchReaderSettings:
     text: degrees of the decoder. sequence_groups, even_calls: see `dhp.batching.scatter.BatchSharder`.
 
     exchange: OWN or OTHERS of `dhp.data.exchanged`: samples with images that can be exchanged; "": all, as they are.
+
+    objective: the name of what a step minimizes (`dhp.objectives.objective.find_objective`).
     """
 
     model_name: str
@@ -70,6 +73,7 @@ class BatchReaderSettings:
     sequence_groups: str = ONE_GROUP
     even_calls: bool = False
     exchange: str = ""
+    objective: str = "sft"
 
 
 def make_reader(settings: BatchReaderSettings) -> BatchReader:
@@ -92,7 +96,14 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
     source = BatchSource(records, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
     division = (settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     shape = (settings.encoders, settings.packing, measured, *division)
-    return BatchReader(source, family, pad_token(tokenizer), *shape, preprocess.pictures.read_patches)
+    return BatchReader(
+        source,
+        family,
+        pad_token(tokenizer),
+        *shape,
+        preprocess.pictures.read_patches,
+        find_objective(settings.objective),
+    )
 
 
 def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:

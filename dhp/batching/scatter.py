@@ -81,27 +81,27 @@ class BatchSharder:
         return replace(data, work={**data.work, TEXT: text})
 
     def _data(self, samples: StepSamples, made: Sequence[Sequence[_Made]]) -> StepData:
-        pairs = list(zip(samples.samples, made))
-        sharded = {name: [self._shard_for(name, *pair) for pair in pairs] for name in self._encoders}
+        sharded = {
+            name: [self._shard_for(name, *pair) for pair in zip(samples.samples, made)] for name in self._encoders
+        }
         work = {name: tuple(map(self._encoders[name].inputs, of_part)) for name, of_part in sharded.items()}
         routes = {name: tuple(one.route() for one in of_part) for name, of_part in sharded.items()}
-        targets = sum(sample.target_tokens for sample in samples.flat)
+        total = sum(map(self._collator.objective.weight, samples.flat))
         text = []
         for number, rows in enumerate(made):
             of_micro_batch = {name: of_part[number] for name, of_part in sharded.items()}
-            shards = (one for d, row in enumerate(rows) for one in self._text(row, d, of_micro_batch, targets))
+            shards = (one for d, row in enumerate(rows) for one in self._text(row, d, of_micro_batch, total))
             calls = max(_count_runs(row.lengths) for row in rows) if self._even_calls else 0
             text.append(tuple(replace(one, segment_calls=calls) for one in shards))
-        info = _count(samples, targets, work, text, self._flops(samples, sharded, targets))
+        info = _count(samples, total, work, text, self._flops(samples, sharded))
         if self._degrees.sequence > 1:
             divided = sum(one.divided for rows in made for one in rows)
             info = replace(info, sp_ratio=divided / max(info.tokens, 1))
         return StepData(info, {**work, TEXT: tuple(text)}, routes)
 
-    def _flops(
-        self, samples: StepSamples, sharded: Mapping[str, Sequence[EncoderShards]], targets: int
-    ) -> dict[str, int]:
+    def _flops(self, samples: StepSamples, sharded: Mapping[str, Sequence[EncoderShards]]) -> dict[str, int]:
         lengths = [len(sample.input_ids) for sample in samples.flat]
+        targets = sum(sample.target_tokens for sample in samples.flat)
         found = {}
         for name, of_part in sharded.items():
             layouts = (picture.layout for one in of_part for picture in one.pictures)
@@ -117,7 +117,8 @@ class BatchSharder:
             plan = self._plan(lengths)
             shared, divided = share_row(plan), count_divided(plan)
         blocks = find_blocks(self._family.decoder, tensors, lengths)
-        return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared, divided)
+        weights = tuple(map(self._collator.objective.weight, row))
+        return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared, divided, weights)
 
     def _make_prompt(self, row: Row, whole: Mapping[str, Tensor]) -> _Made:
         """All tokens but the last. A single rank has them as ranks that share them do, so that there may be none."""
@@ -149,22 +150,23 @@ class BatchSharder:
         return (kinds > 0) & ~audio if AUDIO in self._encoders else kinds > 0
 
     def _text(
-        self, made: _Made, replica: int, sharded: Mapping[str, EncoderShards], target_tokens: int
+        self, made: _Made, replica: int, sharded: Mapping[str, EncoderShards], total: float
     ) -> Iterator[TextInput]:
-        """Inputs of the ranks that share the replica's rows."""
+        """What each of the ranks that share the replica's rows gets."""
         shared, ranks = made.shared, self._degrees.sequence
         for rank in range(ranks):
             target = replica * ranks + rank
             yield TextInput(
-                made.tensors if shared is None else shared.cut(made.tensors, rank),
+                made.tensors if shared is None else shared.cut(made.tensors, rank, self._collator.objective.columns),
                 made.lengths if shared is None else shared.lengths,
                 sharded[VISION].placement(target),
-                target_tokens,
+                total,
                 made.samples,
                 sharded[AUDIO].placement(target) if AUDIO in sharded else None,
                 sharded[VISION].cached_rows(target),
                 () if shared is None else shared.shards,
                 made.blocks if shared is None else shared.with_dummies(made.blocks),
+                weights=made.weights,
             )
 
 
@@ -178,6 +180,7 @@ class _Made:
     samples: tuple[int, ...]
     shared: SharedRow | None
     divided: int = 0
+    weights: tuple[float, ...] = ()
 
 
 def _count_runs(lengths: Sequence[int] | None) -> int:
@@ -199,7 +202,7 @@ def _prompt(row: TextInput, samples: Row, whole: Mapping[str, Tensor], sampling:
 
 def _count(
     samples: StepSamples,
-    targets: int,
+    total: float,
     work: Mapping[str, Sequence[Sequence[VisionInput]]],
     text: Sequence[Sequence[TextInput]],
     flops: dict[str, int],
@@ -217,7 +220,8 @@ def _count(
         samples=len(flat),
         images=sum(len(s.pixels) for s in flat),
         tokens=sum(len(s.input_ids) for s in flat),
-        target_tokens=targets,
+        target_tokens=sum(s.target_tokens for s in flat),
+        total_weight=total,
         vision_tokens=sum(s.patches for s in flat),
         skipped=samples.skipped,
         padded_tokens=sum(map(sum, tokens)),

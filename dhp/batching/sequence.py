@@ -5,18 +5,17 @@ Targets were shifted and positions counted before, on the whole row, so no rank 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import IGNORED
 from dhp.batching.collate import BY_PICTURE
 from dhp.parallel.attention.shard_plan import ShardPlan, is_whole
 
 Spans = tuple[tuple[int, int, int], ...]  # (segment, first token, tokens)
-_DUMMY = {"targets": IGNORED}  # values of dummy tokens, where they are not 0
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,13 @@ class SharedRow:
             found[places] = rank
         return found
 
-    def cut(self, tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    def cut(self, tensors: dict[str, Tensor], rank: int, fills: Mapping[str, float]) -> dict[str, Tensor]:
         """A rank's share of the tensors with an element a token, in the last dimension. Tensors with a row a picture
-        are dropped: they were needed for positions alone."""
+        are dropped: they were needed for positions alone. fills: values of dummy tokens, where they are not 0."""
         places = self.places[rank]
         own = {name: values for name, values in tensors.items() if name not in BY_PICTURE}
         if not len(places):
-            return {name: _dummy(name, values) for name, values in own.items()}
+            return {name: _dummy(values, fills.get(name, 0)) for name, values in own.items()}
         return {name: values[..., places] for name, values in own.items()}
 
     def with_dummies(self, blocks: Tensor | None) -> Tensor | None:
@@ -79,5 +78,5 @@ def count_divided(plan: ShardPlan) -> int:
     return sum(plan.lengths[sample] for sample in divided if plan.lengths[sample] <= share)
 
 
-def _dummy(name: str, values: Tensor) -> Tensor:
-    return values.new_full((*values.shape[:-1], 1), _DUMMY.get(name, 0))
+def _dummy(values: Tensor, fill: float) -> Tensor:
+    return values.new_full((*values.shape[:-1], 1), fill)

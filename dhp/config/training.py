@@ -25,6 +25,9 @@ class GroupConfig:
 class TrainingConfig:
     """The objective, the optimizer and the length of the run."""
 
+    objective: str = "sft"
+    """What a step minimizes: sft (the cross-entropy of each target token, mean over all of the step)."""
+
     batch_size: int = 8
     """Samples a step over all replicas; batch_size = text.data × micro_batch_size × micro-batches a step. With
     data.balance=isf or balanced it gives the rows of a step, and samples vary: 4 may give steps of 2, 2, 4, 4."""

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from dhp.base.errors import ConfigError
@@ -56,6 +57,10 @@ class _Done:
     def right(self) -> int:
         return sum(one.right for one in self.shares)
 
+    @property
+    def counted(self) -> int:
+        return sum(one.targets for one in self.shares)
+
 
 class Evaluation:
     """All datasets of data.eval_datasets, as often as is asked for."""
@@ -69,8 +74,12 @@ class Evaluation:
 
     def run(self, step: int) -> list[EvalMetrics]:
         """A line for each dataset and, of several, one for all together: the loss after `step` optimizer steps."""
-        found = [self._evaluate(step, data) for data in self._datasets]
-        return found if len(found) == 1 else [*found, together(found)]
+        measured = [self._evaluate(data) for data in self._datasets]
+        lines = [_metrics(step, data.name, *own) for data, own in zip(self._datasets, measured, strict=True)]
+        if len(lines) == 1:
+            return lines
+        done, seconds = zip(*measured, strict=True)
+        return [*lines, _metrics(step, TOGETHER, list(chain.from_iterable(done)), sum(seconds))]
 
     def answers(self, step: int) -> list[AnswerMetrics]:
         """The model's answers after `step` optimizer steps, where they are asked for."""
@@ -104,10 +113,10 @@ class Evaluation:
             found += [right == targets for right, targets in counts if targets]
         return found
 
-    def _evaluate(self, step: int, data: EvalData) -> EvalMetrics:
+    def _evaluate(self, data: EvalData) -> tuple[list[_Done], float]:
+        """The dataset's batches, and the seconds that they took."""
         begun = time.perf_counter()
-        done = self._batches(data)
-        return _metrics(step, data.name, done, time.perf_counter() - begun)
+        return self._batches(data), time.perf_counter() - begun
 
     def _batches(self, data: EvalData) -> list[_Done]:
         flying: deque[tuple[EvaluationRefs, list[Watched]]] = deque()
@@ -147,29 +156,15 @@ def misses(config: Config, step: int, record: Sequence[Line], prompts: Counter[s
     return last not in {line.dataset for line in read_evaluations(record, step)} or not prompts <= answered
 
 
-def together(found: Sequence[EvalMetrics]) -> EvalMetrics:
-    """All datasets as if they were one: the mean over all of their target tokens."""
-    targets = sum(one.target_tokens for one in found)
-    return EvalMetrics(
-        step=found[0].step,
-        dataset=TOGETHER,
-        loss=sum((one.loss or 0.0) * one.target_tokens for one in found) / targets if targets else None,
-        accuracy=sum((one.accuracy or 0.0) * one.target_tokens for one in found) / targets if targets else None,
-        target_tokens=targets,
-        tokens=sum(one.tokens for one in found),
-        samples=sum(one.samples for one in found),
-        skipped_samples=sum(one.skipped_samples for one in found),
-        seconds=sum(one.seconds for one in found),
-    )
-
-
 def _metrics(step: int, name: str, done: Sequence[_Done], seconds: float) -> EvalMetrics:
-    targets = sum(one.info.target_tokens for one in done)
+    """Of one dataset, or of all as if they were one."""
+    targets, counted = sum(one.info.target_tokens for one in done), sum(one.counted for one in done)
+    weight = sum(one.info.total_weight for one in done)
     return EvalMetrics(
         step=step,
         dataset=name,
-        loss=sum(one.loss * one.info.target_tokens for one in done) / targets if targets else None,
-        accuracy=sum(one.right for one in done) / targets if targets else None,
+        loss=sum(one.loss * one.info.total_weight for one in done) / weight if weight else None,
+        accuracy=sum(one.right for one in done) / counted if counted else None,
         target_tokens=targets,
         tokens=sum(one.info.tokens for one in done),
         samples=sum(one.info.samples for one in done),

@@ -169,7 +169,9 @@ def _check_model(config: Config, saves: bool) -> None:
     checkpoints take along too."""
     from dhp.models.positions import find_positions
     from dhp.models.registry import load_family
+    from dhp.objectives.registry import find_objective
 
+    find_objective(config.training.objective)
     source = model_name(config)
     if config.training.dry_run:
         from dhp.models.config_source import config_source

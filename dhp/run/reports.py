@@ -34,7 +34,7 @@ def step_metrics(
     return StepMetrics(
         step=info.step + 1,
         epoch=info.done,
-        loss=sum(shares) if info.target_tokens else None,
+        loss=sum(shares) if info.total_weight else None,
         grad_norm=next(iter(reports.values()))[0].grad_norm,
         lr={group: rate for of in reports.values() for group, rate in of[0].lr.items()},
         tokens=info.tokens,

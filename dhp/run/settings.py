@@ -59,6 +59,7 @@ def feed_settings(
         on_bad_sample=config.data.on_bad_sample,
         packing=config.data.packing,
         cache_dir=resolved(config.data.cache_dir),
+        objective=config.training.objective,
         reading=ReadSettings(
             allow_http=config.data.allow_http,
             max_tokens=config.data.max_tokens,
@@ -211,6 +212,7 @@ def stage_settings(
         features=features,
         resume_states=states,
         deterministic=config.training.deterministic,
+        objective=config.training.objective,
     )
 
 

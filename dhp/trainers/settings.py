@@ -60,6 +60,8 @@ class StageSettings:
     optimizer's and the random numbers' states, in the layout that they were saved in.
 
     features: where what the stage makes of pictures is kept; None: nowhere.
+
+    objective: the name of what a step minimizes (`dhp.objectives.registry`).
     """
 
     spec: StageSpec
@@ -87,3 +89,4 @@ class StageSettings:
     resume_states: bool = True
     deterministic: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)
+    objective: str = "sft"

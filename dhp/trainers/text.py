@@ -20,6 +20,8 @@ from dhp.models.audio import AUDIO_EMBEDDINGS
 from dhp.models.family import DecoderInputs, LayerParts
 from dhp.models.slice import chunks_of
 from dhp.models.split import ReadPlan, load_part
+from dhp.objectives.objective import Chosen, Head, share_of_balance
+from dhp.objectives.registry import find_objective
 from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2
 from dhp.parallel.attention.kernels import has_varlen
 from dhp.parallel.attention.mixers import run_by_segment
@@ -33,7 +35,7 @@ from dhp.parallel.attention.sharded import (
     plan_shard,
 )
 from dhp.parallel.comm.mesh import experts_mesh
-from dhp.parallel.experts.balance import Routers, balance_losses
+from dhp.parallel.experts.balance import Routers, balance_losses, sample_ranges
 from dhp.parallel.experts.modules import choose_product
 from dhp.parallel.experts.shares import share_out, share_plan
 from dhp.parallel.experts.widths import cut_widths
@@ -44,14 +46,6 @@ from dhp.parallel.tensor.styles import shared_heads_style
 from dhp.trainers.generation import Generator
 from dhp.trainers.kernels import place_kernels
 from dhp.trainers.moving import gradient_of, joined, move_with_plans, to_device
-from dhp.trainers.objective import (
-    Targets,
-    find_samples,
-    find_targets,
-    judge_rows,
-    share_of_balance,
-    share_of_objective,
-)
 from dhp.trainers.recipe import DEEPSPEED
 from dhp.trainers.stage import StageEngine
 
@@ -92,6 +86,7 @@ class TextEngine(StageEngine):
             # behind each layer, or to exchange a sequence's states: each rank has to go back as far as one with
             # pictures does, though nothing of what it embeds is trained.
             model.get_input_embeddings().register_forward_hook(_ask_gradient)
+        self._objective = find_objective(self.settings.objective)
         self._position = MeshPosition.of(self.mesh)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._losses: list[Tensor] = []
@@ -106,13 +101,13 @@ class TextEngine(StageEngine):
         return self.family.decoder.mixers
 
     def is_active(self, info: StepInfo) -> bool:
-        return info.target_tokens > 0
+        return info.total_weight > 0
 
     def forward_step(self, micro_batch: int, chunk: int, work: TextInput, *received: Bundle) -> tuple[Bundle, ...]:
         """Run a chunk's layers. received: hidden states of the chunk before, and what the vision shards send."""
         leaves, flying = self._leaves(chunk, received)
         hidden = next((bundle[HIDDEN_STATES] for bundle in leaves if HIDDEN_STATES in bundle), None)
-        inputs, targets, extra = self._inputs(chunk, work, hidden, [b for b in leaves if HIDDEN_STATES not in b])
+        inputs, chosen, extra = self._inputs(chunk, work, hidden, [b for b in leaves if HIDDEN_STATES not in b])
         part = self._chunks[chunk]
 
         def compute() -> Tensor:
@@ -120,13 +115,7 @@ class TextEngine(StageEngine):
                 states = self.family.decoder.run(self.model, part, inputs, **extra)
             if not part.last:
                 return states
-            head, rule = self.model.get_output_embeddings(), self.family.decoder.logits
-            if not torch.is_grad_enabled():
-                judged = judge_rows(head, states, targets, work.target_tokens, rule)
-                self._right.append(judged.right)
-                share = judged.share
-            else:
-                share = share_of_objective(head, states, targets, work.target_tokens, rule)
+            share = self._share(states.flatten(0, 1), chosen, work.total_weight)
             return share + self._share_of_balance(logits, work) if logits and work.samples else share
 
         output = self.forward(inputs.input_ids.numel(), micro_batch, compute)
@@ -183,10 +172,20 @@ class TextEngine(StageEngine):
         self._right.clear()
         return int(right.sum()), len(right)
 
+    def _share(self, states: Tensor, chosen: Chosen, total: float) -> Tensor:
+        """These rows' share of the objective; while evaluating, also what of them is right."""
+        head = Head(self.model.get_output_embeddings(), self.family.decoder.logits)
+        if torch.is_grad_enabled():
+            return self._objective.share(head, states, chosen, total)
+        judged = self._objective.judge(head, states, chosen, total)
+        self._right.append(judged.right)
+        return judged.share
+
     def _share_of_balance(self, logits: Sequence[Tensor], work: TextInput) -> Tensor:
-        experts, (spans, counts) = self.family.decoder.experts, find_samples(work.tensors["targets"], work.samples)
+        experts, spans = self.family.decoder.experts, sample_ranges(work.tensors["input_ids"].shape, work.samples)
         losses = balance_losses(logits, spans, experts.visits)
-        return share_of_balance(losses, to_device(counts, self.device), experts.balance, work.target_tokens)
+        weights = to_device(torch.tensor(work.weights, dtype=torch.float64), self.device)
+        return share_of_balance(losses, weights, experts.balance, work.total_weight)
 
     def _split(self) -> PreTrainedModel:
         if self.spec.degrees.expert > 1:
@@ -235,23 +234,23 @@ class TextEngine(StageEngine):
 
     def _inputs(
         self, chunk: int, work: TextInput, hidden: Tensor | None, received: Sequence[dict[str, Tensor]]
-    ) -> tuple[DecoderInputs, Targets, dict[str, object]]:
-        """The decoder's inputs on the device, the targets, and the arguments of the attention function."""
+    ) -> tuple[DecoderInputs, Chosen, dict[str, object]]:
+        """The decoder's inputs on the device, what the objective needs there, and the attention's own arguments."""
         named = work.tensors
         plan = self._plan(work)
         tokens = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
         sound = tokens[-1] == SOUND
         seen = tokens[-1] if work.audio_placement is None else (tokens[-1] > 0) & ~sound
         places = (_places(work.placement, seen), _places(work.audio_placement, sound))
-        given = (*tokens, *find_targets(named["targets"]), *places)
-        (input_ids, position_ids, kinds, *targets, image_rows, sound_rows), (segments,) = move_with_plans(
+        given = (*tokens, *self._objective.choose(named), *places)
+        (input_ids, position_ids, kinds, *chosen, image_rows, sound_rows), (segments,) = move_with_plans(
             given, [plan], self.device
         )
         seen_now = [bundle for bundle in received if AUDIO_EMBEDDINGS not in bundle]
         images = self._joined([*seen_now, *self._cached(chunk, work)])
         sounds = self._joined([bundle for bundle in received if AUDIO_EMBEDDINGS in bundle])
         inputs = DecoderInputs(input_ids, position_ids, images, image_rows, hidden, kinds, sounds, sound_rows)
-        return inputs, Targets(*targets), {"segments": segments}
+        return inputs, tuple(chosen), {"segments": segments}
 
     def _cached(self, chunk: int, work: TextInput) -> list[dict[str, Tensor]]:
         """Rows of pictures that no tower encoded: of the tensors that enter this chunk."""

@@ -89,7 +89,7 @@ class EncoderEngine(StageEngine):
         return place_kernels(self.model, self.settings, self.dtype, self.tower.takes_attention)
 
     def is_active(self, info: StepInfo) -> bool:
-        return info.images > 0 and info.target_tokens > 0
+        return info.images > 0 and info.total_weight > 0
 
     def forward_step(self, micro_batch: int, chunk: int, work: VisionInput, *received: Bundle) -> tuple[Bundle, ...]:
         """Encode: for each edge, and each text replica that gets any, its rows of the edge's tensors."""
@@ -167,4 +167,4 @@ class AudioEngine(EncoderEngine):
     """The same of an audio tower: its patches are frames of sound."""
 
     def is_active(self, info: StepInfo) -> bool:
-        return info.clips > 0 and info.target_tokens > 0
+        return info.clips > 0 and info.total_weight > 0

@@ -176,7 +176,7 @@ def test_counts_are_global_and_rows_padded_right(made_model: str) -> None:
     assert data.info.target_tokens == 3 + 8 + 1 + 2
     assert data.info.vision_tokens == 60 + 24 + 16 + 140
     assert data.info.tokens == sum(len(s.input_ids) for s in samples)
-    assert {work.target_tokens for row in data.work["text"] for work in row} == {14}
+    assert {work.total_weight for row in data.work["text"] for work in row} == {14}
 
 
 def test_an_empty_place_becomes_one_padding_token_without_target(made_model: str) -> None:

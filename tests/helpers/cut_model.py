@@ -18,9 +18,10 @@ from dhp.models.registry import load_family
 from dhp.models.slice import Chunk
 from dhp.models.split import load_part
 from dhp.models.tower import TowerInputs
+from dhp.objectives.cross_entropy import CrossEntropy
+from dhp.objectives.objective import Chosen, Head
 from dhp.parallel.attention.sharded import plan_segments, segment_attention
 from dhp.parallel.tensor.local_shards import owned_parameters
-from dhp.trainers.objective import Targets, find_targets, share_of_objective
 from tests.helpers.oracle import Step
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ class CutModel:
             inputs = DecoderInputs(named["input_ids"], named["position_ids"], images, image_rows, hidden[-1])
             outputs.append(self.run(owner, chunk, inputs))
             hidden.append(outputs[-1].detach().requires_grad_())
-        loss = self.objective(hidden[-1], Targets(*find_targets(named["targets"])), total)
+        loss = self.objective(hidden[-1], CrossEntropy().choose(named), total)
         loss.backward()
         for number in reversed(range(len(self.chunks))):
             outputs[number].backward(self.hidden_gradient(number, hidden[number + 1].grad))
@@ -122,9 +123,10 @@ class CutModel:
         """A group's part of the decoder."""
         return load_part(model_name, dropped, torch.float64)
 
-    def objective(self, hidden: Tensor, targets: Targets, total: int) -> Tensor:
+    def objective(self, hidden: Tensor, targets: Chosen, total: int) -> Tensor:
         """The loss of the last chunk's states."""
-        return share_of_objective(self.groups[self.owners[-1]].get_output_embeddings(), hidden, targets, total)
+        head = Head(self.groups[self.owners[-1]].get_output_embeddings())
+        return CrossEntropy().share(head, hidden.flatten(0, 1), targets, total)
 
     def gradient(self, parameter: Tensor, owner: nn.Module, own: str) -> Tensor:
         """Of a group's whole parameter, which is `own` of `owner`."""

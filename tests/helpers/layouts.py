@@ -32,6 +32,7 @@ from dhp.models import adapters
 from dhp.models.family import Family
 from dhp.models.registry import load_family
 from dhp.models.slice import chunks_of
+from dhp.objectives.registry import find_objective
 from dhp.parallel.optimizer import zero
 from dhp.parallel.optimizer.frozen import Frozen
 from dhp.parallel.optimizer.fsdp import FullySharded
@@ -92,6 +93,7 @@ class Case:
     mlp_chunks: int = 1  # of both parts
     sequence_groups: str = "one"
     checked: bool = False  # ranks agree on each collective before it begins
+    objective: str = "sft"
 
     def __str__(self) -> str:
         zero = f", zero {self.zero_stage}" if self.zero_stage else ""
@@ -110,6 +112,7 @@ class Case:
         packed += "".join(f", lora {own.rank} of {part}" for part, own in self.lora)
         packed += f", {self.mlp_chunks} chunks" if self.mlp_chunks > 1 else ""
         packed += ", in groups" if self.sequence_groups != "one" else ""
+        packed += f", {self.objective}" if self.objective != "sft" else ""
         packed += "" if self.audio is None else f", audio {str(self.audio).replace(' ', '')}"
         ahead = f", {self.schedule}" if self.schedule != "sequential" else ""
         return f"{vision} to {text}, {self.micro_batches} micro, {self.dtype}{zero}{again}{ahead}{packed}"
@@ -272,6 +275,7 @@ def settings(stage: StageSpec, graph: StageGraph, model: str, case: Case) -> Sta
         seed=0,
         rules=rules_of(model, case),
         adapters=dict(case.lora).get(stage.part),
+        objective=case.objective,
     )
 
 
@@ -281,7 +285,9 @@ def make_reader(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> Ba
 
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     family = family_of(model, case)
-    return BatchReader(source, family, 0, _encoders(case), case.packing, **_division(case))
+    return BatchReader(
+        source, family, 0, _encoders(case), case.packing, **_division(case), objective=find_objective(case.objective)
+    )
 
 
 def _division(case: Case) -> dict[str, Any]:
@@ -307,7 +313,7 @@ def _slotted(step: int, case: Case, samples: Sequence[Sample]) -> StepSamples:
 def make_sharder(model: str, case: Case) -> BatchSharder:
     """What deals samples out over the case's ranks: the feed without what reads and decodes them."""
     family = family_of(model, case)
-    collator = Collator(family, 0, case.packing or case.text.sequence > 1)
+    collator = Collator(family, 0, case.packing or case.text.sequence > 1, find_objective(case.objective))
     return BatchSharder(family, collator, _encoders(case), **_division(case))
 
 

@@ -104,7 +104,7 @@ class Oracle:
 
         A step without any target has no gradient and changes no weight; the schedule goes on.
         """
-        total = sum(sample.target_tokens for sample in samples)
+        total = sum(map(self.weight, samples))
         if total == 0:
             self._advance()
             named = self.model.named_parameters()
@@ -145,6 +145,10 @@ class Oracle:
 
     def _round(self) -> None:
         """After each optimizer step: the model holds what was updated."""
+
+    def weight(self, sample: Sample) -> float:
+        """Of a sample in N."""
+        return sample.target_tokens
 
     def _loss_sum(self, sample: Sample) -> Tensor:
         return torch.nn.functional.cross_entropy(*self.predict(sample), ignore_index=-100, reduction="sum")

@@ -17,11 +17,11 @@ from dhp.models.family import DecoderInputs
 from dhp.models.registry import load_family
 from dhp.models.slice import Chunk, held_layers
 from dhp.models.split import load_part
+from dhp.objectives.objective import Chosen
 from dhp.parallel.activation.checkpointing import RecomputedLayers
 from dhp.parallel.optimizer.fsdp import FullySharded
 from dhp.parallel.tensor.local_shards import cut_of, use_local_slices
 from dhp.parallel.tensor.plan import local_plan
-from dhp.trainers.objective import Targets
 from tests.helpers.cut_model import CutModel, cut_layers, largest_difference
 from tests.helpers.layouts import UPDATE
 from tests.helpers.norms import exact_norms
@@ -116,7 +116,7 @@ class Sharded(CutModel):
         compute = lambda: super(Sharded, self).run(owner, chunk, inputs)
         return compute() if self.tensor else self.updates[owner].forward(compute)
 
-    def objective(self, hidden: Tensor, targets: Targets, total: int) -> Tensor:
+    def objective(self, hidden: Tensor, targets: Chosen, total: int) -> Tensor:
         compute = lambda: super(Sharded, self).objective(hidden, targets, total)
         return compute() if self.tensor else self.updates[self.owners[-1]].forward(compute)
 

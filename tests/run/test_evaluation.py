@@ -21,7 +21,7 @@ from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 from dhp.data.order.sampler import BatchLayout, RandomSampler
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
-from dhp.run.evaluation import _Done, _metrics, due, misses, together
+from dhp.run.evaluation import _Done, _metrics, due, misses
 from dhp.run.held_out import of_evaluation
 from dhp.run.kept_checkpoints import KeptCheckpoints
 from dhp.run.preflight import prepare
@@ -93,26 +93,6 @@ def test_each_sample_once_in_the_files_order() -> None:
     assert settings.max_pixels == 3136 and config.data.shuffle
 
 
-def test_together_each_token_counts_alike() -> None:
-    one = EvalMetrics(step=3, dataset="a", loss=2.0, accuracy=0.6, target_tokens=10, tokens=20, samples=3, seconds=1.0)
-    other = EvalMetrics(
-        step=3, dataset="b", loss=4.0, accuracy=0.2, target_tokens=30, tokens=40, samples=1, seconds=2.0
-    )
-    none = EvalMetrics(step=3, dataset="c", loss=None, target_tokens=0, tokens=5, samples=1, skipped_samples=2)
-    assert together([one, other, none]) == EvalMetrics(
-        step=3,
-        dataset="",
-        loss=3.5,
-        accuracy=0.3,
-        target_tokens=40,
-        tokens=65,
-        samples=5,
-        skipped_samples=2,
-        seconds=3.0,
-    )
-    assert together([none]).loss is None
-
-
 def test_of_batches_each_token_counts_alike() -> None:
     counts = {
         "images": 0,
@@ -126,7 +106,16 @@ def test_of_batches_each_token_counts_alike() -> None:
     }
     done = [
         _Done(
-            StepInfo(step=0, epoch=0, done=0.0, samples=2, target_tokens=targets, skipped=("bad",), **counts),
+            StepInfo(
+                step=0,
+                epoch=0,
+                done=0.0,
+                samples=2,
+                target_tokens=targets,
+                total_weight=targets,
+                skipped=("bad",),
+                **counts,
+            ),
             (EvaluatedShare(loss / 2, 1, targets), EvaluatedShare(loss / 2, 2, 0)),
         )
         for targets, loss in ((10, 4.0), (30, 2.0))
@@ -135,6 +124,16 @@ def test_of_batches_each_token_counts_alike() -> None:
         step=7, dataset="a", loss=2.5, accuracy=6 / 40, target_tokens=40, tokens=100, samples=4, skipped_samples=2,
         seconds=1.5,
     )  # fmt: skip
+    assert _metrics(7, "a", [], 0.0).loss is None
+
+
+def test_of_batches_each_weight_counts_alike() -> None:
+    """Of an objective whose N is no number of tokens."""
+    info = SimpleNamespace(target_tokens=9, tokens=9, samples=1, skipped=())
+    weights = {1.5: 4.0, 0.5: 8.0}
+    infos = [SimpleNamespace(**vars(info), total_weight=weight) for weight in weights]
+    done = [_Done(of, (EvaluatedShare(loss, 1, 9),)) for of, loss in zip(infos, weights.values(), strict=True)]
+    assert _metrics(7, "a", done, 0.0).loss == 5.0
 
 
 def kept(parent: Path, limit: int, metric: str | None) -> KeptCheckpoints:

@@ -13,7 +13,15 @@ from dhp.observe.metrics import StepMetrics
 from dhp.run.reports import NO_MFU, Timing, notes, step_metrics
 
 COUNTS: dict[str, Any] = {
-    **{"samples": 2, "images": 1, "tokens": 90, "target_tokens": 30, "vision_tokens": 64, "padded_tokens": 100},
+    **{
+        "samples": 2,
+        "images": 1,
+        "tokens": 90,
+        "target_tokens": 30,
+        "total_weight": 30,
+        "vision_tokens": 64,
+        "padded_tokens": 100,
+    },
     **{"dist_ratio": {"text": 0.0}, "flops": {"text": 50}, "skipped": (), "data_s": 0.1, "measure_s": 0.0},
 }
 INFO = StepInfo(step=3, epoch=0, done=0.5, **COUNTS)

@@ -81,7 +81,7 @@ def test_every_setting_of_a_stage_comes_from_its_own_part(tiny_assets: Path) -> 
     rules = TrainingRules(frozen=(Selector("vision", ("model.visual",), ("model.visual.merger",)),))
     found = {s.name: stage_settings(config, graph, s, "cuda", 40, Path("step_7"), rules) for s in graph.stages}
     shared = {"model_name": "a/model", "device": "cuda", "measure": True, "packing": False, "seed": 11, "trace": True}
-    shared |= {"rules": rules, "features": None, "resume_states": True, "deterministic": True}
+    shared |= {"rules": rules, "features": None, "resume_states": True, "deterministic": True, "objective": "sft"}
     shared |= {"compiled": False}  # as it must be with what else is asked for
     shared |= {"exclusive_sums": True}  # stages that share GPUs
     shared |= {"graph": graph, "zero_stage": 0, "zero_engine": "fsdp"}  # since tensor cuts

@@ -78,7 +78,9 @@ class OneLossARow(ExactText):
     def _share_of_balance(self, logits: Any, work: Any) -> Tensor:
         from dataclasses import replace
 
-        return super()._share_of_balance(logits, replace(work, samples=(sum(work.samples),)))
+        return super()._share_of_balance(
+            logits, replace(work, samples=(sum(work.samples),), weights=(sum(work.weights),))
+        )
 
 
 class NoLoss(ExactText):

@@ -170,7 +170,7 @@ class RateOfTheNextStep(InspectedText):
 def own_token_count(data: StepData) -> StepData:
     """Each micro-batch divided by its own number of targets."""
     count = lambda work: int((work.tensors["targets"] != -100).sum())
-    text = tuple(tuple(replace(work, target_tokens=count(work)) for work in row) for row in data.work["text"])
+    text = tuple(tuple(replace(work, total_weight=count(work)) for work in row) for row in data.work["text"])
     return replace(data, work={**data.work, "text": text})
 
 

@@ -241,7 +241,7 @@ class CountsTwice(InspectedText):
 def divided_by_own_targets(data: StepData) -> StepData:
     """Each rank's share divided by its own number of targets."""
     count = lambda work: int((work.tensors["targets"] != IGNORED).sum())
-    text = tuple(tuple(replace(work, target_tokens=count(work)) for work in row) for row in data.work["text"])
+    text = tuple(tuple(replace(work, total_weight=count(work)) for work in row) for row in data.work["text"])
     return replace(data, work={**data.work, "text": text})
 
 

@@ -23,7 +23,7 @@ from dhp.trainers.vision import AudioEngine, EncoderEngine
 def test_one_picture_or_clip_of_a_step_with_a_target_is_enough(
     images: int, clips: int, targets: int, vision: bool, audio: bool
 ) -> None:
-    info: Any = SimpleNamespace(images=images, clips=clips, target_tokens=targets)
+    info: Any = SimpleNamespace(images=images, clips=clips, total_weight=targets)
     kinds = (EncoderEngine, AudioEngine)
     found = tuple(kind.is_active(object.__new__(kind), info) for kind in kinds)
     assert found == (vision, audio)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -62,6 +63,14 @@ def balance_losses(logits: Sequence[Tensor], samples: Sequence[range], visits: i
     probabilities = [of_layer.to(exact).softmax(-1) for of_layer in logits]
     visited = [_visited(of_layer, visits) for of_layer in probabilities]
     return torch.stack([_loss(probabilities, visited, tokens) for tokens in samples])
+
+
+def sample_ranges(shape: Sequence[int], lengths: Sequence[int]) -> list[range]:
+    """Where samples of so many tokens, in one row or each in its own, are among the flattened rows × tokens. shape:
+    rows, tokens."""
+    rows, width = shape
+    starts = [0, *accumulate(lengths)][:-1] if rows == 1 else [row * width for row in range(rows)]
+    return [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
 def _visited(probabilities: Tensor, visits: int) -> Tensor:

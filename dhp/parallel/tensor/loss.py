@@ -8,6 +8,7 @@ Shoeybi et al. 2019, section 3).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,12 +31,13 @@ def token_loss_sum(
     targets: Tensor,
     chunk_rows: int = CHUNK_ROWS,
     rule: LogitRule = PLAIN,
-    factor: float = 1.0,
+    factor: float | Tensor = 1.0,
 ) -> Tensor:
-    """factor × Σ −log softmax(logits)[targets] of the logits that `rule` makes of head(states), a scalar in float32
+    """Σ −factor × log softmax(logits)[targets] of the logits that `rule` makes of head(states), a scalar in float32
     (float64 for float64 states).
 
-    states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]. `head.weight` is whole, or this rank's
+    states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]; factor: of all rows, or of each,
+    [rows]. `head.weight` is whole, or this rank's
     slice of the vocabulary (`dhp.parallel.tensor.local_shards`, or a DTensor). Raises ValueError for any other split,
     and for a head with a bias, which no known family has.
 
@@ -48,20 +50,26 @@ def token_loss_sum(
 
 @torch.no_grad()
 def judge_tokens(
-    head: nn.Linear, states: Tensor, targets: Tensor, chunk_rows: int = CHUNK_ROWS, rule: LogitRule = PLAIN
+    head: nn.Linear,
+    states: Tensor,
+    targets: Tensor,
+    chunk_rows: int = CHUNK_ROWS,
+    rule: LogitRule = PLAIN,
+    factor: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The value of `token_loss_sum`, and bool [rows]: whether no token has a higher logit than the target. Saves
     nothing for backward."""
     weight, first, group, _ = _own_head(head)
     exact = torch.float64 if states.dtype == torch.float64 else torch.float32
     total, right = states.new_zeros((), dtype=exact), []
-    for rows, target in zip(states.split(chunk_rows), targets.split(chunk_rows), strict=True):
+    factors = _factors(factor, len(states), chunk_rows, exact)
+    for rows, target, of_rows in zip(states.split(chunk_rows), targets.split(chunk_rows), factors, strict=True):
         logits, highest, mine, column = _found(rows, weight, target - first, group, exact, rule)
         wanted = torch.where(mine, logits.gather(1, column)[:, 0] - highest, 0.0)
         sums = torch.stack([(logits - highest[:, None]).exp_().sum(-1), wanted])
         if group is not None:
             sum_in_place(sums, group)
-        total += (sums[0].log() - sums[1]).sum()
+        total += ((sums[0].log() - sums[1]) * of_rows).sum()
         right.append(sums[1] >= 0)
     return total, torch.cat(right)
 
@@ -115,23 +123,25 @@ class _TokenLossSum(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk_rows: int,
         rule: LogitRule,
-        factor: float,
+        factor: float | Tensor,
     ) -> Tensor:
         exact = torch.float64 if states.dtype == torch.float64 else torch.float32
         total = states.new_zeros((), dtype=exact)
         grad_states, grad_weight = torch.empty_like(states), None
-        for rows, target, grad in zip(
-            states.split(chunk_rows), targets.split(chunk_rows), grad_states.split(chunk_rows), strict=True
+        for rows, target, grad, of_rows in zip(
+            *(one.split(chunk_rows) for one in (states, targets, grad_states)),
+            _factors(factor, len(states), chunk_rows, exact),
+            strict=True,
         ):
-            loss, slopes = _chunk(rows, weight, target - first, group, exact, rule, factor)
-            total += loss
+            losses, slopes = _chunk(rows, weight, target - first, group, exact, rule, of_rows)
+            total += (losses * of_rows).sum()
             slopes = slopes.to(rows.dtype)
             torch.mm(slopes, weight, out=grad)
             # A single chunk's product is rounded once, as autograd's own is; several are summed before they are.
             grad_weight = _added(grad_weight, slopes.T, rows, exact if len(rows) < len(states) else weight.dtype)
         ctx.group = group
         ctx.save_for_backward(grad_states, grad_weight.to(weight.dtype))
-        return total * factor
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -150,6 +160,13 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype
     return product.to(dtype) if total is None else total.add_(product)
 
 
+def _factors(factor: float | Tensor, rows: int, chunk_rows: int, dtype: torch.dtype) -> Sequence[float | Tensor]:
+    """Of each chunk of rows."""
+    if isinstance(factor, Tensor):
+        return factor.to(dtype).split(chunk_rows)
+    return [factor] * max(1, -(-rows // chunk_rows))
+
+
 def _chunk(
     rows: Tensor,
     weight: Tensor,
@@ -157,10 +174,10 @@ def _chunk(
     group: dist.ProcessGroup | None,
     exact: torch.dtype,
     rule: LogitRule,
-    factor: float,
+    factor: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of a chunk over the whole vocabulary, and factor × d loss / d output of this rank's part of the head, [rows,
-    own vocabulary].
+    """Losses of a chunk's rows over the whole vocabulary, [rows], and factor × d loss / d output of this rank's part of
+    the head, [rows, own vocabulary]. factor: of all rows, or [rows].
 
     target: relative to this rank's first token, so out of range on the ranks that do not hold it.
     """
@@ -170,12 +187,12 @@ def _chunk(
     sums = torch.stack([exponentials.sum(-1), wanted])  # [2, rows]
     if group is not None:
         sum_in_place(sums, group)
-    factor *= rule.factor
+    factor = factor * rule.factor
     slopes = exponentials.mul_((factor / sums[0])[:, None])
-    slopes.scatter_add_(1, column, mine.to(exact)[:, None] * -factor)
+    slopes.scatter_add_(1, column, (mine.to(exact) * -factor)[:, None])
     if rule.softcap is not None:
         slopes *= 1 - (logits / rule.softcap).square_()
-    return (sums[0].log() - sums[1]).sum(), slopes
+    return sums[0].log() - sums[1], slopes
 
 
 def _found(

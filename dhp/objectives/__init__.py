@@ -1,0 +1,1 @@
+"""What a step minimizes: the seam for objectives, and those that there are."""

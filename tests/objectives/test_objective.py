@@ -1,0 +1,97 @@
+"""The seam for objectives: one that dhp does not have, in this file alone, is exact in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from dhp.base.degrees import Degrees
+from dhp.base.errors import ConfigError
+from dhp.base.geometry import IGNORED
+from dhp.data.sample import Sample
+from dhp.objectives.cross_entropy import find_targets, next_labels
+from dhp.objectives.objective import Chosen, Head, Judged, Objective
+from dhp.objectives.registry import OBJECTIVES, find_objective
+from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
+from tests.helpers.batches import awkward_steps
+from tests.helpers.layouts import Case, Fault, InspectedText, compare
+from tests.helpers.oracle import Oracle
+from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
+
+ONE = Degrees()
+
+
+class SampleMean(Objective):
+    """Each sample's mean over its target tokens, and the mean over the samples that have any."""
+
+    columns = {"targets": IGNORED, "shares": 0.0}
+
+    def values(self, sample: Sample) -> dict[str, np.ndarray]:
+        targets = next_labels(sample)
+        return {"targets": targets, "shares": (targets != IGNORED) / max(1, sample.target_tokens)}
+
+    def weight(self, sample: Sample) -> float:
+        return 1.0 if sample.target_tokens else 0.0
+
+    def choose(self, columns: Mapping[str, Tensor]) -> Chosen:
+        positions, tokens = find_targets(columns["targets"])
+        return positions, tokens, columns["shares"].flatten()[positions]
+
+    def share(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Tensor:
+        return token_loss_sum(head.matrix, *self._rows(states, chosen, total, head))
+
+    def judge(self, head: Head, states: Tensor, chosen: Chosen, total: float) -> Judged:
+        loss, right = judge_tokens(head.matrix, *self._rows(states, chosen, total, head))
+        return Judged(loss, right[: len(chosen[0])])
+
+    def _rows(self, states: Tensor, chosen: Chosen, total: float, head: Head) -> tuple[Any, ...]:
+        positions, tokens, shares = chosen
+        if not len(tokens):  # one row, without a loss
+            positions, tokens, shares = positions.new_zeros(1), tokens.new_zeros(1), shares.new_zeros(1)
+        return states.index_select(0, positions), tokens, 5, head.rule, shares / (total or 1)
+
+
+OBJECTIVES["sample_mean"] = SampleMean
+
+
+class Text(InspectedText):
+    """Of this module, which a rank imports with it: the objective is known there."""
+
+
+class MeanOracle(Oracle):
+    def weight(self, sample: Sample) -> float:
+        return 1.0 if sample.target_tokens else 0.0
+
+    def _loss_sum(self, sample: Sample) -> Tensor:
+        return super()._loss_sum(sample) / max(1, sample.target_tokens)
+
+
+CASES = [
+    Case(ONE, ONE, objective="sample_mean"),
+    Case(Degrees(ulysses=2), Degrees(data=2, tensor=2), packing=True, objective="sample_mean"),
+    Case(Degrees(data=2), Degrees(ring=2, ulysses=2), micro_batches=1, objective="sample_mean"),
+    Case(ONE, Degrees(data=2), micro_batches=4, schedule="1f1b", stages=2, recompute="full", objective="sample_mean"),
+    Case(ONE, Degrees(data=2), text_zero_stage=3, fsdp=True, objective="sample_mean"),
+    Case(Degrees(data=2), Degrees(data=2), 3, "float32", 1, text_zero_stage=2, packing=True, objective="sample_mean"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_another_objective_equals_the_plain_model(case: Case, made_model: str) -> None:
+    check = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
+    check(compare(made_model, case, awkward_steps(), Fault(text=Text), MeanOracle))
+
+
+def test_it_is_another_objective(made_model: str) -> None:
+    assert compare(made_model, CASES[0], awkward_steps(), Fault(text=Text)).loss > 1e-3
+
+
+def test_an_unknown_one_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"training\.objective=sfft does not exist\. Set one of sft.*[Dd]id you mean.*sft"
+    ):
+        find_objective("sfft")
