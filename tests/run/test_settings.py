@@ -175,6 +175,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
         "sequence_groups": "one",
         "even_calls": False,
         "exchange": "",
+        "objective": "sft",
     }
 
 
