@@ -65,7 +65,7 @@ def test_outside_a_run_the_process_ends_at_once_in_one_line(number: signal.Signa
         "import os; from dhp.base.interrupts import heed; heed()\n"
         f"try:\n    os.kill(os.getpid(), {int(number)})\nexcept BaseException:\n    print('caught')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", f"interrupted ({number.name})\n")
 
 
@@ -74,7 +74,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "from dhp.base.interrupts import heed; heed(); os.kill(os.getpid(), signal.SIGINT); print('on')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "on\n")
 
 

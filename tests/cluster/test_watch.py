@@ -128,7 +128,7 @@ def test_who_waits_for_a_dead_actor_is_not_taken_for_it(ranks: list[Any]) -> Non
 
     dead = watched(ranks, 1, "die")
     dependent = watched(ranks, 0, "hand_on", dead.ref)
-    ray.wait([dependent.ref, dead.ref], num_returns=2, timeout=60.0)  # now the dependent one is looked at first
+    ray.wait([dependent.ref, dead.ref], num_returns=2, timeout=300.0)  # now the dependent one is looked at first
     told = str(failure([dependent, dead]))
     assert told.startswith("vision rank 1 died while vision rank 0 waited for it in hand_on: ")
 

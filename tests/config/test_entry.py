@@ -110,7 +110,7 @@ def test_a_locale_without_the_letters_of_a_path_is_told(name):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONIOENCODING": ""}
     script = SCRIPT.replace("'ran'", r"'ran \u2192'")
     command = [sys.executable, "-c", script, "--config-name=tiny", f"run_dir=runs/{name}"]
-    done = subprocess.run([os.fsencode(part) for part in command], env=environment, capture_output=True, timeout=60)
+    done = subprocess.run([os.fsencode(part) for part in command], env=environment, capture_output=True, timeout=300)
     if name == "plain":
         assert (done.returncode, done.stdout) == (0, b"ran \\u2192 tiny 0\n")
         return
@@ -124,7 +124,7 @@ def test_a_locale_without_the_letters_of_a_path_is_told(name):
 def test_the_process_exits_1_with_the_message_alone():
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, "--config-name=tiny", "training.batchsize=2"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == "ConfigError: training.batchsize is not a key; did you mean training.batch_size?\n"

@@ -24,7 +24,7 @@ from dhp.cluster.interface import LOOPBACK, open_listener
 from dhp.step.stages import Group
 
 WARM = "tests.helpers.warm"
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 AGREE_S = 30  # until a rank that waits for another one's collective gives up
 _GROUPS = count()
 

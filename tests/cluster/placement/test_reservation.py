@@ -108,7 +108,7 @@ def test_three_bundles_of_two_actors_fit_on_one_gpu() -> None:
             ray.remote(Here).options(num_cpus=s.cpus, num_gpus=s.gpus, scheduling_strategy=strategy).remote()
             for s, strategy in zip(slots, strategies, strict=True)
         ]
-        assert ray.get([actor.answer.remote() for actor in actors], timeout=120) == [True] * 6
+        assert ray.get([actor.answer.remote() for actor in actors], timeout=600) == [True] * 6
     finally:
         remove_placement_group(reserved)
 
