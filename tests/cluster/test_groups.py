@@ -23,7 +23,7 @@ from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
 
 pytestmark = pytest.mark.usefixtures("local_ray")
-WAIT_S = 120.0
+WAIT_S = 600.0
 
 
 class Trainer:

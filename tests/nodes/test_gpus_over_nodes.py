@@ -15,7 +15,7 @@ from dhp.cluster.watch import wait_all
 from tests.helpers.graphs import make_graph
 from tests.nodes.conftest import ADDRESSES
 
-WAIT_S = 120.0
+WAIT_S = 600.0
 
 
 def layout(address: str, folder: Path, data: int, tensor: int) -> Layout:

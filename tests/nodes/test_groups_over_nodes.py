@@ -19,7 +19,7 @@ from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
 from tests.nodes.conftest import ADDRESSES
 
-WAIT_S = 120.0
+WAIT_S = 600.0
 TWO_PAIRS, ONE_RANK = {"data": 2, "tensor": 2}, {"data": 1, "tensor": 1}
 
 
