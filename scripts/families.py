@@ -42,7 +42,7 @@ a picture itself is divided, by Ulysses, ring or both; for all other families it
 `sequence`: every row is divided, by Ulysses, ring or both; where tokens of an image see each other both ways, by
 Ulysses alone.
 
-`qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested beside all of
+`qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested with all of
 the below. Without a section `audio` a run leaves it as it is ([data.md](data.md#sound)). The audio towers of other
 families stay as they are, and their sound is not read.
 """

@@ -365,7 +365,7 @@ def test_a_worker_that_died_idle_is_named_when_spans_are_collected(data: Dataset
     data.end_at(13)
     wait_all(data.request(12), WAIT_S)  # the other one's
     data.take_spans_async()
-    with pytest.raises(PartFailed, match="^data worker 1 died during telling what it did: "):
+    with pytest.raises(PartFailed, match="^data worker 1 died during reporting its spans: "):
         wait_all(data.take_watched(), WAIT_S)
 
 
