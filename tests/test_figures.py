@@ -62,6 +62,12 @@ def compile_() -> Sentences:
     yield INDEX, f"{qwen} × (Qwen2.5-VL) and {llava} × (LLaVA) as fast"
 
 
+def kernels() -> Sentences:
+    found = [row["ratio"] for row in rows("kernels")]
+    yield INDEX, f"on one CPU thread {span(found)} × as fast ({len(found)} models)"
+    yield "experiments/kernels/README.md", f"{span(found)} × as fast as the library's own code"
+
+
 def tensor_host() -> Sentences:
     ratio = {(row["recompute"], row["way"]): row["ratio"] for row in rows("tensor_host")}
     ours, theirs = ([ratio[how, way] for how in ("none", "all")] for way in ("tensor 2", "tensor 2, library's styles"))
@@ -284,7 +290,7 @@ def make_train() -> Sentences:
 
 
 HELD: list[Callable[[], Sentences]] = [
-    overhead, families, compile_, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
+    overhead, families, compile_, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts, long_context,
     longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline, make_train,
 ]  # fmt: skip
 
