@@ -291,7 +291,8 @@ def make_train() -> Sentences:
 
 HELD: list[Callable[[], Sentences]] = [
     overhead, families, compile_, kernels, tensor_host, experts, finetuning, driver_scale, handoff, two_hosts,
-    long_context, longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline, make_train,
+    long_context, longest_sequence, recompute, jsonl_index, layouts, balance, balance_effect, convergence, roofline,
+    make_train,
 ]  # fmt: skip
 
 
