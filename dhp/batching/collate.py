@@ -68,6 +68,7 @@ class Collator:
         return named
 
     def _with_columns(self, row: Row) -> dict[str, Tensor]:
+        """As `padded`, with the objective's columns in place of the labels."""
         named = self.padded(row)
         lengths = torch.tensor([len(sample.input_ids) for sample in row] or [1])
         values = [self.objective.values(sample) for sample in row]
@@ -122,6 +123,6 @@ def _sounds(row: Row) -> dict[str, Tensor]:
 def _pad_rows(rows: Sequence, fill: int | float, lengths: Tensor) -> Tensor:
     dtype = torch.float64 if isinstance(fill, float) else torch.long
     padded = torch.full((len(lengths), int(lengths.max())), fill, dtype=dtype)
-    for into, row in zip(padded, rows, strict=False):
-        into[: len(row)] = torch.from_numpy(row)
+    for into, row, length in zip(padded, rows, lengths.tolist(), strict=False):
+        into[:length] = torch.from_numpy(row)  # of another length: an error
     return padded

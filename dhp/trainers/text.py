@@ -107,8 +107,8 @@ class TextEngine(StageEngine):
         """Run a chunk's layers. received: hidden states of the chunk before, and what the vision shards send."""
         leaves, flying = self._leaves(chunk, received)
         hidden = next((bundle[HIDDEN_STATES] for bundle in leaves if HIDDEN_STATES in bundle), None)
-        inputs, chosen, extra = self._inputs(chunk, work, hidden, [b for b in leaves if HIDDEN_STATES not in b])
-        part = self._chunks[chunk]
+        part, sent = self._chunks[chunk], [bundle for bundle in leaves if HIDDEN_STATES not in bundle]
+        inputs, chosen, extra = self._inputs(chunk, work, hidden, sent, part.last)
 
         def compute() -> Tensor:
             with self._routers.recording() if self._routers else nullcontext([]) as logits:
@@ -149,7 +149,7 @@ class TextEngine(StageEngine):
             backend = self.settings.attention_backend
             self._answering = self.generator(self.model, self.family.decoder, self.mesh, SEGMENTS, backend)
         leaves, _ = self._leaves(chunk, received)
-        inputs, _, extra = self._inputs(chunk, work.row, None, leaves)
+        inputs, _, extra = self._inputs(chunk, work.row, None, leaves, False)
         with without_dropout(self.model):
             answer = self.optimizer.forward(lambda: self._answering.answer(work, inputs, extra["segments"]))
         self.optimizer.rest()
@@ -233,16 +233,17 @@ class TextEngine(StageEngine):
         return leaves, tuple(flying)
 
     def _inputs(
-        self, chunk: int, work: TextInput, hidden: Tensor | None, received: Sequence[dict[str, Tensor]]
+        self, chunk: int, work: TextInput, hidden: Tensor | None, received: Sequence[dict[str, Tensor]], judges: bool
     ) -> tuple[DecoderInputs, Chosen, dict[str, object]]:
-        """The decoder's inputs on the device, what the objective needs there, and the attention's own arguments."""
+        """The decoder's inputs on the device, what the objective needs there, and the attention's own arguments.
+        judges: a loss follows; prompts have none of the objective's columns, and only the last chunk needs them."""
         named = work.tensors
         plan = self._plan(work)
         tokens = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
         sound = tokens[-1] == SOUND
         seen = tokens[-1] if work.audio_placement is None else (tokens[-1] > 0) & ~sound
         places = (_places(work.placement, seen), _places(work.audio_placement, sound))
-        given = (*tokens, *self._objective.choose(named), *places)
+        given = (*tokens, *(self._objective.choose(named) if judges else ()), *places)
         (input_ids, position_ids, kinds, *chosen, image_rows, sound_rows), (segments,) = move_with_plans(
             given, [plan], self.device
         )

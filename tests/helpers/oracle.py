@@ -133,8 +133,8 @@ class Oracle:
         with torch.no_grad():
             judged = [self._judge(sample) for sample in samples]
         self.model.train()
-        targets = sum(sample.target_tokens for sample in samples)
-        return EvaluatedShare(sum(loss for loss, _ in judged) / max(1, targets), sum(r for _, r in judged), targets)
+        targets, total = sum(sample.target_tokens for sample in samples), sum(map(self.weight, samples))
+        return EvaluatedShare(sum(loss for loss, _ in judged) / (total or 1), sum(r for _, r in judged), targets)
 
     def _advance(self) -> None:
         for schedule in self.schedules:
@@ -155,8 +155,7 @@ class Oracle:
 
     def _judge(self, sample: Sample) -> tuple[float, int]:
         logits, targets = self.predict(sample)
-        loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-        return float(loss), int((logits.argmax(-1) == targets).sum())
+        return float(self._loss_sum(sample)), int((logits.argmax(-1) == targets).sum())
 
     def predict(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """Logits and what they should predict, shifted: [tokens - 1, vocabulary] and [tokens - 1]."""

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from dhp.base.degrees import Degrees
 from dhp.base.errors import ConfigError
+from dhp.base.generation import Sampling
 from dhp.base.geometry import IGNORED
+from dhp.batching.collate import Collator
 from dhp.data.sample import Sample
+from dhp.models.registry import load_family
 from dhp.objectives.cross_entropy import find_targets, next_labels
 from dhp.objectives.objective import Chosen, Head, Judged, Objective
 from dhp.objectives.registry import OBJECTIVES, find_objective
 from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
-from tests.helpers.batches import awkward_steps
-from tests.helpers.layouts import Case, Fault, InspectedText, compare
+from dhp.step.generate import answer_batch
+from dhp.step.stages import Batch
+from tests.helpers.answers import deal, make_prompt
+from tests.helpers.batches import awkward_steps, mixed_step
+from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, Running, compare, make_reader
 from tests.helpers.oracle import Oracle
 from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
 
@@ -84,6 +92,37 @@ CASES = [
 def test_another_objective_equals_the_plain_model(case: Case, made_model: str) -> None:
     check = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
     check(compare(made_model, case, awkward_steps(), Fault(text=Text), MeanOracle))
+
+
+@pytest.mark.parametrize("text", [Degrees(data=2), Degrees(tensor=2), Degrees(ring=2)], ids=str)
+def test_evaluation_measures_it_and_counts_what_it_says(text: Degrees, made_model: str) -> None:
+    case = Case(ONE, text, 1, packing=True, objective="sample_mean")
+    wanted = MeanOracle(made_model, torch.float64, UPDATE).evaluate(mixed_step())
+    with Running(made_model, case, Fault(text=Text)) as running:
+        found = running.evaluate(make_reader(made_model, case, [mixed_step()]).step(0))
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-9)
+    assert (found.right, found.targets) == (wanted.right, wanted.targets)
+
+
+def test_prompts_have_none_of_its_columns(made_model: str) -> None:
+    """They are read for cross-entropy, whatever the run trains."""
+    case, prompt = Case(ONE, Degrees(tensor=2), 1, packing=True), make_prompt([(1, 8, 8)], 5, 7)
+    data = deal(made_model, case, prompt, Sampling(4))
+    answers = []
+    for objective in ("sft", "sample_mean"):
+        with Running(made_model, replace(case, objective=objective), Fault(text=Text)) as running:
+            refs = answer_batch(running.stages, running.graph, Batch(data.info, data.work, data.routes))
+        answers.append([one.token_ids for of_replica in refs.replicas for one in of_replica])
+    assert answers[0] == answers[1] and len(answers[0][0]) == 4
+
+
+def test_a_column_of_another_length_is_an_error(made_model: str) -> None:
+    class Short(SampleMean):
+        def values(self, sample: Sample) -> dict[str, np.ndarray]:
+            return {name: values[:-1] for name, values in super().values(sample).items()}
+
+    with pytest.raises(RuntimeError, match="size"):
+        Collator(load_family(made_model), 0, True, Short()).make((mixed_step()[0],))
 
 
 def test_it_is_another_objective(made_model: str) -> None:

@@ -37,9 +37,8 @@ def token_loss_sum(
     (float64 for float64 states).
 
     states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]; factor: of all rows, or of each,
-    [rows]. `head.weight` is whole, or this rank's
-    slice of the vocabulary (`dhp.parallel.tensor.local_shards`, or a DTensor). Raises ValueError for any other split,
-    and for a head with a bias, which no known family has.
+    [rows]. `head.weight` is whole, or this rank's slice of the vocabulary (`dhp.parallel.tensor.local_shards`, or a
+    DTensor). Raises ValueError for any other split, and for a head with a bias, which no known family has.
 
     The result may be added to, but not multiplied: its gradient must be 1, and whatever the loss is multiplied by is
     given as `factor`. So nothing passes over the head's gradient a second time. Backward raises otherwise.
