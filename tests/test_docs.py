@@ -21,7 +21,7 @@ DISTRIBUTIONS = {
 # Required although no file imports them (yet); docs/architecture.md says why.
 NOT_IMPORTED = {"ninja", "pytest-timeout", "pytest-xdist"}
 # Of requirements-gpu.txt, -data.txt, -loggers.txt, or built by the user; imported where a setting or a file asks.
-OPTIONAL = {"flash_attn", "nixl", "bitsandbytes", "pyarrow", "datasets", "webdataset", "wandb", "mlflow", "swanlab"}
+OPTIONAL = {"flash_attn", "bitsandbytes", "pyarrow", "datasets", "webdataset", "wandb", "mlflow", "swanlab"}
 
 
 def pins() -> dict[str, str]:

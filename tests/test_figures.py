@@ -123,14 +123,14 @@ def driver_scale() -> Sentences:
 
 
 def handoff() -> Sentences:
-    shared, store, nixl = rows("handoff", megabytes=64)
+    shared, store = rows("handoff", megabytes=64)
     step = one("handoff", transport="shared_memory", patches=17356)
     yield (
         INDEX,
         f"64 MB: {shared['ratio']:.1f} × one copy of them; {step['transfer_share']:.1%} of a step at 17k ",
     )
     yield PERFORMANCE, f"{shared['ratio']:.1f} × one copy of them ({1000 * shared['handoff_s']:.1f} ms)"
-    yield PERFORMANCE, f"object store {store['ratio']:.1f} ×, NIXL {nixl['ratio']:.1f} ×"
+    yield PERFORMANCE, f"object store {store['ratio']:.1f} ×"
     yield PERFORMANCE, f"at 17,356 patches: {step['transfer_share']:.1%} of it"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dhp.base.errors import ConfigError
-from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL
+from dhp.cluster.transport.shared_memory import CUDA_IPC
 
 LOCAL_RANK = "LOCAL_RANK"
 KEEPS_ALL_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -40,7 +40,7 @@ def expand_segments(transport: str) -> bool:
     False, and nothing changed, where the environment has settings of the allocator, and where `transport` hands memory
     of the device itself to other processes, which then could not map it.
     """
-    if transport in (CUDA_IPC, NIXL) or ALLOCATOR in os.environ or OLD_ALLOCATOR in os.environ:
+    if transport == CUDA_IPC or ALLOCATOR in os.environ or OLD_ALLOCATOR in os.environ:
         return False
     os.environ[ALLOCATOR] = EXPANDABLE
     torch._C._accelerator_setAllocatorSettings(EXPANDABLE)  # torch may have read the environment when it was imported

@@ -6,24 +6,17 @@ other hosts then wait for a connection that cannot come.
 
 from __future__ import annotations
 
-import array
 import os
 import socket
-import struct
-import sys
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
-from pathlib import Path
+
+import psutil
 
 from dhp.base.errors import ConfigError
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
-
-_SIOCGIFCONF = 0x8912  # Linux: list the IPv4 addresses of all interfaces
-_ENTRY = struct.Struct("16s H 2x 4s 16x")  # struct ifreq: name, address family, port, address
-_ROOM_ENTRIES = 1024  # entries to make room for
-_IPV6_TABLE = Path("/proc/net/if_inet6")
 
 Interfaces = Mapping[str, Sequence[str]]  # addresses by name
 
@@ -79,31 +72,11 @@ def interface_of(address: str, interfaces: Interfaces) -> str | None:
 
 
 def read_interfaces() -> dict[str, list[str]]:
-    """Addresses of this host by interface; {} on systems other than Linux."""
-    if not sys.platform.startswith("linux"):
-        return {}
-    found: dict[str, list[str]] = {}
-    for name, address in [*_read_ipv4(), *_read_ipv6()]:
-        found.setdefault(name, []).append(address)
-    return found
-
-
-def _read_ipv4() -> list[tuple[str, str]]:
-    import fcntl
-
-    buffer = array.array("B", bytes(_ENTRY.size * _ROOM_ENTRIES))
-    start, length = buffer.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", length, start))
-    filled = struct.unpack("iP", answer)[0]
-    entries = _ENTRY.iter_unpack(bytes(buffer[:filled]))
-    return [
-        (name.rstrip(b"\0").decode().partition(":")[0], socket.inet_ntoa(packed))
-        for name, family, packed in entries
-        if family == socket.AF_INET
-    ]
-
-
-def _read_ipv6() -> list[tuple[str, str]]:
-    rows = [line.split() for line in _IPV6_TABLE.read_text().splitlines()] if _IPV6_TABLE.exists() else []
-    return [(row[-1], str(ip_address(bytes.fromhex(row[0])))) for row in rows]
+    """Addresses of this host by interface; those without any are left out."""
+    found = {
+        name: [
+            entry.address.partition("%")[0] for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    return {name: addresses for name, addresses in found.items() if addresses}

@@ -16,7 +16,7 @@ from ray.exceptions import AuthenticationError
 
 from dhp.base.errors import ClusterError, ConfigError, DhpError
 from dhp.base.interrupts import end, was_interrupted
-from dhp.cluster.leftovers import descendants, end_descendants
+from dhp.cluster.child_processes import descendants, end_descendants
 from dhp.cluster.own_ray import on_loopback, own_ray
 from dhp.cluster.starting import within
 from dhp.cluster.token_file import check_token_file
@@ -69,7 +69,7 @@ def ray_session(address: str, cpus: int, gpus: int | None = None, timeout_s: flo
 @contextmanager
 def _whole_or_none(address: str, folder: Path | None, timeout_s: float) -> Iterator[None]:
     """The start of Ray, of which no process stays when it fails."""
-    others = [process.id for process in descendants()]
+    others = [process.pid for process in descendants()]
     try:
         yield
     except BaseException as error:

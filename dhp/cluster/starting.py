@@ -16,7 +16,7 @@ from typing import Any
 
 from ray._private import services, utils
 
-from dhp.cluster.leftovers import descendants
+from dhp.cluster.child_processes import descendants, has_ended, is_named
 
 _SERVER_WAIT = "RAY_gcs_server_port_wait_time_s"
 _POLL_S = 0.1
@@ -57,7 +57,7 @@ def _patient(get_node: Callable[[str, str], Any], timeout_s: float) -> Callable[
             try:
                 return get_node(gcs_address, node_id)
             except RuntimeError as error:  # it is not known yet
-                if any(process.ended and process.name == "raylet" for process in descendants()):
+                if any(has_ended(process) and is_named(process, "raylet") for process in descendants()):
                     raise ChildProcessError("its raylet ended at once") from error
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"its node was not ready after {timeout_s:g} s") from error

@@ -48,9 +48,8 @@ from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
 from dhp.cluster.lookahead import Lookahead
 from dhp.cluster.paths import require_beacon, require_paths, whereabouts
 from dhp.cluster.process import named_errors, redirect_output
-from dhp.cluster.transport.nixl import Exchange
 from dhp.cluster.transport.pinned import take_refusals
-from dhp.cluster.transport.shared_memory import CUDA_IPC, NIXL, SHARED_MEMORY, Inbox, Outbox
+from dhp.cluster.transport.shared_memory import CUDA_IPC, SHARED_MEMORY, Inbox, Outbox
 
 # Methods of a step: others, as saving, are no part of its time.
 _STEP = {"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"}
@@ -132,8 +131,8 @@ class Worker:
             keep_freed_memory()
         self._listener: socket.socket | None = None
         self._trainer: Any = None
-        self._inbox: Inbox | Exchange = Inbox(settings.pinned)
-        self._outbox: Outbox | Exchange | None = None
+        self._inbox: Inbox = Inbox(settings.pinned)
+        self._outbox: Outbox | None = None
         if settings.transport in (SHARED_MEMORY, CUDA_IPC):
             self._outbox = Outbox(settings.transport == CUDA_IPC, settings.pinned)
         self._lookahead = Lookahead()
@@ -161,8 +160,6 @@ class Worker:
                 require_fixed_segments(self.settings.transport, where)
                 check_gpus(read_gpus(), self.settings.shares_gpu, where)
             self._join(host, port)
-            if self.settings.transport == NIXL:
-                self._inbox = self._outbox = Exchange(self.settings.loopback, self.settings.timeout_s)
 
     def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Make the engine; the process group is ready by then."""
@@ -192,7 +189,7 @@ class Worker:
             results = result if isinstance(result, tuple) else () if result is None else (result,)
             with span("send", TRANSFER):
                 results = tuple(self._hand_over(value) for value in results)
-                if isinstance(self._outbox, Outbox):
+                if self._outbox is not None:
                     self._outbox.flush()
         if method in _END_STEP and self._outbox is not None:
             self._outbox.end_step()

@@ -17,7 +17,7 @@ COLUMNS = (
 )
 BALANCE = ("random", "length_group", "device_group", "isf", "balanced")
 MEAN, PAPER = LIMIT_RULES = ("mean", "paper")
-TRANSPORTS = ("auto", "shared_memory", "object_store", "nixl", "cuda_ipc")
+TRANSPORTS = ("auto", "shared_memory", "object_store", "cuda_ipc")
 SEQUENTIAL, VISION_AHEAD, GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = (
     "sequential",
     "vision_ahead",

@@ -50,9 +50,8 @@ class ClusterConfig:
 
     transport: str = "auto"
     """How tensors go between stages: shared_memory (one copy; all actors on one host) | object_store (Ray's, also
-    between hosts) | nixl (straight from memory to memory, between hosts too, over RDMA where there is any; `pip install
-    nixl` on every node; not yet run with GPUs) | cuda_ipc (no copy; all actors on one GPU; not yet run on one) | auto
-    (shared_memory where all actors are on one host, else object_store)."""
+    between hosts) | cuda_ipc (no copy; all actors on one GPU; not yet run on one) | auto (shared_memory where all
+    actors are on one host, else object_store)."""
 
     device: str = "auto"
     """Device of the actors: auto (CUDA where Ray sees a GPU, else CPU) | cpu | cuda."""

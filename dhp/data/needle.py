@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from dhp.base.errors import DataError
-from dhp.base.new_folder import new_folder
+from dhp.base.files import new_folder
 from dhp.data.drawing import PALETTE
 from dhp.data.media.images import open_image
 from dhp.data.media.taking import FrameSampling

@@ -11,7 +11,7 @@ from random import Random
 from PIL import Image
 
 from dhp.base.errors import DataError
-from dhp.base.new_folder import new_folder
+from dhp.base.files import new_folder
 from dhp.data import drawing
 
 ANNOTATIONS = "annotations.json"

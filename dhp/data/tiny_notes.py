@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from random import Random
 
-from dhp.base.new_folder import new_folder
+from dhp.base.files import new_folder
 from dhp.data.drawing import COLOURS, SHAPES
 
 ANNOTATIONS = "notes.jsonl"

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from dhp.base.errors import ConfigError
 from dhp.base.features import Features
+from dhp.base.files import require_writable, write_whole
 
 REMEDY = "Set data.cache_features to a folder that can be read and written and has room"
 _KEY = re.compile(r"[0-9a-f]{64}")  # of SHA-256: no name from data ever becomes a path
@@ -54,27 +54,18 @@ class FeatureFolder:
         tensors = {name: rows.contiguous() for name, rows in features.tensors.items()}
         about = {"key": features.key, "about": features.about}
         content = save(tensors, about | {"sha256": _digest(features.key, features.about, tensors)})
-        unfinished = path.with_name(f".{uuid4().hex}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(content)
-            os.replace(unfinished, path)
+            write_whole(path, content)
         except OSError as error:
             raise ConfigError(
                 f"features of pictures cannot be kept in {self._folder}: {error.strerror or error}. {REMEDY}, or bound "
                 "it by data.cache_features_gib"
             ) from error
-        finally:
-            with suppress(OSError):
-                unfinished.unlink()
 
     def check(self) -> None:
         """Raises ConfigError where nothing can be written; called before a run starts."""
-        probe = self._folder / f".{uuid4().hex}.tmp"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-            probe.unlink()
+            require_writable(self._folder)
         except OSError as error:
             raise ConfigError(
                 f"data.cache_features={self._folder} cannot be written: {error.strerror or error}. {REMEDY}"

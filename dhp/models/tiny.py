@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from dhp.base.errors import ModelError
-from dhp.base.new_folder import new_folder
+from dhp.base.files import new_folder
 from dhp.models.accelerator import name_accelerator
 
 SPECIAL_TOKENS = (

@@ -1,7 +1,6 @@
 """Metrics of each step: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard."""
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from dhp.base.files import write_whole
 from dhp.observe.numbers import from_json, json_safe
 
 # Kinds of lines: about an optimizer step, about an evaluation, about an answer that was generated then.
@@ -216,9 +216,7 @@ def keep_steps(run_dir: str | Path, last: int, evaluates: bool = False) -> list[
     if not path.exists():
         return []
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_step_until(line, last, evaluates)]
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(path, "".join(f"{line}\n" for line in kept))
     return read_record(run_dir)
 
 

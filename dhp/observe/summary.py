@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from dhp.base.files import write_whole
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.numbers import json_safe
 from dhp.version import VERSION
@@ -98,10 +98,7 @@ def _idle_share(steps: Sequence[StepMetrics]) -> dict[str, float] | None:
 def write_summary(run_dir: str | Path, summary: Summary) -> Path:
     """Write `<run_dir>/summary.json` whole or not at all, and return its path. Numbers as in metrics.jsonl."""
     path = Path(run_dir) / "summary.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(json_safe(asdict(summary)), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(path, json.dumps(json_safe(asdict(summary)), indent=2, allow_nan=False) + "\n")
     return path
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dhp.base.files import write_whole
 from dhp.planner.costs import StageCosts
 
 FILE = "recompute.json"
@@ -25,16 +25,13 @@ def read_costs(folder: Path, shape: Mapping[str, Any]) -> dict[str, StageCosts] 
 
 def write_costs(folder: Path, shape: Mapping[str, Any], costs: Mapping[str, StageCosts]) -> None:
     """Add or replace this shape's entry; others stay. The file appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     try:
         entries = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         entries = {}
     entries[_key(shape)] = {"shape": dict(shape), "costs": {part: c.to_json() for part, c in costs.items()}}
-    unfinished = path.with_name(f"{FILE}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(path, json.dumps(entries, indent=1) + "\n")
 
 
 def _key(shape: Mapping[str, Any]) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from dhp.base.errors import ConfigError, DhpError
+from dhp.base.files import new_folder
 from dhp.base.folder_lock import locked
-from dhp.base.new_folder import new_folder
 from dhp.checkpoint.folder import checkpoints, find_checkpoint
 from dhp.config.curriculum import GROUP, TrainingStage, training_stages
 from dhp.config.parts import model_name, parts

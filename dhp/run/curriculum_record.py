@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dhp.base.errors import ConfigError
+from dhp.base.files import write_whole
 
 NAME = "stages.json"
 _STEPS = "steps"  # an entry has it from the stage's end on
@@ -61,7 +61,4 @@ class CurriculumRecord:
         self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._entries, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, self.path)
+        write_whole(self.path, json.dumps(self._entries, indent=1) + "\n")

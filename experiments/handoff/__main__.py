@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from dhp.base.spans import BACKWARD, FORWARD, Span
 from dhp.batching.loader import make_reader
 from dhp.cluster.cluster import Cluster
-from dhp.cluster.transport.shared_memory import NIXL, OBJECT_STORE, SHARED_MEMORY
+from dhp.cluster.transport.shared_memory import OBJECT_STORE, SHARED_MEMORY
 from dhp.cluster.watch import wait_all
 from dhp.run.settings import feed_settings
 from experiments.overhead.__main__ import configure, dhp_step, graph_of, one_actor_each, start
@@ -140,7 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=3)
     given = parser.parse_args()
-    for transport in (SHARED_MEMORY, OBJECT_STORE, *([NIXL] if find_spec("nixl") else [])):
+    for transport in (SHARED_MEMORY, OBJECT_STORE):
         print(json.dumps(handoffs(transport, given.rounds)), flush=True)
     for transport in (SHARED_MEMORY, OBJECT_STORE):
         print(json.dumps(share_of_step(transport, given.steps)), flush=True)

@@ -15,7 +15,7 @@ from ray._private import node, services, utils, worker
 from dhp.base.errors import ClusterError
 from dhp.base.interrupts import interruptible
 from dhp.cluster import starting
-from dhp.cluster.leftovers import descendants
+from dhp.cluster.child_processes import descendants, has_ended
 from dhp.cluster.runtime import LOCAL, ray_session
 from dhp.cluster.starting import within
 
@@ -62,19 +62,19 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], l
 
     def prepare(outcome: Callable[[], None]) -> list[int]:
         started: list[int] = []
-        before = {process.id for process in descendants()}  # other tests' ranks come from a server that stays
+        before = {process.pid for process in descendants()}  # other tests' ranks come from a server that stays
 
         def init(*_: object, **__: object) -> None:
             command = "trap '' TERM; sleep 60 & echo ready; wait; sleep 60"
             helper = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
             with helper.stdout:
                 helper.stdout.readline()
-            started.extend(process.id for process in descendants() if process.id not in before)
+            started.extend(process.pid for process in descendants() if process.pid not in before)
             outcome()
 
         monkeypatch.setattr(ray, "init", init)
         monkeypatch.setattr(ray, "shutdown", lambda: None)  # of the Ray that other tests of this folder share
-        monkeypatch.setattr("dhp.cluster.leftovers.GRACE_S", 0.3)
+        monkeypatch.setattr("dhp.cluster.child_processes.GRACE_S", 0.3)
         return started
 
     return prepare
@@ -108,7 +108,7 @@ def test_a_failed_start_says_what_to_do_and_leaves_nothing(helpers) -> None:
         pass
     for told in (TIMED_OUT, "session", "logs", "cluster.start_timeout_s=7", "ulimit"):
         assert told in str(caught.value)
-    assert len(started) >= 2 and not [p for p in descendants() if p.id in started and not p.ended]
+    assert len(started) >= 2 and not [p for p in descendants() if p.pid in started and not has_ended(p)]
 
 
 @pytest.mark.parametrize("how", [gets_sigterm, gets_sigterm_and_makes_something_of_it, catches_sigterm])
@@ -117,10 +117,10 @@ def test_an_interrupted_start_is_that_and_leaves_nothing(helpers, how: Callable[
     with interruptible(), pytest.raises(KeyboardInterrupt), ray_session(LOCAL, cpus=1):
         pass
     if how is catches_sigterm:  # the start was complete: what stands is Ray's own to end
-        for process in [p for p in descendants() if p.id in helper]:
-            os.kill(process.id, signal.SIGKILL)
+        for process in [p for p in descendants() if p.pid in helper]:
+            os.kill(process.pid, signal.SIGKILL)
     else:
-        assert not [p for p in descendants() if p.id in helper and not p.ended]
+        assert not [p for p in descendants() if p.pid in helper and not has_ended(p)]
 
 
 def test_a_cluster_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from dhp.base import new_folder
 from dhp.base.errors import DataError
 from dhp.config.schema import DatasetEntry
 from dhp.data import tiny_dataset
@@ -101,14 +101,14 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
 
 def test_two_makers_at_once_end_with_one_dataset(tmp_path, monkeypatch):
     target = tmp_path / "shapes"
-    rename = new_folder.os.rename
+    rename = os.rename
 
     def late(source, destination):
-        monkeypatch.setattr(new_folder.os, "rename", rename)
+        monkeypatch.setattr(os, "rename", rename)
         make_dataset(target, samples=8)  # the other maker finishes first
         rename(source, destination)
 
-    monkeypatch.setattr(new_folder.os, "rename", late)
+    monkeypatch.setattr(os, "rename", late)
     assert make_dataset(target, samples=8) == target
     assert [path.name for path in tmp_path.iterdir()] == ["shapes"]
 

@@ -10,7 +10,6 @@ import pytest
 ALLOWED = {
     r"could not import 'flash_attn.*'": "flash-attn is built by the user, for a GPU",
     r"the torch here is built for CUDA": "a stand-in for GPUs, which a torch with CUDA needs none of",
-    r"the optional package nixl is not installed": "requirements-gpu.txt: nixl moves memory of GPUs",
     r"bitsandbytes (is not installed|or accelerate is missing)": "requirements-gpu.txt: packed weights are for GPUs",
     r"(wandb|mlflow|swanlab) is not installed": "requirements-loggers.txt: services of others, stood in for elsewhere",
     r"could not import 'torchvision'": "dhp never imports it; it decides here whether both read videos alike",

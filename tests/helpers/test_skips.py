@@ -21,7 +21,7 @@ def report(reason: str, outcome: str = "skipped") -> pytest.TestReport:
     ("reason", "allowed"),
     [
         ("could not import 'flash_attn.flash_attn_interface': No module named 'flash_attn'", True),
-        ("the optional package nixl is not installed", True),
+        ("bitsandbytes is not installed", True),
         ("wandb is not installed", True),
         ("reads Linux's table of sockets", True),
         ("could not import 'pyarrow': No module named 'pyarrow'", False),

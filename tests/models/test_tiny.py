@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from dhp.base import new_folder
 from dhp.base.errors import ModelError
 from dhp.models import tiny
 from dhp.models.tiny import SPECIAL_TOKENS, make_tiny_model, make_tokenizer
@@ -136,14 +136,14 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_two_makers_at_once_end_with_one_model(tmp_path, monkeypatch):
-    rename = new_folder.os.rename
+    rename = os.rename
 
     def late(source, destination):
-        monkeypatch.setattr(new_folder.os, "rename", rename)
+        monkeypatch.setattr(os, "rename", rename)
         make_tiny_model(tmp_path / "tiny", CORPUS)  # the other maker finishes first
         rename(source, destination)
 
-    monkeypatch.setattr(new_folder.os, "rename", late)
+    monkeypatch.setattr(os, "rename", late)
     make_tiny_model(tmp_path / "tiny", CORPUS)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
     assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "qwen2_5_vl"

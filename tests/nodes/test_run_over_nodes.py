@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,12 @@ def lines(run_dir: Path) -> list[list[object]]:
     return [[line[field] for field in FIELDS] for line in told]
 
 
-needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="the optional package nixl is not installed")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", pytest.param("nixl", marks=needs_nixl)])
 def test_two_nodes_train_what_one_does(
-    first_run: tuple[Path, Outcome], two_nodes: str, tiny_assets: Path, tmp_path: Path, transport: str
+    first_run: tuple[Path, Outcome], two_nodes: str, tiny_assets: Path, tmp_path: Path
 ) -> None:
     one, two = first_run[0], tmp_path / "two"
-    apart = ["cluster.collocate=false", f"cluster.address={two_nodes}", f"cluster.transport={transport}"]
+    apart = ["cluster.collocate=false", f"cluster.address={two_nodes}"]
     outcome = train(*tiny(tiny_assets, two, *FIRST, *apart))
     assert outcome.status == 0, outcome.stderr
     first, second = ADDRESSES

@@ -11,7 +11,7 @@ From and to a GPU, that memory is locked once (`dhp.cluster.transport.pinned`), 
 `flush`.
 
 Where all actors share one GPU, CUDA IPC does the same without any copy: the receiver maps the sender's device memory.
-Between hosts, Ray's object store carries a tensor in several copies, `dhp.cluster.transport.nixl` in one.
+Between hosts, Ray's object store carries a tensor in several copies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from dhp.base.errors import PartFailed
 from dhp.cluster.transport.pinned import pin, unpin, wait_for_transfers
 
-SHARED_MEMORY, OBJECT_STORE, CUDA_IPC, NIXL = "shared_memory", "object_store", "cuda_ipc", "nixl"
+SHARED_MEMORY, OBJECT_STORE, CUDA_IPC = "shared_memory", "object_store", "cuda_ipc"
 SMALLEST_BYTES = 64 << 10  # bytes; below, Ray sends a value inside the message that says it is ready
 PAGE = 1 << 21
 

@@ -6,15 +6,15 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
 from dhp.base.errors import ConfigError, DataError
+from dhp.base.files import replaced, require_writable
 from dhp.data.annotations import Annotations
 from dhp.data.preprocess import Preprocessor
 
@@ -73,35 +73,29 @@ class LengthCache:
 
     def save(self, key: str, lengths: Lengths) -> None:
         """Write lengths under a key. Raises ConfigError when the folder cannot be written to."""
-        with self._writing() as unfinished:
+        with self._writing(), replaced(self._path(key)) as unfinished:
             defects = json.dumps({str(row): message for row, message in lengths.defects.items()}).encode()
             with unfinished.open("wb") as file:
                 np.savez(file, vision=lengths.vision, text=lengths.text, defects=np.frombuffer(defects, dtype=np.uint8))
-            os.replace(unfinished, self._path(key))
 
     def check(self) -> None:
         """Raises ConfigError when the folder cannot be written to, before anything is measured."""
-        with self._writing() as unfinished:
-            unfinished.touch()
+        with self._writing():
+            require_writable(self._folder)
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key}.npz"
 
     @contextmanager
-    def _writing(self) -> Iterator[Path]:
-        """A temporary name, under which a file is written before it is renamed; removed where that fails."""
-        unfinished = self._folder / f".{uuid4().hex}.tmp"
+    def _writing(self) -> Iterator[None]:
+        """Raises ConfigError for an OSError of the block."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            yield unfinished
+            yield
         except OSError as error:
             raise ConfigError(
                 f"lengths of samples cannot be kept in {self._folder}: {error.strerror or error}. Set data.cache_dir "
                 "to a folder that can be written to and has room"
             ) from error
-        finally:
-            with suppress(OSError):
-                unfinished.unlink()
 
 
 def key_of(annotations: Annotations, preprocess: Preprocessor, path: Path) -> str:
