@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from dhp.base.errors import DhpError
-from dhp.base.harmless import harmless
-from dhp.base.interrupts import INTERRUPTED
-from dhp.config.nearest import did_you_mean, nearest
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.errors import DhpError
+from dhp.core.process import INTERRUPTED
+from dhp.core.text import harmless
 
 COMMANDS = {
     "doctor": "model PATH [--json]: whether a model can be trained, and in which layouts, by its config.json alone\n"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dhp.base.interrupts import INTERRUPTED, heed
+from dhp.core.process import INTERRUPTED, heed
 
 if TYPE_CHECKING:
     from dhp.config.schema import Config
@@ -18,17 +18,17 @@ BEGUN = time.perf_counter()
 
 def main(config: Config) -> None:
     """Check everything that can be checked, then train, or say what training would take."""
-    from dhp.base.startup import StartUp, say_line
+    from dhp.core.process import StartUp, say_line
 
     # What a dry run prints may go into a file; progress goes to stderr.
     say = StartUp(BEGUN, partial(say_line, file=sys.stderr) if config.training.dry_run else say_line)
     try:
         if config.stages:
-            from dhp.run.curriculum import run_curriculum
+            from dhp.trainer.curriculum import run_curriculum
 
             run_curriculum(config, lambda stage: _train(stage, say), say)
         else:
-            from dhp.run.preflight import prepare
+            from dhp.trainer.preflight import prepare
 
             _train(prepare(config, say=say), say)
     except KeyboardInterrupt:
@@ -39,18 +39,18 @@ def main(config: Config) -> None:
 def _train(prepared: Config, say: Callable[[str], None]) -> None:
     if prepared.training.dry_run:
         say("counting what it would take")
-        from dhp.run.dry_run import dry_run
+        from dhp.trainer.dry_run import dry_run
 
         print(dry_run(prepared))
         return
     say("loading PyTorch and Ray")
-    from dhp.run.loop import run  # after the checks: it imports torch and Ray
+    from dhp.trainer.trainer import run  # after the checks: it imports torch and Ray
 
     run(prepared, say)
 
 
 if __name__ == "__main__":
     heed()  # before the imports, which take seconds
-    from dhp.config.entry import hydra_entry
+    from dhp.config.command_line import hydra_entry
 
     hydra_entry(main)

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dhp.base.degrees import Degrees
-from dhp.base.messages import StepData
-from dhp.base.stages import Edge, Node, StageGraph, StageSpec
-from dhp.cluster.dispatch import PerRank, spread
 from dhp.config.recompute import read_choices
+from dhp.core.batch import StepData
+from dhp.core.dispatch import PerRank, spread
+from dhp.core.graph import Degrees, Edge, Node, StageGraph, StageSpec
+from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.family import Family
 from dhp.step.stages import Batch, Group
-from dhp.trainers.settings import OptimizerSettings, StageSettings
 
 VISION, TEXT = "vision", "text"
 ONE = Degrees()

@@ -88,8 +88,8 @@ def _one(name: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     from transformers import CONFIG_MAPPING
 
-    from dhp.doctor.examine import examine
-    from dhp.models.grid.tower import GridTower
+    from dhp.doctor.diagnose import examine
+    from dhp.models.families.grid import GridTower
     from dhp.models.registry import load_family
     from tests.helpers.tiny_families import FAMILIES, make_config
 

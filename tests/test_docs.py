@@ -99,7 +99,7 @@ def test_files_named_in_the_text_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_yaml_examples_are_configurations(page: Path, tmp_path: Path) -> None:
     """Each ```yaml block composes over the schema and passes every check that needs no file."""
-    from dhp.config.load import compose_config
+    from dhp.config.command_line import compose_config
     from dhp.config.resolve import resolve
 
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)):

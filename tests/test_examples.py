@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dhp.config.load import compose_config
+from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
 

@@ -98,7 +98,7 @@ def imports_of(source: str, module: str) -> Iterator[Import]:
 
 
 def violations(source: str, module: str) -> list[str]:
-    """What a module imports against the tables, a line each. `module` is dotted: `dhp.models.split`."""
+    """What a module imports against the tables, a line each. `module` is dotted: `dhp.models.load`."""
     own = module.split(".", 1)[1] if "." in module else ""
     unit = own.split(".")[0]
     found = []
@@ -151,19 +151,19 @@ def test_siblings_are_mutually_blind() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "named"),
     [
-        ("dhp.models.made_up", "from dhp.parallel.comm.mesh import Degrees\n", "dhp.parallel.comm.mesh"),
+        ("dhp.models.made_up", "from dhp.parallel.comm import Degrees\n", "dhp.parallel.comm"),
         ("dhp.data.made_up", "def f():\n    from dhp import cluster\n", "dhp.cluster"),
         ("dhp.data.made_up", "from ..cluster import worker\n", "dhp.cluster.worker"),
         ("dhp.trainers.made_up", "import ray.util\n", "ray.util"),
-        ("dhp.run.loop", "def f():\n    import torch\n", "torch"),
+        ("dhp.trainer.trainer", "def f():\n    import torch\n", "torch"),
         ("dhp.config.made_up", "from torch import Tensor\n", "torch.Tensor"),
-        ("dhp.config.made_up", "if TYPE_CHECKING:\n    from dhp.base.errors import A\n    import torch\n", "torch"),
+        ("dhp.config.made_up", "if TYPE_CHECKING:\n    from dhp.core.errors import A\n    import torch\n", "torch"),
         ("dhp.planner.search", "import torch\n", "torch"),
-        ("dhp.base.errors", "import dhp.config.schema\n", "dhp.config.schema"),
+        ("dhp.core.errors", "import dhp.config.schema\n", "dhp.config.schema"),
         ("dhp.step.stages", "from dhp.cluster.worker import Worker\n", "dhp.cluster.worker"),
-        ("dhp.parallel.attention.sharded", "import deepspeed\n", "deepspeed"),
-        ("dhp.made_up", "from dhp.data.order.sampler import BatchLayout\n", "dhp.data.order.sampler"),
-        ("dhp.batching.loader", "from tests.helpers import oracle\n", "tests.helpers.oracle"),
+        ("dhp.parallel.attention.segments", "import deepspeed\n", "deepspeed"),
+        ("dhp.made_up", "from dhp.data.sampling.sampler import BatchLayout\n", "dhp.data.sampling.sampler"),
+        ("dhp.batch.build", "from tests.helpers import oracle\n", "tests.helpers.oracle"),
     ],
 )
 def test_a_forbidden_import_is_reported(module: str, source: str, named: str) -> None:
@@ -173,13 +173,13 @@ def test_a_forbidden_import_is_reported(module: str, source: str, named: str) ->
 
 def test_allowed_imports_are_not_reported() -> None:
     source = (
-        "import json\nimport numpy\nfrom dhp.base.errors import DataError\nfrom dhp.config.nearest import nearest\n"
+        "import json\nimport numpy\nfrom dhp.core.errors import DataError\nfrom dhp.config.suggestions import nearest\n"
     )
     assert violations(source, "dhp.data.made_up") == []
     assert violations("from . import mesh\nfrom .mesh import Degrees\n", "dhp.parallel.made_up") == []
 
 
-@pytest.mark.parametrize("module", ["dhp.train_ray", "dhp.config.load", "dhp.observe.recorder", "dhp.__main__"])
+@pytest.mark.parametrize("module", ["dhp.train_ray", "dhp.config.command_line", "dhp.observe.recorder", "dhp.__main__"])
 def test_the_command_line_starts_without_torch_and_ray(module: str) -> None:
     heavy = ("torch", "ray", "transformers", "deepspeed")
     code = f"import sys, {module}; print(*[m for m in {heavy!r} if m in sys.modules])"

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from dhp.__main__ import main as dhp
-from dhp.run.reports import NO_MFU
+from dhp.trainer.reports import NO_MFU
 from tests.helpers.runs import FIRST, Outcome, tiny, train
 
 STEPS = 3

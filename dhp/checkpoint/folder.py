@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryFile
 from typing import Any
 
-from dhp.base.errors import CheckpointError, ConfigError
-from dhp.checkpoint.completeness import check_part, read_header
-from dhp.checkpoint.disk import damaged, read_json, reading, sync, write_text, writing
+from dhp.checkpoint.files import check_part, damaged, read_header, read_json, reading, sync, write_text, writing
 from dhp.config.parts import PARTS
+from dhp.core.errors import CheckpointError, ConfigError
+from dhp.core.files import remove
 
 ABOUT = "checkpoint.json"
 MODEL = "model"  # configuration, tokenizer and processors of the model, without weights
@@ -196,3 +198,57 @@ def _is_inside(name: str) -> bool:
     """Whether a name in a file leads to somewhere below the file's own folder."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+BEST = "best"  # in the directory of checkpoints: a link to the best one
+ABOUT_BEST = "best.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint so far. value: of `metric`, the lower the better."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def read_best(parent: Path, metric: str) -> Best | None:
+    """The best checkpoint by `metric`, as their directory records it, if it is still there. Raises
+    CheckpointError for a damaged file."""
+    file = parent / ABOUT_BEST
+    if not file.is_file():
+        return None
+    try:
+        best = Best(**read_json(file))
+    except TypeError as error:  # a key is missing, or unknown
+        raise CheckpointError(f"{file} is damaged ({error}). Remove it, or write into it what is best") from error
+    return best if best.metric == metric and best.step in map(step_of, checkpoints(parent)) else None
+
+
+def mark_best(parent: Path, best: Best) -> None:
+    """Say in the directory of checkpoints which one is best, and let `best` link there. Each is written completely or
+    not at all."""
+    link = parent / f"{BEST}.{os.getpid()}.tmp"
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"step_{best.step}", target_is_directory=True)
+    os.replace(link, parent / BEST)
+    unfinished = parent / f"{ABOUT_BEST}.{os.getpid()}.tmp"
+    write_text(unfinished, json.dumps(asdict(best), indent=1) + "\n")
+    os.replace(unfinished, parent / ABOUT_BEST)
+
+
+def remove_old(parent: Path, limit: int, best: Best | None) -> list[Path]:
+    """Remove all complete checkpoints but the `limit` newest ones and the best; those that went.
+
+    A checkpoint loses its name first, so that no part of one is ever taken for a whole. Of one that is a link, the link
+    is removed, and what it points to stays.
+    """
+    kept = {None if best is None else best.step}
+    old = [checkpoint for checkpoint in checkpoints(parent)[limit:] if step_of(checkpoint) not in kept]
+    for checkpoint in old:
+        gone = checkpoint.with_name(f"{checkpoint.name}.removed")
+        remove(gone)
+        checkpoint.rename(gone)
+        remove(gone)
+    return old

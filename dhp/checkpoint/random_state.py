@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from dhp.checkpoint.disk import damaged, reading, sync, writing
+from dhp.checkpoint.files import damaged, reading, sync, writing
 from dhp.checkpoint.shards import save_tensors
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dhp.base.errors import CheckpointError
 from dhp.checkpoint.folder import (
     check_checkpoint,
     checkpoints,
@@ -18,6 +17,7 @@ from dhp.checkpoint.folder import (
     step_of,
 )
 from dhp.config.parts import PARTS
+from dhp.core.errors import CheckpointError
 
 AUTO, NEVER = "auto", "never"
 TRAINED = {"training.trainable", "training.frozen", "lora"}  # settings that say what is trained

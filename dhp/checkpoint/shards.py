@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dhp.base.errors import CheckpointError
-from dhp.checkpoint.completeness import read_extents
-from dhp.checkpoint.disk import reading, sync, write_text, writing
+from dhp.checkpoint.files import read_extents, reading, sync, write_text, writing
+from dhp.core.errors import CheckpointError
 
 # {"shape": of the whole, and "offset": of a block in it, or "flat": of a range of its elements}
 PieceExtent = dict[str, Any]

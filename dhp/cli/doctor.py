@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         found = look_around()
         print(found.as_json() if given.json else found.as_table())
         return 0
-    from dhp.doctor.examine import examine  # brings modeling code along, which takes seconds
+    from dhp.doctor.diagnose import examine  # brings modeling code along, which takes seconds
 
     diagnosis = examine(given.path)
     print(diagnosis.as_json() if given.json else diagnosis.as_table())

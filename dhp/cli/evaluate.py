@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from dhp.base.errors import ConfigError
-from dhp.base.interrupts import heed, interruptible
-from dhp.base.startup import StartUp
 from dhp.cli import needle
-from dhp.cli.evaluated import add_options, find_configuration
-from dhp.cli.logs_folder import logs_folder
-from dhp.config.nearest import did_you_mean, nearest
+from dhp.cli.common import add_options, find_configuration, logs_folder
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.errors import ConfigError
+from dhp.core.process import StartUp, heed, interruptible
 from dhp.observe.metrics import EvalMetrics
 
 EXCHANGE = "exchange"  # a setting of the command alone
@@ -55,7 +53,7 @@ def loss(arguments: Sequence[str]) -> int:
     exchange, given.settings = _split_exchange(given.settings)
     config, checkpoint = find_configuration(given)
     say = _silent if given.json else StartUp(time.perf_counter())
-    from dhp.run.evaluation import evaluate, evaluate_exchanged  # it imports torch and Ray
+    from dhp.trainer.evaluation import evaluate, evaluate_exchanged  # it imports torch and Ray
 
     with interruptible(), logs_folder("dhp-evaluate-") as logs:
         asked = (replace(config, run_dir=str(logs)), checkpoint, say)

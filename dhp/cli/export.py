@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from dhp.base.errors import ConfigError
 from dhp.checkpoint.folder import find_checkpoint
-from dhp.run.exporting import adapters_in, export_whole, read_parts
+from dhp.core.errors import ConfigError
+from dhp.trainer.export import adapters_in, export_whole, read_parts
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     if not given.adapter:
         print(export_whole(checkpoint, given.out_dir, given.base))
         return 0
-    from dhp.models.adapted import save_adapter
+    from dhp.models.lora_export import save_adapter
 
     base = given.base or about["model_name"]
     count = save_adapter(base, weights, adapters, given.out_dir)

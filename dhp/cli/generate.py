@@ -12,19 +12,18 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dhp.base.errors import ConfigError
-from dhp.base.harmless import harmless
-from dhp.base.interrupts import heed, interruptible
-from dhp.base.startup import StartUp
 from dhp.checkpoint.folder import find_checkpoint
-from dhp.cli.logs_folder import logs_folder
+from dhp.cli.common import logs_folder
+from dhp.config.command_line import compose_config
 from dhp.config.generation import GenerateRequest, answering, laid_out_anew, read_request
-from dhp.config.load import compose_config
 from dhp.config.parts import parts
 from dhp.config.recorded import compose_recorded
 from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
-from dhp.config.search_path import named_file
+from dhp.config.yaml_files import named_file
+from dhp.core.errors import ConfigError
+from dhp.core.process import StartUp, heed, interruptible
+from dhp.core.text import harmless
 from dhp.observe.metrics import AnswerMetrics
 
 
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     if request.dataset and out is not None:
         print(_answer_all(config, checkpoint, request, out), flush=True)
         return 0
-    from dhp.run.generation import ROUNDS, generate  # it imports torch and Ray
+    from dhp.trainer.generation import ROUNDS, generate  # it imports torch and Ray
 
     with interruptible(), logs_folder("dhp-generate-") as logs:
         say, rounds = StartUp(time.perf_counter()), ROUNDS if given.benchmark else 0
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _answer_all(config: Config, checkpoint: Path | None, request: GenerateRequest, out: Path) -> str:
     """Write a line an answer, each as soon as it is there; how many are exact, in words."""
-    from dhp.run.generation import generate_all  # it imports torch and Ray
+    from dhp.trainer.generation import generate_all  # it imports torch and Ray
 
     exact = count = 0
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dhp.base.errors import ConfigError
-from dhp.base.startup import StartUp, say_line
-from dhp.batching.loader import make_reader
+from dhp.batch.build import make_reader
 from dhp.checkpoint.shards import save_tensors
-from dhp.config.load import compose_config
+from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
-from dhp.config.search_path import named_file
-from dhp.run.preflight import prepare
-from dhp.run.settings import feed_settings
+from dhp.config.yaml_files import named_file
+from dhp.core.errors import ConfigError
+from dhp.core.process import StartUp, say_line
+from dhp.trainer.preflight import prepare
+from dhp.trainer.settings import feed_settings
 
 _OWN = {
     "batch": ("step", "out"),

@@ -14,26 +14,25 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dhp.base.errors import DataError, PartFailed
-from dhp.batching.feed import BatchReader
-from dhp.batching.loader import BatchReaderSettings, make_reader, open_datasets
+from dhp.batch.assign_images import Locality
+from dhp.batch.build import BatchReaderSettings, make_reader, open_datasets
+from dhp.batch.reader import BatchReader
 from dhp.cli.inspect_locality import locality_table
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
+from dhp.core.errors import DataError, PartFailed
 from dhp.data.balance.methods import PADDED, choose_method
 from dhp.data.balance.metrics import BalanceMetrics, measure_balance
 from dhp.data.balance.packs import Limits, Loads
-from dhp.data.lengths.cache import Lengths
-from dhp.data.lengths.table import RowChunk
-from dhp.data.order.balance_settings import BalanceSettings
-from dhp.data.probe import count_unread
+from dhp.data.sampling.length_cache import Lengths
+from dhp.data.sampling.length_table import RowChunk
+from dhp.data.sampling.probe import count_unread
+from dhp.data.sampling.sampler import BalanceSettings
 from dhp.models.registry import load_family
-from dhp.observe.histogram import draw_histograms
-from dhp.parallel.attention.locality import Locality
-from dhp.run.graph import make_graph
-from dhp.run.locality import devices_as_planned, find_localities
-from dhp.run.settings import feed_settings
+from dhp.observe.plots import draw_histograms
+from dhp.trainer.graph import devices_as_planned, find_localities, make_graph
+from dhp.trainer.settings import feed_settings
 
 SHOWN_DEFECTS = 20  # defects that are printed; the file has all
 DATASETS = {

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dhp.batch.assign_images import SAME_DEVICE, Locality, assign_longest_first, assign_near
 from dhp.data.balance.packs import Loads, Packs
-from dhp.parallel.attention.image_sharding import assign_longest_first
-from dhp.parallel.attention.locality import SAME_DEVICE, Locality, assign_near
 
 MICRO_BATCHES = 200  # of the epoch that are looked at
 SLACKS = (0.0, 0.01, 0.05)

@@ -7,15 +7,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from dhp.base.errors import ConfigError
-from dhp.base.harmless import harmless
-from dhp.batching.loader import make_reader
-from dhp.cli.sample_page import sample_page
-from dhp.cli.sample_pictures import clips_of, pictures_of
-from dhp.cli.sample_text import as_terminal, lengths, placeholders, runs_of
+from dhp.batch.build import make_reader
+from dhp.cli.sample_page import as_terminal, clips_of, lengths, pictures_of, placeholders, runs_of, sample_page
 from dhp.config.schema import Config
-from dhp.models.registry import load_family, load_image_processor, load_tokenizer
-from dhp.run.settings import feed_settings
+from dhp.core.errors import ConfigError
+from dhp.core.text import harmless
+from dhp.models.pretrained import load_image_processor, load_tokenizer
+from dhp.models.registry import load_family
+from dhp.trainer.settings import feed_settings
 
 
 def inspect_sample(config: Config, index: int, out: Path) -> None:

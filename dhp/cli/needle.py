@@ -12,14 +12,14 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dhp.base.errors import ConfigError
-from dhp.base.interrupts import heed, interruptible
-from dhp.base.startup import StartUp
-from dhp.cli.evaluated import add_options, find_configuration
-from dhp.config.schema import Config, DatasetEntry
+from dhp.cli.common import add_options, find_configuration
+from dhp.config.data import DatasetEntry
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
+from dhp.core.process import StartUp, heed, interruptible
 
 if TYPE_CHECKING:
-    from dhp.data.needle import Hidden, Needle
+    from dhp.tiny.needles import Hidden, Needle
 
 NAME = "needles"  # of the dataset that is made
 FRAMES, DEPTHS = (16, 32, 64, 128, 256), (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -86,14 +86,14 @@ def _check(given: argparse.Namespace) -> None:
 
 def _measure(given: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> list[list[float]]:
     """The share of needles that are found, for each depth and each length."""
-    from dhp.data.needle import write_needles
+    from dhp.tiny.needles import write_needles
 
     config, checkpoint = find_configuration(given, [NAME])
     hidden = _hide(given)
     say(f"writing {len(hidden)} videos")
     annotations = write_needles(folder / "videos", hidden, given.haystack)
     config = _reading(config, annotations, max(given.frames))
-    from dhp.run.evaluation import opened  # it imports torch and Ray
+    from dhp.trainer.evaluation import opened  # it imports torch and Ray
 
     with opened(replace(config, run_dir=str(folder / "logs")), checkpoint, say) as (evaluation, _):
         found = evaluation.each()
@@ -105,7 +105,7 @@ def _measure(given: argparse.Namespace, folder: Path, say: Callable[[str], None]
 
 def _hide(given: argparse.Namespace) -> list[Hidden]:
     """Every cell's videos, depth by depth and length by length."""
-    from dhp.data.needle import Hidden, coloured_needles, read_needle
+    from dhp.tiny.needles import Hidden, coloured_needles, read_needle
 
     needles: list[Needle] = coloured_needles()
     if given.image is not None:
@@ -119,7 +119,7 @@ def _hide(given: argparse.Namespace) -> list[Hidden]:
 
 def _reading(config: Config, annotations: Path, frames: int) -> Config:
     """Batches of one video a replica, each read whole."""
-    from dhp.data.needle import FPS
+    from dhp.tiny.needles import FPS
 
     entry = DatasetEntry(annotation_path=str(annotations), data_path=str(annotations.parent))
     data = replace(
@@ -138,7 +138,7 @@ def _reading(config: Config, annotations: Path, frames: int) -> Config:
 
 
 def _tell(given: argparse.Namespace, shares: list[list[float]]) -> None:
-    from dhp.observe.heat_map import draw_heat_map
+    from dhp.observe.plots import draw_heat_map
 
     given.out.mkdir(parents=True, exist_ok=True)
     columns, rows = [str(frames) for frames in given.frames], [f"{depth:g}" for depth in given.depths]

@@ -12,10 +12,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dhp.cluster.call_file import call_file
 from dhp.cluster.clock import ClockReading, offset_ns
-from dhp.cluster.dispatch import Call, PerRank, spread
 from dhp.cluster.placement.reservation import Slot
 from dhp.cluster.watch import Watched, wait_all
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
+from dhp.core.dispatch import Call, PerRank, spread
 
 
 class ActorGroup:

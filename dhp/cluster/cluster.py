@@ -14,22 +14,19 @@ import ray
 import torch
 from ray.util.placement_group import remove_placement_group
 
-from dhp.base.errors import ConfigError
-from dhp.base.interrupts import ending_on_error
-from dhp.base.stages import StageGraph
-from dhp.base.startup import say_nothing
 from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.dataset_actor import DatasetActor
-from dhp.cluster.environment import require_own_gpu
+from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.gpus import HERE, check_gpus, read_gpus
-from dhp.cluster.paths import beacon
+from dhp.cluster.host import beacon, require_own_gpu
 from dhp.cluster.placement.nodes import own_node, read_nodes
 from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_straddles, map_ranks, refuse_straddle
-from dhp.cluster.placement.reservation import Slot, bundle_nodes, plan_placement, reserve
-from dhp.cluster.placement.topology import Topology, find_topology
-from dhp.cluster.runtime import LOCAL, cluster_gpus, ray_session
+from dhp.cluster.placement.reservation import Slot, Topology, bundle_nodes, find_topology, plan_placement, reserve
+from dhp.cluster.ray_session import LOCAL, cluster_gpus, ray_session
 from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
 from dhp.cluster.worker import GroupSettings
+from dhp.core.errors import ConfigError
+from dhp.core.graph import StageGraph
+from dhp.core.process import ending_on_error, say_nothing
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Layout:
 
     graph: the stages.
 
-    device: auto | cpu | cuda. address: of Ray, see `dhp.cluster.runtime`.
+    device: auto | cpu | cuda. address: of Ray, see `dhp.cluster.ray_session`.
 
     threads: of an actor on a CPU; None: by the node's.
 

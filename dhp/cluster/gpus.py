@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from dhp.base.errors import ConfigError
+from dhp.core.errors import ConfigError
 
 QUERY = ("nvidia-smi", "--query-gpu=index,driver_version,compute_mode,memory.total", "--format=csv,noheader")
 TIMEOUT_S = 30.0  # without a daemon that keeps the driver loaded, it loads it first

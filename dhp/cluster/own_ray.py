@@ -17,7 +17,7 @@ from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 from ray._raylet import AuthenticationTokenLoader, Config
 
-from dhp.base.errors import CheckpointError, ConfigError, DataError
+from dhp.core.errors import CheckpointError, ConfigError, DataError
 
 TOKEN = "RAY_AUTH_TOKEN"
 NO_REPORTS = {"RAY_USAGE_STATS_ENABLED": "0"}  # whatever the user's own clusters send to Ray's makers

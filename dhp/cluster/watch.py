@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from dhp.base.errors import DhpError, PartFailed
 from dhp.cluster.call_file import read_calls
+from dhp.core.errors import DhpError, PartFailed
 
 DEATH_TIMEOUT_S = 5.0  # how long a neighbour's death may take to be known after its connections broke
 

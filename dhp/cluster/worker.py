@@ -14,42 +14,45 @@ import ray
 import torch
 import torch.distributed as dist
 
-from dhp.base.byte_counter import HANDOFF, add_sent
-from dhp.base.calls import RECORD
-from dhp.base.cores import count_cores
-from dhp.base.messages import Bundle, StageReport
-from dhp.base.spans import (
+from dhp.cluster.call_file import call_file, keep_calls
+from dhp.cluster.clock import BusyTime, ClockReading, read_clock
+from dhp.cluster.gpus import check_gpus, read_gpus
+from dhp.cluster.host import (
+    LOOPBACK,
+    choose_interface,
+    expand_segments,
+    keep_freed_memory,
+    open_listener,
+    own_local_rank,
+    record_nccl,
+    require_beacon,
+    require_fixed_segments,
+    require_own_gpu,
+    require_paths,
+    whereabouts,
+)
+from dhp.cluster.processes import named_errors, redirect_output
+from dhp.cluster.remote_values import Lookahead, RemoteValue
+from dhp.cluster.transport.shared_memory import CUDA_IPC, SHARED_MEMORY, Inbox, Outbox, take_refusals
+from dhp.core.batch import Bundle
+from dhp.core.collectives import RECORD
+from dhp.core.process import count_cores
+from dhp.core.reports import StageReport
+from dhp.core.tracing import (  # fmt: skip
     BACKWARD,
     CHECKPOINT,
     FORWARD,
+    HANDOFF,
     OPTIMIZER,
     TRANSFER,
     WAIT,
     Span,
+    add_sent,
     add_span,
     keep_spans,
     span,
     take_spans,
-)  # fmt: skip
-from dhp.cluster.busy import BusyTime
-from dhp.cluster.call_file import call_file, keep_calls
-from dhp.cluster.clock import ClockReading, read_clock
-from dhp.cluster.elsewhere import RemoteValue
-from dhp.cluster.environment import (
-    expand_segments,
-    own_local_rank,
-    record_nccl,
-    require_fixed_segments,
-    require_own_gpu,
 )
-from dhp.cluster.gpus import check_gpus, read_gpus
-from dhp.cluster.host_memory import keep_freed_memory
-from dhp.cluster.interface import LOOPBACK, choose_interface, open_listener
-from dhp.cluster.lookahead import Lookahead
-from dhp.cluster.paths import require_beacon, require_paths, whereabouts
-from dhp.cluster.process import named_errors, redirect_output
-from dhp.cluster.transport.pinned import take_refusals
-from dhp.cluster.transport.shared_memory import CUDA_IPC, SHARED_MEMORY, Inbox, Outbox
 
 # Methods of a step: others, as saving, are no part of its time.
 _STEP = {"forward_step", "backward_step", "tied_gradient", "grad_norm_sq", "optimizer_step"}
@@ -78,7 +81,7 @@ class GroupSettings:
 
     needs: paths that must exist on a rank's node, by configuration key.
 
-    beacon: what each rank must see of the directory of checkpoints (`dhp.cluster.paths`); None: nothing.
+    beacon: what each rank must see of the directory of checkpoints (`dhp.cluster.host`); None: nothing.
 
     transport: how large results are sent, see `choose_transport`.
 
@@ -90,7 +93,7 @@ class GroupSettings:
 
     cuda: ranks use GPUs. shares_gpu: other processes of the run use a rank's GPU too.
 
-    check_collectives: ranks agree on each collective before it begins (`dhp.base.calls`).
+    check_collectives: ranks agree on each collective before it begins (`dhp.core.collectives`).
     """
 
     stage: str

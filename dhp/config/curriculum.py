@@ -9,11 +9,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dhp.base.errors import ConfigError, raise_all
-from dhp.config.load import to_config
-from dhp.config.nearest import did_you_mean, nearest
+from dhp.config.command_line import to_config
+from dhp.config.errors import translated_errors, unknown_keys
 from dhp.config.schema import Config, StageEntry
-from dhp.config.translate import translated_errors, unknown_keys
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.errors import ConfigError, raise_all
 
 GROUP = "stage"  # the folder of configs/ that has recipes of stages
 _ONCE = ("stages", "run_dir")  # keys that a stage cannot set, because the run sets them

@@ -9,14 +9,13 @@ from typing import Any
 
 import yaml
 
-from dhp.base.errors import ConfigError
-from dhp.config.degrees import resolve_part
-from dhp.config.nearest import did_you_mean, nearest
+from dhp.config.data import DataConfig, LimitsConfig
+from dhp.config.layout import resolve_part
 from dhp.config.part import PartConfig
-from dhp.config.parts import DECODER, parts
-from dhp.config.resolved import resolved
+from dhp.config.parts import DECODER, parts, resolved
 from dhp.config.schema import Config
-from dhp.config.unbalanced import unbalanced
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.errors import ConfigError
 
 # Degrees that a run's own config.yaml has filled in, resolved again for another parallelism or number of actors.
 _LAYOUT: dict[str, str] = {
@@ -188,3 +187,9 @@ def check_layout(part: PartConfig, remedy: str) -> None:
             f"{DECODER}.expert={part.expert}: replicas that share out experts exchange tokens of all of them, and an "
             f"answer has one; {remedy}"
         )
+
+
+def unbalanced(data: DataConfig) -> DataConfig:
+    """The data settings with equally many samples in each row, and without keys of balanced rows."""
+    balancing = ("balance", "balance_window", "long_tokens", "isf_passes", "group_window")
+    return replace(data, limits=LimitsConfig(), **{key: getattr(DataConfig, key) for key in balancing})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dhp.base.errors import ConfigError
+from dhp.core.errors import ConfigError
 
 HYDRA = "hydra"
 _CONSTRUCTED = ("_target_", "()")  # keys by which Hydra, and logging's configuration, name what they call

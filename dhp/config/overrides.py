@@ -7,13 +7,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
-from dhp.base.errors import ConfigError, raise_all
-from dhp.config.aliases import has_alias, names_here, translated
+from dhp.config.errors import unknown_key, unknown_keys
 from dhp.config.keys import ANY_NAME, Key, find_key
-from dhp.config.nearest import did_you_mean, nearest
-from dhp.config.search_path import ConfigSource
-from dhp.config.translate import unknown_key, unknown_keys
-from dhp.config.yaml_files import say, wrong_keys
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.config.vocabulary import has_alias, names_here, translated
+from dhp.config.yaml_files import ConfigSource, say, wrong_keys
+from dhp.core.errors import ConfigError, raise_all
 
 
 def checked_overrides(arguments: Sequence[str], source: ConfigSource, others: Sequence[ConfigError] = ()) -> list[str]:
@@ -48,7 +47,7 @@ def _is_alias(override: Override) -> bool:
 
 
 def _translated(parsed: Sequence[tuple[str, Override]], of_others: Sequence[Override]) -> list[str]:
-    """Overrides in the vocabulary of `dhp.config.aliases`, translated to ours; each is named on stderr."""
+    """Overrides in the vocabulary of `dhp.config.vocabulary`, translated to ours; each is named on stderr."""
     if not of_others:
         return []
     plain = [override for _, override in parsed if not (override.is_delete() or override.is_sweep_override())]

@@ -1,11 +1,15 @@
-"""The parts of a model in a configuration, by name."""
+"""The parts of a model in a configuration, by name, and values that are set once it is resolved."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
+from typing import TypeVar
 
+from dhp.config.data import DataConfig
 from dhp.config.part import PartConfig
 from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
 
 DECODER = "text"  # the part after all others: it has the samples' rows and the loss
 HEARING = "audio"  # the part that a run has where it may use sound
@@ -41,3 +45,35 @@ def decoder(config: Config) -> PartConfig:
 def model_name(config: Config) -> str:
     """The model's directory or hub id, which all parts of a resolved configuration have in common."""
     return decoder(config).model_name
+
+
+Value = TypeVar("Value")
+
+
+def resolved(value: Value | None) -> Value:
+    """The value. Raises ValueError for one that `dhp.config.resolve` has not filled in."""
+    if value is None:
+        raise ValueError("the configuration was not resolved: dhp.config.resolve.resolve fills in what is unset")
+    return value
+
+
+_SHARE = re.compile(r"(.+)%([^%]*)")
+
+
+def split_share(text: str) -> tuple[str, float]:
+    """The dataset's name, and the share of its samples that is used, 0 < share <= 1. Raises ConfigError."""
+    found = _SHARE.fullmatch(text)
+    if found is None:
+        return text, 1.0
+    name, percent = found.groups()
+    if not re.fullmatch(r"\d+(\.\d+)?", percent) or not 0 < float(percent) <= 100:
+        raise ConfigError(
+            f"data.datasets: {text} asks for {percent or 'no number of'} percent of {name}, but 0 < percent <= 100; "
+            f"write {name}%50 for half of it. More than once is data.data_registry.{name}.weight"
+        )
+    return name, float(percent) / 100
+
+
+def read_datasets(data: DataConfig) -> list[str]:
+    """Names in the registry of all datasets that a run reads, to train on and to evaluate, each once."""
+    return list(dict.fromkeys(split_share(text)[0] for text in (*data.datasets, *data.eval_datasets)))

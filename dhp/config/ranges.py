@@ -4,10 +4,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from dhp.base.errors import ConfigError
-from dhp.config.mixing import read_datasets, split_share
-from dhp.config.nearest import did_you_mean, nearest
-from dhp.config.schema import ClusterConfig, DataConfig, MemoryConfig, TrainingConfig
+from dhp.config.data import DataConfig
+from dhp.config.parts import read_datasets, split_share
+from dhp.config.schema import ClusterConfig, MemoryConfig
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.config.training import TrainingConfig
+from dhp.core.errors import ConfigError
 
 DATA_FORMATS = ("auto", "llava", "sharegpt", "openai", "alpaca", "swift", "text")
 TURN_COLUMNS = ("role", "content", "from", "value")  # of each turn; the others are a sample's
@@ -175,7 +177,7 @@ def _check_datasets(data: DataConfig) -> None:
             )
     for name in read_datasets(data):
         if name not in data.data_registry:
-            continue  # of eval_datasets: `dhp.config.evaluation` says so
+            continue  # of eval_datasets: `dhp.config.resolve` says so
         entry = data.data_registry[name]
         if not entry.annotation_path:
             raise ConfigError(f"data.data_registry.{name}.annotation_path is not set; give the path")

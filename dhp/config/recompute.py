@@ -3,10 +3,10 @@
 import re
 from collections.abc import Sequence
 
-from dhp.base.errors import ConfigError
-from dhp.config.nearest import did_you_mean, nearest
+from dhp.config.part import PartConfig
 from dhp.config.ranges import require_positive
-from dhp.config.schema import PartConfig
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.errors import ConfigError
 
 # What a layer recomputes in backward, from nothing to everything; each recomputes what the one before does, and more:
 # light, what costs no matrix product (norms, rotary positions, activation functions); mlp, the products before the

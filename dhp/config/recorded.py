@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from dhp.base.errors import ConfigError
-from dhp.config.load import compose_config
+from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
 
 # What the command line alone decides: where is written, and whether something is fetched. None is needed to read a run.
 _OF_THE_CALLER = {

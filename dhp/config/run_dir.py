@@ -9,13 +9,12 @@ from pathlib import Path
 
 import yaml
 
-from dhp.base.errors import ConfigError
-from dhp.base.folder_lock import locked
-from dhp.base.removal import remove
-from dhp.base.startup import say_nothing
-from dhp.config.mixing import read_datasets
-from dhp.config.parts import OPTIONAL, PARTS, parts
+from dhp.config.parts import OPTIONAL, PARTS, parts, read_datasets
 from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
+from dhp.core.files import remove
+from dhp.core.folder_lock import locked
+from dhp.core.process import say_nothing
 
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")  # any of these says that something was here
 _RECORD = (*_MARKS, "trace.json", "tb")

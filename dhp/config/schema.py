@@ -5,17 +5,14 @@ checked in `dhp.config.resolve`. The string under a field is its documentation: 
 made from it.
 """
 
-from dataclasses import dataclass, field
-from typing import Optional
+from __future__ import annotations
 
-from dhp.config.data import DataConfig as DataConfig
-from dhp.config.data import DatasetEntry as DatasetEntry
-from dhp.config.data import LimitsConfig as LimitsConfig
-from dhp.config.part import LoraConfig as LoraConfig
-from dhp.config.part import PartConfig as PartConfig
-from dhp.config.stage_entry import StageEntry as StageEntry
-from dhp.config.training import GroupConfig as GroupConfig
-from dhp.config.training import TrainingConfig as TrainingConfig
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from dhp.config.data import DataConfig
+from dhp.config.part import PartConfig
+from dhp.config.training import TrainingConfig
 
 
 @dataclass
@@ -103,3 +100,20 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     data: DataConfig = field(default_factory=DataConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+@dataclass
+class StageEntry:
+    """One of several training stages."""
+
+    recipe: Optional[str] = None
+    """Settings to begin with: a file of configs/stage. Null: the one of the stage's own name, where there is one."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What differs from them, by section, as {training: {max_steps: 40}}."""
+
+    rope_theta: Optional[float] = None
+    """Base of the decoder's rotary positions from this stage on. Null: as the model has it."""
+
+    max_positions: Optional[int] = None
+    """Longest row that the decoder knows from this stage on, in positions. Null: as the model has it."""

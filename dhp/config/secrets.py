@@ -7,7 +7,7 @@ import re
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-from dhp.base.errors import ConfigError
+from dhp.core.errors import ConfigError
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _MISSING = object()

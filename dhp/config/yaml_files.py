@@ -1,4 +1,4 @@
-"""YAML files as Hydra reads them: a run's own may be written in the vocabulary of `dhp.config.aliases`.
+"""YAML files by name: the directories searched, and the vocabulary in which a run's own may be written.
 
 Hydra's own reader of files is not among its public names; what is imported of it here is pinned with it.
 """
@@ -6,22 +6,28 @@ Hydra's own reader of files is not among its public names; what is imported of i
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from dhp.base.errors import ConfigError
-from dhp.config.aliases import has_alias, translated
+from dhp.config.errors import unknown_keys
 from dhp.config.inert import HYDRA, check_inert
+from dhp.config.schema import Config
 from dhp.config.secrets import guard_environment
-from dhp.config.translate import unknown_keys
+from dhp.config.shipped import shipped_directory
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.config.vocabulary import has_alias, translated
+from dhp.core.errors import ConfigError
 
 
 class YamlFiles(FileConfigSource):
@@ -104,3 +110,143 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
         else:
             nested[section] = value
     return nested
+
+
+ENTRY = "_dhp_entry"  # primary config that Hydra composes: schema, then settings of Hydra, then the named YAML
+_SCHEMA = "_dhp_schema"
+_HELP = """usage: python -m dhp.train_ray FILE.yaml|--config-name=NAME key=value …
+
+--help KEY …   type, default and meaning of a key, as data.balance, or of all keys of a section, as text
+--hydra-help   the flags
+
+Configurations: {names}
+
+Keys and their values:
+
+$CONFIG"""
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """A configuration's name and the directories it is looked up in, first match first."""
+
+    name: str | None
+    directories: tuple[Path, ...]
+
+    @classmethod
+    def find(cls, name: str | None, config_path: str | None, more: tuple[str, ...] = ()) -> ConfigSource:
+        """Check that the directories and the named YAML exist; `name` None means the schema's defaults alone.
+
+        `config_path` (relative to the working directory) is searched before dhp's own configs, `more` after
+        it. Raises ConfigError.
+        """
+        directories = []
+        if config_path is not None:
+            directories.append(_directory("--config-path", config_path))
+        directories += [_directory("--config-dir", given) for given in more]
+        if shipped_directory() not in directories:
+            directories.append(shipped_directory())
+        source = cls(name.removesuffix(".yaml") if name else None, tuple(directories))
+        if source.name is not None:
+            source._require_file()
+        return source
+
+    def names(self) -> list[str]:
+        """Names of the configurations directly in the directories."""
+        return sorted({file.stem for directory in self.directories for file in directory.glob("*.yaml")})
+
+    def has_group(self, group: str) -> bool:
+        """Whether `group` is a folder of configurations, which `group=choice` selects from."""
+        return any((directory / group).is_dir() for directory in self.directories)
+
+    def choices(self, group: str) -> list[str]:
+        """The configurations in the folder `group`."""
+        files = [file for directory in self.directories for file in (directory / group).rglob("*.yaml")]
+        located = [(file, next(d for d in self.directories if file.is_relative_to(d / group))) for file in files]
+        return sorted({str(file.relative_to(d / group).with_suffix("")) for file, d in located})
+
+    def file(self) -> Path | None:
+        """The named YAML."""
+        files = [directory / f"{self.name}.yaml" for directory in self.directories]
+        return next((file for file in files if file.is_file()), None)
+
+    def register(self) -> None:
+        """Put the schema and the entry config over this source into Hydra's store.
+
+        The entry makes the schema the base of every YAML, so that a YAML needs no defaults list, and keeps
+        Hydra from writing directories, changing the working directory and configuring logging.
+        """
+        YamlFiles.register()
+        store = ConfigStore.instance()
+        store.store(name=_SCHEMA, node=Config)
+        named = [f"{self.name}@_global_"] if self.name else []
+        quiet = [{"override hydra/job_logging": "disabled"}, {"override hydra/hydra_logging": "disabled"}]
+        store.store(
+            name=ENTRY,
+            node={
+                "defaults": [_SCHEMA, "_self_", *named, *quiet],
+                "hydra": {
+                    "searchpath": [f"{YamlFiles.scheme()}://{directory}" for directory in self.directories],
+                    "output_subdir": None,
+                    "run": {"dir": "."},
+                    # Runs of one sweep are numbered folders below the run_dir of the unswept config.
+                    "sweep": {"dir": "${run_dir}", "subdir": "${hydra:job.num}"},
+                    "job": {"name": "train_ray", "chdir": False},
+                    "help": {"app_name": "dhp.train_ray", "template": _HELP.format(names=", ".join(self.names()))},
+                },
+            },
+        )
+
+    def _require_file(self) -> None:
+        if self.file() is not None:
+            return
+        found = self.names()
+        given = Path(f"{self.name}.yaml")
+        if given.is_file():
+            raise ConfigError(
+                f"--config-name={self.name} is a name, not a path. The file {given} is used by giving it alone, or by\n"
+                f"  --config-path={given.parent} --config-name={given.stem}"
+            )
+        raise ConfigError(
+            f"--config-name={self.name} does not exist{did_you_mean([nearest(str(self.name), found)])}\n"
+            f"  searched: {', '.join(str(directory) for directory in self.directories)}\n"
+            f"  found: {', '.join(found) or 'none'}"
+        )
+
+
+def named_file(
+    arguments: Sequence[str], name: str | None, config_path: str | None
+) -> tuple[tuple[str | None, str | None], list[str]]:
+    """(name, config_path) as the flags say, or as one FILE.yaml among the arguments says; and the other arguments.
+
+    What has `=` in it is an override, whatever it ends with. Raises ConfigError for two files, for a file together with
+    the flags, and for one that does not exist.
+    """
+    files = [part for part in arguments if _is_file(part)]
+    if not files:
+        return (name, config_path), list(arguments)
+    given = [f"--config-name={name}"] * (name is not None) + [f"--config-path={config_path}"] * (
+        config_path is not None
+    )
+    if len(files) > 1 or given:
+        raise ConfigError(f"{' and '.join([*files, *given])} all name the configuration; give one")
+    file = Path(files[0]).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{files[0]} does not exist ({file.absolute()}); give a YAML file, or --config-name=NAME")
+    if file.suffix != ".yaml":
+        raise ConfigError(f"{files[0]}: Hydra reads files that end with .yaml; rename it to {file.stem}.yaml")
+    return (file.stem, str(file.parent)), [part for part in arguments if part != files[0]]
+
+
+def _is_file(part: str) -> bool:
+    return not part.startswith(("-", "~")) and "=" not in part and part.endswith((".yaml", ".yml", ".json"))
+
+
+def _directory(flag: str, given: str) -> Path:
+    directory = Path(given).expanduser().resolve()
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{flag}={given} is not a directory ({directory}); give the directory that holds the YAML, "
+            "absolute or relative to the working directory"
+        )
+    return directory

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 import transformers
 
-from dhp.base.cores import count_cores
-from dhp.parallel.extras import Extra, find_extras
+from dhp.core.process import count_cores
+from dhp.parallel.optional_packages import Extra, find_extras
 
 
 @dataclass(frozen=True)

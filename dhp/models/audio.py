@@ -1,4 +1,4 @@
-"""The audio part of Qwen3-Omni: clips in, as frames of a mel spectrogram; a row for each placeholder out.
+"""Audio: mel spectrograms of a sample, and the audio tower of Qwen3-Omni.
 
 Convolutions see a clip in chunks of a second at most, layers attend to windows of several chunks. The library fills
 pads chunks to the longest one of a call, and the padding behind a short chunk shows in its last row. So a clip records
@@ -11,23 +11,90 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.errors import ConfigError
-from dhp.base.geometry import Grid, ProcessorOutput
 from dhp.config.part import PartConfig
-from dhp.config.resolved import resolved
-from dhp.models.family import ImageLayout, LayerParts
+from dhp.config.parts import resolved
+from dhp.core.batch import Grid, ProcessorOutput
+from dhp.core.errors import ConfigError, ModelError
+from dhp.models.contract.pictures import arrays_of
 from dhp.models.flops import AudioWork
-from dhp.models.generic.forms import arrays_of
 from dhp.models.tower import Tower, TowerInputs
+from dhp.models.types import ImageLayout, LayerParts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class AudioProcessor:
+    """Qwen3-Omni's audio preprocessing, by the feature extractor of its directory."""
+
+    def __init__(self, config: Any, model_name: str):
+        self._config, self._model_name = config, model_name
+        self.token_id: int = config.audio_token_id
+
+    def load(self) -> None:
+        """Raises ModelError where the directory's feature extractor cannot be used."""
+        _ = self._extractor
+
+    @property
+    def rate(self) -> int:
+        """Samples a second."""
+        return self._extractor.sampling_rate
+
+    def features(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Spectrograms [frames, bins], float32, of the clips of one sample, float32 [samples] each.
+
+        They go through the extractor together, as in the library's processor, which pads them to the longest: a shorter
+        clip ends in the silence behind it.
+        """
+        output = self._extractor(
+            list(waves),
+            sampling_rate=self.rate,
+            padding=True,
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="np",
+        )
+        counts = output["attention_mask"].sum(-1)
+        pairs = zip(output["input_features"], counts, strict=True)
+        return [np.ascontiguousarray(bins[:, :count].T, dtype=np.float32) for bins, count in pairs]
+
+    def forms(self, samples: Sequence[int]) -> list[ProcessorOutput]:
+        """The forms of one sample's clips, of so many samples of sound each: frames as `features` gives them."""
+        hop = self._extractor.hop_length
+        most = max(samples, default=0) // hop
+        return clip_forms([min(-(-count // hop), most) for count in samples], self._config)
+
+    @property
+    def shortest(self) -> int:
+        """Samples of sound of the shortest clip: those of one Fourier transform."""
+        return self._extractor.n_fft
+
+    def about(self) -> list[Any]:
+        """All that decides the number of a clip's tokens, except its file."""
+        return [self.token_id, self._extractor.to_json_string(), self._config.audio_config.n_window]
+
+    @cached_property
+    def _extractor(self) -> Any:
+        from transformers import AutoFeatureExtractor
+
+        try:
+            extractor = AutoFeatureExtractor.from_pretrained(self._model_name, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self._model_name}: no usable feature extractor: {error}") from error
+        if extractor.feature_size != self._config.audio_config.num_mel_bins:
+            raise ModelError(
+                f"{self._model_name}: its feature extractor makes {extractor.feature_size} bins, but the audio tower "
+                f"reads num_mel_bins({self._config.audio_config.num_mel_bins}). Use the one saved with the model"
+            )
+        return extractor
+
 
 PATH = "model.audio_tower"
 AUDIO_EMBEDDINGS = "audio_embeddings"  # the tensor whose rows replace those of a clip's placeholders

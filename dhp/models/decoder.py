@@ -9,18 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from dhp.base.errors import ConfigError, ModelError
-from dhp.base.logits import LogitRule
-from dhp.config.checks import check_autotp, check_expert_width, check_experts, check_tensor
+from dhp.config.model_rules import (
+    check_autotp,
+    check_expert_width,
+    check_experts,
+    check_heads,
+    check_layers_of_rows,
+    check_positions,
+    check_tensor,
+    shares_sequence,
+)
 from dhp.config.part import PartConfig
-from dhp.config.resolved import resolved
-from dhp.config.sequence import check_heads, check_layers_of_rows, check_positions, shares_sequence
-from dhp.models.experts import Experts, find_experts
-from dhp.models.family import DecoderInputs, LayerParts
+from dhp.config.parts import resolved
+from dhp.core.errors import ConfigError, ModelError
+from dhp.core.generation import LogitRule
 from dhp.models.flops import TextWork, text_work
-from dhp.models.part import HeadShape, Part
-from dhp.models.slice import Chunk, held_layers
+from dhp.models.part import Part
 from dhp.models.tower import EMBEDDINGS
+from dhp.models.types import Chunk, DecoderInputs, Experts, HeadShape, LayerParts, find_experts, held_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

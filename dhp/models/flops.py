@@ -1,4 +1,4 @@
-"""The useful arithmetic of a step, counted from shapes and lengths: what training the model needs, whatever is run.
+"""The share of a part's matrix products that a step computes when not all of it is trained.
 
 Counted are products of matrices, attention among them, as 2 operations a multiply-add. Backward is twice the forward
 where all is trained: the gradient of either factor is a product as large; where not, `TrainedShare` has the rest.
@@ -12,11 +12,41 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dhp.base.passes import EVERYTHING, MatmulShare, TrainedShare
-from dhp.models.experts import find_experts
+from dhp.models.types import find_experts
 
 if TYPE_CHECKING:
-    from dhp.models.family import ImageLayout
+    from dhp.models.types import ImageLayout
+
+
+@dataclass(frozen=True)
+class MatmulShare:
+    """Products of states with some of a part's matrices, as shares of what one forward takes without adapters.
+
+    forward: what forward takes: above 1 with adapters. inputs: what gradients of the states take; weights: of the
+    matrices.
+    """
+
+    forward: float = 1.0
+    inputs: float = 1.0
+    weights: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainedShare:
+    """Shares of a part: of the matrices before its layers, of those in them, and of those after, projector or head.
+
+    attention: the share of the layers' attention that gradients go through.
+    """
+
+    entering: MatmulShare = MatmulShare()
+    layers: MatmulShare = MatmulShare()
+    ending: MatmulShare = MatmulShare()
+    attention: float = 1.0
+
+
+EVERYTHING = TrainedShare()  # all is trained
+_AHEAD = MatmulShare(inputs=0.0, weights=0.0)
+NO_BACKWARD = TrainedShare(_AHEAD, _AHEAD, _AHEAD, 0.0)
 
 OPERATIONS = 2  # for each multiply-add
 

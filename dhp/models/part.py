@@ -4,29 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dhp.config.part import PartConfig
-from dhp.models.family import LayerParts
-from dhp.models.slice import Chunk
+from dhp.models.types import Chunk, HeadShape, LayerParts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Matrices of the vocabulary that a stage has.
-
-    vocabulary, hidden: rows and width of each. matrices: how many, of the embedding and the head. loss: it has the
-    head.
-    """
-
-    vocabulary: int
-    hidden: int
-    matrices: int = 2
-    loss: bool = True
 
 
 class Part(ABC):

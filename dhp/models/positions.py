@@ -1,11 +1,19 @@
-"""The range of positions that a model supports, from its configuration."""
+"""The range of positions that a model supports, and changes of its rotary positions.
+
+In a loaded model it would be too late: frequencies are computed when it is built, and a checkpoint has the directory's
+configuration.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from dhp.base.geometry import PositionRange
+from transformers import AutoConfig
+
+from dhp.core.batch import PositionRange
+from dhp.core.errors import ModelError
 
 _STRETCHED = ("linear", "yarn", "llama3", "longrope")  # kinds of rotary positions with a factor that stretches them
 _UNBOUNDED = "dynamic"  # turns by the row's length
@@ -33,3 +41,49 @@ def _kinds(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield parameters
     for one in inner:
         yield from _kinds(one)
+
+
+_NEEDS_ORIGINAL = ("yarn", "longrope", "llama3", "dynamic")  # kinds that go by what the model was trained with
+_ORIGINAL = "original_max_position_embeddings"
+_LOCAL = "sliding_attention"  # layers that see a window alone: their positions stay
+
+
+def change_positions(folder: Path, rope_theta: float | None = None, max_positions: int | None = None) -> None:
+    """Rewrite `folder`/config.json: the base of the decoder's rotary positions, and the longest row that it knows.
+
+    Raises ModelError for a decoder without rotary positions, or one whose configuration does not keep what was set.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    text = config.get_text_config()
+    before = getattr(text, "max_position_embeddings", None)
+    if rope_theta is not None or max_positions is not None:
+        text.rope_parameters = _changed(folder, text.rope_parameters, rope_theta, before if max_positions else None)
+    if max_positions is not None:
+        text.max_position_embeddings = max_positions
+    config.save_pretrained(folder)
+    again = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    kept = (again.rope_parameters, again.max_position_embeddings)
+    if kept != (text.rope_parameters, text.max_position_embeddings):
+        raise ModelError(
+            f"{folder}: its configuration came back with {kept[0]} and {kept[1]} positions after "
+            f"rope_theta={rope_theta} and max_positions={max_positions} were set. Write them to config.json yourself"
+        )
+
+
+def _changed(
+    folder: Path, parameters: Mapping[str, Any] | None, rope_theta: float | None, trained_with: int | None
+) -> dict[str, Any]:
+    """trained_with: positions before there are to be more; None: there are not."""
+    if not parameters:
+        raise ModelError(f"{folder}: its decoder has no rotary positions (rope_parameters), so no rope_theta to raise")
+    if all(isinstance(own, Mapping) for own in parameters.values()):  # by kind of layer
+        return {
+            kind: dict(own) if kind == _LOCAL else _changed(folder, own, rope_theta, trained_with)
+            for kind, own in parameters.items()
+        }
+    changed = dict(parameters)
+    if rope_theta is not None:
+        changed["rope_theta"] = rope_theta
+    if trained_with is not None and changed.get("rope_type") in _NEEDS_ORIGINAL:
+        changed.setdefault(_ORIGINAL, trained_with)
+    return changed

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import Grid, ProcessorOutput
+from dhp.core.batch import Grid, ProcessorOutput
 
 if TYPE_CHECKING:
-    from dhp.models.hearing import AudioProcessor
+    from dhp.models.audio import AudioProcessor
 
 
 class Processor(ABC):

@@ -16,12 +16,12 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from dhp.base.adapters import NF4, AdapterSettings
-from dhp.base.errors import ConfigError
-from dhp.base.parameters import is_adapter, is_inside, plain_name
 from dhp.config.parts import DECODER
-from dhp.models.adapters import is_router
-from dhp.models.family import Family, LayerParts
+from dhp.core.errors import ConfigError
+from dhp.core.parameters import NF4, AdapterSettings, is_adapter, is_inside, plain_name
+from dhp.models.family import Family
+from dhp.models.lora import is_router
+from dhp.models.types import LayerParts
 
 # Four bits a value; for each block of 64 a scale of 8 bits, and of 256 such scales one of 32.
 BYTES_A_VALUE = 1 / 2 + 1 / 64 + 4 / (64 * 256)

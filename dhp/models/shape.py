@@ -19,13 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
-from dhp.base.adapters import AdapterSettings
-from dhp.base.parameters import is_adapter, is_inside, plain_name
-from dhp.models.adapters import add_adapters, check_targets, find_targets
+from dhp.core.parameters import AdapterSettings, is_adapter, is_inside, plain_name
 from dhp.models.family import VISION, Family
+from dhp.models.load import ReadPlan, drop_modules, drop_parameters, model_class, without_dropped
+from dhp.models.lora import add_adapters, check_targets, find_targets
 from dhp.models.registry import load_family
-from dhp.models.slice import Chunk, held_layers
-from dhp.models.split import ReadPlan, drop_modules, drop_parameters, model_class, without_dropped
+from dhp.models.types import Chunk, held_layers
 
 
 @dataclass(frozen=True)

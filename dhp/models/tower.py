@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dhp.base.errors import ConfigError
-from dhp.base.geometry import Grid, ProcessorOutput
-from dhp.config.checks import check_tower
-from dhp.config.kernels import FLASH_ATTENTION_2
+from dhp.config.model_rules import check_tower
 from dhp.config.part import PartConfig
-from dhp.config.resolved import resolved
-from dhp.models.family import ImageLayout
+from dhp.config.parts import resolved
+from dhp.config.rules import FLASH_ATTENTION_2
+from dhp.core.batch import Grid, ProcessorOutput
+from dhp.core.errors import ConfigError
 from dhp.models.flops import VisionWork
 from dhp.models.part import Part
+from dhp.models.types import ImageLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp.base.geometry import IGNORED
-from dhp.data.sample import Sample
+from dhp.core.batch import IGNORED
+from dhp.data.sample.sample import Sample
 from dhp.objectives.objective import Chosen, Head, Judged, Objective
 from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
 

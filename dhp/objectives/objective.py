@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from dhp.base.logits import LogitRule
-from dhp.data.sample import Sample
+from dhp.core.generation import LogitRule
+from dhp.data.sample.sample import Sample
 from dhp.parallel.tensor.loss import PLAIN
 
 Chosen = tuple[Tensor, ...]

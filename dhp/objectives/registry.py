@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dhp.base.errors import ConfigError
-from dhp.config.nearest import did_you_mean, nearest
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.errors import ConfigError
 from dhp.objectives.cross_entropy import CrossEntropy
 from dhp.objectives.objective import Objective
 

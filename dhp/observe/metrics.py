@@ -15,8 +15,8 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from dhp.base.files import write_whole
-from dhp.observe.numbers import from_json, json_safe
+from dhp.core.files import write_whole
+from dhp.core.text import from_json, json_safe
 
 # Kinds of lines: about an optimizer step, about an evaluation, about an answer that was generated then.
 TRAIN, EVAL, ANSWER = "train", "eval", "answer"

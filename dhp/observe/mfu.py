@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from dhp.base.messages import DeviceInfo
 from dhp.config.shipped import shipped_directory
+from dhp.core.reports import DeviceInfo
 
 TABLE = "devices/peaks.json"
 TERA = 1e12

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dhp.base.errors import ConfigError, RecordError
-from dhp.base.startup import say_line
-from dhp.observe.loggers.loggers import Loggers
+from dhp.core.errors import ConfigError, RecordError
+from dhp.core.process import say_line
+from dhp.observe.loggers import Loggers
 from dhp.observe.metrics import (
     AnswerMetrics,
     EvalMetrics,
@@ -23,9 +23,8 @@ from dhp.observe.metrics import (
     read_evaluations,
     read_record,
 )
-from dhp.observe.progress import Progress, answer_line, eval_line
-from dhp.observe.report import closing_table
 from dhp.observe.summary import Summary, write_summary
+from dhp.observe.terminal import Progress, answer_line, closing_table, eval_line
 from dhp.observe.trace import TraceWriter
 
 

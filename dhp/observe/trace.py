@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dhp.base.spans import DATA, Span
-from dhp.observe.numbers import json_safe
+from dhp.core.text import json_safe
+from dhp.core.tracing import DATA, Span
 
 FILE = "trace.json"
 RUN, STEPS, STEP = "run", "steps", "step"  # the run loop's own group, its row, and the kind of its events

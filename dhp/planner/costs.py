@@ -1,12 +1,18 @@
-"""Bytes and seconds of each layer of a stage under each choice, and the predicted peak of a plan."""
+"""Bytes and seconds of each layer under each choice, the predicted peak of a plan; cached, and as a table."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from dhp.base.messages import RecomputePolicies
+from dhp.core.files import write_whole
+from dhp.core.reports import RecomputePolicies
+from dhp.core.text import aligned
 
 
 @dataclass(frozen=True)
@@ -117,3 +123,48 @@ def predicted_bytes(costs: Mapping[str, StageCosts], plan: Plan, arrangement: Ar
         for stage, of_stage in costs.items()
     }
     return arrangement.device_bytes(held, peaks)
+
+
+FILE = "recompute.json"
+
+
+def read_costs(folder: Path, shape: Mapping[str, Any]) -> dict[str, StageCosts] | None:
+    """Costs by part that a run of this shape cached in `folder`, or None. A file that is no such cache is ignored."""
+    try:
+        entry = json.loads((folder / FILE).read_text(encoding="utf-8"))[_key(shape)]
+        return {part: StageCosts.from_json(costs) for part, costs in entry["costs"].items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # measuring again costs a few steps, an old file must not cost a run
+
+
+def write_costs(folder: Path, shape: Mapping[str, Any], costs: Mapping[str, StageCosts]) -> None:
+    """Add or replace this shape's entry; others stay. The file appears whole or not at all."""
+    path = folder / FILE
+    try:
+        entries = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        entries = {}
+    entries[_key(shape)] = {"shape": dict(shape), "costs": {part: c.to_json() for part, c in costs.items()}}
+    write_whole(path, json.dumps(entries, indent=1) + "\n")
+
+
+def _key(shape: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_HEADINGS = ("stage", "kind", "recomputed", "layers", "held a layer", "recomputing a layer")
+
+
+def plan_table(costs: Mapping[str, StageCosts], plan: Plan) -> list[str]:
+    """Lines: how many layers of each kind recompute what, with the bytes and milliseconds of one of them."""
+    rows = [_HEADINGS]
+    for stage, known in costs.items():
+        for (kind, choice), count in Counter(zip(known.kinds, plan[stage], strict=True)).items():
+            cost = known.layers[kind][choice]
+            rows.append((stage, kind, choice, str(count), mebibytes(cost.held_bytes), f"{cost.replay_s * 1e3:.1f} ms"))
+    return aligned(rows, left=len(_HEADINGS))
+
+
+def mebibytes(count: float) -> str:
+    """`12.3 MiB` of 2²⁰ bytes."""
+    return f"{count / 2**20:.1f} MiB"

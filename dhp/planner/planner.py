@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dhp.base.messages import RecomputePolicies, StageUsage
+from dhp.core.reports import RecomputePolicies, StageUsage
 from dhp.planner.costs import Arrangement, Plan, StageCosts, predicted_bytes
 from dhp.planner.probes import at_worst, probes
 from dhp.planner.profile import Profile

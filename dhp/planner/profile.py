@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from dhp.base.messages import LayerUsage, StageUsage
+from dhp.core.reports import LayerUsage, StageUsage
 from dhp.planner.costs import LayerCost, StageCosts
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dhp.base.messages import RecomputePolicies
 from dhp.config.recompute import OFFLOAD
+from dhp.core.reports import RecomputePolicies
 from dhp.planner.costs import Arrangement, Plan, StageCosts, predicted_bytes
 
 

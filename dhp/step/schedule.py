@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dhp.base.errors import ConfigError
-from dhp.base.stages import Node, StageGraph, StageSpec
 from dhp.config.ranges import GPIPE, INTERLEAVED, ONE_F_ONE_B, SEQUENTIAL, VISION_AHEAD
+from dhp.core.errors import ConfigError
+from dhp.core.graph import Node, StageGraph, StageSpec
 
 
 @dataclass(frozen=True)

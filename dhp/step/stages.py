@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from dhp.base.generation import Answer, PromptInput
-from dhp.base.messages import Bundle, EvaluatedShare, RecomputePolicies, StageReport, StepInfo
-from dhp.base.routes import Route, straight
-from dhp.base.stages import Edge, Node, StageGraph, StageSpec
-from dhp.cluster.dispatch import Call, PerRank, Several, per_rank, several
+from dhp.core.batch import Bundle, StepInfo
+from dhp.core.dispatch import Call, PerRank, Several, per_rank, several
+from dhp.core.generation import Answer, PromptInput
+from dhp.core.graph import Edge, Node, Route, StageGraph, StageSpec, straight
+from dhp.core.reports import EvaluatedShare, RecomputePolicies, StageReport
 from dhp.step.schedule import Action, Forward
 
 Ref = Any  # an ObjectRef, or the value itself where a group runs in the test process

@@ -1,12 +1,12 @@
-"""One training step: the schedule's actions in order, the joint norm, the optimizer steps."""
+"""A step's calls in order: training, evaluation, generation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from dhp.base.stages import Tie
-from dhp.step.schedule import Schedule, last_backwards, without_idle
+from dhp.core.graph import StageGraph, Tie
+from dhp.step.schedule import Forward, Schedule, last_backwards, without_idle
 from dhp.step.stages import Batch, InFlight, Ref, Stages
 
 
@@ -50,3 +50,57 @@ def update_weights(stages: Stages, ties: tuple[Tie, ...], batch: Batch) -> StepR
         others = [norm for other, norm in norms.items() if other != name]
         reports[name] = stage.optimizer_step(batch.info, *others)
     return StepRefs(batch.info, reports)
+
+
+@dataclass(frozen=True)
+class EvaluationRefs:
+    """Results of a submitted batch: its counts, and the share of the loss of each shard of the last stage."""
+
+    info: Ref
+    shares: list[Any]
+
+
+def evaluate_batch(stages: Stages, graph: StageGraph, batch: Batch) -> EvaluationRefs:
+    """Submit the batch's micro-batches, one behind another through all stages. Nothing is waited for.
+
+    Each stage ends the batch when all others have used what it sent: it may write there again then.
+    """
+    in_flight = InFlight(batch)
+    for micro_batch in range(len(next(iter(batch.work.values())))):
+        for node in graph.nodes():
+            action = Forward(node, micro_batch)
+            if not stages[node.stage].is_idle(action, batch):
+                stages[node.stage].evaluate(action, in_flight)
+    shares = {name: stage.evaluated(batch.info) for name, stage in stages.items()}
+    for name, stage in stages.items():
+        stage.end_evaluation(batch.info, *(ref for other, refs in shares.items() if other != name for ref in refs))
+    last = stages[graph.stages[-1].name]
+    return EvaluationRefs(batch.info, last.leaders(shares[last.spec.name]))
+
+
+@dataclass(frozen=True)
+class AnswerRefs:
+    """Results of submitted prompts: their counts, and the answer of each rank of the last stage, replica by
+    replica."""
+
+    info: Ref
+    replicas: tuple[tuple[Ref, ...], ...]
+
+
+def answer_batch(stages: Stages, graph: StageGraph, batch: Batch) -> AnswerRefs:
+    """Submit one micro-batch of prompts. Nothing is waited for.
+
+    Each stage ends it when all others have used what it sent: it may write there again then.
+    """
+    in_flight = InFlight(batch)
+    *before, last = graph.nodes()
+    for node in before:
+        if not stages[node.stage].is_idle(Forward(node, 0), batch):
+            stages[node.stage].evaluate(Forward(node, 0), in_flight)
+    answers = stages[last.stage].generate(Forward(last, 0), in_flight)
+    shares = {node.stage: stages[node.stage].evaluated(batch.info) for node in before} | {last.stage: answers}
+    for name, stage in stages.items():
+        stage.end_evaluation(batch.info, *(ref for other, refs in shares.items() if other != name for ref in refs))
+    of_replica = stages[last.stage].spec.degrees.world // stages[last.stage].spec.degrees.data
+    cuts = range(0, len(answers), of_replica)
+    return AnswerRefs(batch.info, tuple(tuple(answers[first : first + of_replica]) for first in cuts))

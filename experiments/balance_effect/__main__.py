@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dhp.config.load import compose_config
+from dhp.config.command_line import compose_config
 from experiments.balance_effect.dataset import ANNOTATIONS, make_dataset, texts
 from experiments.balance_effect.entry import place, train
 from experiments.balance_effect.lengths import describe

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from dhp.batching.loader import make_reader
+from dhp.batch.build import make_reader
 from dhp.config.schema import Config
-from dhp.run.preflight import prepare
-from dhp.run.settings import feed_settings
+from dhp.trainer.preflight import prepare
+from dhp.trainer.settings import feed_settings
 
 IMAGE = 1  # in a sample's mm_token_type_ids
 

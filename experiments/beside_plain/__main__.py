@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from dhp.config.load import compose_config
+from dhp.config.command_line import compose_config
 from experiments.beside_plain.compare import compare
 
 

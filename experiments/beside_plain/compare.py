@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from dhp.batching.loader import make_reader
+from dhp.batch.build import make_reader
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.checkpoint.shards import read_shards
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
 from dhp.observe.metrics import read_metrics
-from dhp.run.graph import make_graph
-from dhp.run.loop import run
-from dhp.run.preflight import prepare
-from dhp.run.settings import feed_settings, stage_settings
+from dhp.trainer.graph import make_graph
+from dhp.trainer.preflight import prepare
+from dhp.trainer.settings import feed_settings, stage_settings
+from dhp.trainer.trainer import run
 from tests.helpers.oracle import Oracle, Step
 
 

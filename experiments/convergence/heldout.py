@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from dhp.base.geometry import IGNORED
-from dhp.batching.feed import BatchReader
-from dhp.batching.loader import make_reader
+from dhp.batch.build import make_reader
+from dhp.batch.reader import BatchReader
 from dhp.cli import export
 from dhp.config.schema import Config
-from dhp.run.preflight import prepare
-from dhp.run.settings import feed_settings
+from dhp.core.batch import IGNORED
+from dhp.trainer.preflight import prepare
+from dhp.trainer.settings import feed_settings
 
 Inputs = dict[str, Tensor]
 

@@ -22,19 +22,16 @@ from typing import Any
 import numpy as np
 import ray
 
-from dhp.base.degrees import Degrees
-from dhp.base.routes import Route, dense
-from dhp.base.stages import Edge, StageGraph, StageSpec
+from dhp.batch.assign_images import assign_longest_first, assign_near
 from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.dispatch import Call, per_rank, spread
-from dhp.cluster.runtime import OWN_SYSTEM
+from dhp.cluster.ray_session import OWN_SYSTEM
 from dhp.cluster.watch import wait_all
-from dhp.parallel.attention.image_sharding import assign_longest_first
-from dhp.parallel.attention.locality import assign_near
-from dhp.run.locality import devices_as_planned, find_localities
+from dhp.core.dispatch import Call, per_rank, spread
+from dhp.core.graph import Degrees, Edge, Route, StageGraph, StageSpec, dense
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
 from dhp.step.step import train_step
+from dhp.trainer.graph import devices_as_planned, find_localities
 from experiments.driver_scale.actor import Empty
 
 MICRO_BATCHES, TENSOR = 4, 8

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dhp.base.byte_counter import ALL_REDUCE, ALL_TO_ALL
-from dhp.base.degrees import Degrees
-from dhp.base.geometry import IGNORED
-from dhp.base.messages import StageReport, StepData
-from dhp.data.sample import Sample
+from dhp.core.batch import IGNORED, StepData
+from dhp.core.graph import Degrees
+from dhp.core.reports import StageReport
+from dhp.core.tracing import ALL_REDUCE, ALL_TO_ALL
+from dhp.data.sample.sample import Sample
+from dhp.engine.settings import OptimizerSettings
+from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.trainers.settings import OptimizerSettings
-from dhp.trainers.text import TextEngine
 from experiments.pair import TEXT, pair_of, settings_of
 from experiments.recompute.work import deal
 

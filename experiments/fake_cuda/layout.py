@@ -7,22 +7,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dhp.base.geometry import IGNORED
-from dhp.base.messages import StepData
-from dhp.base.stages import StageGraph, StageSpec
-from dhp.batching.collate import Collator
-from dhp.batching.scatter import BatchSharder
-from dhp.config.load import compose_config
+from dhp.batch.collate import Collator
+from dhp.batch.shard import BatchSharder
+from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
-from dhp.data.sample import Sample
-from dhp.data.source import StepSamples
+from dhp.core.batch import IGNORED, StepData
+from dhp.core.graph import StageGraph, StageSpec
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
+from dhp.engine.settings import StageSettings
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.run.graph import make_graph
-from dhp.run.settings import feed_settings, stage_settings
-from dhp.run.training import adapters_of, training_rules
-from dhp.trainers.settings import StageSettings
+from dhp.trainer.graph import make_graph
+from dhp.trainer.settings import feed_settings, stage_settings
+from dhp.trainer.trainable import adapters_of, training_rules
 
 # One rank a part, where the keys of a layout say nothing else. There are no data: a step is dealt by hand.
 ONE_EACH = (

@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from dhp.models import split
+from dhp.models import load
 
 
 def stand_ins() -> dict[str, Any]:
     """By the dotted name of what they replace. Every kernel that can be there counts as proved, where numbers prove
     nothing; nothing can be compiled."""
     return {
-        "dhp.trainers.vision.load_part": load_part,
-        "dhp.trainers.text.load_part": load_part,
+        "dhp.engine.encoder.load_part": load_part,
+        "dhp.engine.text.load_part": load_part,
         "torch.nn.Module.to": _to,
-        "dhp.parallel.attention.sharded.F.scaled_dot_product_attention": _attention,
-        "dhp.parallel.comm.mesh._wait_as_long": lambda group: group,
+        "dhp.parallel.attention.segments.F.scaled_dot_product_attention": _attention,
+        "dhp.parallel.comm._wait_as_long": lambda group: group,
         "dhp.parallel.kernels.replace.is_proved": lambda *_: True,
         "dhp.parallel.kernels.replace._can_compile": lambda: False,
         "dhp.parallel.kernels.replace._agree": lambda proved, *_: list(proved),
@@ -30,10 +30,10 @@ def stand_ins() -> dict[str, Any]:
 def load_part(
     name: str, dropped: Any, dtype: torch.dtype, mesh: Any = None, plan: Any = None, read_plan: Any = None
 ) -> Any:
-    """The part without weights, made and cut as `dhp.models.split.load_part` does, on the fake device."""
-    base = split.model_class(name)
-    generic, exact = split._by_kind(split.without_dropped(plan or {}, dropped))
-    part = type(base.__name__, (base,), split._overrides(base, dropped, mesh, exact, read_plan))
+    """The part without weights, made and cut as `dhp.models.load.load_part` does, on the fake device."""
+    base = load.model_class(name)
+    generic, exact = load._by_kind(load.without_dropped(plan or {}, dropped))
+    part = type(base.__name__, (base,), load._overrides(base, dropped, mesh, exact, read_plan))
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     config._attn_implementation = "sdpa"
     sharded = mesh is not None and mesh.size() > 1
@@ -43,10 +43,10 @@ def load_part(
         model = part(config)
     if sharded:
         distributed = DistributedConfig(tp_size=mesh.size(), tp_plan=generic or None)
-        model = part.maybe_distribute_model(model, distributed, split._OneMesh(mesh))
+        model = part.maybe_distribute_model(model, distributed, load._OneMesh(mesh))
     else:
         model.tie_weights()
-    split.drop_parameters(model, dropped)
+    load.drop_parameters(model, dropped)
     return model.train()
 
 

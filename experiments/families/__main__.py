@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from dhp.cluster.host_memory import keep_freed_memory
+from dhp.cluster.host import keep_freed_memory
 from experiments.families.models import save_model
 from experiments.families.work import MICRO_BATCHES, ROWS, Data, MicroBatches, Ours, Plain
 from experiments.pair import TEXT, VISION, join_alone

@@ -13,23 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from dhp.base.geometry import IGNORED
-from dhp.base.messages import StepData
-from dhp.batching.collate import Collator, pixels_by_argument
-from dhp.batching.scatter import BatchSharder
-from dhp.data.sample import Sample
-from dhp.data.source import StepSamples
-from dhp.doctor.samples import SampleMaker
-from dhp.models.generic.declared import token_types
-from dhp.models.generic.rows import kinds_for
-from dhp.models.generic.twin_model import ProbeModel
+from dhp.batch.collate import Collator, pixels_by_argument
+from dhp.batch.shard import BatchSharder
+from dhp.core.batch import IGNORED, StepData
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
+from dhp.doctor.trial import SampleMaker
+from dhp.engine.encoder import EncoderEngine
+from dhp.engine.settings import OptimizerSettings
+from dhp.engine.text import TextEngine
+from dhp.models.contract.rows import kinds_for, token_types
+from dhp.models.contract.twin_model import ProbeModel
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from dhp.trainers.settings import OptimizerSettings
-from dhp.trainers.text import TextEngine
-from dhp.trainers.vision import EncoderEngine
 from experiments.families.models import grow
 from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 

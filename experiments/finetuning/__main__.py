@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from dhp.cluster.host_memory import keep_freed_memory
+from dhp.cluster.host import keep_freed_memory
 from experiments.finetuning import evaluation, features, frozen, lora
 
 # What is asked: from a number of rounds to its lines. A further comparison is a module and a line here.

@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dhp.base.degrees import Degrees
-from dhp.base.features import Features, KeepSettings
-from dhp.base.messages import StepData
-from dhp.batching.feed import BatchReader
-from dhp.data.kept_pictures import CachedPictures, seen_to_json
-from dhp.data.sample import Sample
-from dhp.features.folder import FeatureFolder
-from dhp.models.digest import digest_tower
+from dhp.batch.reader import BatchReader
+from dhp.checkpoint.feature_folder import FeatureFolder
+from dhp.core.batch import Features, KeepSettings, StepData
+from dhp.core.graph import Degrees
+from dhp.data.sample.cached_features import CachedPictures, seen_to_json
+from dhp.data.sample.sample import Sample
 from dhp.models.registry import load_family
+from dhp.models.weights import digest_tower
 from experiments.finetuning.frozen import ALL, NOTHING, SIDE, TRAINED, WIDTHS, WORDS
 from experiments.finetuning.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Way
 from experiments.pair import TEXT, VISION, join_alone

@@ -9,14 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dhp.base.degrees import Degrees
-from dhp.base.messages import StepData
-from dhp.base.passes import NO_BACKWARD
-from dhp.config.schema import TrainingConfig
-from dhp.models.passes import find_passes
+from dhp.config.training import TrainingConfig
+from dhp.core.batch import StepData
+from dhp.core.graph import Degrees
+from dhp.models.flops import NO_BACKWARD
 from dhp.models.registry import load_family
 from dhp.models.shape import list_parameters
-from dhp.run.training import training_rules
+from dhp.models.trained_flops import find_passes
+from dhp.trainer.trainable import training_rules
 from experiments.finetuning.ways import BACKWARD, FORWARD, OPTIMIZER, Step, Trained, Way, require_bytes
 from experiments.pair import VISION, join_alone
 from experiments.recompute.work import deal, make_model, make_samples

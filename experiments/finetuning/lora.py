@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from dhp.base.adapters import AdapterSettings
-from dhp.batching.collate import Collator
-from dhp.batching.scatter import BatchSharder
-from dhp.data.source import StepSamples
-from dhp.models.adapters import find_targets
+from dhp.batch.collate import Collator
+from dhp.batch.shard import BatchSharder
+from dhp.core.parameters import AdapterSettings
+from dhp.data.sampling.dataset import StepSamples
 from dhp.models.family import Family
+from dhp.models.lora import find_targets
 from experiments.families.models import save_model
 from experiments.families.work import MICRO_BATCHES, Data, MicroBatches, Plain
 from experiments.finetuning.ways import STATES, Trained, Way, require_bytes

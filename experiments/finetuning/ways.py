@@ -9,21 +9,19 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from dhp.base.adapters import AdapterSettings
-from dhp.base.features import KeepSettings
-from dhp.base.messages import StepData
-from dhp.cluster.dispatch import PerRank
-from dhp.config.schema import TrainingConfig
+from dhp.config.training import TrainingConfig
+from dhp.core.batch import KeepSettings, StepData
+from dhp.core.dispatch import PerRank
+from dhp.core.parameters import AdapterSettings
+from dhp.engine.encoder import EncoderEngine
+from dhp.engine.settings import OptimizerSettings
+from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.parallel.optimizer.frozen import Frozen
-from dhp.run.training import trained_stage, training_rules
-from dhp.step.evaluate import evaluate_batch
+from dhp.parallel.optim.frozen import Frozen
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
-from dhp.step.step import train_step
-from dhp.trainers.settings import OptimizerSettings
-from dhp.trainers.text import TextEngine
-from dhp.trainers.vision import EncoderEngine
+from dhp.step.step import evaluate_batch, train_step
+from dhp.trainer.trainable import trained_stage, training_rules
 from experiments.pair import TEXT, VISION, Here, as_batch, pair_of, settings_of
 
 UPDATE = OptimizerSettings(1e-4, (0.9, 0.999), 1e-8, 0.01, "constant", 0, 10**6, 1.0)

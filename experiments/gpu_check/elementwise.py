@@ -18,7 +18,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     apply_rotary_pos_emb_vision,
 )
 
-from dhp.config.kernels import COMPILED
+from dhp.config.rules import COMPILED
 from dhp.parallel.kernels.replace import replace_kernels
 from dhp.parallel.kernels.rotary import in_one_pass
 from experiments.gpu_check.kernels import LIMITS

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from dhp.base.messages import DeviceInfo, StepInfo
+from dhp.core.batch import StepInfo
+from dhp.core.reports import DeviceInfo
 from dhp.observe.mfu import known_peaks
 from experiments.gpu_check.dry_run import agree, footprint_of
 from experiments.gpu_check.pair import free, shared_pair, time_steps

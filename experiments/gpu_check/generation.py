@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dhp.base.geometry import IGNORED
+from dhp.core.batch import IGNORED
 from experiments.gpu_check.pair import shared_pair
 from experiments.gpu_check.samples import deal_prompt, make_samples, sizes
 from experiments.gpu_check.setting import Setting

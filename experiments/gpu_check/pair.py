@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dhp.base.generation import Answer
-from dhp.base.messages import Bundle, RecomputePolicies, StageReport, StepData
 from dhp.config.recompute import read_choices
+from dhp.core.batch import Bundle, StepData
+from dhp.core.generation import Answer
+from dhp.core.reports import RecomputePolicies, StageReport
+from dhp.engine.kinds import make_rank
+from dhp.engine.settings import OptimizerSettings
 from dhp.models.registry import load_family
-from dhp.trainers.kinds import make_rank
-from dhp.trainers.settings import OptimizerSettings
 from experiments.gpu_check.setting import NotHere, Setting
 from experiments.gpu_check.shape import built_on, make_shape
 from experiments.pair import TEXT, VISION, pair_of, settings_of

@@ -15,27 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dhp.base.adapters import AdapterSettings
-from dhp.base.degrees import Degrees
-from dhp.base.messages import StepData
-from dhp.base.parameters import Selector, TrainingRules
-from dhp.base.stages import HIDDEN_STATES, Edge, Node, StageGraph
-from dhp.batching.collate import Collator
-from dhp.batching.encoders import Split
-from dhp.batching.scatter import BatchSharder
+from dhp.batch.collate import Collator
+from dhp.batch.encoder_shards import Split
+from dhp.batch.shard import BatchSharder
 from dhp.checkpoint.folder import OPTIMIZER
 from dhp.checkpoint.shards import ShardReader, read_shards
-from dhp.data.order.sampler import BatchLayout, slots
-from dhp.data.source import StepSamples
+from dhp.core.batch import StepData
+from dhp.core.graph import HIDDEN_STATES, Degrees, Edge, Node, StageGraph
+from dhp.core.parameters import AdapterSettings, Selector, TrainingRules
+from dhp.data.sampling.dataset import StepSamples
+from dhp.data.sampling.sampler import BatchLayout, slots
+from dhp.engine.build import DEEPSPEED
+from dhp.engine.kinds import make_rank
+from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.parallel.optimizer.state import MASTER
+from dhp.parallel.optim.base import MASTER
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from dhp.trainers.kinds import make_rank
-from dhp.trainers.recipe import DEEPSPEED
-from dhp.trainers.settings import OptimizerSettings, StageSettings
 from experiments.gpu_check.plain import Trained, Weights, train_plain
 from experiments.gpu_check.ranks import Ranks
 from experiments.gpu_check.rows import LAYOUTS

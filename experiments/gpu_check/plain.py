@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from dhp.base.adapters import AdapterSettings
-from dhp.base.geometry import IGNORED
-from dhp.data.sample import Sample
-from dhp.doctor.samples import plain_inputs
-from dhp.models.adapters import add_adapters, find_targets
+from dhp.core.batch import IGNORED
+from dhp.core.parameters import AdapterSettings
+from dhp.data.sample.sample import Sample
+from dhp.doctor.trial import plain_inputs
+from dhp.engine.settings import OptimizerSettings
+from dhp.models.contract.twin_model import exact_experts
 from dhp.models.family import Family
-from dhp.models.generic.twin_model import exact_experts
+from dhp.models.lora import add_adapters, find_targets
 from dhp.models.patches import project_as_product
 from dhp.models.quantized import quantize
 from dhp.models.registry import load_family
-from dhp.trainers.settings import OptimizerSettings
 
 Weights = dict[str, Tensor]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from dhp.data.sample import Sample
-from dhp.doctor.samples import plain_inputs
+from dhp.data.sample.sample import Sample
+from dhp.doctor.trial import plain_inputs
 from dhp.models.patches import project_as_product
 from dhp.models.registry import load_family
 from experiments.gpu_check.pair import UPDATE

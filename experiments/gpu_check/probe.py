@@ -19,12 +19,12 @@ from experiments.gpu_check.setting import Setting
 LAYERS = 2  # of the parts that are asked which kernels they got
 NEEDED = ("torch", "transformers")
 USED = (
-    "dhp.trainers.vision",
-    "dhp.trainers.text",
-    "dhp.batching.scatter",
+    "dhp.engine.encoder",
+    "dhp.engine.text",
+    "dhp.batch.shard",
     "dhp.planner.planner",
-    "dhp.run.footprint",
-    "dhp.doctor.samples",
+    "dhp.trainer.memory",
+    "dhp.doctor.trial",
     "experiments.gpu_check.ray_stand_in",
     "dhp.cluster.worker",
 )
@@ -74,7 +74,7 @@ def check_registry(setting: Setting) -> dict[str, Any]:
     Deviates on a GPU where attention is not in one call, or norms, rotary positions and gates lack the fastest kernel
     that can be there.
     """
-    from dhp.parallel.attention.kernels import choose_kernel, has_varlen
+    from dhp.parallel.attention.choose import choose_kernel, has_varlen
     from dhp.parallel.tensor.loss import CHUNK_ROWS
     from experiments.gpu_check.pair import start
     from experiments.gpu_check.shape import make_shape

@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 import experiments.gpu_check.ray_stand_in  # noqa: F401
-from dhp.base.messages import Bundle
-from dhp.base.spans import TRANSFER
-from dhp.cluster.elsewhere import RemoteValue
-from dhp.cluster.transport.pinned import pin, unpin
-from dhp.cluster.transport.shared_memory import CUDA_IPC
+from dhp.cluster.remote_values import RemoteValue
+from dhp.cluster.transport.shared_memory import CUDA_IPC, pin, unpin
+from dhp.core.batch import Bundle
+from dhp.core.tracing import TRANSFER
+from dhp.engine.kinds import make_rank
+from dhp.engine.settings import StageSettings
+from dhp.engine.transfer import to_device
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
 from dhp.step.step import train_step
-from dhp.trainers.kinds import make_rank
-from dhp.trainers.moving import to_device
-from dhp.trainers.settings import StageSettings
 from experiments.gpu_check.dry_run import agree, footprint_of
 from experiments.gpu_check.pair import UPDATE, free, start_pair
 from experiments.gpu_check.ranks import Ranks

@@ -13,8 +13,8 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-from dhp.cluster.dispatch import PerRank, spread
 from dhp.cluster.transport import shared_memory
+from dhp.core.dispatch import PerRank, spread
 from dhp.step.stages import Group
 
 WARM = "experiments.gpu_check.warm"
@@ -69,7 +69,7 @@ class Ranks(Group):
         return next(iter(self.execute_all_async(method, *arguments)[0]), None)
 
     def spans(self) -> list[list[Any]]:
-        """What each rank did since the last time (`dhp.base.spans`)."""
+        """What each rank did since the last time (`dhp.core.tracing`)."""
         return self._ask(range(self.size), "take_spans", [()] * self.size)
 
     def close(self) -> None:

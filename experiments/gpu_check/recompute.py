@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dhp.base.messages import StageReport
 from dhp.config.recompute import CHOICES, OFFLOAD
+from dhp.core.reports import StageReport
 from dhp.planner.costs import Arrangement, predicted_bytes
 from dhp.planner.planner import Planner, as_text
 from experiments.gpu_check.pair import Text, free, time_steps

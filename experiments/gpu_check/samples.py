@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dhp.base.generation import Sampling
-from dhp.base.geometry import IGNORED
-from dhp.base.messages import StepData
-from dhp.batching.collate import Collator
-from dhp.batching.encoders import Split
-from dhp.batching.scatter import BatchSharder
-from dhp.data.sample import Sample
-from dhp.data.source import StepSamples
+from dhp.batch.collate import Collator
+from dhp.batch.encoder_shards import Split
+from dhp.batch.shard import BatchSharder
+from dhp.core.batch import IGNORED, StepData
+from dhp.core.generation import Sampling
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
 from dhp.models.registry import load_family
 from experiments.gpu_check.setting import Setting
 from experiments.pair import VISION

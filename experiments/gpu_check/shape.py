@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, Qwen2_5_VLConfig
 
 from dhp.config.shipped import shipped_directory
-from dhp.models.split import drop_modules, drop_parameters, model_class
-from dhp.trainers import text, vision
+from dhp.engine import encoder, text
+from dhp.models.load import drop_modules, drop_parameters, model_class
 from experiments.gpu_check.setting import Setting
 
 SHAPE = "model/shapes/Qwen/Qwen2.5-VL-3B-Instruct.json"
@@ -69,5 +69,5 @@ def built_on(device: str) -> Iterator[None]:
         drop_parameters(model, dropped)
         return model.train()
 
-    with patch.object(vision, "load_part", build), patch.object(text, "load_part", build):
+    with patch.object(encoder, "load_part", build), patch.object(text, "load_part", build):
         yield

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from dhp.data.sample import Sample
-from dhp.doctor.samples import SampleMaker
-from dhp.models.generic.twin_model import ProbeModel
+from dhp.data.sample.sample import Sample
+from dhp.doctor.trial import SampleMaker
+from dhp.models.contract.twin_model import ProbeModel
 from dhp.models.registry import load_family
 from experiments.gpu_check.setting import Setting
 

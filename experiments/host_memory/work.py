@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dhp.cluster.host_memory import keep_freed_memory
+from dhp.cluster.host import keep_freed_memory
 from experiments.layouts.peers import inputs_of, plain
 from experiments.layouts.work import make_sample
 

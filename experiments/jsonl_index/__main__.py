@@ -34,8 +34,8 @@ def _line(number: int) -> str:
 
 def measure(path: Path) -> dict[str, float]:
     """Open the file as a run does, make the order of an epoch, read lines at random; in a process of its own."""
-    from dhp.data.annotations import read_annotations
-    from dhp.data.order.sampler import epoch_order
+    from dhp.data.read.annotations import read_annotations
+    from dhp.data.sampling.sampler import epoch_order
 
     before = _peak_mib()
     begin = time.perf_counter()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.multiprocessing as multiprocessing
 
-from dhp.data.sample import Sample
+from dhp.data.sample.sample import Sample
 from experiments.layouts.hosts import HOSTS, become_private, make_hosts
 from experiments.layouts.links import H100, match
 from experiments.layouts.ours import LAYOUTS, LOCAL, run_layout

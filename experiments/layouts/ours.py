@@ -12,25 +12,25 @@ from typing import Any
 
 import ray
 
-from dhp.base.degrees import Degrees
-from dhp.base.messages import StageReport, StageUsage, StepData
-from dhp.base.stages import StageGraph
-from dhp.batching.encoders import Split
-from dhp.batching.feed import BatchReader
+from dhp.batch.encoder_shards import Split
+from dhp.batch.reader import BatchReader
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import Watched, wait_all
-from dhp.config.degrees import DEEPSPEED, FSDP
-from dhp.data.order.sampler import BatchLayout, slots
-from dhp.data.sample import Sample
-from dhp.data.source import StepSamples
+from dhp.config.layout import DEEPSPEED, FSDP
+from dhp.core.batch import StepData
+from dhp.core.graph import Degrees, StageGraph
+from dhp.core.reports import StageReport, StageUsage
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
+from dhp.data.sampling.sampler import BatchLayout, slots
+from dhp.engine.encoder import EncoderEngine
+from dhp.engine.settings import OptimizerSettings
+from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.run.adaptive_recompute import arrange
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, Stages, make_stages
 from dhp.step.step import train_step
-from dhp.trainers.settings import OptimizerSettings
-from dhp.trainers.text import TextEngine
-from dhp.trainers.vision import EncoderEngine
+from dhp.trainer.recompute import arrange
 from experiments.layouts.peers import LEARNING_RATE
 from experiments.layouts.work import Run
 from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of

@@ -24,14 +24,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 
-from dhp.base.byte_counter import take_sent
-from dhp.cluster.host_memory import keep_freed_memory
-from dhp.data.sample import Sample
-from dhp.models.split import load_part
-from dhp.parallel.activation.saved_tensors import SavedTensors
-from dhp.parallel.attention.sharded import SegmentPlan, attend_segments, plan_segments
-from dhp.parallel.comm.traffic import count_collectives
+from dhp.cluster.host import keep_freed_memory
+from dhp.core.tracing import take_sent
+from dhp.data.sample.sample import Sample
+from dhp.models.load import load_part
+from dhp.parallel.attention.segment_plan import SegmentPlan, plan_segments
+from dhp.parallel.attention.segments import attend_segments
+from dhp.parallel.recompute.saved_tensors import SavedTensors
 from dhp.parallel.tensor.loss import token_loss_sum
+from dhp.parallel.traffic import count_collectives
 from experiments.layouts.hosts import enter
 from experiments.layouts.work import Run
 

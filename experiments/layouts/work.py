@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from dhp.base.geometry import IGNORED
-from dhp.data.sample import Sample
+from dhp.core.batch import IGNORED
+from dhp.data.sample.sample import Sample
 
 IMAGE, START, END, VIDEO = 2040, 2041, 2042, 2043
 SAMPLES, TEXT_TOKENS, TARGETS = 2, 48, 32

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, DynamicCache
 
-from dhp.base.degrees import Degrees
-from dhp.base.generation import Answer, Sampling
-from dhp.batching.collate import Collator
-from dhp.batching.scatter import BatchSharder
-from dhp.data.source import StepSamples
+from dhp.batch.collate import Collator
+from dhp.batch.shard import BatchSharder
+from dhp.core.generation import Answer, Sampling
+from dhp.core.graph import Degrees
+from dhp.data.sampling.dataset import StepSamples
+from dhp.engine.text import TextEngine
 from dhp.models.decoder import having, unchanged
 from dhp.models.registry import load_family
-from dhp.trainers.text import TextEngine
 from experiments.long_context.ranks import UPDATE, on_ranks
 from experiments.long_context.work import make_row
 from experiments.pair import ONE, TEXT, pair_of, settings_of

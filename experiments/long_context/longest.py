@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
-from dhp.base.degrees import Degrees
-from dhp.parallel.activation.saved_tensors import SavedTensors, noting
+from dhp.core.graph import Degrees
+from dhp.parallel.recompute.saved_tensors import SavedTensors, noting
 from experiments.long_context.ranks import Decoder, on_ranks
 from experiments.long_context.work import make_row
 from experiments.longest_sequence.search import largest_within

@@ -14,13 +14,14 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from transformers.utils import logging
 
-from dhp.base.degrees import Degrees
-from dhp.base.messages import StageReport, StepData
-from dhp.batching.feed import BatchReader
-from dhp.data.source import StepSamples
+from dhp.batch.reader import BatchReader
+from dhp.core.batch import StepData
+from dhp.core.graph import Degrees
+from dhp.core.reports import StageReport
+from dhp.data.sampling.dataset import StepSamples
+from dhp.engine.settings import OptimizerSettings
+from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.trainers.settings import OptimizerSettings
-from dhp.trainers.text import TextEngine
 from experiments.long_context.work import make_row
 from experiments.pair import ONE, TEXT, pair_of, settings_of
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from dhp.batch.row_shards import choose_groups, divide_all, grouped_plan
 from dhp.data.balance.methods import choose_method
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads, Packs
-from dhp.parallel.attention.sequence_groups import choose_groups, divide_all, grouped_plan
 from dhp.parallel.attention.shard_plan import is_whole
 
 SAMPLES, LONG_SHARE, MOST = 25_000, 0.125, 32_768

@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from dhp.base.degrees import Degrees
-from dhp.base.messages import StepData
-from dhp.parallel.attention.sequence_groups import SequenceGroups
+from dhp.batch.row_shards import SequenceGroups
+from dhp.core.batch import StepData
+from dhp.core.graph import Degrees
 from dhp.parallel.attention.shard_plan import ShardPlan, contiguous_plan
 from experiments.long_context.peer import Peer
 from experiments.long_context.ranks import Decoder, on_ranks
@@ -83,7 +83,7 @@ def _contiguous(decoder: Decoder, tokens: int) -> StepData:
     def plan(lengths: Sequence[int], ring: int, ulysses: int, groups: SequenceGroups) -> ShardPlan:
         return contiguous_plan(lengths, ring, ulysses)
 
-    with mock.patch("dhp.batching.scatter.grouped_plan", plan):
+    with mock.patch("dhp.batch.shard.grouped_plan", plan):
         return decoder.data(tokens)
 
 

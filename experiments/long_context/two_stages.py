@@ -17,17 +17,16 @@ from unittest import mock
 import numpy as np
 import ray
 
-from dhp.base.degrees import Degrees
-from dhp.base.geometry import IGNORED
-from dhp.base.messages import StepData
+from dhp.batch.assign_images import ImageWork, Piece, Pieces
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.watch import wait_all
-from dhp.data.sample import Sample
+from dhp.core.batch import IGNORED, StepData
+from dhp.core.graph import Degrees
+from dhp.data.sample.sample import Sample
+from dhp.engine.encoder import EncoderEngine
+from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.parallel.attention.image_sharding import ImageWork, Piece, Pieces
 from dhp.step.stages import make_stages
-from dhp.trainers.text import TextEngine
-from dhp.trainers.vision import EncoderEngine
 from experiments.layouts.ours import TIMEOUT_S, UPDATE, _layout, _train, deal
 from experiments.pair import TEXT, VISION, as_batch, pair_of, settings_of
 from experiments.recompute.work import END, IMAGE, PATCH_VALUES, START, make_model
@@ -100,5 +99,5 @@ def _dealt(model: str, vision: Degrees, text: Degrees, sample: Sample, way: str)
         whole = [Piece(number, 0, len(image.window_lengths)) for number, image in enumerate(images)]
         return [[tuple(piece for piece in whole if owners[piece.image] == rank) for rank in range(RANKS)]]
 
-    with mock.patch("dhp.batching.encoders.shard_images", by_token):
+    with mock.patch("dhp.batch.encoder_shards.shard_images", by_token):
         return deal(model, vision, text, [sample])

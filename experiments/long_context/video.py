@@ -20,14 +20,13 @@ from typing import Any
 import av
 import numpy as np
 
-from dhp.base.messages import VisionInput
-from dhp.batching.encoders import VISION, Split
-from dhp.batching.feed import BatchReader
-from dhp.batching.loader import BatchReaderSettings, make_reader
-from dhp.config.schema import DatasetEntry
-from dhp.data.order.sampler import BatchLayout
-from dhp.data.read_settings import ReadSettings
-from dhp.run.tiny_assets import make_tiny_assets
+from dhp.batch.build import BatchReaderSettings, ReadSettings, make_reader
+from dhp.batch.encoder_shards import VISION, Split
+from dhp.batch.reader import BatchReader
+from dhp.config.data import DatasetEntry
+from dhp.core.batch import VisionInput
+from dhp.data.sampling.sampler import BatchLayout
+from dhp.tiny.assets import make_tiny_assets
 
 MINUTES, FPS, SIDE = 10, 4, 196  # 2,400 frames
 RANKS = (1, 2, 4)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from dhp.data.sample import Sample
+from dhp.data.sample.sample import Sample
 
 HIDDEN, LAYERS, HEADS, KEY_HEADS = 64, 4, 8, 4
 VOCABULARY = 2688  # 42 × HIDDEN, as 152,064 to 3,584

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dhp.base.degrees import Degrees
-from dhp.base.messages import Bundle, StepData
-from dhp.base.routes import Route
+from dhp.core.batch import Bundle, StepData
+from dhp.core.graph import Degrees, Route
+from dhp.engine.encoder import EncoderEngine
+from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
-from dhp.trainers.text import TextEngine
-from dhp.trainers.vision import EncoderEngine
 from experiments.layouts.ours import UPDATE, deal, device_bytes
 from experiments.layouts.work import make_sample
 from experiments.longest_sequence.search import largest_within

@@ -18,24 +18,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
-from dhp.base.stages import StageGraph
-from dhp.batching.loader import make_reader
+from dhp.batch.build import make_reader
 from dhp.cluster.cluster import Cluster, Layout
-from dhp.cluster.host_memory import keep_freed_memory
+from dhp.cluster.host import keep_freed_memory
 from dhp.cluster.watch import wait_all
-from dhp.config.load import compose_config
+from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
-from dhp.models.registry import load_family, load_tokenizer
-from dhp.models.tiny import tiny_config
-from dhp.run.graph import make_graph
-from dhp.run.preflight import prepare
-from dhp.run.settings import feed_settings, stage_settings
-from dhp.run.tiny_assets import make_tiny_assets
+from dhp.core.graph import StageGraph
+from dhp.engine.encoder import EncoderEngine
+from dhp.engine.text import TextEngine
+from dhp.models.pretrained import load_tokenizer
+from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, Stages, make_stages
 from dhp.step.step import train_step
-from dhp.trainers.text import TextEngine
-from dhp.trainers.vision import EncoderEngine
+from dhp.tiny.assets import make_tiny_assets
+from dhp.tiny.model import tiny_config
+from dhp.trainer.graph import make_graph
+from dhp.trainer.preflight import prepare
+from dhp.trainer.settings import feed_settings, stage_settings
 from experiments.pair import TEXT, VISION, as_batch
 
 TEXT_SIZE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}

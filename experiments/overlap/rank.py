@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dhp.parallel.optimizer.replicated import Replicated
+from dhp.parallel.optim.replicated import Replicated
 
 RANKS, LAYERS, WIDTH, ROWS = 2, 12, 1024, 512
 

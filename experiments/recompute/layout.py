@@ -11,22 +11,22 @@ from typing import Any
 
 import ray
 
-from dhp.base.degrees import Degrees
-from dhp.base.messages import StageUsage, StepData
-from dhp.base.stages import StageGraph
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.cluster import Layout as Actors
 from dhp.cluster.watch import wait_all
+from dhp.core.batch import StepData
+from dhp.core.graph import Degrees, StageGraph
+from dhp.core.reports import StageUsage
+from dhp.engine.encoder import EncoderEngine
+from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
 from dhp.planner.costs import Arrangement, Plan
 from dhp.planner.planner import Planner
-from dhp.run.adaptive_recompute import arrange, usage_of
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Group, make_stages
 from dhp.step.step import train_step
-from dhp.trainers.settings import OptimizerSettings, StageSettings
-from dhp.trainers.text import TextEngine
-from dhp.trainers.vision import EncoderEngine
+from dhp.trainer.recompute import arrange, usage_of
 from experiments.pair import TEXT, VISION, Here, as_batch, join_alone, pair_of, settings_of
 
 TIMEOUT_S = 900.0

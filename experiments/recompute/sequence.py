@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from dhp.base.degrees import Degrees
-from dhp.base.messages import Bundle, VisionInput
-from dhp.trainers.vision import EncoderEngine
+from dhp.core.batch import Bundle, VisionInput
+from dhp.core.graph import Degrees
+from dhp.engine.encoder import EncoderEngine
 from experiments.pair import VISION
 from experiments.recompute.layout import Layout
 from experiments.recompute.work import deal, make_model, make_samples

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from dhp.base.degrees import Degrees
-from dhp.base.geometry import IGNORED
-from dhp.base.messages import StepData
-from dhp.batching.encoders import Split
-from dhp.batching.feed import BatchReader
-from dhp.data.order.sampler import BatchLayout, slots
-from dhp.data.sample import Sample
-from dhp.data.source import StepSamples
+from dhp.batch.encoder_shards import Split
+from dhp.batch.reader import BatchReader
+from dhp.core.batch import IGNORED, StepData
+from dhp.core.graph import Degrees
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
+from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.models.registry import load_family
 
 IMAGE, START, END, VIDEO = 2040, 2041, 2042, 2043

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dhp.parallel.attention.segment_plan import MeshPosition, plan_shard
+from dhp.parallel.attention.segments import attend_segments
 from dhp.parallel.attention.shard_plan import contiguous_plan
-from dhp.parallel.attention.sharded import MeshPosition, attend_segments, plan_shard
 
 HEADS, DIM = 4, 32
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dhp.models.split import load_part
-from dhp.parallel.activation.checkpointing import RecomputedLayers
-from dhp.parallel.tensor.local_shards import use_local_slices
+from dhp.models.load import load_part
+from dhp.parallel.recompute.layers import RecomputedLayers
 from dhp.parallel.tensor.plan import local_plan
-from dhp.run.tiny_assets import make_tiny_assets
+from dhp.parallel.tensor.slices import use_local_slices
+from dhp.tiny.assets import make_tiny_assets
 
 WAYS = {"tensor 1": (1, False), "tensor 2, library's styles": (2, False), "tensor 2": (2, True)}
 TOKENS = 16

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from dhp.base.byte_counter import take_sent
+from dhp.core.tracing import take_sent
+from dhp.parallel.attention.segment_plan import MeshPosition, plan_shard
+from dhp.parallel.attention.segments import attend_segments
 from dhp.parallel.attention.shard_plan import zigzag_plan
-from dhp.parallel.attention.sharded import MeshPosition, attend_segments, plan_shard
-from dhp.parallel.comm.traffic import count_collectives
+from dhp.parallel.traffic import count_collectives
 from experiments.two_hosts.case import BACKWARD, FORWARD, Case
 from experiments.two_hosts.network import NIC, RANKS, address, sent_over_link
 

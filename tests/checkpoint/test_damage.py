@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from dhp.__main__ import main as dhp
-from dhp.base.errors import CheckpointError
 from dhp.checkpoint.folder import Unfinished, check_checkpoint, finish_checkpoint, open_checkpoint, quarantine
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.resume import find_start
 from dhp.checkpoint.shards import ShardReader, ShardWriter, read_shards
+from dhp.core.errors import CheckpointError
 
 ABOUT = {"parts": ["vision", "text"], "skipped_samples": 0, "settings": {}, "data": {}}
 

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from dhp.base.degrees import Degrees
-from dhp.checkpoint.completeness import check_part
+from dhp.checkpoint.files import check_part
 from dhp.checkpoint.shards import read_shards
-from dhp.models.whole import save_whole
+from dhp.core.graph import Degrees
+from dhp.models.export import save_whole
+from tests.engine.test_experts import ONE, ExactText
+from tests.engine.test_families import steps
 from tests.helpers.layouts import Case, Fault, Running, make_reader
 from tests.helpers.norms import exact_norms
-from tests.trainers.test_experts import ONE, ExactText
-from tests.trainers.test_families import steps
 
 PLAIN = Case(ONE, ONE, micro_batches=1)
 SHARED = Case(ONE, Degrees(data=4, expert=2), micro_batches=1)

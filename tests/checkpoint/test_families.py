@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from dhp.base.degrees import Degrees
 from dhp.checkpoint.shards import read_shards
+from dhp.core.graph import Degrees
 from dhp.doctor.doubles import staying_double
-from dhp.models.whole import persistent_buffers, save_whole
+from dhp.models.export import persistent_buffers, save_whole
 from tests.helpers.families import Maker
 from tests.helpers.layouts import Case, Running, make_reader
 from tests.helpers.tiny_families import FAMILIES, save_family

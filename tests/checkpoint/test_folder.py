@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import CheckpointError
 from dhp.checkpoint.folder import find_checkpoint, finish_checkpoint, open_checkpoint, read_about
+from dhp.core.errors import CheckpointError
 
 
 def write(parent: Path, step: int) -> Path:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import CheckpointError
 from dhp.checkpoint.folder import finish_checkpoint, open_checkpoint
 from dhp.checkpoint.resume import Start, find_start
+from dhp.core.errors import CheckpointError
 
 SETTINGS = {"seed": 1, "vision.tensor": 1, "data.datasets": ["a"]}
 

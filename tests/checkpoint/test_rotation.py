@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import CheckpointError
-from dhp.checkpoint.folder import ABOUT, checkpoints, find_checkpoint
-from dhp.checkpoint.rotation import Best, mark_best, read_best, remove_old
+from dhp.checkpoint.folder import ABOUT, Best, checkpoints, find_checkpoint, mark_best, read_best, remove_old
+from dhp.core.errors import CheckpointError
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dhp.__main__ import main
-from dhp.base.errors import PartFailed
 from dhp.cli.inspect_data import COLUMNS, DATASETS, LENGTHS, _map
-from dhp.observe.histogram import HEIGHT, WIDTH
+from dhp.core.errors import PartFailed
+from dhp.observe.plots import HEIGHT, WIDTH
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from dhp.cli.evaluated import add_options, find_configuration
+from dhp.cli.common import add_options, find_configuration
 from dhp.cli.generate import _configuration
 from dhp.cli.needle import NAME, _reading
+from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.data import LimitsConfig
 from dhp.config.generation import GenerateRequest
-from dhp.config.load import compose_config, to_yaml
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
-from dhp.run.preflight import prepare
+from dhp.trainer.preflight import prepare
 
 ONE_TEXT = ("text.parallelism=none", "text.num_actors=1")
 FROZEN = ("training.frozen=[vision,projector]", "vision.zero_stage=0")

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from dhp.__main__ import main
-from dhp.base.messages import EvaluatedShare
 from dhp.cli.needle import _hide
-from dhp.run.evaluation import Evaluation, _Done
+from dhp.core.reports import EvaluatedShare
+from dhp.trainer.evaluation import Evaluation, _Done
 from tests.helpers.graphs import make_graph
 from tests.helpers.runs import train
 
@@ -63,7 +63,7 @@ def test_a_sample_is_found_where_all_of_its_targets_are(monkeypatch: pytest.Monk
 
 
 def _degrees() -> Any:
-    from dhp.base.degrees import Degrees
+    from dhp.core.graph import Degrees
 
     return Degrees(data=2, ring=2)
 

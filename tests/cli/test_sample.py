@@ -16,19 +16,30 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from dhp.__main__ import main
-from dhp.base.geometry import IGNORED, SOUND, ProcessorOutput
-from dhp.cli.sample_page import sample_page
-from dhp.cli.sample_pictures import Shown, clips_of, pictures_of
-from dhp.cli.sample_text import CYAN, GREEN, PLAIN, Run, as_terminal, lengths, placeholders, runs_of
+from dhp.cli.sample_page import (
+    CYAN,
+    GREEN,
+    PLAIN,
+    Run,
+    Shown,
+    as_terminal,
+    clips_of,
+    lengths,
+    pictures_of,
+    placeholders,
+    runs_of,
+    sample_page,
+)
+from dhp.core.batch import IGNORED, SOUND, ProcessorOutput
 from dhp.data.media.sources import Sound, Video
-from dhp.data.records import Record, Turn
-from dhp.data.sample import Sample
-from dhp.models.generic.forms import pack
-from dhp.models.generic.processor import ContractProcessor
-from dhp.models.llava import LlavaProcessor
+from dhp.data.read.records import Record, Turn
+from dhp.data.sample.sample import Sample
+from dhp.models.contract.pictures import pack
+from dhp.models.contract.processor import ContractProcessor
+from dhp.models.families.llava import LlavaProcessor
+from dhp.models.families.qwen_vl import qwen2_5_vl
 from dhp.models.processor import Processor
-from dhp.models.qwen2_5_vl import qwen2_5_vl
-from dhp.models.tiny import make_tokenizer, tiny_config
+from dhp.tiny.model import make_tokenizer, tiny_config
 
 RUNS = [
     Run("<|user|>Is it ", 5, 0, False),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.cluster import busy
-from dhp.cluster.busy import BusyTime
+from dhp.cluster import clock
+from dhp.cluster.clock import BusyTime
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 
 
 def test_stretches_add_up_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(busy, "time", Clock(1.0, 1.5, 10.0, 12.0, 20.0, 21.0))
+    monkeypatch.setattr(clock, "time", Clock(1.0, 1.5, 10.0, 12.0, 20.0, 21.0))
     time = BusyTime(cuda=False)
     for _ in range(2):
         with time.measured():

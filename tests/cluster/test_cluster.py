@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.base.stages import StageGraph
 from dhp.cluster.cluster import Cluster, Layout
-from dhp.cluster.runtime import LOCAL
+from dhp.cluster.ray_session import LOCAL
+from dhp.core.graph import StageGraph
 from tests.helpers.graphs import make_graph
 
 

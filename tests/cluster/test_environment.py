@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.base.errors import ConfigError
-from dhp.cluster.environment import expand_segments, record_nccl, require_fixed_segments, require_own_gpu
+from dhp.cluster.host import expand_segments, record_nccl, require_fixed_segments, require_own_gpu
+from dhp.core.errors import ConfigError
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 WHERE = "node 10.0.0.6, where text rank 0 runs"

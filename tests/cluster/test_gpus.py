@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.base.errors import ConfigError
 from dhp.cluster import gpus
 from dhp.cluster.cluster import Cluster, Layout, check_devices_here
 from dhp.cluster.gpus import (
@@ -22,7 +21,8 @@ from dhp.cluster.gpus import (
     read_gpus,
     visible_gpus,
 )
-from dhp.cluster.runtime import LOCAL
+from dhp.cluster.ray_session import LOCAL
+from dhp.core.errors import ConfigError
 from tests.helpers.graphs import make_graph
 
 NVIDIA_SMI_OUTPUT = "0, 580.65.06, Default, 81559 MiB\n1, 580.65.06, Exclusive_Process, 40960 MiB\n"

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from dhp.base.errors import DataError, ModelError, PartFailed, UnreadableVideo
 from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.dataset_actor import DatasetActor
-from dhp.cluster.dispatch import Call, per_rank
-from dhp.cluster.elsewhere import RemoteValue
+from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.placement.reservation import plan_placement, reserve
+from dhp.cluster.remote_values import RemoteValue
 from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
+from dhp.core.dispatch import Call, per_rank
+from dhp.core.errors import DataError, ModelError, PartFailed, UnreadableVideo
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 WAIT_S = 600.0

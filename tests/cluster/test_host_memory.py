@@ -10,7 +10,7 @@ import pytest
 
 PROBE = """
 import ctypes, resource, sys
-from dhp.cluster.host_memory import keep_freed_memory
+from dhp.cluster.host import keep_freed_memory
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else False
 library = ctypes.CDLL(None)

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.cluster.interface import GLOO, LOOPBACK, NCCL, interface_of, open_listener, read_interfaces, socket_settings
+from dhp.cluster.host import GLOO, LOOPBACK, NCCL, interface_of, open_listener, read_interfaces, socket_settings
+from dhp.core.errors import ConfigError
 
 HOST = {"lo": ["127.0.0.1", "::1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.5", "fd00::5"], "ib0": ["10.1.0.5"]}
 

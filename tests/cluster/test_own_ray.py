@@ -15,9 +15,9 @@ from ray._private.authentication.authentication_token_setup import ensure_token_
 from ray._private.utils import validate_socket_filepath
 from ray._raylet import AuthenticationTokenLoader
 
-from dhp.base.errors import ClusterError, ConfigError
 from dhp.cluster import own_ray as own
 from dhp.cluster.own_ray import TOKEN, changed_environment, own_ray, own_token
+from dhp.core.errors import ClusterError, ConfigError
 
 
 def bearer() -> str:

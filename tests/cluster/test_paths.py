@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.cluster import paths
-from dhp.cluster.paths import beacon, require_beacon, require_paths
+from dhp.cluster import host
+from dhp.cluster.host import beacon, require_beacon, require_paths
+from dhp.core.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_address", lambda: "10.0.0.6")
-    monkeypatch.setattr(paths, "BEACON_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(host, "_address", lambda: "10.0.0.6")
+    monkeypatch.setattr(host, "BEACON_TIMEOUT_S", 0.0)
 
 
 def test_a_missing_path_names_key_node_and_rank(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_beacon_shows_who_shares_a_directory(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_stays_where_it_was(tmp_path: Path, made: str) -> None:
     (tmp_path / "file").write_text("")
     code = (
-        "import sys; from dhp.cluster.process import redirect_output\n"
+        "import sys; from dhp.cluster.processes import redirect_output\n"
         "redirect_output(sys.argv[1], 'text-0'); print('after')"
     )
     command = [sys.executable, "-c", code, str(tmp_path / made)]

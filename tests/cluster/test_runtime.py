@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.cluster.runtime import cluster_gpus, ray_session
+from dhp.cluster.ray_session import cluster_gpus, ray_session
+from dhp.core.errors import ConfigError
 from tests.helpers.sockets import LOOPBACK, listening_addresses, processes_naming
 
 

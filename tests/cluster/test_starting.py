@@ -12,12 +12,11 @@ import pytest
 import ray
 from ray._private import node, services, utils, worker
 
-from dhp.base.errors import ClusterError
-from dhp.base.interrupts import interruptible
-from dhp.cluster import starting
-from dhp.cluster.child_processes import descendants, has_ended
-from dhp.cluster.runtime import LOCAL, ray_session
-from dhp.cluster.starting import within
+from dhp.cluster import ray_session as starting
+from dhp.cluster.processes import descendants, has_ended
+from dhp.cluster.ray_session import LOCAL, ray_session, within
+from dhp.core.errors import ClusterError
+from dhp.core.process import interruptible
 
 TIMED_OUT = "The current node timed out during startup. This could happen"
 
@@ -74,7 +73,7 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], l
 
         monkeypatch.setattr(ray, "init", init)
         monkeypatch.setattr(ray, "shutdown", lambda: None)  # of the Ray that other tests of this folder share
-        monkeypatch.setattr("dhp.cluster.child_processes.GRACE_S", 0.3)
+        monkeypatch.setattr("dhp.cluster.processes.GRACE_S", 0.3)
         return started
 
     return prepare
@@ -129,7 +128,7 @@ def test_a_cluster_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr("dhp.cluster.runtime._probe", lambda _: None)
+    monkeypatch.setattr("dhp.cluster.ray_session._probe", lambda _: None)
     with pytest.raises(ClusterError, match="cluster.address=auto: Ray could not be joined .*version mismatch"):
         with ray_session("auto", cpus=1):
             pass

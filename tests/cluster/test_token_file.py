@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from dhp.base.errors import ConfigError
 from dhp.cluster.own_ray import TOKEN
-from dhp.cluster.token_file import check_token_file
+from dhp.cluster.ray_session import check_token_file
+from dhp.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayError
 
-from dhp.base.errors import DataError, PartFailed
 from dhp.cluster import watch
-from dhp.cluster.process import named_errors
+from dhp.cluster.processes import named_errors
 from dhp.cluster.watch import RankRaised, Watched, fetch, wait_all
+from dhp.core.errors import DataError, PartFailed
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

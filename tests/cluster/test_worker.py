@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp.base.byte_counter import HANDOFF, take_sent
-from dhp.base.errors import ConfigError, DataError
-from dhp.base.messages import StageReport
-from dhp.cluster import paths
+from dhp.cluster import host
 from dhp.cluster import worker as worker_module
-from dhp.cluster.environment import ALLOCATOR, OLD_ALLOCATOR
 from dhp.cluster.gpus import Gpu
+from dhp.cluster.host import ALLOCATOR, OLD_ALLOCATOR
 from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SMALLEST_BYTES, Inbox, Parcel
 from dhp.cluster.watch import RankRaised
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
+from dhp.core.errors import ConfigError, DataError
+from dhp.core.reports import StageReport
+from dhp.core.tracing import HANDOFF, take_sent
 
 
 class Trainer:
@@ -141,7 +141,7 @@ def test_a_process_with_one_device_is_the_first_of_its_devices_whatever_started_
 
 @pytest.mark.parametrize("value", ["1", "true"])
 def test_a_rank_that_would_see_all_gpus_is_refused_when_it_joins(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setattr(paths, "_address", lambda: "10.0.0.6")
+    monkeypatch.setattr(host, "_address", lambda: "10.0.0.6")
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", value)
     (worker,) = made(cuda=True)
     told = "^node 10.0.0.6, where vision rank 0 runs: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=.* Unset it"
@@ -150,7 +150,7 @@ def test_a_rank_that_would_see_all_gpus_is_refused_when_it_joins(monkeypatch: py
 
 
 def test_a_rank_that_joins_looks_at_its_nodes_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_address", lambda: "10.0.0.6")
+    monkeypatch.setattr(host, "_address", lambda: "10.0.0.6")
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.delenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", raising=False)
     (worker,) = made(cuda=True)
@@ -172,7 +172,7 @@ def test_a_rank_on_a_gpu_lets_its_memory_grow(monkeypatch: pytest.MonkeyPatch) -
     for cuda, transport, set_to in ((False, OBJECT_STORE, None), (True, CUDA_IPC, None), (True, OBJECT_STORE, "True")):
         for _ in made(cuda=cuda, transport=transport):
             assert os.environ.get(ALLOCATOR) == (None if set_to is None else f"expandable_segments:{set_to}")
-    monkeypatch.setattr(paths, "_address", lambda: "10.0.0.6")
+    monkeypatch.setattr(host, "_address", lambda: "10.0.0.6")
     (worker,) = made(cuda=True, transport=CUDA_IPC)
     with pytest.raises(ConfigError, match="^node 10.0.0.6, where vision rank 0 runs: cluster.transport=cuda_ipc with"):
         worker.join("127.0.0.1", 1)

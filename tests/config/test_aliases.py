@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.config.aliases import ALIASES, table, translated
+from dhp.config.command_line import compose_config
 from dhp.config.keys import find_key
-from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
+from dhp.config.vocabulary import ALIASES, table, translated
+from dhp.core.errors import ConfigError
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -138,4 +138,4 @@ def test_every_row_leads_to_keys_that_exist_and_tells_why_otherwise():
 
 
 def test_the_document_holds_the_table():
-    assert table() in DOCUMENT.read_text(encoding="utf-8"), "run `python -m dhp.config.aliases` and paste it"
+    assert table() in DOCUMENT.read_text(encoding="utf-8"), "run `python -m dhp.config.vocabulary` and paste it"

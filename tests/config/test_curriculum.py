@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from dhp.base.errors import ConfigError
+from dhp.config.command_line import compose_config
 from dhp.config.curriculum import GROUP, training_stages
-from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config, StageEntry
 from dhp.config.shipped import shipped_directory
+from dhp.core.errors import ConfigError
 
 RECIPES = shipped_directory() / GROUP
 

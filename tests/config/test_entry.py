@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import PartFailed
-from dhp.config.entry import hydra_entry
+from dhp.config.command_line import hydra_entry
 from dhp.config.schema import Config
+from dhp.core.errors import PartFailed
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = "from dhp.config.entry import hydra_entry; hydra_entry(lambda config: print('ran', config.name, config.seed))"
+SCRIPT = "from dhp.config.command_line import hydra_entry; hydra_entry(lambda config: print('ran', config.name, config.seed))"
 
 
 @pytest.fixture(autouse=True)

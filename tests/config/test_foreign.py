@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from dhp.base.errors import ConfigError
-from dhp.config.foreign import HEADING, TRAINERS, environment_notes, foreign_hint, tables
-from dhp.config.foreign_keys import ENVIRONMENT, FOREIGN
+from dhp.config.command_line import compose_config
 from dhp.config.keys import find_key, schema_keys
-from dhp.config.load import compose_config
+from dhp.config.vocabulary import HEADING, TRAINERS, environment_notes, foreign_hint, tables
+from dhp.config.vocabulary_table import ENVIRONMENT, FOREIGN
+from dhp.core.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 ROWS = [row for rows in FOREIGN.values() for row in rows]
@@ -158,7 +158,7 @@ def test_a_name_that_we_have_too_leads_to_ours():
 
 def test_the_page_holds_the_tables():
     written = PAGE.read_text(encoding="utf-8")
-    assert written[written.index(HEADING) :] == tables(), "run `python -m dhp.config.foreign` and paste it"
+    assert written[written.index(HEADING) :] == tables(), "run `python -m dhp.config.vocabulary` and paste it"
 
 
 def test_what_keys_are_called_here_exists():

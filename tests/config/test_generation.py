@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.base.errors import ConfigError
+from dhp.config.command_line import compose_config
 from dhp.config.generation import GenerateRequest, answering, laid_out_anew, read_request
-from dhp.config.load import compose_config
 from dhp.config.resolve import resolve
+from dhp.core.errors import ConfigError
 
 
 def test_a_request_is_read_beside_the_configurations_own() -> None:

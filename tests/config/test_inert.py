@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.config.entry import hydra_entry
-from dhp.config.load import compose_config
+from dhp.config.command_line import compose_config, hydra_entry
+from dhp.core.errors import ConfigError
 
 FILE = "{{class: logging.FileHandler, filename: {file}}}"
 WRITES = f"{{{{version: 1, root: {{{{handlers: [e]}}}}, handlers: {{{{e: {FILE}}}}}}}}}"

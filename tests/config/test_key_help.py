@@ -2,10 +2,10 @@
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.config.key_help import key_help
+from dhp.config.command_line import key_help
 from dhp.config.keys import schema_keys
-from dhp.config.search_path import ConfigSource
+from dhp.config.yaml_files import ConfigSource
+from dhp.core.errors import ConfigError
 
 SHIPPED = ConfigSource.find(None, None)
 

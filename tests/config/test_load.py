@@ -2,9 +2,10 @@
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.config.load import compose_config, to_yaml
-from dhp.config.schema import Config, DatasetEntry
+from dhp.config.command_line import compose_config, to_yaml
+from dhp.config.data import DatasetEntry
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
 
 
 def test_the_shipped_default_run_is_read_with_its_interpolations():

@@ -4,9 +4,11 @@ import math
 
 import pytest
 
-from dhp.base.errors import ConfigError
+from dhp.config.data import DataConfig, DatasetEntry, LimitsConfig
 from dhp.config.ranges import check_cluster, check_data, check_seed, check_training
-from dhp.config.schema import ClusterConfig, DataConfig, DatasetEntry, LimitsConfig, TrainingConfig
+from dhp.config.schema import ClusterConfig
+from dhp.config.training import TrainingConfig
+from dhp.core.errors import ConfigError
 
 REGISTRY = {"shapes": DatasetEntry("a.json", "d"), "digits": DatasetEntry("b.json", "d")}
 

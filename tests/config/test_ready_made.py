@@ -2,7 +2,7 @@
 
 import pytest
 
-from dhp.config.load import compose_config
+from dhp.config.command_line import compose_config
 from dhp.config.resolve import micro_batches, resolve
 
 # name → actors of each part, (vision data, vision ulysses), (text data, text tensor)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.config.checks import check_budget, check_layers
+from dhp.config.model_rules import check_layers
+from dhp.config.part import PartConfig
 from dhp.config.recompute import read_choices, resolve_recompute
 from dhp.config.resolve import resolve
-from dhp.config.schema import PartConfig
+from dhp.config.rules import check_budget
+from dhp.core.errors import ConfigError
 from tests.config.test_resolve import config
 
 LETTERS = {"none": "-", "light": "i", "mlp": "m", "linear": "n", "all": "a"}

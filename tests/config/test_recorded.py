@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dhp.__main__ import main
-from dhp.base.errors import ConfigError
-from dhp.config.load import compose_config, to_yaml
+from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.recorded import compose_recorded
+from dhp.core.errors import ConfigError
 
 SECRET = "hf_value_of_it"
 

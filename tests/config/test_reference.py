@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from dhp.config.keys import field_docs, schema_keys, type_words
+from dhp.config.part import PartConfig
 from dhp.config.reference import HEADING, reference
-from dhp.config.schema import PartConfig
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 

@@ -4,12 +4,15 @@ from copy import deepcopy
 
 import pytest
 
-from dhp.base.errors import ConfigError
+from dhp.config.command_line import compose_config
+from dhp.config.data import DataConfig, DatasetEntry
 from dhp.config.keys import find_key
-from dhp.config.load import compose_config
+from dhp.config.part import LoraConfig, PartConfig
 from dhp.config.parts import parts
 from dhp.config.resolve import check_model_dir, micro_batches, resolve, warmup_steps
-from dhp.config.schema import Config, DataConfig, DatasetEntry, GroupConfig, LoraConfig, PartConfig
+from dhp.config.schema import Config
+from dhp.config.training import GroupConfig
+from dhp.core.errors import ConfigError
 
 FOUR_BITS = LoraConfig(rank=4, quantization="nf4")
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.config.load import to_yaml
+from dhp.config.command_line import to_yaml
+from dhp.config.data import DatasetEntry
 from dhp.config.run_dir import check_run_dir, make_run_dir, replaces_checkpoints, run_directory
-from dhp.config.schema import Config, DatasetEntry
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
 
 
 def leave_run(run_dir: Path, status: str = "completed", metrics: str = '{"step": 1}\n') -> Path:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.config.load import compose_config
+from dhp.config.command_line import compose_config
+from dhp.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from dhp.data.preprocess import Preprocessor
-from dhp.models.tiny import make_tokenizer
-from tests.data.made import CORPUS, make_preprocessor
+from dhp.data.sample.preprocess import Preprocessor
+from dhp.tiny.model import make_tokenizer
+from tests.data.sample.made import CORPUS, make_preprocessor
 
 
 @pytest.fixture

@@ -10,15 +10,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from dhp.base.errors import DataError
 from dhp.config.ranges import DATA_FORMATS
-from dhp.data.formats.columns import renamed
-from dhp.data.formats.unknown import KNOWN
+from dhp.core.errors import DataError
 from dhp.data.media.images import open_image
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import Blob, Remote, Sound, Video
-from dhp.data.parse import FORMATS, detect, parse_record
-from dhp.data.records import Turn
+from dhp.data.read.annotations import FORMATS, detect, parse_record
+from dhp.data.read.formats import KNOWN, renamed
+from dhp.data.read.records import Turn
 
 
 def parse(form, raw, data_path=None, **more):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from dhp.base.adapters import ADAPTER
+from dhp.core.parameters import ADAPTER
 from dhp.models.registry import load_family
 from experiments.finetuning import evaluation, features, lora
 from experiments.finetuning.frozen import Left, measure, share_left

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from dhp.data.order.sampler import BatchLayout
-from dhp.models import adapters
+from dhp.data.sampling.sampler import BatchLayout
+from dhp.models import lora
+from tests.engine.test_declared_families import PICTURES_EVERYWHERE
 from tests.fuzz.draws import KINDS, STATES, Draw, count_met, draws
 from tests.fuzz.trial import DEFECT, deal_unevenly, samples_of, try_draw
 from tests.helpers import ranks
 from tests.helpers.layouts import FIRST_OUT
 from tests.helpers.tiny_families import FAMILIES, save_family
-from tests.trainers.test_declared_families import PICTURES_EVERYWHERE
 
 
 def test_every_family_is_of_one_kind() -> None:
@@ -54,7 +54,7 @@ def test_ranks_have_rows_of_differing_numbers_of_samples(layout: BatchLayout, co
 def test_random_layouts(pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minutes, seed = (pytestconfig.getoption(f"--fuzz-{name}") for name in ("minutes", "seed"))
     monkeypatch.setattr(ranks, "TIMEOUT_S", 120)
-    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)  # as ranks have it
+    monkeypatch.setattr(lora, "FIRST_OUT", FIRST_OUT)  # as ranks have it
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     folders: dict[str, str] = {}
     tried: list[Draw] = []

@@ -12,33 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dhp.base.errors import ConfigError, DhpError
-from dhp.base.stages import StageGraph
-from dhp.batching.collate import Collator
-from dhp.batching.scatter import BatchSharder
-from dhp.config.load import compose_config
+from dhp.batch.collate import Collator
+from dhp.batch.shard import BatchSharder
+from dhp.config.command_line import compose_config
 from dhp.config.parts import decoder, parts
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
-from dhp.data.order.sampler import BatchLayout, slots
-from dhp.data.sample import Sample
-from dhp.data.source import StepSamples
+from dhp.core.errors import ConfigError, DhpError
+from dhp.core.graph import StageGraph
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
+from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.doctor.doubles import staying_double
 from dhp.models.registry import load_family
-from dhp.run.graph import make_graph
-from dhp.run.preflight import prepare
-from dhp.run.settings import feed_settings, passes_of, stage_settings
-from dhp.run.training import adapters_of, training_rules
-from dhp.step.evaluate import evaluate_batch
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
-from dhp.step.step import train_step
+from dhp.step.step import evaluate_batch, train_step
+from dhp.trainer.graph import make_graph
+from dhp.trainer.preflight import prepare
+from dhp.trainer.settings import feed_settings, passes_of, stage_settings
+from dhp.trainer.trainable import adapters_of, training_rules
+from tests.engine.test_declared_families import ExactText, ExactVision
 from tests.fuzz.draws import SAMPLES, Draw
 from tests.helpers.families import Maker
 from tests.helpers.layouts import InspectedAudio, InspectedText, InspectedVision, _deviation
 from tests.helpers.oracle import Oracle
 from tests.helpers.ranks import LocalGroup
-from tests.trainers.test_declared_families import ExactText, ExactVision
 
 STEPS = 2
 EQUAL, REFUSED, DEFECT = "equal", "refused", "DEFECT"

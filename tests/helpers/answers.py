@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from dhp.base.generation import Answer, Sampling
-from dhp.base.geometry import IGNORED
-from dhp.base.messages import StepData
-from dhp.data.sample import Sample
-from dhp.data.source import StepSamples
+from dhp.core.batch import IGNORED, StepData
+from dhp.core.generation import Answer, Sampling
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
+from dhp.engine.generate import Generator
 from dhp.models.registry import load_family
-from dhp.step.generate import answer_batch
 from dhp.step.stages import Batch
-from dhp.trainers.generation import Generator
+from dhp.step.step import answer_batch
 from tests.helpers.layouts import Case, Fault, InspectedText, Running, make_sharder
 from tests.helpers.oracle import model_inputs
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample

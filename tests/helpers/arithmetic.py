@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
-from dhp.data.sample import Sample
+from dhp.data.sample.sample import Sample
 
 
 def load_plain(name: str) -> Any:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from dhp.parallel.attention.segment_plan import MeshPosition, plan_shard
+from dhp.parallel.attention.segments import attend_segments
 from dhp.parallel.attention.shard_plan import ShardPlan, contiguous_plan, given_plan, zigzag_plan
-from dhp.parallel.attention.sharded import MeshPosition, attend_segments, plan_shard
 from dhp.parallel.attention.visibility import PLAIN, LayerRule
 from tests.helpers import visibility
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from dhp.data.sample import Sample
+from dhp.data.sample.sample import Sample
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 

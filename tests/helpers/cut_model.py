@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from dhp.batching.collate import Collator
-from dhp.data.sample import Sample
-from dhp.models.family import DecoderInputs
+from dhp.batch.collate import Collator
+from dhp.data.sample.sample import Sample
+from dhp.models.load import load_part
 from dhp.models.registry import load_family
-from dhp.models.slice import Chunk
-from dhp.models.split import load_part
 from dhp.models.tower import TowerInputs
+from dhp.models.types import Chunk, DecoderInputs
 from dhp.objectives.cross_entropy import CrossEntropy
 from dhp.objectives.objective import Chosen, Head
-from dhp.parallel.attention.sharded import plan_segments, segment_attention
-from dhp.parallel.tensor.local_shards import owned_parameters
+from dhp.parallel.attention.segment_plan import plan_segments
+from dhp.parallel.attention.segments import segment_attention
+from dhp.parallel.tensor.slices import owned_parameters
 from tests.helpers.oracle import Step
 
 CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from dhp.parallel.attention.sharded import packed_attention, plan_segments
+from dhp.parallel.attention.segment_plan import plan_segments
+from dhp.parallel.attention.segments import packed_attention
 
 CPU = torch.device("cpu")
 VOCABULARY = 64

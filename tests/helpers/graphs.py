@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from dhp.base.degrees import Degrees
-from dhp.base.stages import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
+from dhp.core.graph import HIDDEN_STATES, Degrees, Edge, Node, StageGraph, StageSpec, Tie
 
 ONE = Degrees()
 

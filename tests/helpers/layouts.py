@@ -15,42 +15,40 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dhp.base.adapters import AdapterSettings
-from dhp.base.degrees import Degrees
-from dhp.base.messages import EvaluatedShare, StepData
-from dhp.base.parameters import GroupRule, TrainingRules
-from dhp.base.stages import StageGraph, StageSpec
-from dhp.batching.collate import Collator
-from dhp.batching.encoders import Split
-from dhp.batching.scatter import BatchSharder
+from dhp.batch.collate import Collator
+from dhp.batch.encoder_shards import Split
+from dhp.batch.shard import BatchSharder
 from dhp.config.recompute import read_choices
-from dhp.config.schema import TrainingConfig
-from dhp.data.order.sampler import BatchLayout, slots
-from dhp.data.sample import Sample
-from dhp.data.source import StepSamples
-from dhp.models import adapters
+from dhp.config.training import TrainingConfig
+from dhp.core.batch import StepData
+from dhp.core.graph import Degrees, StageGraph, StageSpec
+from dhp.core.parameters import AdapterSettings, GroupRule, TrainingRules
+from dhp.core.reports import EvaluatedShare
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
+from dhp.data.sampling.sampler import BatchLayout, slots
+from dhp.engine.encoder import AudioEngine, EncoderEngine
+from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.engine.text import TextEngine
+from dhp.models import lora as adapters
 from dhp.models.family import Family
 from dhp.models.registry import load_family
-from dhp.models.slice import chunks_of
+from dhp.models.types import chunks_of
 from dhp.objectives.registry import find_objective
-from dhp.parallel.optimizer import zero
-from dhp.parallel.optimizer.frozen import Frozen
-from dhp.parallel.optimizer.fsdp import FullySharded
-from dhp.parallel.tensor.local_shards import as_dtensors
-from dhp.run.training import trained_stage, training_rules
-from dhp.step.evaluate import evaluate_batch
+from dhp.parallel.optim import zero
+from dhp.parallel.optim.frozen import Frozen
+from dhp.parallel.optim.fsdp import FullySharded
+from dhp.parallel.tensor.slices import as_dtensors
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
-from dhp.step.step import accumulate_gradients, update_weights
-from dhp.trainers.settings import OptimizerSettings, StageSettings
-from dhp.trainers.text import TextEngine
-from dhp.trainers.vision import AudioEngine, EncoderEngine
+from dhp.step.step import accumulate_gradients, evaluate_batch, update_weights
+from dhp.trainer.trainable import trained_stage, training_rules
 from tests.helpers.graphs import make_graph
 from tests.helpers.oracle import MixedOracle, Oracle, Step
 from tests.helpers.ranks import LocalGroup
 
 if TYPE_CHECKING:
-    from dhp.batching.feed import BatchReader
+    from dhp.batch.reader import BatchReader
 
 FIRST_OUT = 0.5
 UPDATE = OptimizerSettings(
@@ -281,7 +279,7 @@ def settings(stage: StageSpec, graph: StageGraph, model: str, case: Case) -> Sta
 
 def make_reader(model: str, case: Case, steps: Sequence[Sequence[Sample]]) -> BatchReader:
     """A feed that deals the given samples of each step over the case's micro-batches and replicas."""
-    from dhp.batching.feed import BatchReader  # which decodes videos, and needs a package for it
+    from dhp.batch.reader import BatchReader  # which decodes videos, and needs a package for it
 
     source: Any = SimpleNamespace(step=lambda k: _slotted(k, case, steps[k]))
     family = family_of(model, case)

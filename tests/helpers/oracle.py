@@ -13,21 +13,18 @@ from torch import Tensor
 from torch.nn import Linear
 from transformers import AutoModelForImageTextToText, PreTrainedModel, get_scheduler
 
-from dhp.base.adapters import AdapterSettings
-from dhp.base.geometry import ProcessorOutput
-from dhp.base.messages import EvaluatedShare
-from dhp.base.parameters import ALL, Group, TrainingRules
-from dhp.data.sample import Sample
-from dhp.doctor.samples import sound_inputs
-from dhp.models.adapters import first_values
+from dhp.core.batch import ProcessorOutput
+from dhp.core.parameters import ALL, AdapterSettings, Group, TrainingRules
+from dhp.core.reports import EvaluatedShare
+from dhp.data.sample.sample import Sample
+from dhp.doctor.trial import sound_inputs
+from dhp.engine.settings import OptimizerSettings
+from dhp.models.contract.pictures import joined, unpack
+from dhp.models.contract.rows import kinds_for, token_types
 from dhp.models.family import Family
-from dhp.models.generic.declared import token_types
-from dhp.models.generic.forms import unpack
-from dhp.models.generic.pictures import joined
-from dhp.models.generic.rows import kinds_for
+from dhp.models.lora import first_values
 from dhp.models.patches import project_as_product
 from dhp.models.registry import load_family
-from dhp.trainers.settings import OptimizerSettings
 
 Weights = dict[str, Tensor]
 

@@ -19,8 +19,8 @@ from itertools import count
 from multiprocessing.connection import wait
 from typing import Any
 
-from dhp.cluster.dispatch import PerRank, spread
-from dhp.cluster.interface import LOOPBACK, open_listener
+from dhp.cluster.host import LOOPBACK, open_listener
+from dhp.core.dispatch import PerRank, spread
 from dhp.step.stages import Group
 
 WARM = "tests.helpers.warm"
@@ -193,8 +193,8 @@ def _join(
 ) -> Any:
     import torch.distributed as dist
 
-    from dhp.base.calls import RECORD
-    from dhp.parallel.comm.traffic import count_collectives
+    from dhp.core.collectives import RECORD
+    from dhp.parallel.traffic import count_collectives
 
     store = dist.PrefixStore(prefix, dist.TCPStore(LOOPBACK, port, wait_for_workers=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

@@ -24,8 +24,8 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from dhp.base.geometry import IGNORED
-from dhp.data.sample import Sample
+from dhp.core.batch import IGNORED
+from dhp.data.sample.sample import Sample
 
 IMAGE_TOKEN, VIDEO_TOKEN = 505, 506
 

@@ -19,12 +19,12 @@ import transformers.models.qwen3_vl.modeling_qwen3_vl
 import transformers.optimization  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import dhp.batching.loader
-import dhp.models.llava
-import dhp.models.qwen2_5_vl
-import dhp.trainers.text
-import dhp.trainers.vision  # noqa: F401
-from dhp.parallel.optimizer.zero import import_deepspeed
+import dhp.batch.build
+import dhp.engine.encoder  # noqa: F401
+import dhp.engine.text
+import dhp.models.families.llava
+import dhp.models.families.qwen_vl
+from dhp.parallel.deepspeed import import_deepspeed
 
 import_deepspeed()
 import deepspeed.module_inject.auto_ep_layer  # noqa: E402

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import ModelError
-from dhp.models.registry import auxiliary_files
+from dhp.core.errors import ModelError
+from dhp.models.pretrained import auxiliary_files
 
 
 def test_weights_and_hidden_files_stay_behind(tmp_path: Path) -> None:

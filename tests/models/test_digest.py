@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dhp.base.errors import ConfigError
-from dhp.models import digest
-from dhp.models.digest import digest_tower
+from dhp.core.errors import ConfigError
+from dhp.models import weights
+from dhp.models.weights import digest_tower
 from tests.helpers.tiny import save_model
 
 PARTS = ("vision", "text")
@@ -67,13 +67,13 @@ def test_it_changes_with_the_number_format(model: Path) -> None:
 
 
 def test_a_tower_that_draws_lots_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = digest.load_part
+    load = weights.load_part
 
     def dropping(*arguments: object) -> torch.nn.Module:
         found = load(*arguments)
         found.model.visual.add_module("dropout", torch.nn.Dropout(0.1))
         return found
 
-    monkeypatch.setattr(digest, "load_part", dropping)
+    monkeypatch.setattr(weights, "load_part", dropping)
     with pytest.raises(ConfigError, match=r"model\.visual\.dropout of the tower, which drops .* chance of 0\.1"):
         digest_of(model)

@@ -15,12 +15,12 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModel
 
-from dhp.base.errors import ConfigError
 from dhp.config.part import PartConfig
+from dhp.core.errors import ConfigError
 from dhp.models.decoder import Decoder
-from dhp.models.experts import find_experts
 from dhp.models.registry import load_family
 from dhp.models.shape import part_shape
+from dhp.models.types import find_experts
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
 SMALL |= {"vocab_size": 64, "num_hidden_layers": 3}

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from dhp.base.degrees import Degrees
-from dhp.base.passes import EVERYTHING, NO_BACKWARD, MatmulShare, TrainedShare
-from dhp.batching.collate import Collator
-from dhp.batching.scatter import BatchSharder
-from dhp.data.sample import Sample
-from dhp.data.source import StepSamples
-from dhp.models.family import ImageLayout
-from dhp.models.flops import TextWork, VisionWork
+from dhp.batch.collate import Collator
+from dhp.batch.shard import BatchSharder
+from dhp.core.graph import Degrees
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import StepSamples
+from dhp.models.flops import EVERYTHING, NO_BACKWARD, MatmulShare, TextWork, TrainedShare, VisionWork
 from dhp.models.registry import load_family
+from dhp.models.types import ImageLayout
 from tests.helpers.arithmetic import count_decoding, count_encoding, load_plain
 from tests.helpers.layouts import Case, make_reader
 from tests.helpers.tiny import make_sample

@@ -10,16 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
-from dhp.base.errors import DataError, ModelError
-from dhp.base.geometry import SOUND
-from dhp.batching.collate import Collator
-from dhp.batching.loader import BatchReaderSettings, Split, make_reader
+from dhp.batch.build import BatchReaderSettings, make_reader
+from dhp.batch.collate import Collator
+from dhp.batch.encoder_shards import Split
+from dhp.core.batch import SOUND
+from dhp.core.errors import DataError, ModelError
 from dhp.data.media.sources import Sound
-from dhp.data.order.sampler import BatchLayout
-from dhp.data.preprocess import Preprocessor
-from dhp.data.records import Record, Turn
-from dhp.data.sample import Sample
-from dhp.doctor.samples import sound_inputs
+from dhp.data.read.records import Record, Turn
+from dhp.data.sample.preprocess import Preprocessor
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.sampler import BatchLayout
+from dhp.doctor.trial import sound_inputs
 from dhp.models.registry import load_family
 from tests.helpers.tiny_omni import RATE, make_wave, save_omni, save_wave
 
@@ -50,7 +51,7 @@ def preprocess(folder: Path) -> Preprocessor:
 
 
 def of_run(folder: Path, encoders: tuple[str, ...]) -> Preprocessor:
-    from dhp.config.schema import DatasetEntry
+    from dhp.config.data import DatasetEntry
 
     settings = BatchReaderSettings(
         str(folder), ("x",), {"x": DatasetEntry(str(folder / "none.json"))}, BatchLayout(1, 1, 1),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import LlavaConfig, Qwen2_5_VLConfig, Qwen2Config
 
-from dhp.base.geometry import PositionRange
+from dhp.core.batch import PositionRange
 from dhp.models.positions import find_positions
 
 

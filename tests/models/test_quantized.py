@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dhp.base.adapters import ADAPTER, NF4, AdapterSettings
-from dhp.base.errors import ConfigError
-from dhp.base.parameters import is_adapter
-from dhp.config.schema import TrainingConfig
+from dhp.config.training import TrainingConfig
+from dhp.core.errors import ConfigError
+from dhp.core.parameters import ADAPTER, NF4, AdapterSettings, is_adapter
 from dhp.models import quantized
-from dhp.models.adapters import add_adapters, find_targets
-from dhp.models.family import LayerParts
+from dhp.models.lora import add_adapters, find_targets
 from dhp.models.quantized import check_quantized, find_quantized, quantize, require_package
 from dhp.models.registry import load_family
-from dhp.parallel.optimizer.precision import cast_parameters
-from dhp.run.training import training_rules
-from tests.models.test_adapters import meta
+from dhp.models.types import LayerParts
+from dhp.parallel.optim.base import cast_parameters
+from dhp.trainer.trainable import training_rules
+from tests.models.test_lora import meta
 
 KEY = "text.lora.quantization"
 ASKED = AdapterSettings(2, 4.0, quantization=NF4)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import ModelError
-from dhp.doctor.examine import examine
-from dhp.models.registry import load_family, load_image_processor
+from dhp.core.errors import ModelError
+from dhp.doctor.diagnose import examine
+from dhp.models.pretrained import load_image_processor
+from dhp.models.registry import load_family
 
 ROOT = Path(__file__).parents[2]
 

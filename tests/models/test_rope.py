@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from dhp.base.errors import ModelError
-from dhp.models.rope import _changed, change_positions
+from dhp.core.errors import ModelError
+from dhp.models.positions import _changed, change_positions
 
 
 @pytest.fixture

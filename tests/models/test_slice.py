@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, Qwen3Config
 
-from dhp.data.sample import Sample
-from dhp.models.family import DecoderInputs
+from dhp.data.sample.sample import Sample
+from dhp.models.load import load_part
 from dhp.models.registry import load_family
-from dhp.models.slice import Chunk, held_layers
-from dhp.models.split import load_part
+from dhp.models.types import Chunk, DecoderInputs, held_layers
 from dhp.objectives.objective import Chosen
-from dhp.parallel.activation.checkpointing import RecomputedLayers
-from dhp.parallel.optimizer.fsdp import FullySharded
-from dhp.parallel.tensor.local_shards import cut_of, use_local_slices
+from dhp.parallel.optim.fsdp import FullySharded
+from dhp.parallel.recompute.layers import RecomputedLayers
 from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.tensor.slices import cut_of, use_local_slices
 from tests.helpers.cut_model import CutModel, cut_layers, largest_difference
 from tests.helpers.layouts import UPDATE
 from tests.helpers.norms import exact_norms

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from dhp.checkpoint.resume import Start
-from dhp.config.load import compose_config
+from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
 from dhp.models.weights import start_limit_s, weight_bytes
-from dhp.run import session as session_module
-from dhp.run.session import Session
+from dhp.trainer import session as session_module
+from dhp.trainer.session import Session
 from tests.helpers.graphs import make_graph
 
 

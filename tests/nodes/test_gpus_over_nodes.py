@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.base.degrees import Degrees
-from dhp.base.errors import ConfigError
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import wait_all
+from dhp.core.errors import ConfigError
+from dhp.core.graph import Degrees
 from tests.helpers.graphs import make_graph
 from tests.nodes.conftest import ADDRESSES
 

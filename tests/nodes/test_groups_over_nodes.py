@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from dhp.base.errors import ConfigError
 from dhp.cluster.actor_group import ActorGroup
-from dhp.cluster.dataset_actor import DatasetActor
+from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.placement.nodes import own_node, read_nodes
 from dhp.cluster.placement.rank_mapping import map_ranks
-from dhp.cluster.placement.reservation import bundle_nodes, plan_placement, reserve
-from dhp.cluster.placement.topology import Topology, find_topology
+from dhp.cluster.placement.reservation import Topology, bundle_nodes, find_topology, plan_placement, reserve
 from dhp.cluster.watch import wait_all
 from dhp.cluster.worker import GroupSettings
+from dhp.core.errors import ConfigError
 from tests.nodes.conftest import ADDRESSES
 
 WAIT_S = 600.0
@@ -25,7 +24,7 @@ TWO_PAIRS, ONE_RANK = {"data": 2, "tensor": 2}, {"data": 1, "tensor": 1}
 
 @pytest.fixture(scope="module", autouse=True)
 def attached(two_nodes: str) -> Iterator[None]:
-    from dhp.cluster.runtime import ray_session
+    from dhp.cluster.ray_session import ray_session
 
     with ray_session(two_nodes, cpus=0):
         yield

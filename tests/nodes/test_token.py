@@ -9,8 +9,8 @@ from pathlib import Path
 
 ATTACH = """
 import sys
-from dhp.cluster.runtime import ray_session
-from dhp.base.errors import ConfigError
+from dhp.cluster.ray_session import ray_session
+from dhp.core.errors import ConfigError
 try:
     with ray_session(sys.argv[1], cpus=0):
         print("let in")

@@ -11,24 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp.base.degrees import Degrees
-from dhp.base.errors import ConfigError
-from dhp.base.generation import Sampling
-from dhp.base.geometry import IGNORED
-from dhp.batching.collate import Collator
-from dhp.data.sample import Sample
+from dhp.batch.collate import Collator
+from dhp.core.batch import IGNORED
+from dhp.core.errors import ConfigError
+from dhp.core.generation import Sampling
+from dhp.core.graph import Degrees
+from dhp.data.sample.sample import Sample
 from dhp.models.registry import load_family
 from dhp.objectives.cross_entropy import find_targets, next_labels
 from dhp.objectives.objective import Chosen, Head, Judged, Objective
 from dhp.objectives.registry import OBJECTIVES, find_objective
 from dhp.parallel.tensor.loss import judge_tokens, token_loss_sum
-from dhp.step.generate import answer_batch
 from dhp.step.stages import Batch
+from dhp.step.step import answer_batch
+from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.answers import deal, make_prompt
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import UPDATE, Case, Fault, InspectedText, Running, compare, make_reader
 from tests.helpers.oracle import Oracle
-from tests.trainers.test_parity import assert_exact, assert_exact_in_single_precision
 
 ONE = Degrees()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dhp.observe.data_stall import STALL_WINDOW, DataStall
+from dhp.observe.summary import STALL_WINDOW, DataStall
 
 
 def told(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dhp.observe.histogram import COLOURS, HEIGHT, INK, LEFT, RIGHT, TOP, WIDTH, draw_histograms, ticks
+from dhp.observe.plots import COLOURS, HEIGHT, INK, LEFT, RIGHT, TOP, WIDTH, draw_histograms, ticks
 
 BAR, OUTLINE = COLOURS
 

@@ -111,7 +111,7 @@ def test_closing_twice_is_harmless(tmp_path):
 
 def test_observing_needs_neither_torch_nor_ray():
     code = (
-        "import sys, dhp.observe.metrics, dhp.observe.report, dhp.observe.progress, dhp.config.entry, "
+        "import sys, dhp.observe.metrics, dhp.observe.terminal, dhp.observe.terminal, dhp.config.command_line, "
         "dhp.config.resolve, dhp.config.run_dir; print({'torch', 'ray', 'tensorflow'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

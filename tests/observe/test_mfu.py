@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from dhp.base.messages import DeviceInfo
 from dhp.config.shipped import shipped_directory
+from dhp.core.reports import DeviceInfo
 from dhp.observe.mfu import TABLE, known_peaks, peak_flops, unknown_devices, utilisation, who_measures
 
 H100 = "NVIDIA H100 80GB HBM3"

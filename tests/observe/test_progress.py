@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dhp.observe.metrics import StepMetrics
-from dhp.observe.progress import ETA_STEPS, Progress, TimeLeft, clock, step_line
+from dhp.observe.terminal import ETA_STEPS, Progress, TimeLeft, clock, step_line
 
 
 class Terminal(io.StringIO):

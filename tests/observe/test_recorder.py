@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp.base.errors import ConfigError, RecordError
+from dhp.core.errors import ConfigError, RecordError
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 

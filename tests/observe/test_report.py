@@ -1,7 +1,7 @@
 """The closing table."""
 
-from dhp.observe.report import closing_table
 from dhp.observe.summary import Summary
+from dhp.observe.terminal import closing_table
 
 WORLD = {
     "vision": {"num_actors": 2, "data": 1, "ulysses": 2, "ring": 1, "tensor": 1, "expert": 1, "zero_stage": 1},

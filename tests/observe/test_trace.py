@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from dhp.base.spans import FORWARD, WAIT, Span
+from dhp.core.tracing import FORWARD, WAIT, Span
 from dhp.observe.trace import FILE, TraceWriter
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from dhp.parallel.deterministic import WORKSPACE, compute_alike
+from dhp.parallel.device import WORKSPACE, compute_alike
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dhp.parallel import speed
-from dhp.parallel.speed import describe_device, measure_speed
+from dhp.parallel import device
+from dhp.parallel.device import describe_device, measure_speed
 
 
 def test_ranks_of_one_machine_share_its_cpus() -> None:
@@ -26,12 +26,12 @@ def test_a_measured_speed_is_that_of_the_fastest_product(monkeypatch: pytest.Mon
         made.append(size)
         now[0] += 2 * size**3 / (2e9 if made.count(size) == 2 else 1e9)
 
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(speed.torch, "mm", mm)
+    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(device.torch, "mm", mm)
     threads = torch.get_num_threads()
     assert measure_speed(torch.float32) == pytest.approx(2e9)
     assert torch.get_num_threads() == threads
-    assert now[0] < 1.0 and max(made) <= speed.LARGEST_ROWS
+    assert now[0] < 1.0 and max(made) <= device.LARGEST_ROWS
 
 
 def test_a_real_measurement_ends_and_is_a_speed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dhp.base.messages import LayerUsage, RecomputePolicies, StageUsage
+from dhp.core.reports import LayerUsage, RecomputePolicies, StageUsage
 from dhp.planner.costs import Arrangement, LayerCost, StageCosts
 from dhp.planner.probes import probes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dhp.planner.cache import FILE, read_costs, write_costs
+from dhp.planner.costs import FILE, read_costs, write_costs
 from tests.planner.made import costs
 
 SHAPE = {"model": {"depth": 4}, "dtype": "bfloat16", "degrees": [1, 2]}

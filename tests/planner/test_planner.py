@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from dhp.base.messages import StageUsage
 from dhp.config.recompute import read_choices
-from dhp.planner.costs import StageCosts, predicted_bytes
+from dhp.core.reports import StageUsage
+from dhp.planner.costs import StageCosts, plan_table, predicted_bytes
 from dhp.planner.planner import PATIENCE, Planner, as_text
-from dhp.planner.table import plan_table
 from tests.planner.made import MIB, arrangement, costs, usage
 
 IN_TURNS = arrangement(shared=True, outstanding=1, together=False)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dhp.config.load import compose_config
-from dhp.data.annotations import read_annotations
+from dhp.config.command_line import compose_config
+from dhp.data.read.annotations import read_annotations
 from scripts.captions import QUESTION, choose_column, main, of_coco, of_laion
 
 COCO = {

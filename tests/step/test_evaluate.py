@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from dhp.base.adapters import AdapterSettings
-from dhp.base.degrees import Degrees
-from dhp.base.geometry import IGNORED
-from dhp.data.sample import Sample
+from dhp.core.batch import IGNORED
+from dhp.core.graph import Degrees
+from dhp.core.parameters import AdapterSettings
+from dhp.data.sample.sample import Sample
 from tests.helpers.batches import awkward_steps, mixed_step, step_without_image
 from tests.helpers.layouts import UPDATE, Case, Oracle, Running, make_reader
 

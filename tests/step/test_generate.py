@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dhp.base.adapters import AdapterSettings
-from dhp.base.degrees import Degrees
-from dhp.base.generation import Sampling
-from dhp.data.source import StepSamples
-from dhp.step.generate import answer_batch
+from dhp.core.generation import Sampling
+from dhp.core.graph import Degrees
+from dhp.core.parameters import AdapterSettings
+from dhp.data.sampling.dataset import StepSamples
 from dhp.step.stages import Batch
+from dhp.step.step import answer_batch
 from tests.helpers.answers import RecordingText, make_prompt, make_text, plain_answer
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Fault, Running, make_reader, make_sharder

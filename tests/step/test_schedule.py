@@ -7,9 +7,9 @@ from textwrap import dedent
 
 import pytest
 
-from dhp.base.errors import ConfigError
-from dhp.base.stages import Node, StageGraph
 from dhp.config.ranges import SCHEDULES
+from dhp.core.errors import ConfigError
+from dhp.core.graph import Node, StageGraph
 from dhp.step.schedule import (
     Backward,
     Forward,

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dhp.base.degrees import Degrees
-from dhp.base.routes import Route, dense
-from dhp.base.stages import StageGraph
-from dhp.cluster.dispatch import Call as Verb
-from dhp.cluster.dispatch import PerRank, spread
+from dhp.core.dispatch import Call as Verb
+from dhp.core.dispatch import PerRank, spread
+from dhp.core.graph import Degrees, Route, StageGraph, dense
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, Group, make_stages
 from dhp.step.step import StepRefs, train_step

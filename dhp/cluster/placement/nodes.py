@@ -1,9 +1,9 @@
-"""The nodes of a Ray cluster: where they are, what they have registered, and what of it is free."""
+"""The nodes of a Ray cluster, and why they do not give what a run asks for."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -45,3 +45,74 @@ def own_node() -> str:
 def natural(text: str) -> tuple[tuple[int, str], ...]:
     """A sort key by which numbers in a text count as numbers."""
     return tuple((int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", text) if piece)
+
+
+SHOWN_NODES = 16  # nodes that a message lists
+
+
+def describe_shortage(bundle: Resources, count: int, apart: bool, nodes: Sequence[ClusterNode]) -> str:
+    """The reasons why `count` bundles do not fit on the nodes, in sentences.
+
+    apart: whether each actor has a bundle of its own, so that sharing would need fewer.
+    """
+    asked = f"{count} × {_amounts(bundle)} asked for"
+    listed = _shown(bundle, nodes)
+    if not any(_fitting(bundle, node.total) for node in nodes):
+        return (
+            f"{asked}, but no node has {_amounts(bundle)} together, as each device of the run needs. {listed}. "
+            "Start Ray on the nodes with more (`ray start --num-cpus=… --num-gpus=…`)"
+        )
+    fewer = "ask for fewer actors (num_actors of each part)"
+    fewer += ", or share devices (cluster.collocate=true)" if apart else ""
+    room = sum(_fitting(bundle, node.total) for node in nodes)
+    if room < count:
+        return (
+            f"{asked}, and all nodes together have room for {room}: "
+            f"{_missing(bundle, count, [node.total for node in nodes])}. {listed}. "
+            f"Add nodes (`ray start --address=…`), or {fewer}"
+        )
+    free = sum(_fitting(bundle, node.free) for node in nodes)
+    if free < count:
+        return (
+            f"{asked}, and there is room for {free} now, as other work holds the rest: "
+            f"{_missing(bundle, count, [node.free for node in nodes])}. {listed}. "
+            f"Wait longer (cluster.start_timeout_s), end other work (`ray job list`, `ray status`), or {fewer}"
+        )
+    return f"{asked}, and there is room for them by now. {listed}. Start again, with a larger cluster.start_timeout_s"
+
+
+def _fitting(bundle: Resources, has: Resources) -> int:
+    """The number of bundles that a node with these resources holds."""
+    return min(_times(need, has.get(name, 0.0)) for name, need in bundle.items() if need)
+
+
+def _times(need: float, amount: float) -> int:
+    if need >= 1:
+        return int(amount // need)
+    # Shares of a GPU do not reach from one GPU to the next.
+    return int(amount) * int(1 / need) + int(amount % 1 / need)
+
+
+def _missing(bundle: Resources, count: int, has: Sequence[Resources]) -> str:
+    lacking = []
+    for name, need in bundle.items():
+        fitting = sum(_times(need, node.get(name, 0.0)) for node in has)
+        if fitting < count:
+            lacking.append(f"{(count - fitting) * need:g} {name}")
+    if not lacking:
+        return "what there is lies on different nodes, and each device of the run needs both on one"
+    return f"{' and '.join(lacking)} missing"
+
+
+def _shown(bundle: Resources, nodes: Sequence[ClusterNode]) -> str:
+    shown = [
+        f"{node.name} has "
+        + " and ".join(f"{node.total.get(name, 0.0):g} {name} ({node.free.get(name, 0.0):g} free)" for name in bundle)
+        for node in nodes[:SHOWN_NODES]
+    ]
+    more = [f"and {len(nodes) - SHOWN_NODES} more nodes"] if len(nodes) > SHOWN_NODES else []
+    return f"Registered: {'; '.join([*shown, *more])}" if shown else "No node is registered"
+
+
+def _amounts(bundle: Resources) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in bundle.items() if amount)

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import combinations
 from math import gcd, prod
 
-from dhp.base.stages import part_of
 from dhp.cluster.placement.reservation import Slot
+from dhp.core.graph import part_of
 
 Slots = Mapping[str, Sequence[Slot]]  # of each stage, by rank
 AxisDegrees = Mapping[

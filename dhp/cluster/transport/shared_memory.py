@@ -1,4 +1,6 @@
-"""Sends large tensors between actors on the same host: one copy into memory that both have mapped.
+"""Page-locked host memory: what a GPU reads and writes by itself, without the host's help and several times as fast.
+
+Memory that both sender and receiver have mapped is locked once, when it is mapped, and stays so from step to step.
 
 Ray's object store costs eight times as much for 64 MB (`python -m experiments.handoff`): fresh pages and several
 messages for each object. Here a sender keeps its memory from step to step, so its pages stay mapped on both sides,
@@ -7,7 +9,7 @@ and only a `Parcel` of a few hundred bytes travels through Ray.
 The memory is anonymous (memfd), reached by other processes through /proc: nothing has a name on disk or in /dev/shm,
 and a killed process leaves nothing there.
 
-From and to a GPU, that memory is locked once (`dhp.cluster.transport.pinned`), and copies run asynchronously until
+From and to a GPU, that memory is locked once (`dhp.cluster.transport.shared_memory`), and copies run asynchronously until
 `flush`.
 
 Where all actors share one GPU, CUDA IPC does the same without any copy: the receiver maps the sender's device memory.
@@ -26,8 +28,53 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from dhp.base.errors import PartFailed
-from dhp.cluster.transport.pinned import pin, unpin, wait_for_transfers
+from dhp.core.errors import PartFailed
+
+REFUSED = (
+    "host memory between the stages cannot be locked for a GPU (cudaHostRegister refuses, as some containers make it "
+    "do): each hand-over waits for its copies. Allow locked memory (ulimit -l unlimited), or run outside of gVisor"
+)
+_refusals: set[str] = set()
+
+
+def pin(memory: mmap.mmap) -> bool:
+    """Lock mapped memory for this process's GPU; False where the driver refuses: transfers take the slow way then."""
+    if int(torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)) == 0:
+        return True
+    _refusals.add(REFUSED)
+    _forget_error()
+    return False
+
+
+def take_refusals() -> tuple[str, ...]:
+    """Notes for the user since the last time: for the rank's report of the step."""
+    taken = tuple(_refusals)
+    _refusals.clear()
+    return taken
+
+
+def unpin(memory: mmap.mmap) -> None:
+    """Undo `pin`, when the GPU has done what is queued: the memory may go away then."""
+    torch.cuda.current_stream().synchronize()
+    torch.cuda.cudart().cudaHostUnregister(_address(memory))
+
+
+def wait_for_transfers() -> None:
+    """Wait until the GPU's writes into locked memory are done."""
+    torch.cuda.current_stream().synchronize()
+
+
+def _forget_error() -> None:
+    """The driver keeps the refusal as its last error, which the next kernel, whatever it is, would be blamed for."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        pass
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
 
 SHARED_MEMORY, OBJECT_STORE, CUDA_IPC = "shared_memory", "object_store", "cuda_ipc"
 SMALLEST_BYTES = 64 << 10  # bytes; below, Ray sends a value inside the message that says it is ready

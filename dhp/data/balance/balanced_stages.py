@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp.data.balance.best_fit import best_fit
-from dhp.data.balance.exact_fill import exact_fill
 from dhp.data.balance.exchange import exchange
-from dhp.data.balance.pack_targets import (
+from dhp.data.balance.filling import best_fit, exact_fill
+from dhp.data.balance.packs import (
     SMALL_UNITS,
+    Limits,
+    Loads,
+    Packs,
     costly,
     divisible,
+    from_groups,
+    join,
     least_bins,
     others_than,
     shuffled_steps,
     whole_shares,
 )
-from dhp.data.balance.packs import Limits, Loads, Packs, from_groups, join
 
 PASSES, DIVISIONS = 20, 5
 VISION_WEIGHT = 16.0  # a deviation in vision counts so many times one in text: vision comes in few, large pieces

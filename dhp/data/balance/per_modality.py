@@ -12,18 +12,21 @@ from math import ceil
 
 import numpy as np
 
-from dhp.data.balance.best_fit import best_fit
-from dhp.data.balance.exact_fill import exact_fill
 from dhp.data.balance.exchange import exchange
-from dhp.data.balance.pack_targets import (
+from dhp.data.balance.filling import best_fit, exact_fill
+from dhp.data.balance.packs import (
+    Limits,
+    Loads,
+    Packs,
     divisible,
+    from_groups,
+    join,
     least_bins,
     others_than,
     shuffled_steps,
     single,
     whole_shares,
 )
-from dhp.data.balance.packs import Limits, Loads, Packs, from_groups, join
 
 PASSES, DIVISIONS = 12, 30  # of the exchange; few items are left to it where loads are whole numbers
 FILLED = 0.97  # share of the rows that are completed exactly; after more, the items left would not fit one another

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dhp.base.errors import DataError
+from dhp.core.errors import DataError
 
 
 @contextmanager

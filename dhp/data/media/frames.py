@@ -1,17 +1,115 @@
-"""A video that is a list of images, which are its frames."""
+"""Frames of a video: which are taken, and their times; videos that are lists of images or too long for a process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, prod
 from typing import TypeVar
 
 import numpy as np
 from PIL import Image
 
-from dhp.base.errors import DataError
+from dhp.core.batch import Grid
+from dhp.core.errors import DataError
 from dhp.data.media.images import open_image, read_size
-from dhp.data.media.sources import File, Frames, name_of
-from dhp.data.media.taking import Extent, FrameSampling, FrameTimes
+from dhp.data.media.sources import PLAIN, File, Frames, Settings, name_of
+
+_NEAR = 1e-6  # of a frame: seconds as written are rounded
+MIN_FRAMES = 4  # as the processors of the Qwen models have it
+
+
+@dataclass(frozen=True)
+class FrameSampling:
+    """Which frames of a video are taken.
+
+    fps: frames of each second. max_frames: the most of a video.
+
+    group: so many frames are one step in time. The number of frames is a multiple of it; a video of fewer frames is
+    filled up with its last one.
+
+    both_ends: as Qwen3-VL's processor does, take frames from the very first to the very last, any number of
+    them; the last group is then filled up.
+
+    start, end: seconds; only frames from the one to the other are taken. None: to the video's end.
+    """
+
+    fps: float
+    max_frames: int
+    group: int
+    both_ends: bool = False
+    start: float = 0.0
+    end: float | None = None
+
+    def indices(self, total: int, rate: float) -> np.ndarray:
+        """int64 [frames], ascending: which of `total` frames, `rate` a second, are taken. Raises DataError where the
+        part that is to be shown has none."""
+        first, stop = self._part(total, rate)
+        return first + self._inside(stop - first, rate)
+
+    def _part(self, total: int, rate: float) -> tuple[int, int]:
+        """The frames [first, stop) from `start` to `end`; the frame at `end` is one of them."""
+        first = ceil(self.start * rate - _NEAR)
+        stop = total if self.end is None else min(int(self.end * rate + _NEAR) + 1, total)
+        if first >= stop:
+            raise DataError(
+                f"no frame of the video, which is {total / rate:.2f} s long, is between {self.start:g} s and "
+                f"{total / rate if self.end is None else self.end:g} s"
+            )
+        return first, stop
+
+    def _inside(self, total: int, rate: float) -> np.ndarray:
+        if self.both_ends:
+            count = min(max(int(total / rate * self.fps), MIN_FRAMES), self.max_frames, total)
+            return np.linspace(0, total - 1, count).round().astype(np.int64)
+        most = min(self.max_frames, total) // self.group * self.group
+        wanted = min(max(total / rate * self.fps, MIN_FRAMES), most, total)
+        count = int(wanted // self.group) * self.group or total
+        return np.arange(count, dtype=np.int64) * total // count
+
+    def pace(self, total: int, rate: float) -> FrameTimes:
+        """Times of the groups of a video with `total` frames, `rate` a second."""
+        seconds = (self.indices(total, rate) / rate).tolist()
+        groups = [seconds[first : first + self.group] for first in range(0, len(seconds), self.group)]
+        middles, firsts = tuple((g[0] + g[-1]) / 2 for g in groups), tuple(g[0] for g in groups)
+        first, stop = self._part(total, rate)
+        return FrameTimes(self.group * (stop - first) / (len(seconds) * rate), middles, firsts)
+
+
+@dataclass(frozen=True)
+class FrameTimes:
+    """Times of groups of frames.
+
+    seconds: from one group to the next, on average. times: of each group, seconds from the beginning of the video to
+    the middle between its first and its last frame. firsts: to its first frame.
+    """
+
+    seconds: float
+    times: tuple[float, ...]
+    firsts: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The frames that are taken of a video.
+
+    frames: how many, filled up to whole groups. width, height: pixels of a frame as it is stored; a frame that is shown
+    after a quarter turn has them exchanged.
+    """
+
+    frames: int
+    width: int
+    height: int
+    pace: FrameTimes
+
+
+@dataclass(frozen=True)
+class VideoLength:
+    """Frames of a video, and how many of them a second has."""
+
+    total: int
+    rate: float
+
 
 Result = TypeVar("Result")
 
@@ -56,3 +154,18 @@ def _check_same(size: tuple[int, int], first: tuple[int, int], file: File) -> No
     if size != first:
         both = " and ".join(f"{width} × {height}" for width, height in (first, size))
         raise DataError(f"frames of a video are of {both} pixels (at {name_of(file)}). Write them in one size")
+
+
+@dataclass(frozen=True)
+class LongVideo:
+    """A video whose frames are read later, instead of pixels: `dhp.data.sample.pictures.Pictures.read_patches` reads some of
+    its patches."""
+
+    file: File
+    length: VideoLength
+    grid: Grid
+    settings: Settings = PLAIN
+
+    def __len__(self) -> int:
+        """Patches."""
+        return prod(self.grid)

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
-from dhp.base.errors import DataError
+from dhp.core.errors import DataError
 from dhp.data.media.sources import File, name_of, open_media
 
 MAX_PIXELS = 89_478_485  # a quarter of a GB in RGB: Pillow's own threshold for its warning

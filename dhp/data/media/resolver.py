@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
-from dhp.base.errors import DataError
+from dhp.core.errors import DataError
 from dhp.data.media.sources import MAX_BYTES, Blob, File, Remote
 
 _LONGEST_NAME = 4096  # characters of a path, as Linux has it

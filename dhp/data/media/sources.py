@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib import request
 
-from dhp.base.errors import DataError
+from dhp.core.errors import DataError
 
 MAX_BYTES = 1 << 28  # of an image or video that has to fit into memory
 FETCH_TIMEOUT_S = 30.0  # without a byte

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import av
 import numpy as np
 from PIL import Image
 
-from dhp.base.errors import DataError
+from dhp.core.errors import DataError
 from dhp.data.media.decoding import decoding
+from dhp.data.media.frames import Extent, FrameSampling, FrameTimes, VideoLength
 from dhp.data.media.images import MAX_PIXELS
 from dhp.data.media.sources import File, name_of, open_media
-from dhp.data.media.taking import Extent, FrameSampling, FrameTimes, VideoLength
 
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,gif,ogg,asf"
@@ -160,3 +162,79 @@ def _check_same(size: tuple[int, int], first: tuple[int, int], number: int, name
         raise DataError(
             f"video {name} changes the size of its frames from {sizes} at frame {number}. Write it in one size"
         )
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Times of all shown frames, in order, and of the key frames, in the stream's own unit. Of a part that was cut out
+    of a video, the first of these may be one that is not shown."""
+
+    times: list[int]
+    keys: list[int]
+
+    def key_before(self, frame: int) -> int:
+        """The time of the key frame at which decoding begins for a frame."""
+        return self.keys[bisect_right(self.keys, self.times[frame]) - 1]
+
+
+def read_groups(
+    file: File, taking: FrameSampling, length: VideoLength, groups: Sequence[int]
+) -> Iterator[list[Image.Image]]:
+    """The frames of some groups (ascending numbers), upright, one group after another: the same as
+    `dhp.data.media.video.map_frames` decodes.
+
+    Raises DataError for a file that cannot be decoded so far.
+    """
+    indices = taking.indices(length.total, length.rate)
+    members = [indices[group * taking.group : (group + 1) * taking.group] for group in groups]
+    with opened_video(file) as (container, stream):
+        frames = _read(container, stream, np.concatenate([*members, indices[:0]]), file, length)
+        for own in members:
+            images = [next(frames) for _ in own]
+            yield images + images[-1:] * (taking.group - len(images))
+
+
+def _read(container: Any, stream: Any, indices: np.ndarray, file: File, length: VideoLength) -> Iterator[Image.Image]:
+    """Frames by their numbers, ascending. From key frames where the file tells all frames' times; else, and where what
+    is decoded has other times, from the file's beginning."""
+    left = indices.tolist()
+    with decoding(f"video {name_of(file)}"):
+        index = _find_index(container, stream, length.total)
+    if index is not None:
+        for image in _read_from_keys(container, stream, index, left, file):
+            yield image
+            left = left[1:]
+        if not left:
+            return
+    with opened_video(file) as (again, of_video):
+        yield from read_in_order(again, of_video, np.array(left, dtype=np.int64), file, length.total)
+
+
+def _read_from_keys(
+    container: Any, stream: Any, index: _Index, wanted: Sequence[int], file: File
+) -> Iterator[Image.Image]:
+    """As many of the frames, from the first on, as are found at their times."""
+    decoded: Iterator[Any] = iter(())
+    at = index.keys[0] - 1  # when the frame is shown that was decoded last
+    for number in wanted:
+        with decoding(f"video {name_of(file)}"):
+            key = index.key_before(number)
+            if at < key:
+                container.seek(key, stream=stream, backward=True, any_frame=False)
+                decoded = container.decode(stream)
+            frame = next((frame for frame in decoded if frame.pts is None or frame.pts >= index.times[number]), None)
+            if frame is None or frame.pts != index.times[number]:
+                return
+            image = to_upright_image(frame, name_of(file))
+        at = frame.pts
+        yield image
+
+
+def _find_index(container: Any, stream: Any, total: int) -> _Index | None:
+    """From the file's packets, which are read and not decoded. None where they do not tell the time of each frame."""
+    packets = [packet for packet in container.demux(stream) if packet.size]
+    times = sorted(packet.pts for packet in packets if packet.pts is not None and not packet.is_discard)
+    keys = sorted(packet.pts for packet in packets if packet.is_keyframe and packet.pts is not None)
+    if len(times) != total or len(set(times)) < total or not keys or keys[0] > times[0]:
+        return None
+    return _Index(times, keys)

@@ -6,19 +6,10 @@ and then gives this block's exact share of the gradients (Liu et al. 2023, Ring 
 
 from __future__ import annotations
 
-from inspect import signature
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from dhp.parallel.attention import flash_attention_2
-from dhp.parallel.attention.flash_attention_2 import FLASH_ATTENTION_2, FlashAttention2
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # a GPU check on a machine with an older PyTorch of its own
-    varlen_attn: Any = lambda: None
 
 QkvGradients = tuple[Tensor, Tensor, Tensor]
 AUTO = "auto"  # an attention_backend: PyTorch's own kernels
@@ -147,61 +138,6 @@ class CudaFlash:
         )
         query_, key_, value_ = (g[0].transpose(0, 1) for g in gradients)
         return query_, key_, value_
-
-
-def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PyTorch has a kernel that takes segments of all lengths at once: flash attention, 16 bits on GPUs from
-    Ampere on."""
-    complete = {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
-    sixteen = device.type == "cuda" and dtype.itemsize == 2
-    return sixteen and complete and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def segment_kernel(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The name of what computes attention over segments of several lengths."""
-    if backend == FLASH_ATTENTION_2:
-        return FLASH_ATTENTION_2
-    return "varlen" if has_varlen(device, dtype) else "sdpa by length"
-
-
-def takes_varlen(query: Tensor) -> bool:
-    """Whether that kernel takes heads of this width: flash attention has none wider than 256."""
-    return query.shape[-1] <= 256
-
-
-def attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    longest: int,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
-    backend: str = AUTO,
-) -> Tensor:
-    """Segments one behind another, each attending to itself: [tokens, heads, dim], keys maybe with fewer heads.
-
-    bounds: int32 [segments + 1]. longest: tokens of the longest segment. window: tokens that each one sees of those up
-    to itself, with causal attention. PyTorch's flash attention, or that of the package of its own, with gradients:
-    unlike cuDNN it builds no plan for each new length, and nothing is sorted.
-    """
-    if backend == FLASH_ATTENTION_2:
-        return flash_attention_2.attend(query, key, value, bounds, longest, causal, scale, window)
-    sizes = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
-    grouped = query.shape[1] != key.shape[1]
-    return varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=sizes, enable_gqa=grouped
-    )
-
-
-def choose_kernel(query: Tensor, backend: str = AUTO) -> Kernel:
-    """The fastest kernel for tensors like this one, or that of the backend where it takes heads of this width."""
-    if backend == FLASH_ATTENTION_2 and takes_varlen(query):
-        return FlashAttention2()
-    if query.device.type == "cpu":
-        return CpuFlash()
-    return CudaFlash() if query.dtype in (torch.float16, torch.bfloat16) else Dense()
 
 
 def _heads_first(states: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from dhp.base.geometry import TokenRange
+from dhp.core.batch import TokenRange
 
 Shard = tuple[TokenRange, ...]
 

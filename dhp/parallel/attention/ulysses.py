@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp.parallel.comm.collectives import AllToAll
+from dhp.parallel.comm import AllToAll
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from dhp.base.errors import ModelError
+from dhp.core.errors import ModelError
 
 # How blocks, whose tokens see each other both ways, go with a layer's window. With `near` for "inside the window and
 # the chunk", of which the window bounds the past alone:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dhp.config.kernels import COMPILED, TORCH
+from dhp.config.rules import COMPILED, TORCH
 from dhp.parallel.kernels.proof import Trial, random_states
 
 Function = Callable[..., Any]

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dhp.base.errors import PartFailed
-from dhp.base.messages import KernelUse
-from dhp.config.kernels import AUTO, COMPILED, KERNELS, ON_GPUS, PLAIN
-from dhp.parallel.comm.collectives import largest_in_place
+from dhp.config.rules import AUTO, COMPILED, KERNELS, ON_GPUS, PLAIN
+from dhp.core.errors import PartFailed
+from dhp.core.reports import KernelUse
+from dhp.parallel.comm import largest_in_place
 from dhp.parallel.kernels import gate, norm, rotary
 from dhp.parallel.kernels.proof import is_proved
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dhp.base.errors import PartFailed
-from dhp.parallel.comm.collectives import gather_alike
-from dhp.parallel.tensor.local_shards import cut_of, owned_parameters
+from dhp.core.errors import PartFailed
+from dhp.parallel.comm import gather_alike
+from dhp.parallel.tensor.slices import cut_of, owned_parameters
 
 _CHUNK = 1 << 22  # values that are widened at a time
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,8 +1,8 @@
 """DeepSpeed's automatic tensor parallelism (AutoTP): its own layers, which hold slices of a model's matrices.
 
 What is cut how is transformers' tensor-parallel plan of the model, as with the tensor parallelism of
-`dhp.models.split`; the layers that compute with the slices, and their collectives, are DeepSpeed's. The engine is
-left out: gradients and the optimizer are those of `dhp.parallel.optimizer.replicated`, which knows the norm of both
+`dhp.models.load`; the layers that compute with the slices, and their collectives, are DeepSpeed's. The engine is
+left out: gradients and the optimizer are those of `dhp.parallel.optim.replicated`, which knows the norm of both
 parts.
 """
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dhp.base.errors import ConfigError
-from dhp.parallel.optimizer.zero import import_deepspeed
-from dhp.parallel.tensor.local_shards import mark_cut
+from dhp.core.errors import ConfigError
+from dhp.parallel.deepspeed import import_deepspeed
+from dhp.parallel.tensor.slices import mark_cut
 
 _OF_THE_VOCABULARY = ("embedding_rowwise", "colwise_gather_output")  # styles of embedding and head, which are cut below
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dhp.base.logits import LogitRule
-from dhp.parallel.comm.collectives import largest_in_place, sum_in_place
-from dhp.parallel.tensor.local_shards import Cut, cut_of
+from dhp.core.generation import LogitRule
+from dhp.parallel.comm import largest_in_place, sum_in_place
+from dhp.parallel.tensor.slices import Cut, cut_of
 
 CHUNK_ROWS = 2048
 PLAIN = LogitRule()
@@ -37,7 +37,7 @@ def token_loss_sum(
     (float64 for float64 states).
 
     states: [rows, hidden], the same on every tensor rank; targets: int64 [rows]; factor: of all rows, or of each,
-    [rows]. `head.weight` is whole, or this rank's slice of the vocabulary (`dhp.parallel.tensor.local_shards`, or a
+    [rows]. `head.weight` is whole, or this rank's slice of the vocabulary (`dhp.parallel.tensor.slices`, or a
     DTensor). Raises ValueError for any other split, and for a head with a bias, which no known family has.
 
     The result may be added to, but not multiplied: its gradient must be 1, and whatever the loss is multiplied by is

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from dhp.base.errors import ModelError
-from dhp.parallel.experts.modules import is_experts, require_known
-from dhp.parallel.experts.shares import SHARE
+from dhp.core.errors import ModelError
+from dhp.parallel.expert.modules import is_experts, require_known
+from dhp.parallel.expert.shares import SHARE
 from dhp.parallel.tensor.styles import COLWISE, EMBEDDING, HEAD, PART, ROWWISE, WHOLE, fused_style, share_entry
 
 GATHERED, SPLIT_INPUT, GATE_UP = "colwise_gather_output", "rowwise_split_input", "gate_up_proj"
@@ -54,7 +54,7 @@ _CUTS_OUTPUTS = ("dhp_colwise", "dhp_fused_", "dhp_shared_heads_")  # what such 
 def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """`plan` (style by the full name of a module or parameter) with our styles for the library's.
 
-    Experts are read by shares, for `dhp.parallel.experts.widths` to cut. Projections that stand side by side will enter
+    Experts are read by shares, for `dhp.parallel.tensor.expert_widths` to cut. Projections that stand side by side will enter
     their input together. Raises ModelError for a style whose gradients are not known to be exact, and for a parameter
     next to cut projections that the plan does not name: each rank would hold another part of its gradient, and they
     would not be summed.

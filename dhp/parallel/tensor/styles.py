@@ -32,7 +32,7 @@ from transformers.distributed.tensor_parallel import (
     TensorParallelLayer,
 )
 
-from dhp.parallel.comm.collectives import sum_in_place
+from dhp.parallel.comm import sum_in_place
 
 PARTIAL_OVER = "dhp_partial_over"  # on a module: the ranks over which its gradients are parts of a sum
 ROWS = "dhp_rows"  # on a module that every rank holds whole: the rows with which this one computes

@@ -9,12 +9,11 @@ from math import prod
 
 import pytest
 
-from dhp.base.errors import ConfigError
 from dhp.cluster.cluster import warn_cross_node_groups
 from dhp.cluster.placement.nodes import ClusterNode
 from dhp.cluster.placement.rank_mapping import describe_straddle, find_straddles, map_ranks, ranks_by_group
-from dhp.cluster.placement.reservation import plan_placement
-from dhp.cluster.placement.topology import find_topology
+from dhp.cluster.placement.reservation import find_topology, plan_placement
+from dhp.core.errors import ConfigError
 
 AXES = ("data", "ring", "ulysses", "tensor")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.base.errors import ConfigError
 from dhp.cluster.cluster import choose_backend, choose_device
 from dhp.cluster.placement.reservation import PlacementPlan, Slot, plan_placement, reserve
+from dhp.core.errors import ConfigError
 
 BOTH = {"vision": range(2), "text": range(2)}
 APART = {"vision": range(2), "text": range(2, 4)}

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp.base.errors import ConfigError, PartFailed
 from dhp.cluster.cluster import choose_transport
-from dhp.cluster.transport.pinned import REFUSED, take_refusals
-from dhp.cluster.transport.shared_memory import PAGE, SMALLEST_BYTES, Inbox, Outbox, Parcel
+from dhp.cluster.transport.shared_memory import PAGE, REFUSED, SMALLEST_BYTES, Inbox, Outbox, Parcel, take_refusals
+from dhp.core.errors import ConfigError, PartFailed
 from tests.helpers.ranks import context
 
 LARGE = SMALLEST_BYTES  # elements
@@ -197,7 +196,7 @@ def test_memory_is_locked_once_and_waited_for_once_a_call(refuses: bool, monkeyp
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: driver)
     forgotten: list[bool] = []
-    monkeypatch.setattr("dhp.cluster.transport.pinned._forget_error", lambda: forgotten.append(True))
+    monkeypatch.setattr("dhp.cluster.transport.shared_memory._forget_error", lambda: forgotten.append(True))
     outbox, inbox = Outbox(pinned=True), Inbox(pinned=True)
     small, large = torch.randn(2, 40_000), torch.randn(8_000_000)
     for _ in range(2):

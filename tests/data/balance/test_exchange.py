@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dhp.data.balance.best_fit import best_fit
 from dhp.data.balance.exchange import _distribute, _is_even, exchange
+from dhp.data.balance.filling import best_fit
 
 
 def items(count: int, seed: int = 0) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dhp.data.balance.fixed_count import device_group, length_group
+from dhp.data.balance.methods import device_group, length_group
 from dhp.data.balance.metrics import measure_balance
 from dhp.data.balance.packs import Limits, Loads, Method
 from tests.data.balance.made import LIMITS, mixture

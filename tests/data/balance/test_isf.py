@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dhp.data.balance.isf import _fill, isf
+from dhp.data.balance.methods import _fill, isf
 from dhp.data.balance.packs import TEXT_ROOM, Limits, Loads
 from tests.data.balance.made import LIMITS, mixture
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp.data.balance.pack_targets import costly, divisible, least_bins, others_than, shuffled_steps, whole_shares
-from dhp.data.balance.packs import Limits, Packs
+from dhp.data.balance.packs import (
+    Limits,
+    Packs,
+    costly,
+    divisible,
+    least_bins,
+    others_than,
+    shuffled_steps,
+    whole_shares,
+)
 
 
 def test_bins_keep_both_limits_and_leave_whole_units_of_vision() -> None:

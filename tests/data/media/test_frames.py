@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dhp.base.errors import DataError
-from dhp.data.long_video import LongVideo
-from dhp.data.media.frames import extent_of_images, map_images
+from dhp.core.errors import DataError
+from dhp.data.media.frames import FrameSampling, LongVideo, extent_of_images, map_images
 from dhp.data.media.sources import Frames, Settings, SizedImage, Video
-from dhp.data.media.taking import FrameSampling
-from dhp.data.records import Record, Turn
+from dhp.data.read.records import Record, Turn
 
 TAKING = FrameSampling(fps=2.0, max_frames=6, group=2)
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageFile
 from PIL.PngImagePlugin import PngInfo
 
-from dhp.base.errors import DataError
+from dhp.core.errors import DataError
 from dhp.data.media.images import open_image, read_size
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.base.errors import DataError
+from dhp.core.errors import DataError
 from dhp.data.media import resolver
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dhp.base.errors import DataError
-from dhp.data.media import video, video_parts
+from dhp.core.errors import DataError
+from dhp.data.media import video
+from dhp.data.media import video as video_parts
+from dhp.data.media.frames import Extent, FrameSampling
 from dhp.data.media.sources import Blob, Video
-from dhp.data.media.taking import Extent, FrameSampling
-from dhp.data.media.video import _frame_size, map_frames, read_extent, read_in_order, read_length
-from dhp.data.media.video_parts import read_groups
-from dhp.data.records import Record, Turn
+from dhp.data.media.video import _frame_size, map_frames, read_extent, read_groups, read_in_order, read_length
+from dhp.data.read.records import Record, Turn
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from dhp.models.tiny import make_tokenizer
-from tests.data.made import CORPUS
+from dhp.tiny.model import make_tokenizer
 from tests.data.rows import ROWS
 from tests.data.rows.outcome import make_media, make_readers
 from tests.data.rows.table import table
+from tests.data.sample.made import CORPUS
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

@@ -14,16 +14,16 @@ import av
 import numpy as np
 from PIL import Image
 
-from dhp.base.errors import DataError
-from dhp.base.geometry import IGNORED
-from dhp.config.schema import DatasetEntry
+from dhp.config.data import DatasetEntry
+from dhp.core.batch import IGNORED
+from dhp.core.errors import DataError
 from dhp.data.media.sources import Blob, SizedImage, Sound, Video
-from dhp.data.records import Record
-from dhp.data.sample import Sample
-from dhp.data.sounds import refuse_sound
-from dhp.data.source import open_dataset
-from tests.data.made import make_preprocessor
+from dhp.data.read.records import Record
+from dhp.data.sample.audio import refuse_sound
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.dataset import open_dataset
 from tests.data.rows.row import COLOURS, Row, picture
+from tests.data.sample.made import make_preprocessor
 
 SYSTEM = "system: You are a helpful assistant."  # of the template, where a row has none
 _SHOWN = re.compile(r"<([\w-]+)( video| sound)?>")

@@ -36,8 +36,9 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-from dhp.base.errors import ModelError
-from dhp.parallel.attention.sharded import packed_attention, plan_segments
+from dhp.core.errors import ModelError
+from dhp.parallel.attention.segment_plan import plan_segments
+from dhp.parallel.attention.segments import packed_attention
 from dhp.parallel.attention.visibility import number_runs
 from tests.helpers.double import PACKED, SMALL, alone, largest_error, make_decoder, packed, samples_of, stay_in_double
 

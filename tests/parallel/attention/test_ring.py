@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp.base.geometry import TokenRange
+from dhp.core.batch import TokenRange
 from dhp.parallel.attention import ring
 from dhp.parallel.attention.kernels import Block, CpuFlash, Dense
 from dhp.parallel.attention.ring import Pair, Ring, merge, visible_pairs
 from dhp.parallel.attention.shard_plan import contiguous_plan, given_plan, zigzag_plan
 from dhp.parallel.attention.ulysses import key_copies
 from dhp.parallel.attention.visibility import LayerRule
-from dhp.parallel.comm.collectives import AllToAll, Shift, sum_in_place
+from dhp.parallel.comm import AllToAll, Shift, sum_in_place
 from tests.helpers.attention import Attention, dense_results, sharded_results, whole_results
 from tests.helpers.ranks import run_on_ranks
 

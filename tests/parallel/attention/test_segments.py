@@ -10,14 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.parallel.attention import kernels, whole
-from dhp.parallel.attention.sharded import (
-    attend_segments,
-    index_tensors,
-    plan_segments,
-    segment_attention,
-    with_tensors,
-)
+from dhp.parallel.attention import kernels, segments
+from dhp.parallel.attention.segment_plan import index_tensors, plan_segments, with_tensors
+from dhp.parallel.attention.segments import attend_segments, segment_attention
 
 HEADS, DIM = 4, 8
 CPU = torch.device("cpu")
@@ -60,7 +55,7 @@ def test_segments_equal_dense_attention(lengths: list[int]) -> None:
 def test_causal_segments_with_shared_keys_equal_dense_attention(
     lengths: list[int], kv_heads: int, repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "must_repeat", lambda query: repeated)
+    monkeypatch.setattr(segments, "must_repeat", lambda query: repeated)
     tokens = sum(lengths)
     query, key, value, weight = (s[0].transpose(0, 1) for s in states(tokens))  # [tokens, heads, dim]
     key, value = key[:, :kv_heads], value[:, :kv_heads]

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dhp.base.errors import ModelError
-from dhp.parallel.attention import banded, kernels, whole
-from dhp.parallel.attention.sharded import SegmentPlan, attend_segments, index_tensors, plan_segments, with_tensors
+from dhp.core.errors import ModelError
+from dhp.parallel.attention import kernels, segments
+from dhp.parallel.attention import masked as banded
+from dhp.parallel.attention.segment_plan import SegmentPlan, index_tensors, plan_segments, with_tensors
+from dhp.parallel.attention.segments import attend_segments
 from dhp.parallel.attention.visibility import PLAIN, LayerRule, layer_rule
 from tests.helpers.visibility import dense_attention, dense_mask, random_states
 
@@ -224,7 +226,7 @@ def test_heads_too_wide_for_the_kernel_take_the_others(monkeypatch: pytest.Monke
 
 def test_bounds_of_chunks() -> None:
     plan = plan_segments((9, 4, 1, 8), CPU, causal=True, varlen=True)
-    assert whole._cut(plan, 4).tolist() == [0, 4, 8, 9, 13, 14, 18, 22]
+    assert segments._cut(plan, 4).tolist() == [0, 4, 8, 9, 13, 14, 18, 22]
 
 
 def test_plans_with_blocks_that_have_moved_are_the_same() -> None:

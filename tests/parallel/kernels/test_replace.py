@@ -19,8 +19,8 @@ from transformers.models.glm4v.modeling_glm4v import Glm4vTextMLP
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
 
-from dhp.base.errors import PartFailed
-from dhp.base.messages import KernelUse
+from dhp.core.errors import PartFailed
+from dhp.core.reports import KernelUse
 from dhp.parallel.kernels import gate, replace
 from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels, require_compiler
 from tests.helpers.ranks import run_on_ranks

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dhp.base.errors import PartFailed
+from dhp.core.errors import PartFailed
 from dhp.parallel.tensor.alike import hash_bits, require_alike
-from dhp.parallel.tensor.local_shards import mark_cut
+from dhp.parallel.tensor.slices import mark_cut
 from tests.helpers.ranks import run_on_ranks
 
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from dhp.models.load import load_part
 from dhp.models.registry import load_family
-from dhp.models.split import load_part
 from dhp.parallel.tensor.autotp import split_by_autotp
-from dhp.parallel.tensor.local_shards import as_dtensors
+from dhp.parallel.tensor.slices import as_dtensors
 from tests.parallel.conftest import RunOnRanks
 
 

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-from dhp.base.errors import ModelError
+from dhp.core.errors import ModelError
+from dhp.models.load import load_part, model_class
 from dhp.models.registry import load_family
-from dhp.models.split import load_part, model_class
-from dhp.parallel.comm.collectives import sum_in_place
-from dhp.parallel.experts.shares import SHARE
-from dhp.parallel.tensor.local_shards import as_dtensors, use_local_slices
+from dhp.parallel.comm import sum_in_place
+from dhp.parallel.expert.shares import SHARE
 from dhp.parallel.tensor.plan import OURS, REFUSED, local_plan
+from dhp.parallel.tensor.slices import as_dtensors, use_local_slices
 from dhp.parallel.tensor.styles import COLWISE, HEAD, PART, ROWWISE, WHOLE, Entry
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny_families import make_config

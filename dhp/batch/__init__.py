@@ -1,0 +1,1 @@
+"""Samples as the inputs of each rank: collation, sharding, assignment of images."""

@@ -1,0 +1,224 @@
+"""How samples are read, beyond what the model's processors say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dhp.batch.encoder_shards import AUDIO, Split
+from dhp.batch.reader import BatchReader
+from dhp.batch.shard import ONE, ONE_GROUP
+from dhp.checkpoint.feature_folder import FeatureFolder
+from dhp.config.data import DatasetEntry
+from dhp.core.batch import FeatureSettings
+from dhp.core.errors import ModelError
+from dhp.core.graph import Degrees
+from dhp.data.media.frames import FrameSampling
+from dhp.data.sample.audio import NO_ACTORS, NO_TOWER, AudioPreprocessing
+from dhp.data.sample.cached_features import CachedPictures
+from dhp.data.sample.lengths import tile_arguments
+from dhp.data.sample.pictures import Videos
+from dhp.data.sample.preprocess import Preprocessor, Prompts
+from dhp.data.sampling.dataset import BatchSource, Dataset, open_dataset
+from dhp.data.sampling.exchanged import Exchanged, Records
+from dhp.data.sampling.length_cache import LengthCache
+from dhp.data.sampling.length_table import MeasuredDataset
+from dhp.data.sampling.sampler import RANDOM, BalanceSettings, BatchLayout, RandomSampler, Sampler
+from dhp.models.family import Family
+from dhp.models.flops import TrainedShare
+from dhp.models.positions import find_positions
+from dhp.models.pretrained import load_image_processor, load_tokenizer
+from dhp.models.registry import load_family
+from dhp.objectives.registry import find_objective
+
+
+@dataclass(frozen=True)
+class ReadSettings:
+    """See `dhp.config.schema.DataConfig`.
+
+    max_tokens: of a sample; None: no bound. video_max_pixels: area of a frame; None: as of an image. chat_template:
+    Jinja text; None: the model's own. whole_frames: videos of more frames are read in parts; None: none are. max_tiles:
+    of an image; None: the model's own.
+    """
+
+    allow_http: bool = False
+    max_tokens: int | None = None
+    video_fps: float = 2.0
+    video_max_frames: int = 768
+    video_max_pixels: int | None = None
+    system_prompt: str | None = None
+    chat_template: str | None = None
+    learn_empty_thoughts: bool = False
+    whole_frames: int | None = None
+    max_tiles: int | None = None
+
+
+@dataclass(frozen=True)
+class BatchReaderSettings:
+    """Settings of the dataset actor.
+
+    registry: the files of each dataset, by its name.
+
+    encoders: how each one's inputs are sharded, by part.
+
+    cache_dir: where lengths are cached. features: where those of pictures are; None: every picture is decoded.
+
+    passes: what a step computes of each part of which not all is trained; none: all is.
+
+    text: degrees of the decoder. sequence_groups, even_calls: see `dhp.batch.shard.BatchSharder`.
+
+    exchange: OWN or OTHERS of `dhp.data.sampling.exchanged`: samples with images that can be exchanged; "": all, as they are.
+
+    objective: the name of what a step minimizes (`dhp.objectives.objective.find_objective`).
+    """
+
+    model_name: str
+    datasets: tuple[str, ...]
+    registry: Mapping[str, DatasetEntry]
+    layout: BatchLayout
+    encoders: Mapping[str, Split]
+    min_pixels: int | None
+    max_pixels: int | None
+    seed: int
+    shuffle: bool
+    on_bad_sample: str
+    packing: bool
+    cache_dir: str
+    reading: ReadSettings = ReadSettings()
+    balancing: BalanceSettings = BalanceSettings()
+    passes: Mapping[str, TrainedShare] = field(default_factory=dict)
+    features: FeatureSettings | None = None
+    text: Degrees = ONE
+    sequence_groups: str = ONE_GROUP
+    even_calls: bool = False
+    exchange: str = ""
+    objective: str = "sft"
+
+
+def make_reader(settings: BatchReaderSettings) -> BatchReader:
+    """Open the datasets and the model's tokenizer and image processor. Where rows are balanced, lengths come from the
+    cache as far as it has them.
+
+    Raises DataError for an annotation file that cannot be read, ModelError for a model without the needed parts.
+    """
+    family, tokenizer = open_model(settings)
+    preprocess = make_preprocessor(settings, family, tokenizer)
+    dataset = open_datasets(settings)
+    measured = None
+    if settings.balancing.method != RANDOM:
+        cache, whole = LengthCache(Path(settings.cache_dir)), settings.balancing.window is None
+        measured = MeasuredDataset(dataset, preprocess, cache, whole)
+    records: Records = dataset
+    if settings.exchange:
+        records = Exchanged(dataset, settings.exchange, settings.on_bad_sample == "skip")
+    sampler = _sampler(settings, measured or records)
+    source = BatchSource(records, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
+    division = (settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
+    shape = (settings.encoders, settings.packing, measured, *division)
+    return BatchReader(
+        source,
+        family,
+        pad_token(tokenizer),
+        *shape,
+        preprocess.pictures.read_patches,
+        find_objective(settings.objective),
+    )
+
+
+def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
+    """The family, ready to read samples, and the tokenizer. Raises ModelError for a model without the needed parts."""
+    family = load_family(settings.model_name).having(settings.encoders)
+    family.processor.load()
+    tokenizer = load_tokenizer(settings.model_name, settings.reading.chat_template)
+    _check_vocabulary(settings.model_name, tokenizer, family)
+    return family, tokenizer
+
+
+def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: Any) -> Preprocessor:
+    """The preprocessor of records to samples, as the settings say."""
+    images = load_image_processor(settings.model_name)
+    return Preprocessor(
+        tokenizer,
+        images,
+        family.processor.image_token_id,
+        family.processor.image_tokens,
+        family.processor.patches,
+        settings.min_pixels,
+        settings.max_pixels,
+        _videos(family, settings.reading),
+        settings.reading.max_tokens,
+        None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
+        family.processor.about(),
+        {**family.processor.image_arguments, **tile_arguments(images, settings.reading.max_tiles)},
+        _sounds(family),
+        _prompts(family, settings.reading),
+        _kept(family, settings.features),
+        find_positions(family.config),
+        settings.reading.whole_frames,
+    )
+
+
+def open_datasets(settings: BatchReaderSettings) -> Dataset:
+    """The datasets of the settings. Raises DataError for an annotation file that cannot be read."""
+    allow_http = settings.reading.allow_http
+    return open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The token that fills rows up."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return pad or 0
+
+
+def _sampler(settings: BatchReaderSettings, dataset: Any) -> Sampler:
+    if settings.balancing.method == RANDOM:
+        return RandomSampler(len(dataset), settings.layout, settings.seed, settings.shuffle)
+    from dhp.data.sampling.balanced_sampler import BalancedSampler
+
+    return BalancedSampler(dataset, settings.balancing, settings.layout, settings.seed, settings.on_bad_sample)
+
+
+def _videos(family: Family, reading: ReadSettings) -> Videos | None:
+    """Video preprocessing; None: the model takes no videos."""
+    own = family.processor
+    if own.video_token_id is None:
+        return None
+    taking = FrameSampling(reading.video_fps, reading.video_max_frames, own.frames_per_patch, own.takes_both_ends)
+    most = reading.video_max_pixels
+    return Videos(own.video_token_id, taking, own.video_patches, most, own.step_tokens, own.step_text)
+
+
+def _sounds(family: Family) -> AudioPreprocessing | None:
+    """Audio preprocessing; None: the run takes no audio."""
+    own = family.processor.hearing
+    if own is None or AUDIO not in family.parts:
+        return None
+    own.load()
+    return AudioPreprocessing(own.token_id, own.rate, own.shortest, own.features, own.forms, own.about())
+
+
+def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | None:
+    """Lookup of cached features; None: every picture is decoded."""
+    own = family.processor
+    about = [type(own).__name__, *own.about()]
+    if features is None:
+        return None
+    return CachedPictures(features.tower, FeatureFolder(Path(features.folder)).load, family.tower.tensors, about)
+
+
+def _prompts(family: Family, reading: ReadSettings) -> Prompts:
+    no_audio = NO_TOWER if family.processor.hearing is None else NO_ACTORS
+    return Prompts(reading.system_prompt, reading.learn_empty_thoughts, no_audio)
+
+
+def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:
+    """A vocabulary split over tensor ranks finds an id beyond its end on no rank: a zero embedding, a wrong loss."""
+    largest, rows = max(tokenizer.get_vocab().values()), family.config.get_text_config().vocab_size
+    if largest >= rows:
+        raise ModelError(
+            f"{model_name}: the tokenizer gives ids up to {largest}, but the model's vocabulary has {rows} rows, so "
+            f"largest id({largest}) < rows({rows}) fails. Use the tokenizer that was saved with the model, or enlarge "
+            "the model with resize_token_embeddings() and save it again."
+        )

@@ -1,0 +1,279 @@
+"""Shards the inputs of one encoder: which rank encodes which picture or clip, and which text shard gets its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dhp.batch.assign_images import ImageWork, Locality, Pieces, shard_images
+from dhp.batch.collate import Row
+from dhp.batch.patches import count_patches, lay_out
+from dhp.core.batch import Features, Grid, PictureRows, ProcessorOutput, RowRun, UnreadPatches, VisionInput
+from dhp.core.graph import Route
+from dhp.data.media.frames import LongVideo
+from dhp.data.sample.sample import Sample
+from dhp.models.tower import Tower
+from dhp.models.types import ImageLayout
+
+VISION, AUDIO = "vision", "audio"  # the encoders that samples have inputs for
+Shown = Iterable[tuple[np.ndarray | LongVideo, Grid | ProcessorOutput, Features | None]]
+_SHOWN: Mapping[str, Callable[[Sample], Shown]] = {
+    VISION: lambda sample: zip(
+        sample.pixels, sample.grids, sample.features or (None,) * len(sample.grids), strict=True
+    ),
+    AUDIO: lambda sample: zip(sample.clips, sample.clip_forms, (None,) * len(sample.clips), strict=True),
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How an encoder's inputs are sharded.
+
+    replicas × ranks: its data replicas, and the ranks of each that share a sequence. dtype: a torch dtype's name, in
+    which inputs travel. locality: which replicas are near which replica of the decoder; None: all alike.
+
+    even_calls: every rank calls the tower as often as the one that calls it most, because each call communicates: it
+    gathers weights that are sharded over the ranks.
+    """
+
+    replicas: int = 1
+    ranks: int = 1
+    dtype: str = "float32"
+    locality: Locality | None = None
+    even_calls: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image or video, or a clip: the text replica that needs it, its patches in processor order, its layout.
+
+    place: of its first token among those of all the replica's pictures. features: the key that its features are to be
+    cached under; None: they are not.
+    """
+
+    replica: int
+    pixels: Tensor | LongVideo  # [patches, values]
+    layout: ImageLayout
+    place: int = 0
+    features: Features | None = None
+
+
+@dataclass(frozen=True)
+class CachedPicture:
+    """A picture whose features are cached, so that no rank encodes it: [tokens, width] by name. Else as `Picture`."""
+
+    replica: int
+    place: int
+    rows: Mapping[str, Tensor]
+
+    @property
+    def tokens(self) -> int:
+        return len(next(iter(self.rows.values())))
+
+
+@dataclass(frozen=True)
+class EncoderShards:
+    """A micro-batch of one encoder: its pictures in the order of the text replicas and their samples, and the pieces
+    of each rank, sequence ranks innermost; cached: pictures with cached features, which no rank encodes.
+
+    owners: where ranks share a text replica's row, for each replica and each token of its pictures, in order, the rank
+    that has it. sharing: how many they are.
+    """
+
+    pictures: Sequence[Picture]
+    shards: Sequence[Pieces]
+    cached: Sequence[CachedPicture] = ()
+    owners: Sequence[Tensor] = ()
+    sharing: int = 1
+
+    @cached_property
+    def sent(self) -> list[Sent]:
+        """What each rank sends."""
+        return [self._sent(pieces) for pieces in self.shards]
+
+    def route(self) -> Route:
+        """Which shard sends rows to which text shard."""
+        return Route(tuple((rank, target) for rank, sent in enumerate(self.sent) for target in sorted(sent.places)))
+
+    def placement(self, target: int) -> Tensor | None:
+        """For each token of pictures that a text shard has, in order, its row among those received from the shards, one
+        shard behind another, and behind them those of `cached_rows`; None where it has none."""
+        received = [sent.places[target] for sent in self.sent if target in sent.places]
+        received += [one.place + rows for one, rows in self._cached(target) if len(rows)]
+        return torch.argsort(torch.cat(received)) if received else None
+
+    def cached_rows(self, target: int) -> dict[str, Tensor]:
+        """Rows of pictures that no rank encodes and a text shard has tokens of, by name; none where it has none."""
+        own = [(one.rows, rows) for one, rows in self._cached(target) if len(rows)]
+        names = own[0][0] if own else ()
+        return {name: torch.cat([_chosen(values[name], rows) for values, rows in own]) for name in names}
+
+    def _cached(self, target: int) -> Iterator[tuple[CachedPicture, Tensor]]:
+        """Cached pictures of the target's replica, and which of their rows it has."""
+        for one in self.cached:
+            if one.replica == target // self.sharing:
+                rows = torch.arange(one.tokens)
+                if self.owners:
+                    owners = self.owners[one.replica][one.place : one.place + one.tokens]
+                    rows = rows[owners == target % self.sharing]
+                yield one, rows
+
+    def _sent(self, pieces: Pieces) -> Sent:
+        """What a rank with these pieces sends."""
+        places, targets = [], []
+        for piece in pieces:
+            picture = self.pictures[piece.image]
+            own = _units(picture.layout, piece.first, piece.last) + picture.place
+            places.append(own)
+            first = torch.full_like(own, picture.replica * self.sharing)
+            targets.append(first + self.owners[picture.replica][own] if self.owners else first)
+        if not pieces:
+            return Sent({}, None)
+        sorted_targets, order = torch.cat(targets).sort(stable=True)
+        numbers, counts = sorted_targets.unique_consecutive(return_counts=True)
+        of_target = torch.cat(places)[order].split(counts.tolist())
+        in_order = bool((order[1:] > order[:-1]).all())
+        return Sent(dict(zip(numbers.tolist(), of_target, strict=True)), None if in_order else order)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a rank of an encoder sends. places: by text shard, the place of each row among the tokens of its
+    replica's pictures. order: its rows, those of the first shard first; None: as they come."""
+
+    places: Mapping[int, Tensor]
+    order: Tensor | None
+
+
+class Encoder:
+    """Shards inputs over one encoder's ranks, for one model."""
+
+    def __init__(self, name: str, tower: Tower, split: Split):
+        """name: the part's. Patches travel in the split's dtype: the tower gets the same bits if it rounds them to this
+        format first thing."""
+        self.tower, self._split, self._shown = tower, split, _SHOWN[name]
+        self._dtype: torch.dtype = getattr(torch, split.dtype)
+        self._known_layout = lru_cache(maxsize=256)(tower.image_layout)
+
+    def shard(self, rows: Sequence[Row], owners: Sequence[Tensor] = (), sharing: int = 1) -> EncoderShards:
+        """Shard one micro-batch. owners and sharing: see `EncoderShards`."""
+        pictures, cached = self._pictures(rows)
+        work = [ImageWork(p.replica, p.layout.window_lengths, p.layout.frame_lengths) for p in pictures]
+        crossover, own = self.tower.attention_crossover_patches, self._split
+        sharded = shard_images(work, own.replicas, own.ranks, crossover, own.locality)
+        return EncoderShards(pictures, [pieces for replica in sharded for pieces in replica], cached, owners, sharing)
+
+    def inputs(self, sharded: EncoderShards) -> tuple[VisionInput, ...]:
+        """Each rank's input."""
+        cuts = [self._cuts(sharded, pieces) for pieces in sharded.shards]
+        forms, even = [[cut.form for cut in own if cut.form is not None] for own in cuts], self._split.even_calls
+        calls = [self.tower.calls(own, even) for own in forms]
+        most = max(map(len, calls)) if even else 0
+        filled = [own + ((),) * (most - len(own)) for own in calls]
+        return tuple(self._input(sharded, rank, cuts[rank], filled[rank]) for rank in range(len(cuts)))
+
+    def _pictures(self, rows: Sequence[Row]) -> tuple[list[Picture], list[CachedPicture]]:
+        """Pictures to encode, and those with cached features: work is balanced over the former alone."""
+        found, cached = [], []
+        for replica, row in enumerate(rows):
+            place = 0
+            for pixels, grid, features in (one for sample in row for one in self._shown(sample)):
+                if features is not None and features.tensors is not None:
+                    cached.append(CachedPicture(replica, place, features.tensors))
+                    place += cached[-1].tokens
+                else:
+                    layout = self._layout(grid)
+                    here = pixels if isinstance(pixels, LongVideo) else torch.from_numpy(pixels)
+                    found.append(Picture(replica, here, layout, place, features))
+                    place += len(layout.order)
+        return found, cached
+
+    def _layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
+        """Layouts of images are cached, since sizes repeat; those of videos are large, and seldom repeat."""
+        video = not isinstance(grid, ProcessorOutput) and grid[0] > 1
+        return self.tower.image_layout(grid) if video else self._known_layout(grid)
+
+    def _cuts(self, sharded: EncoderShards, pieces: Pieces) -> list[_Cut]:
+        """The patches that a rank with these pieces encodes; a dummy where it has none."""
+        if pieces:
+            return [_cut(sharded.pictures[piece.image], piece.first, piece.last) for piece in pieces]
+        tower, dummy = self.tower, self.tower.dummy_patches
+        positions = torch.zeros(dummy, tower.position_columns, dtype=torch.long)
+        return [_Cut(tower.dummy_pixels(torch.empty(0)), positions, (dummy,), tower.dummy_form)]
+
+    def _input(
+        self, sharded: EncoderShards, rank: int, cuts: Sequence[_Cut], calls: tuple[tuple[int, ...], ...]
+    ) -> VisionInput:
+        first = rank - rank % self._split.ranks
+        group = sharded.shards[first : first + self._split.ranks]
+        layouts, sent = [picture.layout for picture in sharded.pictures], sharded.sent[rank]
+        segment_lengths, shards = lay_out(layouts, group, self.tower.dummy_patches)
+        pixels, unread = self._join([cut.pixels for cut in cuts])
+        return VisionInput(
+            pixels=pixels,
+            positions=torch.cat([cut.positions for cut in cuts]),
+            window_lengths=tuple(length for cut in cuts for length in cut.window_lengths),
+            segment_lengths=segment_lengths,
+            shards=shards,
+            rows=tuple(len(sent.places[target]) for target in sorted(sent.places)),
+            order=sent.order,
+            forms=tuple(cut.form for cut in cuts if cut.form is not None),
+            calls=calls,
+            to_keep=tuple(_to_keep(sharded.pictures, group)),
+            unread=unread,
+        )
+
+    def _join(self, pieces: Sequence[Tensor | UnreadPatches]) -> tuple[Tensor, tuple[Tensor | UnreadPatches, ...]]:
+        """All patches in one tensor, or, where some are still in a file, none and the pieces."""
+        there = [piece for piece in pieces if isinstance(piece, Tensor)]
+        if len(there) == len(pieces):
+            return torch.cat(there).to(self._dtype), ()
+        pieces = [piece.to(self._dtype) if isinstance(piece, Tensor) else piece for piece in pieces]
+        return torch.empty(sum(map(count_patches, pieces)), 0, dtype=self._dtype), tuple(pieces)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    pixels: Tensor | UnreadPatches
+    positions: Tensor
+    window_lengths: tuple[int, ...]
+    form: ProcessorOutput | None
+
+
+def _cut(picture: Picture, first: int, last: int) -> _Cut:
+    layout = picture.layout
+    lengths = layout.window_lengths
+    begin, end = sum(lengths[:first]), sum(lengths[:last])
+    rows, held = layout.patch_order()[begin:end], picture.pixels
+    pixels = UnreadPatches(held, rows) if isinstance(held, LongVideo) else held[rows]
+    return _Cut(pixels, layout.positions[begin:end], lengths[first:last], layout.form)
+
+
+def _units(layout: ImageLayout, first: int, last: int) -> Tensor:
+    """Merged tokens of windows `first` to `last`, as indices in processor order."""
+    begin, end = (sum(layout.window_tokens[:w]) for w in (first, last))
+    return layout.order[begin:end]
+
+
+def _chosen(values: Tensor, rows: Tensor) -> Tensor:
+    return values if len(rows) == len(values) else values[rows]
+
+
+def _to_keep(pictures: Sequence[Picture], group: Sequence[Pieces]) -> Iterator[PictureRows]:
+    """Of the pictures of a group of ranks, those whose features are to be cached, and which rank has which rows."""
+    runs: dict[int, list[RowRun]] = {}
+    for rank, pieces in enumerate(group):
+        row = 0
+        for piece in pieces:
+            places = _units(pictures[piece.image].layout, piece.first, piece.last)
+            runs.setdefault(piece.image, []).append(RowRun(rank, row, places))
+            row += len(places)
+    for image in sorted(runs):
+        features = pictures[image].features
+        if features is not None:
+            yield PictureRows(features.key, features.about, tuple(runs[image]))

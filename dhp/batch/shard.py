@@ -1,0 +1,237 @@
+"""Shards a step's samples over the ranks of all parts: which rank computes what, and which sends rows to which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from types import MappingProxyType
+
+import numpy as np
+from torch import Tensor
+
+from dhp.batch.collate import BY_PICTURE, Collator, Row, find_blocks
+from dhp.batch.encoder_shards import AUDIO, VISION, Encoder, EncoderShards, Split
+from dhp.batch.row_shards import SharedRow, choose_groups, count_divided, divide_all, grouped_plan, share_row
+from dhp.core.batch import SOUND, StepData, StepInfo, TextInput, VisionInput
+from dhp.core.errors import DataError
+from dhp.core.generation import PromptInput, Sampling
+from dhp.core.graph import Degrees
+from dhp.data.balance.metrics import dist_ratio
+from dhp.data.sampling.dataset import StepSamples
+from dhp.models.family import Family
+from dhp.models.flops import EVERYTHING, TrainedShare
+from dhp.parallel.attention.shard_plan import ShardPlan
+
+TEXT = "text"
+ONE = Degrees()
+ONE_RANK: Mapping[str, Split] = MappingProxyType({VISION: Split()})
+ONE_GROUP = "one"
+
+
+class BatchSharder:
+    """Shards samples over the ranks of all parts; a pure function of the samples."""
+
+    def __init__(
+        self,
+        family: Family,
+        collator: Collator,
+        encoders: Mapping[str, Split] = ONE_RANK,
+        passes: Mapping[str, TrainedShare] = MappingProxyType({}),
+        text: Degrees = ONE,
+        sequence_groups: str = ONE_GROUP,
+        even_calls: bool = False,
+    ):
+        """encoders: how the inputs of each encoder of the run are divided, by part.
+
+        passes: what a step computes of each part of which not all is trained.
+
+        text: degrees of the decoder, whose ring × Ulysses ranks share a replica's row.
+
+        sequence_groups: "one": all of them share each sample; "auto": short samples stay on fewer.
+
+        even_calls: the decoder's layers that take each sample by itself are called equally often on all ranks, because
+        each call gathers weights.
+        """
+        self._encoders = {name: Encoder(name, family.parts[name], split) for name, split in encoders.items()}
+        self._family, self._collator, self._passes, self._degrees = family, collator, passes, text
+        self._auto_groups = sequence_groups != ONE_GROUP
+        self._even_calls = even_calls and bool(family.decoder.mixers)
+
+    def shard(self, samples: StepSamples) -> StepData:
+        """One step for all ranks."""
+        return self._data(samples, [[self._make(row) for row in rows] for rows in samples.samples])
+
+    def shard_prompts(self, samples: StepSamples, sampling: Sampling) -> StepData:
+        """Samples without labels, one a replica at most, as `dhp.core.generation.PromptInput`s in the place of text
+        inputs. Raises DataError for a prompt that ends with a picture."""
+        whole = [[self._collator.make(row)[0] for row in rows] for rows in samples.samples]
+        cut = [[self._make_prompt(row, tensors) for row, tensors in zip(*both)] for both in zip(samples.samples, whole)]
+        data, sharing = self._data(samples, cut), self._degrees.sequence
+        text = tuple(
+            tuple(
+                _prompt(one, rows[shard // sharing], tensors[shard // sharing], sampling)
+                for shard, one in enumerate(of_text)
+            )
+            for of_text, rows, tensors in zip(data.work[TEXT], samples.samples, whole, strict=True)
+        )
+        return replace(data, work={**data.work, TEXT: text})
+
+    def _data(self, samples: StepSamples, made: Sequence[Sequence[_Made]]) -> StepData:
+        sharded = {
+            name: [self._shard_for(name, *pair) for pair in zip(samples.samples, made)] for name in self._encoders
+        }
+        work = {name: tuple(map(self._encoders[name].inputs, of_part)) for name, of_part in sharded.items()}
+        routes = {name: tuple(one.route() for one in of_part) for name, of_part in sharded.items()}
+        total = sum(map(self._collator.objective.weight, samples.flat))
+        text = []
+        for number, rows in enumerate(made):
+            of_micro_batch = {name: of_part[number] for name, of_part in sharded.items()}
+            shards = (one for d, row in enumerate(rows) for one in self._text(row, d, of_micro_batch, total))
+            calls = max(_count_runs(row.lengths) for row in rows) if self._even_calls else 0
+            text.append(tuple(replace(one, segment_calls=calls) for one in shards))
+        info = _count(samples, total, work, text, self._flops(samples, sharded))
+        if self._degrees.sequence > 1:
+            divided = sum(one.divided for rows in made for one in rows)
+            info = replace(info, sp_ratio=divided / max(info.tokens, 1))
+        return StepData(info, {**work, TEXT: tuple(text)}, routes)
+
+    def _flops(self, samples: StepSamples, sharded: Mapping[str, Sequence[EncoderShards]]) -> dict[str, int]:
+        lengths = [len(sample.input_ids) for sample in samples.flat]
+        targets = sum(sample.target_tokens for sample in samples.flat)
+        found = {}
+        for name, of_part in sharded.items():
+            layouts = (picture.layout for one in of_part for picture in one.pictures)
+            found[name] = self._encoders[name].tower.work.flops(layouts, self._passes.get(name, EVERYTHING))
+        passes = self._passes.get(TEXT, EVERYTHING)
+        return {**found, TEXT: self._family.decoder.work.flops(lengths, targets, passes)}
+
+    def _make(self, row: Row) -> _Made:
+        tensors, lengths = self._collator.make(row)
+        shared, divided = None, 0
+        if self._degrees.sequence > 1:
+            assert lengths is not None  # the collator was made to pack shared rows
+            plan = self._plan(lengths)
+            shared, divided = share_row(plan), count_divided(plan)
+        blocks = find_blocks(self._family.decoder, tensors, lengths)
+        weights = tuple(map(self._collator.objective.weight, row))
+        return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared, divided, weights)
+
+    def _make_prompt(self, row: Row, whole: Mapping[str, Tensor]) -> _Made:
+        """All tokens but the last. A single rank has them as ranks that share them do, so that there may be none."""
+        tensors = {name: values if name in BY_PICTURE else values[..., :-1] for name, values in whole.items()}
+        lengths, mesh = (tensors["input_ids"].shape[-1],), (self._degrees.ring, self._degrees.ulysses)
+        shared = share_row(grouped_plan(lengths, *mesh, divide_all(lengths, *mesh)))
+        blocks = find_blocks(self._family.decoder, tensors, lengths)
+        return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared)
+
+    def _plan(self, lengths: Sequence[int]) -> ShardPlan:
+        """How ranks share a row."""
+        mesh = self._degrees.ring, self._degrees.ulysses
+        if not self._auto_groups:
+            return grouped_plan(lengths, *mesh, divide_all(lengths, *mesh))
+        work = self._family.decoder.work
+        return grouped_plan(lengths, *mesh, choose_groups(lengths, *mesh, 2 * work.token / work.pair))
+
+    def _shard_for(self, name: str, rows: Sequence[Row], made: Sequence[_Made]) -> EncoderShards:
+        sharing = self._degrees.sequence
+        owners = [one.shared.owners()[self._inside(name, one)] for one in made if one.shared is not None]
+        return self._encoders[name].shard(rows, owners, sharing)
+
+    def _inside(self, name: str, made: _Made) -> Tensor:
+        """Which tokens of a row are an encoder's."""
+        kinds = made.tensors["mm_token_type_ids"].flatten()
+        audio = kinds == SOUND
+        if name == AUDIO:
+            return audio
+        return (kinds > 0) & ~audio if AUDIO in self._encoders else kinds > 0
+
+    def _text(
+        self, made: _Made, replica: int, sharded: Mapping[str, EncoderShards], total: float
+    ) -> Iterator[TextInput]:
+        """What each of the ranks that share the replica's rows gets."""
+        shared, ranks = made.shared, self._degrees.sequence
+        for rank in range(ranks):
+            target = replica * ranks + rank
+            yield TextInput(
+                made.tensors if shared is None else shared.cut(made.tensors, rank, self._collator.objective.columns),
+                made.lengths if shared is None else shared.lengths,
+                sharded[VISION].placement(target),
+                total,
+                made.samples,
+                sharded[AUDIO].placement(target) if AUDIO in sharded else None,
+                sharded[VISION].cached_rows(target),
+                () if shared is None else shared.shards,
+                made.blocks if shared is None else shared.with_dummies(made.blocks),
+                weights=made.weights,
+            )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A text replica's rows. shared: how ranks share them; None: one rank has all. divided: see `count_divided`."""
+
+    tensors: dict[str, Tensor]
+    lengths: tuple[int, ...] | None
+    blocks: Tensor | None
+    samples: tuple[int, ...]
+    shared: SharedRow | None
+    divided: int = 0
+    weights: tuple[float, ...] = ()
+
+
+def _count_runs(lengths: Sequence[int] | None) -> int:
+    """Of a packed row, runs of samples of one length, which a layer may take together; of padded rows 1."""
+    return 1 if lengths is None else sum(1 for _ in groupby(lengths))
+
+
+def _prompt(row: TextInput, samples: Row, whole: Mapping[str, Tensor], sampling: Sampling) -> PromptInput:
+    """A shard's input for a replica's prompt, of which there is one or none. whole: with its last token."""
+    ids, positions = whole["input_ids"][0], whole["position_ids"]
+    if not samples:
+        return PromptInput(row, 0, None, positions[..., -1:], 0, sampling)
+    (sample,) = samples
+    if int(whole["mm_token_type_ids"][0, -1]):
+        raise DataError("the prompt ends with a picture or a sound: the chat template writes no prompt for an answer")
+    own = replace(sampling, seed=sampling.seed + sample.position - 1)
+    return PromptInput(row, len(ids) - 1, int(ids[-1]), positions[..., -1:], positions.max().item() + 1, own)
+
+
+def _count(
+    samples: StepSamples,
+    total: float,
+    work: Mapping[str, Sequence[Sequence[VisionInput]]],
+    text: Sequence[Sequence[TextInput]],
+    flops: dict[str, int],
+) -> StepInfo:
+    flat = samples.flat
+    tokens = [[one.tensors["input_ids"].numel() for one in row] for row in text]
+    patches = {
+        name: [[len(one.pixels) if any(one.rows) else 0 for one in row] for row in of_part]
+        for name, of_part in work.items()
+    }
+    return StepInfo(
+        step=samples.step,
+        epoch=samples.epoch,
+        done=samples.done,
+        samples=len(flat),
+        images=sum(len(s.pixels) for s in flat),
+        tokens=sum(len(s.input_ids) for s in flat),
+        target_tokens=sum(s.target_tokens for s in flat),
+        total_weight=total,
+        vision_tokens=sum(s.patches for s in flat),
+        skipped=samples.skipped,
+        padded_tokens=sum(map(sum, tokens)),
+        dist_ratio={name: _mean_dist(loads) for name, loads in (patches | {TEXT: tokens}).items()},
+        flops=flops,
+        data_s=0.0,
+        measure_s=0.0,
+        clips=sum(len(s.clips) for s in flat),
+        cached_images=sum(one.tensors is not None for s in flat for one in s.features),
+    )
+
+
+def _mean_dist(micro_batches: Sequence[Sequence[int]]) -> float:
+    """DistRatio over the ranks, mean over micro-batches in which any has work."""
+    found = [dist_ratio(np.array(loads)) for loads in micro_batches if any(loads)]
+    return sum(found) / len(found) if found else 0.0

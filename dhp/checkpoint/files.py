@@ -1,0 +1,143 @@
+"""A checkpoint's files: written so that a crash leaves none half, checked by headers and sizes alone."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from dhp.core.errors import CheckpointError
+
+REMEDY = "Resume from an earlier checkpoint (training.resume=auto finds the newest one that is whole)"
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of file systems that cannot do it for a directory
+
+
+def damaged(file: Path, reason: object) -> CheckpointError:
+    """The error for a file that is not what a run wrote."""
+    return CheckpointError(f"{file} is damaged ({reason}). {REMEDY}")
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn what a library says of an empty, cut or overwritten file into CheckpointError with the file's name."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: the checkpoint is incomplete. {REMEDY}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror or error}). {REMEDY}") from error
+    except (SafetensorError, ValueError) as error:
+        raise damaged(file, error) from error
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Turn a full disk, or another failure to write, into CheckpointError with the file's name."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{file} cannot be written ({reason}); the checkpoint is not there. Make room, or set another "
+            "training.checkpoint_dir; training.resume continues from the last one that is complete"
+        ) from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """An object of JSON. Raises CheckpointError when it is none."""
+    with reading(file):
+        values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise damaged(file, f"an object of JSON is expected, and it holds {type(values).__name__}")
+    return values
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file and wait until it is on the disk. Raises CheckpointError."""
+    with writing(file):
+        file.write_text(text, encoding="utf-8")
+        sync(file)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+    finally:
+        os.close(handle)
+
+
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+def check_part(folder: Path) -> None:
+    """Raise CheckpointError unless the files of a part's ranks are readable and their pieces fill every tensor."""
+    files = sorted(folder.glob("rank_*.json"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint, or its files are lost")
+    held, wanted = Counter(), {}
+    for file in files:
+        weights = file.with_suffix(".safetensors")
+        shapes = read_header(weights)
+        for name, extent in read_extents(file).items():
+            if name not in shapes:
+                raise damaged(weights, f"{name} is missing, which {file.name} has")
+            held[name] += prod(shapes[name])
+            wanted[name] = prod(extent["shape"])
+    for name, count in wanted.items():
+        if held[name] < count:
+            raise CheckpointError(
+                f"{folder}: the pieces of {name} hold {held[name]} values of {count}: a rank's file is missing"
+            )
+
+
+def read_header(file: Path) -> dict[str, list[int]]:
+    """The shapes in a safetensors file by name. Raises CheckpointError when it is cut, empty or of another kind."""
+    with reading(file), open(file, "rb") as opened:
+        size = file.stat().st_size
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or not 0 < length <= min(size - 8, _LONGEST_HEADER):
+            raise ValueError(f"no header: it has {size} bytes")
+        header = json.loads(opened.read(length))
+        tensors = {name: about for name, about in header.items() if name != "__metadata__"}
+        try:
+            shapes = {name: list(about["shape"]) for name, about in tensors.items()}
+            end = 8 + length + max((about["data_offsets"][1] for about in tensors.values()), default=0)
+        except (AttributeError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"its header is not that of safetensors: {error!r}") from error
+    if size != end:
+        raise damaged(file, f"it has {size} bytes, and its header says {end}")
+    return shapes
+
+
+def read_extents(file: Path) -> dict[str, dict[str, Any]]:
+    """The extent of each piece of a rank's file, by name. Raises CheckpointError when the file says something else."""
+    extents = read_json(file)
+    for name, extent in extents.items():
+        if not _is_extent(extent):
+            raise damaged(file, f"{name} has no shape with an offset or a beginning in it")
+    return extents
+
+
+def _is_extent(extent: object) -> bool:
+    if not isinstance(extent, dict) or not _are_numbers(extent.get("shape")):
+        return False
+    if "flat" in extent:
+        return _are_numbers([extent["flat"]])
+    return _are_numbers(extent.get("offset")) and len(extent["offset"]) == len(extent["shape"])
+
+
+def _are_numbers(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

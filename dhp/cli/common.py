@@ -1,0 +1,78 @@
+"""What several commands share: weights and their configuration, a folder for logs."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from dhp.checkpoint.folder import find_checkpoint
+from dhp.config.command_line import compose_config
+from dhp.config.generation import unbalanced
+from dhp.config.parts import parts
+from dhp.config.recorded import compose_recorded
+from dhp.config.run_dir import config_of
+from dhp.config.schema import Config
+from dhp.config.yaml_files import named_file
+from dhp.core.errors import ClusterError, ConfigError, DhpError, PartFailed
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """PATH, and where its configuration comes from."""
+    parser.add_argument("path", metavar="PATH", type=Path, help="a run, a checkpoint, or a model's directory")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="FILE.yaml, overrides")
+
+
+def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) -> tuple[Config, Path | None]:
+    """The configuration to evaluate by, with the data that are evaluated instead of the training data; and the
+    checkpoint, None for a model's directory.
+
+    datasets: names instead of data.eval_datasets. Raises ConfigError, CheckpointError.
+    """
+    if any(setting.lstrip("+").startswith("training.eval_answers=") for setting in given.settings):
+        raise ConfigError(
+            "training.eval_answers is of training: here the loss is measured, and nothing is answered. Leave it out, "
+            f"and ask by `python -m dhp generate checkpoint={given.path} prompt=TEXT`"
+        )
+    checkpoint = None if (given.path / "config.json").is_file() else find_checkpoint(given.path)
+    (name, path), overrides = named_file(given.settings, given.config_name, given.config_path)
+    if name is not None:
+        config = compose_config(name, path, overrides)
+    elif checkpoint is not None:
+        config = compose_recorded(config_of(checkpoint), overrides)
+    else:
+        raise ConfigError(f"{given.path} is a model: name a FILE.yaml or --config-name=NAME for data and layout")
+    if not (datasets or config.data.eval_datasets):
+        raise ConfigError("data.eval_datasets is empty: add data.eval_datasets=[NAME], of data.data_registry")
+    if checkpoint is None:
+        own = {part: replace(section, model_name=str(given.path)) for part, section in parts(config).items()}
+        config = replace(config, **own)
+    data = replace(unbalanced(config.data), datasets=list(datasets or config.data.eval_datasets))
+    training = replace(config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])
+    training = replace(training, resume="never", schedule="sequential")  # no backward
+    return replace(config, data=data, training=training, tiny_assets=None, overwrite=False), checkpoint
+
+
+@contextmanager
+def logs_folder(prefix: str) -> Iterator[Path]:
+    """A new folder, which is removed at the end, also of what was refused or interrupted. It stays, named on stderr,
+    where an actor failed, or where any other exception than dhp's own was raised: its logs may say why."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    kept = False
+    try:
+        yield folder
+    except Exception as error:
+        kept = isinstance(error, (PartFailed, ClusterError)) or not isinstance(error, DhpError)
+        raise
+    finally:
+        if kept and any(folder.rglob("*.log")):
+            print(f"the actors' logs stay in {folder}", file=sys.stderr, flush=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)

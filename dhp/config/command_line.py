@@ -1,0 +1,203 @@
+"""The command line of a run: Hydra's, with dhp's schema below every YAML and errors for users."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from textwrap import wrap
+
+import hydra
+from hydra import compose, initialize
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from dhp.config.errors import translated_errors, unknown_key
+from dhp.config.keys import Key, default_words, find_key, schema_keys, type_words
+from dhp.config.overrides import checked_overrides, wrong_flags
+from dhp.config.schema import Config
+from dhp.config.yaml_files import ENTRY, ConfigSource, named_file
+from dhp.core.errors import ConfigError, DhpError, raise_all
+from dhp.core.text import harmless
+
+
+def compose_config(config_name: str | None, config_path: str | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that `--config-name=… --config-path=… overrides…` means, not yet resolved.
+
+    None as the name gives the schema's defaults. Raises ConfigError for an unknown name, directory or key
+    and for a value of the wrong type.
+    """
+    source = ConfigSource.find(config_name, config_path)
+    source.register()
+    arguments = checked_overrides(overrides, source)
+    with translated_errors(), initialize(None, version_base="1.3"):
+        return to_config(compose(ENTRY, arguments))
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Hydra's composed configuration as plain dataclasses, interpolations replaced. Raises ConfigError."""
+    with translated_errors():
+        config = OmegaConf.to_object(composed)
+    if not isinstance(config, Config):
+        raise ConfigError(f"the composed configuration is a {type(config).__name__}, not one of dhp's schema")
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML text that `compose_config` reads back to an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+_WIDTH, _INDENT = 110, "    "
+
+
+def key_help(paths: Iterable[str], source: ConfigSource) -> str:
+    """A paragraph a key: what docs/configuration.md says of it. A section has those of all its keys behind its own, and
+    the choices of the folder of configurations that has its name. Raises ConfigError for what is no key, with the
+    nearest one, for all of them at once.
+    """
+    wanted = list(paths)
+    raise_all([unknown_key(path) for path in wanted if find_key(path) is None])
+    return "\n\n".join(_paragraph(key, source) for path in wanted for key in _of(path))
+
+
+def _of(path: str) -> list[Key]:
+    """The key, and in a section all below it; the settings of a training stage are a run's own and not repeated."""
+    key = find_key(path)
+    if key is None or not key.is_section:
+        return [key] if key else []
+    return [key, *(below for name, below in schema_keys().items() if name.startswith(f"{key.path}."))]
+
+
+def _paragraph(key: Key, source: ConfigSource) -> str:
+    if key.is_section:
+        head = f"{key.path}: a section of keys"
+        if source.has_group(key.path):
+            head += f"; {key.path}=NAME takes a configuration: {', '.join(source.choices(key.path))}"
+    else:
+        head = f"{key.path}: {type_words(key.type)}; default {default_words(key)}"
+    return "\n".join([head, *wrap(key.doc, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)])
+
+
+# Hydra's own flags that are written with two dashes, but --experimental-rerun, which unpickles a file.
+_FLAGS = {
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir"),
+}
+_HELP_FLAGS = {"--help", "-h", "--hydra-help", "--version"}
+
+
+def hydra_entry(run: Callable[[Config], None], argv: Sequence[str] | None = None) -> None:
+    """Call `run` with the configuration that the command line asks for, once, or once a job with --multirun.
+
+    `argv` are the arguments after the program's name; None takes those of the process. Any DhpError, from
+    the configuration or from `run`, is printed to stderr without a traceback and ends the process with
+    status 1; other exceptions pass through.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not while it is captured
+            stream.reconfigure(errors="backslashreplace")  # no arrow in a table ends a run where the locale is ASCII
+    try:
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        _check_letters("\n".join(arguments))
+        _enter(run, arguments)
+    except DhpError as error:
+        _exit_with(error)
+
+
+def _check_letters(text: str) -> None:
+    """Refuse what the locale cannot write: a name of a file may be made of it. Raises ConfigError."""
+    encoding = sys.getfilesystemencoding()
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError as error:
+        line = text[text.rfind("\n", 0, error.start) + 1 :].partition("\n")[0].strip()
+        shown = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        raise ConfigError(
+            f"the locale's encoding, {encoding}, cannot write all of {shown}. Set PYTHONUTF8=1, or a locale such as "
+            "LC_ALL=C.UTF-8"
+        ) from error
+
+
+def _enter(run: Callable[[Config], None], argv: list[str]) -> None:
+    flags, rest = _config_flags(argv)
+    named, rest = named_file(rest, flags.config_name, flags.config_path)
+    source = ConfigSource.find(*named, tuple(flags.config_dir))
+    asked = _asked_keys(rest)
+    if asked:
+        print(key_help(asked, source))
+        return
+    wrong = wrong_flags(rest, _FLAGS)
+    if source.name is None and (wrong or not _HELP_FLAGS & set(rest)):
+        names = ", ".join(source.names())
+        raise_all([*wrong, ConfigError(f"name a FILE.yaml, or --config-name=NAME, of which there are: {names}")])
+    source.register()
+
+    def job(composed: DictConfig) -> None:
+        # Hydra would announce a failed job and print its overrides before the message; leave before it can.
+        try:
+            config = _numbered(to_config(composed), rest)
+            _check_letters(to_yaml(config))
+            run(config)
+        except DhpError as error:
+            _exit_with(error)
+
+    _call_hydra(job, _checked_arguments(rest, source))
+
+
+def _asked_keys(rest: list[str]) -> list[str]:
+    """The words behind --help: keys that are asked for. None with anything else on the command line."""
+    words = [part for part in rest if part not in ("--help", "-h")]
+    return [] if len(words) == len(rest) or any(part.startswith(("-", "~")) or "=" in part for part in words) else words
+
+
+def _config_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """dhp's reading of the flags that say which YAML, and every other argument, in order."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=None)
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
+    return parser.parse_known_args(argv)
+
+
+def _checked_arguments(rest: list[str], source: ConfigSource) -> list[str]:
+    """The arguments with each override checked; flags and their values (`--cfg job`) go through.
+
+    Overrides come first: the parser that Hydra uses takes them from one place only.
+    """
+    overrides = [part for part in rest if _is_override(part)]
+    flags = wrong_flags(rest, _FLAGS)
+    if flags:  # what follows one is its value, and no setting of ours
+        overrides = [part for before, part in zip(["", *rest], rest) if _is_override(part) and before[:2] != "--"]
+    return checked_overrides(overrides, source, flags) + [part for part in rest if not _is_override(part)]
+
+
+def _is_override(part: str) -> bool:
+    return not part.startswith("-") and ("=" in part or part.startswith("~"))
+
+
+def _numbered(config: Config, arguments: list[str]) -> Config:
+    """In a sweep, give each job a directory of its own below run_dir, unless the command line names run_dir."""
+    job = HydraConfig.get()
+    if job.mode == RunMode.MULTIRUN and not any(part.lstrip("+").startswith("run_dir=") for part in arguments):
+        config.run_dir = str(Path(config.run_dir) / str(job.job.num))
+    return config
+
+
+def _call_hydra(job: Callable[[DictConfig], None], arguments: list[str]) -> None:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach us instead of Hydra's own printing
+    command = hydra.main(config_path=None, config_name=ENTRY, version_base="1.3")(job)
+    program, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        with translated_errors():
+            command()
+    finally:
+        sys.argv = program
+
+
+def _exit_with(error: DhpError) -> None:
+    print(f"{type(error).__name__}: {harmless(str(error))}", file=sys.stderr, flush=True)
+    sys.exit(1)

@@ -1,0 +1,205 @@
+"""Rules between degrees and a model's shape, which comes as plain numbers."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from dhp.config.part import PartConfig
+from dhp.config.parts import resolved
+from dhp.config.recompute import read_choices
+from dhp.core.errors import ConfigError
+
+
+def check_cuts(cuts: list[int], layers: int) -> None:
+    """Cuts of `layers` decoder layers: each run of layers has one at least. Raises ConfigError."""
+    bounds = [0, *cuts, layers]
+    if any(after <= before for before, after in zip(bounds, bounds[1:])):
+        raise ConfigError(
+            f"text.cuts={list(cuts)} cannot cut the text decoder's {layers} layers: 0 < "
+            f"{' < '.join(map(str, cuts))} < layers({layers}) does not hold. Give layers from 1 to {layers - 1}, each "
+            "larger than the one before."
+        )
+
+
+def check_stages(layers: int, pipeline: int, virtual: int) -> None:
+    """Every run of layers has one at least, and runs of virtual stages have as many each. Raises ConfigError."""
+    runs = pipeline * virtual
+    if runs > layers:
+        fewer = (
+            f"text.virtual_stages to {layers // pipeline} at most, or " if virtual > 1 and layers >= pipeline else ""
+        )
+        raise ConfigError(
+            f"text.pipeline={pipeline} with text.virtual_stages={virtual} needs a layer for each run of layers, but "
+            f"the text decoder has {layers}: pipeline({pipeline}) × virtual_stages({virtual}) = {runs} > "
+            f"layers({layers}). Set {fewer}text.pipeline to {layers // virtual} at most."
+        )
+    if virtual > 1 and layers % runs:
+        possible = [n for n in _divisors(layers // pipeline)] if layers % pipeline == 0 else []
+        remedy = f"text.virtual_stages to one of {possible}, " if possible else ""
+        raise ConfigError(
+            f"text.virtual_stages={virtual} cannot interleave the text decoder's {layers} layers: layers({layers}) % "
+            f"(pipeline({pipeline}) × virtual_stages({virtual}) = {runs}) = {layers % runs} != 0. Set {remedy}"
+            f"text.pipeline to one of {_divisors(layers)}, or give text.cuts."
+        )
+
+
+def check_layers(key: str, text: str, layers: int) -> None:
+    """`text`, as in `dhp.config.recompute`, must name none but the part's `layers` layers. Raises ConfigError."""
+    read_choices(text, layers, key)
+
+
+def check_tower(heads: int, ulysses: int, tensor: int) -> None:
+    """Tensor parallelism and Ulysses give each actor whole heads: `heads` (of the vision tower) is a multiple of both
+    together. A ring needs nothing. Raises ConfigError.
+    """
+    if heads % tensor:
+        raise ConfigError(
+            f"vision.tensor={tensor} cannot split the vision tower's {heads} attention heads evenly: "
+            f"heads({heads}) % tensor({tensor}) = {heads % tensor} != 0. "
+            f"Set vision.tensor to one of {_divisors(heads)} and vision.num_actors to match."
+        )
+    left = heads // tensor
+    if left % ulysses:
+        each = f"{left} attention heads of each tensor actor" if tensor > 1 else f"{heads} attention heads"
+        raise ConfigError(
+            f"vision.ulysses={ulysses} cannot split the vision tower's {each} evenly: "
+            f"heads({left}) % ulysses({ulysses}) = {left % ulysses} != 0. "
+            f"Set vision.ulysses to one of {_divisors(left)} and vision.num_actors to match, or divide the sequence "
+            "further by vision.ring, which needs no heads."
+        )
+
+
+def check_tensor(heads: int, kv_heads: int, tensor: int) -> None:
+    """Tensor parallelism gives each actor whole query heads, and whole key/value heads or a share in one.
+
+    `heads` must be a multiple of `tensor`; of `kv_heads` and `tensor` one must be a multiple of the other.
+    Raises ConfigError.
+    """
+    possible = [n for n in _divisors(heads) if not max(kv_heads, n) % min(kv_heads, n)]
+    remedy = f"Set text.tensor to one of {possible} and text.num_actors to match."
+    if heads % tensor:
+        raise ConfigError(
+            f"text.tensor={tensor} cannot split the text decoder's {heads} attention heads evenly: "
+            f"heads({heads}) % tensor({tensor}) = {heads % tensor} != 0. {remedy}"
+        )
+    if max(kv_heads, tensor) % min(kv_heads, tensor):
+        raise ConfigError(
+            f"text.tensor={tensor} neither splits nor shares the text decoder's {kv_heads} key/value heads evenly: "
+            f"kv_heads({kv_heads}) % tensor({tensor}) = {kv_heads % tensor} != 0 and "
+            f"tensor({tensor}) % kv_heads({kv_heads}) = {tensor % kv_heads} != 0. {remedy}"
+        )
+
+
+def check_experts(experts: int, text: PartConfig) -> None:
+    """Sharing experts out gives each replica as many: `expert` divides `experts` (of each layer; 0: there are none) and
+    the replicas. Raises ConfigError."""
+    expert, data = text.expert, resolved(text.data)
+    if expert == 1:
+        return
+    if not experts:
+        raise ConfigError(f"text.expert={expert}: the text decoder has no experts to share out. Set text.expert=1.")
+    if experts % expert or data % expert:
+        possible = [n for n in _divisors(experts) if data % n == 0]
+        near = min(possible, key=lambda n: (abs(n - expert), -n))
+        raise ConfigError(
+            f"text.expert={expert} cannot share out the text decoder's {experts} experts among neighbours of "
+            f"text.data={data} replicas: experts({experts}) % expert({expert}) = {experts % expert} and "
+            f"data({data}) % expert({expert}) = {data % expert}, and both must be 0. Set text.expert={near}, the "
+            "nearest that divides both, or change text.data."
+        )
+
+
+def check_expert_width(width: int, tensor: int) -> None:
+    """Tensor parallelism cuts the inner width of each expert. Raises ConfigError."""
+    if width % tensor:
+        raise ConfigError(
+            f"text.tensor={tensor} cannot cut the text decoder's experts, which are {width} wide inside: "
+            f"width({width}) % tensor({tensor}) = {width % tensor} != 0. Set text.tensor to one of {_divisors(width)} "
+            "and text.num_actors to match, or share whole experts out with text.expert."
+        )
+
+
+def check_autotp(kv_heads: int, tensor: int) -> None:
+    """DeepSpeed's tensor parallelism gives each actor whole key/value heads: `kv_heads` a multiple of `tensor`.
+
+    Raises ConfigError.
+    """
+    if kv_heads % tensor:
+        raise ConfigError(
+            f"text.parallelism=autotp with text.tensor={tensor} cannot split the text decoder's {kv_heads} key/value "
+            f"heads: kv_heads({kv_heads}) % tensor({tensor}) = {kv_heads % tensor} != 0, and DeepSpeed would leave "
+            f"actors without any. Set text.parallelism=tensor, where actors share heads, or text.tensor to one of "
+            f"{_divisors(kv_heads)} and text.num_actors to match."
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+_BY_LENGTH = ("dynamic", "longrope")  # kinds of rotary positions that turn otherwise in longer rows
+
+
+def shares_sequence(asked: PartConfig) -> bool:
+    """Whether several actors share a sequence."""
+    return resolved(asked.ring) * resolved(asked.ulysses) > 1
+
+
+def check_heads(heads: int, kv_heads: int, asked: PartConfig) -> None:
+    """Ulysses gives each actor whole heads, of those that tensor parallelism leaves to it: of query heads as many, of
+    key/value heads as many after each was copied as often as needed. Raises ConfigError."""
+    tensor, ulysses = resolved(asked.tensor), resolved(asked.ulysses)
+    own, own_kv = heads // tensor, max(kv_heads // tensor, 1)
+    if _divides(own, own_kv, ulysses):
+        return
+    each = "of each tensor actor" if tensor > 1 else "of the text decoder"
+    possible = [n for n in range(1, own + 1) if _divides(own, own_kv, n)]
+    raise ConfigError(
+        f"text.ulysses={ulysses} cannot deal out the {own} query and {own_kv} key/value heads {each}: heads({own}) % "
+        f"ulysses({ulysses}) = {own % ulysses}, and each actor's query heads must share its key/value heads evenly. "
+        f"Set text.ulysses to one of {possible} and text.num_actors to match, or divide the sequence further by "
+        "text.ring, which needs no heads."
+    )
+
+
+def check_positions(rope_types: set[str], scaled: bool) -> None:
+    """Each actor sees its own share of a row's positions. Raises ConfigError for what follows from the longest of them,
+    or from a token's place among the actor's own. scaled: queries of some layers are scaled by their place."""
+    for kind in sorted(rope_types.intersection(_BY_LENGTH)):
+        raise ConfigError(
+            f"text.parallelism=sequence of a decoder with rotary positions of the type {kind}, which turn by the "
+            "longest position of a row: actors that share one would disagree. Set text.ulysses=1 and text.ring=1, or "
+            "another rope_type in text_config of the model's config.json, as yarn."
+        )
+    if scaled:
+        raise ConfigError(
+            "text.parallelism=sequence of a decoder that scales queries by their place in the row "
+            "(attn_temperature_tuning): an actor knows its own share of it alone. Set text.ulysses=1 and text.ring=1."
+        )
+
+
+def check_layers_of_rows(mixers: bool, blocks: bool, balance: float, asked: PartConfig) -> None:
+    """Raises ConfigError for layers that need a whole row. mixers: some carry state along it; blocks: tokens see each
+    other both ways; balance: coefficient of a load-balancing loss, 0: none."""
+    given = f"text.ulysses={asked.ulysses} and text.ring={asked.ring}"
+    if mixers:
+        raise ConfigError(
+            f"{given} of a decoder with layers that carry state along the row: a row cannot be shared. Set both to 1; "
+            "text.tensor and text.pipeline divide the model."
+        )
+    if blocks and resolved(asked.ring) > 1:
+        raise ConfigError(
+            f"{given} of a decoder in which tokens of an image see each other both ways: the ring computes causal "
+            "attention alone. Set text.ring=1 and text.ulysses higher."
+        )
+    if balance:
+        raise ConfigError(
+            f"{given} of a decoder with a load-balancing loss (output_router_logits=true, "
+            f"router_aux_loss_coef={balance} in its configuration): it is a product of means over whole samples. Set "
+            "both to 1, or output_router_logits to false in text_config of the model's config.json to train without it."
+        )
+
+
+def _divides(heads: int, kv_heads: int, ulysses: int) -> bool:
+    copies = ulysses // gcd(kv_heads, ulysses)
+    return heads % ulysses == 0 and heads % (kv_heads * copies) == 0

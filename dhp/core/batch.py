@@ -1,0 +1,267 @@
+"""A step's data as they cross processes: frozen values with named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from dhp.core.graph import Route
+
+Grid = tuple[int, int, int]  # (t, h, w) of an image or a video, in patches
+
+
+@dataclass(frozen=True)
+class ProcessorOutput:
+    """A picture that is not a grid: what its image processor gave, without the numbers of the pixels.
+
+    pixels: names and shapes of the arrays of pixels, which are sent as [rows, values], one after another. arrays: the
+    other arguments of the encoder: name, dtype, shape and bytes of each. tokens: placeholders. written: what a prompt
+    has in the picture's place.
+    """
+
+    pixels: tuple[tuple[str, tuple[int, ...]], ...]
+    arrays: tuple[tuple[str, str, tuple[int, ...], bytes], ...]
+    rows: int
+    tokens: int
+    written: str = ""
+
+
+IGNORED = -100  # the label of a token that is not a target
+SOUND = 3  # the kind of a token in whose place sound goes; those of pictures have 1 and 2, text has 0
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """`count` consecutive tokens of a segment (an image, a frame, a document), from its `first`-th on."""
+
+    segment: int
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+@dataclass(frozen=True)
+class PositionRange:
+    """How many positions a model knows. of_pictures: each token of a picture has one of its own, as text has; False:
+    they share some (rotary positions by rows and columns)."""
+
+    count: int
+    of_pictures: bool
+
+
+@dataclass(frozen=True)
+class FeatureSettings:
+    """Where features are cached. tower: hex digest of the weights and all else that turns patches into features."""
+
+    folder: str
+    tower: str
+
+
+@dataclass(frozen=True)
+class KeepSettings:
+    """Where ranks write features. room_bytes: the most that each rank may add; None: no bound."""
+
+    folder: str
+    room_bytes: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Features of one picture.
+
+    key: hex digest that they are cached under. about: of the picture, what a later reader needs as well.
+
+    tensors: [tokens, width] by name, in the order of the picture's placeholders; None: nothing is cached yet.
+    """
+
+    key: str
+    about: str
+    tensors: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Named tensors that cross an edge together."""
+
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Global counts of a step, over all replicas and micro-batches.
+
+    epoch: the one that the step begins in. done: epochs after the step, with a fraction.
+
+    images: how many images and videos.
+
+    tokens: of the decoder, without padding; padded_tokens: with it. target_tokens: those that have a target.
+
+    total_weight: N of the objective, the sum of all samples' weights.
+
+    vision_tokens: patches.
+
+    skipped: one line for each sample left out.
+
+    dist_ratio: DistRatio of vision's patches and of text's padded tokens over their ranks, by part.
+
+    flops: useful operations of each part, forward, and backward as far as it is trained.
+
+    data_s: seconds spent reading and decoding. measure_s: seconds spent on choosing its samples, which includes
+    measuring their lengths.
+
+    clips: how many clips of sound.
+
+    cached_images: of the images and videos, those that no tower encoded, because their features were on disk.
+    vision_tokens has their patches too, flops does not.
+
+    sp_ratio: where ranks share rows, of all tokens the share that is divided over several ranks though its samples are
+    no longer than a rank's even share of their row; None where none do.
+    """
+
+    step: int
+    epoch: int
+    done: float
+    samples: int
+    images: int
+    tokens: int
+    target_tokens: int
+    total_weight: float
+    vision_tokens: int
+    skipped: tuple[str, ...]
+    padded_tokens: int
+    dist_ratio: Mapping[str, float]
+    flops: Mapping[str, int]
+    data_s: float
+    measure_s: float
+    clips: int = 0
+    cached_images: int = 0
+    sp_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """Rows of a picture's features that one rank has, from row `first` of its output on. places: of each of them
+    among the picture's, int64 [rows]."""
+
+    rank: int  # of those that share the sequence
+    first: int
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class PictureRows:
+    """A picture whose features are to be cached: see `dhp.core.batch.Features`. runs: all of its rows."""
+
+    key: str
+    about: str
+    runs: tuple[RowRun, ...]
+
+
+@dataclass(frozen=True)
+class UnreadPatches:
+    """Patches that are still in a video's file: rows of them, int64, in the image processor's order.
+
+    video: what the reader of the data knows it by (`dhp.data.media.frames.LongVideo`).
+    """
+
+    video: Any
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class VisionInput:
+    """One shard's input of an encoder in a micro-batch; patches in tower order. Of audio, a frame is a patch.
+
+    pixels: [patches, values]; positions: of each patch, as the tower takes them, [patches, …].
+
+    window_lengths: patches of this shard's windows.
+
+    segment_lengths: patches of the full-attention segments of all shards that share the sequence.
+
+    shards: for each of these (Ulysses innermost), what it holds of the segments, in the order of its rows: (segment,
+    first patch, patches).
+
+    rows: merged rows for each text shard that gets any, in order. Rows beyond their sum come from a dummy window and
+    are dropped. order: the merged rows in the order in which they are handed over, int64; None: as they come.
+
+    forms: of its pictures, in order, where the tower takes pictures whole. calls: which of them, by number, each call
+    of the tower takes; one without any takes a dummy picture. Ranks that gather weights for each call have equally many
+    calls, whatever pictures they have.
+
+    to_keep: of all shards that share the sequence, pictures whose features are to be written to disk.
+
+    unread: where some pixels are still to be read, all of them, piece by piece; `pixels` has no columns then. Ranks
+    never see that.
+    """
+
+    pixels: Tensor
+    positions: Tensor
+    window_lengths: tuple[int, ...]
+    segment_lengths: tuple[int, ...]
+    shards: tuple[tuple[tuple[int, int, int], ...], ...]
+    rows: tuple[int, ...]
+    order: Tensor | None = None
+    forms: tuple[ProcessorOutput, ...] = ()
+    calls: tuple[tuple[int, ...], ...] = ()
+    to_keep: tuple[PictureRows, ...] = ()
+    unread: tuple[Tensor | UnreadPatches, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """One text shard's tokens in a micro-batch: a replica's rows, or a sequence rank's share of its one row.
+
+    tensors: the model's own arguments (input_ids, position_ids, …), rows right-padded or packed into one; and the
+    objective's columns, an element a token (`dhp.objectives.objective.Objective.columns`).
+
+    lengths: tokens of each sample of the packed row, all ranks' together; None where rows are padded.
+
+    shards: where ranks share the row, for each of them (Ulysses innermost), what it holds of the samples, in the order
+    of its tokens: (sample, first token, tokens).
+
+    placement: for each image token of the rows, in order, its row among those received from the vision shards, one
+    shard after another, and then those of `cached`; None where the rows hold no image. audio_placement: the
+    same of sound and the audio shards.
+
+    total_weight: N of the step's objective, not of these rows.
+
+    samples: tokens of each sample of the rows, in order, without padding. weights: of each of them in N.
+
+    cached: rows of pictures whose features were on disk, by the name of the vision part's tensor.
+
+    blocks: tokens with the same number see each other both ways, -1: none; int64, of the rows, or of all samples that
+    ranks share. None where the family has no blocks.
+
+    segment_calls: how often layers that take each sample by itself are called at least, the same on all ranks.
+    """
+
+    tensors: dict[str, Tensor]
+    lengths: tuple[int, ...] | None
+    placement: Tensor | None
+    total_weight: float
+    samples: tuple[int, ...] = ()
+    audio_placement: Tensor | None = None
+    cached: Mapping[str, Tensor] = field(default_factory=dict)
+    shards: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    blocks: Tensor | None = None
+    segment_calls: int = 0
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One step, sharded over the ranks.
+
+    work: for each part, [micro-batch][shard]. routes: for each part whose rows go where the data say, one for each
+    micro-batch.
+    """
+
+    info: StepInfo
+    work: Mapping[str, tuple[tuple[Any, ...], ...]]
+    routes: Mapping[str, tuple[Route, ...]]

@@ -1,0 +1,65 @@
+"""Errors for users: what happened, with which values, why, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dhp.core.text import one_line
+
+
+class DhpError(Exception):
+    """Base of all errors raised on purpose; its text is complete without a traceback."""
+
+
+class ConfigError(DhpError):
+    """A configuration that cannot run: an unknown key, an impossible value or combination."""
+
+
+def raise_all(errors: Sequence[ConfigError]) -> None:
+    """Raise one error that lists all of them, if there are any."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        lines = "".join(f"\n  {error}" for error in dict.fromkeys(map(str, errors)))
+        raise ConfigError(f"{len(errors)} things are wrong:{lines}")
+
+
+class DataError(DhpError):
+    """A dataset, sample or image that cannot be used; the text names dataset, position and reason.
+
+    It may quote untrusted text, so it is one line, with control characters escaped.
+    """
+
+    def __init__(self, text: str, *more: object):
+        super().__init__(one_line(text), *more)
+
+
+class UnreadableVideo(DataError):
+    """A long video that proved broken when its frames were read. file: which, as `dhp.data.media.sources` has it."""
+
+    def __init__(self, text: str, file: object):
+        super().__init__(text, file)
+        self.file = file
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ModelError(DhpError):
+    """A model directory that cannot be loaded, split or exported."""
+
+
+class CheckpointError(DhpError):
+    """A checkpoint that is missing, incomplete or does not belong to the model."""
+
+
+class RecordError(DhpError):
+    """A run directory that cannot be written: its disk is full or gone."""
+
+
+class ClusterError(DhpError):
+    """Ray that could not be started or joined."""
+
+
+class PartFailed(DhpError):
+    """A rank of a part raised or died; the text names part, rank and the rank's own error."""

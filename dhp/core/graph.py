@@ -1,0 +1,234 @@
+"""The model as a graph of stages: nodes, edges, the degrees of a stage's mesh, routes between shards.
+
+A *part* is what the user configures (vision, text). A *stage* is what one group of actors runs: all of a part, or some
+of its layers. A *chunk* is a run of neighbouring layers that a stage computes at a time; a stage of an interleaved
+pipeline (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2) has
+several. A *node* is a chunk of a stage: what a schedule visits and what edges connect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+AXES = ("data", "ring", "ulysses", "tensor")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis; tensor ranks are consecutive. expert: so many consecutive data ranks share out the experts
+    of a decoder; no axis of its own."""
+
+    data: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.shards * self.tensor
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def shards(self) -> int:
+        """How many ways the tokens are split: tensor ranks of one mesh position compute with the same ones."""
+        return self.data * self.ring * self.ulysses
+
+    @property
+    def holders(self) -> int:
+        """Ranks that hold all weights together: consecutive ones, the first group from rank 0 on."""
+        return self.tensor * self.expert
+
+    def by_axis(self) -> dict[str, int]:
+        """Ranks along each axis, outermost first; those that share out experts are an axis inside of data, so that the
+        product stays that of all ranks."""
+        axes = {axis: getattr(self, axis) for axis in AXES}
+        if self.expert == 1:
+            return axes
+        return {"data": self.data // self.expert, "expert": self.expert, **{axis: axes[axis] for axis in AXES[1:]}}
+
+    def __str__(self) -> str:
+        split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        shared = f" (expert {self.expert})" if self.expert > 1 else ""
+        return (" × ".join(split) or "one rank") + shared
+
+
+@dataclass(frozen=True)
+class Route:
+    """pairs: (shard of the source, shard of the target) wherever there are rows to send, sorted.
+
+    A shard is a position of the stage's mesh but for tensor: see `dhp.core.graph.Degrees.shards`.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def targets(self) -> Mapping[int, tuple[int, ...]]:
+        """The targets of each source that sends, in order."""
+        return _grouped(self.pairs)
+
+    @cached_property
+    def sources(self) -> Mapping[int, tuple[int, ...]]:
+        """The sources of each target that receives, in order."""
+        return _grouped((target, source) for source, target in sorted(self.pairs))
+
+
+def straight(shards: int) -> Route:
+    """Each shard sends to its own counterpart: between stages of one part."""
+    return Route(tuple((shard, shard) for shard in range(shards)))
+
+
+def dense(sources: int, targets: int) -> Route:
+    """Every shard sends to every shard."""
+    return Route(tuple((source, target) for source in range(sources) for target in range(targets)))
+
+
+def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, list[int]] = {}
+    for first, second in pairs:
+        found.setdefault(first, []).append(second)
+    return {first: tuple(seconds) for first, seconds in found.items()}
+
+
+HIDDEN_STATES = "hidden_states"  # the output of one range of layers, input of the next
+
+
+@dataclass(frozen=True, order=True)
+class Node:
+    """A chunk of a stage."""
+
+    stage: str
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}/{self.chunk}" if self.chunk else self.stage
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """The part, or run of its layers, that one group of actors runs.
+
+    name: "vision", "text", or "text.1" where the part has several stages. part: its section of the configuration.
+
+    chunks: the part's layers that it holds, a range for each chunk, in the order in which a micro-batch visits them.
+
+    degrees: its mesh.
+
+    trains: some of its parameters are trained. False: no gradients of weights, no optimizer.
+
+    devices: the logical devices of its ranks, rank after rank. Stages whose ranges overlap share these devices.
+    """
+
+    name: str
+    part: str
+    chunks: tuple[range, ...]
+    degrees: Degrees
+    trains: bool
+    devices: range
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """One for each chunk."""
+        return tuple(Node(self.name, chunk) for chunk in range(len(self.chunks)))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers that it holds, by their number in the part."""
+        return tuple(layer for chunk in self.chunks for layer in chunk)
+
+
+def part_of(stage: str) -> str:
+    """The part of a stage, by its name: `text` of `text.1`."""
+    return stage.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """From a node to a later one.
+
+    tensors: names in the bundle that it carries.
+
+    gradients: their gradients go back: something at the source, or before it, is trained.
+    """
+
+    source: Node
+    target: Node
+    tensors: tuple[str, ...]
+    gradients: bool
+
+    def __str__(self) -> str:
+        back = "" if self.gradients else ", no gradients back"
+        return f"{self.source} → {self.target}: {', '.join(self.tensors)}{back}"
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A weight that two stages hold, the embedding that is the head too: its gradients are summed, and both take the
+    same optimizer step. The owner counts it in the norm and writes it to checkpoints. trained: it is."""
+
+    owner: str
+    other: str
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """All stages, in the order in which a micro-batch visits them first, all edges between them, and their ties."""
+
+    stages: tuple[StageSpec, ...]
+    edges: tuple[Edge, ...]
+    ties: tuple[Tie, ...] = ()
+
+    def stage(self, name: str) -> StageSpec:
+        """The stage of that name."""
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def of_part(self, part: str) -> tuple[StageSpec, ...]:
+        """The stages of a part, in order."""
+        return tuple(stage for stage in self.stages if stage.part == part)
+
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts, in order."""
+        return tuple(dict.fromkeys(stage.part for stage in self.stages))
+
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes in the order in which a micro-batch visits them."""
+        return tuple(self._visits())
+
+    def inputs(self, node: Node) -> tuple[Edge, ...]:
+        """Edges that end at a node."""
+        return tuple(edge for edge in self.edges if edge.target == node)
+
+    def outputs(self, node: Node) -> tuple[Edge, ...]:
+        """Edges that begin at a node."""
+        return tuple(edge for edge in self.edges if edge.source == node)
+
+    def ranks_of(self, part: str) -> int:
+        """Ranks of all stages of a part."""
+        return sum(stage.degrees.world for stage in self.of_part(part))
+
+    def goes_back(self, node: Node) -> bool:
+        """Whether backward visits a node: it, or a node before it, is trained."""
+        return self.stage(node.stage).trains or any(edge.gradients for edge in self.inputs(node))
+
+    def sharing(self) -> int:
+        """The most stages on one device."""
+        devices = [device for stage in self.stages for device in stage.devices]
+        return max(devices.count(device) for device in set(devices))
+
+    def device_count(self) -> int:
+        """Logical devices of all stages together."""
+        return max(stage.devices.stop for stage in self.stages)
+
+    def _visits(self) -> Iterator[Node]:
+        for part in self.parts():
+            stages = self.of_part(part)
+            for chunk in range(len(stages[0].chunks)):
+                yield from (Node(stage.name, chunk) for stage in stages)

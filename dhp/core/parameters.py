@@ -1,0 +1,183 @@
+"""Which parameters are trained, and how fast: rules over their names; settings of adapters.
+
+A run makes them once from its configuration (`dhp.trainer.trainable`); every rank applies them to the parameters it holds.
+Names are those of the whole model's parameters in transformers, as `model.language_model.layers.0.mlp.up_proj.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+from dhp.core.errors import ConfigError
+
+Number = TypeVar("Number", int, float)
+_ADAPTERS = {"lora_A", "lora_B", "lora_magnitude_vector"}  # pieces of the names that peft gives adapters' parameters
+_BASE = "base_layer"  # and of the names of the weights that they adapt
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Some parameters: those inside modules, or those whose names fit a pattern.
+
+    said: as the user wrote it; the pattern, where `inside` names no modules. inside: modules; outside: those within
+    them that do not count.
+
+    A pattern names neighbouring pieces of a parameter's dotted name, from anywhere on: `merger`, `layers.0`,
+    `q_proj.weight`. `*` stands for any letters, dots included, `?` for one, `[0-9]` for one of several.
+    """
+
+    said: str
+    inside: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+
+    def fits(self, name: str) -> bool:
+        """Whether the parameter of that name is one of them."""
+        if self.inside:
+            return is_inside(name, self.inside) and not is_inside(name, self.outside)
+        return _compiled(self.said).fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that one learning rate and one decay are for. warmup_steps: of its learning rate."""
+
+    name: str
+    learning_rate: float
+    weight_decay: float
+    warmup_steps: int
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """Settings that differ for some parameters; None: as without the rule."""
+
+    name: str
+    selectors: tuple[Selector, ...]
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    warmup_steps: int | None = None
+
+    def fits(self, name: str) -> bool:
+        """Whether it applies to the parameter of that name."""
+        return any(selector.fits(name) for selector in self.selectors)
+
+
+@dataclass(frozen=True)
+class TrainingRules:
+    """Trained parameters: those that `trainable` selects (none: all), without those of `frozen`. How: by `groups`, of
+    which a later one beats an earlier one in what it says.
+
+    adapted: parts that have adapters. Those are trained whatever is selected, and of the parts' own weights only what
+    `trainable` selects.
+    """
+
+    trainable: tuple[Selector, ...] = ()
+    frozen: tuple[Selector, ...] = ()
+    groups: tuple[GroupRule, ...] = ()
+    adapted: tuple[Selector, ...] = ()
+
+    @property
+    def selects(self) -> bool:
+        """Whether anything may be left out."""
+        return bool(self.trainable or self.frozen or self.adapted)
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter of that name is trained."""
+        if is_adapter(name):
+            return True
+        name = plain_name(name)
+        chosen = _any(self.trainable, name) or not (self.trainable or _any(self.adapted, name))
+        return chosen and not _any(self.frozen, name)
+
+    def group(self, name: str, default: Group) -> Group:
+        """The group of the parameter of that name; `default` where no rule applies to it."""
+        found, rules = default, [rule for rule in self.groups if rule.fits(plain_name(name))]
+        for rule in rules:
+            found = Group(
+                "+".join(rule.name for rule in rules),
+                _first(rule.learning_rate, found.learning_rate),
+                _first(rule.weight_decay, found.weight_decay),
+                _first(rule.warmup_steps, found.warmup_steps),
+            )
+        return found
+
+    def selectors(self) -> Iterable[tuple[str, Selector]]:
+        """All of them, each with the configuration's key that it stands under."""
+        yield from (("training.trainable", selector) for selector in self.trainable)
+        yield from (("training.frozen", selector) for selector in self.frozen)
+        for rule in self.groups:
+            yield from ((f"training.groups.{rule.name}", selector) for selector in rule.selectors)
+
+
+ALL = TrainingRules()  # everything is trained alike
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of that name is an adapter's."""
+    return not _ADAPTERS.isdisjoint(name.split("."))
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter or module has in the model without adapters."""
+    return name.replace(f".{_BASE}", "")
+
+
+def is_inside(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module or parameter of that name is one of the modules, or inside one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _any(selectors: Sequence[Selector], name: str) -> bool:
+    return any(selector.fits(name) for selector in selectors)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    pieces = re.split(r"(\*|\?|\[[^]]+\])", pattern)
+    wild = {"*": ".*", "?": "."}
+    body = "".join(wild.get(p) or (p if p.startswith("[") else re.escape(p)) for p in pieces)
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{body})(?:\..*)?")
+    except re.error as error:
+        raise ConfigError(
+            f"{pattern} is no pattern of parameters' names ({error}). `*` stands for any letters, `?` for one, and "
+            "`[0-9]` for one of a range that goes upwards"
+        ) from error
+
+
+def _first(value: Number | None, otherwise: Number) -> Number:
+    return otherwise if value is None else value
+
+
+NF4 = "nf4"  # four bits a value, the quantiles of a normal distribution (Dettmers et al. 2023, "QLoRA")
+ADAPTER = "default"  # peft's own name of the one adapter that a model has here
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Low-rank adapters (Hu et al. 2021, "LoRA") added to the matrices of a part: W + scale × B A.
+
+    rank: rows of A, columns of B. scale: alpha / rank; with rslora alpha / √rank (Kalajdzievski 2023).
+
+    dropout: of what enters A. targets: which matrices; none: all of the layers.
+
+    dora: the norms of W's rows are trained too (Liu et al. 2024).
+
+    quantization: the format of the layers' linear matrices that are not trained, NF4; None: the part's.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    dora: bool = False
+    rslora: bool = False
+    quantization: str | None = None
+
+    def selectors(self) -> tuple[Selector, ...]:
+        """`targets` as selectors over names of weights."""
+        return tuple(Selector(said) for said in self.targets)

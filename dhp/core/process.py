@@ -1,0 +1,152 @@
+"""This process: its signals, its start-up lines, its cores, time limits for foreign code."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+INTERRUPTED = 130  # exit status that a shell reports after Ctrl-C
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_OUTSIDE, _RUNNING, _ENDING = "outside a run", "running", "ending"
+
+
+class _State:
+    phase = _OUTSIDE
+    interrupted = False
+
+
+def heed() -> None:
+    """From here on both signals end the process at once, with one line and exit status 130, also amid an import.
+
+    A signal that the process was started to ignore stays ignored.
+    """
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _handle)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """In a run both signals raise KeyboardInterrupt in the main thread, until `end` is called."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    _State.phase, _State.interrupted = _RUNNING, False
+    heed()
+    try:
+        yield
+    finally:
+        _State.phase, _State.interrupted = _OUTSIDE, False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end() -> None:
+    """Ignore signals from now on: called where the shutdown of a run begins, which a signal would leave half done."""
+    if _State.phase == _RUNNING:
+        _State.phase = _ENDING
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Call `end` when this block is left, in any way."""
+    try:
+        yield
+    finally:
+        end()
+
+
+@contextmanager
+def ending_on_error() -> Iterator[None]:
+    """Call `end` when this block is left by an exception."""
+    try:
+        yield
+    except BaseException:
+        end()
+        raise
+
+
+def was_interrupted() -> bool:
+    """Whether a signal has arrived in this run: a library may have caught its KeyboardInterrupt."""
+    return _State.interrupted
+
+
+def _handle(number: int, _frame: Any) -> None:
+    if _State.phase == _OUTSIDE:
+        with suppress(Exception):  # it may be printing right now
+            sys.stdout.flush()
+        os.write(2, f"interrupted ({signal.Signals(number).name})\n".encode())
+        os._exit(INTERRUPTED)  # an import cannot be left by an exception: too many libraries catch it
+    if signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, None):
+        signal.alarm(0)  # while Ray starts, its core's handler comes first and sets one, to abort in three seconds
+    if _State.phase == _RUNNING:
+        _State.interrupted = True
+        raise KeyboardInterrupt
+
+
+class StartUp:
+    """Prints lines with the seconds since the command was given."""
+
+    def __init__(self, begun: float, say: Callable[[str], None] | None = None) -> None:
+        """begun: of `time.perf_counter`. say: prints a line; None: on stdout."""
+        self._begun, self._say = begun, say or say_line
+
+    def __call__(self, text: str) -> None:
+        self._say(f"{time.perf_counter() - self._begun:5.1f} s  {text}")
+
+
+def say_line(text: str, file: TextIO | None = None) -> None:
+    """Print a line at once, on stdout where no other file is given."""
+    print(text, file=file, flush=True)
+
+
+def say_nothing(text: str) -> None:
+    """Discard the line: the default where no progress is to be printed."""
+
+
+def count_cores() -> int:
+    """Cores of the process's affinity mask where the system has one (Linux), else all of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class OutOfTime(Exception):
+    """The time limit was exceeded."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in here where it takes more than `seconds`. What waits inside one operation of C is not ended
+    before it returns to Python. Any thread may use it; a signal's alarm is the main thread's alone."""
+    thread, lock, over = threading.get_ident(), threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not over:
+                _raise_in(thread, OutOfTime)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    with lock:  # starting a thread must not be interrupted
+        timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            over = True
+            _raise_in(thread, None)  # one that was raised a moment ago, and has not come yet, is of no use any more
+        timer.cancel()
+
+
+def _raise_in(thread: int, kind: type[Exception] | None) -> None:
+    """Raise it at the thread's next Python operation; None: cancel an exception that was not raised yet."""
+    exception = ctypes.py_object(kind) if kind is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)

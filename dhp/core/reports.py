@@ -1,0 +1,125 @@
+"""What ranks report to the driver: losses, devices, kernels, measured layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EvaluatedShare:
+    """One rank's share of an evaluated batch. loss: its share of the objective. targets: how many tokens it counts, and
+    right: those of them with the highest logit."""
+
+    loss: float
+    right: int
+    targets: int
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One rank's report after its optimizer step.
+
+    loss: its share of the objective, a sum over N_global; None where the stage has no head.
+
+    lr: the learning rate of the step, by group of parameters; empty where nothing is trained.
+
+    memory_bytes: the most that the allocator had reserved in the step; None on a CPU.
+
+    sent_bytes: by kind, see `dhp.core.tracing`.
+
+    usage: of activations, where they are measured.
+
+    notes: messages for the user, each shown once.
+
+    short: whether a forward pass ran out of memory, and all of it was recomputed instead; no usage then.
+
+    busy_s: seconds of the step in which it computed. The worker that runs the rank measures and adds them.
+    """
+
+    rank: int
+    loss: float | None
+    grad_norm: float
+    lr: Mapping[str, float]
+    memory_bytes: int | None
+    sent_bytes: Mapping[str, int]
+    usage: StageUsage | None = None
+    notes: tuple[str, ...] = ()
+    short: bool = False
+    busy_s: float | None = None
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The device of one rank.
+
+    device_id: the same for ranks that share the device. format: of the numbers that it multiplies. measured: operations
+    a second, where this rank has measured them. memory_bytes: of a GPU, all of it.
+    """
+
+    kind: str  # cpu | cuda
+    name: str
+    device_id: str
+    format: str
+    measured: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """The kernel that a kind of layer uses in a stage.
+
+    kind: attention, norm, rotary, gate, loss or patches. count: of modules; 0 where none are counted. faster: a kernel
+    that would be faster there, and what it needs.
+    """
+
+    kind: str
+    kernel: str
+    count: int = 0
+    faster: str | None = None
+
+
+RecomputePolicies = tuple[str, ...]  # what each layer of a stage recomputes, in order: see `dhp.config.recompute`
+
+
+@dataclass(frozen=True)
+class LayerUsage:
+    """Memory and time of one layer in the step's largest micro-batch.
+
+    kind: layers of one kind do the same work.
+
+    held_bytes: saved from forward to backward. replay_bytes: added by recomputing, until the layer's backward is done.
+
+    replay_s: seconds of recomputing in the whole step.
+    """
+
+    kind: str
+    choice: str
+    held_bytes: int
+    replay_bytes: int
+    replay_s: float
+
+
+@dataclass(frozen=True)
+class StageUsage:
+    """Memory of activations on one rank of a stage in one step.
+
+    peak_bytes: the most at any moment.
+
+    before_bytes, after_bytes: saved for backward by what comes before and after the layers.
+
+    rows: patches or tokens of the largest micro-batch. all_rows: those of the step.
+    """
+
+    peak_bytes: int
+    before_bytes: int
+    after_bytes: int
+    rows: int
+    all_rows: int
+    forward_s: float
+    backward_s: float
+    layers: tuple[LayerUsage, ...]
+
+    @property
+    def choices(self) -> RecomputePolicies:
+        return tuple(layer.choice for layer in self.layers)

@@ -1,1 +1,0 @@
-"""Formats of conversations, a module each: from a raw mapping to the turns of a Record."""

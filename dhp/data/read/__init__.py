@@ -1,0 +1,1 @@
+"""Files of annotations, in any known format, as records."""

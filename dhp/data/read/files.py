@@ -1,0 +1,228 @@
+"""Annotation files as rows: JSON, JSONL, CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from dhp.core.errors import DataError
+from dhp.data.media.sources import Member
+from dhp.data.read.records import located
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """One raw sample. members: the other files of the sample in its archive, by name; None: it is in no archive."""
+
+    value: Any
+    members: Mapping[str, Member] | None = None
+
+
+class RawSamples(Protocol):
+    """Random access to the raw samples of one dataset, 0-based. Safe to call from several threads."""
+
+    def __len__(self) -> int: ...
+
+    def locate(self, index: int) -> tuple[int, str]:
+        """The 1-based position in the file, and the place in words ("line 5 of FILE")."""
+
+    def read(self, index: int) -> RawSample:
+        """One raw sample. Raises DataError, with the reason alone, if it cannot be read."""
+
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NOT_UTF_8 = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "compressed by gzip", b"PK": "a zip archive"}
+
+
+def decode_json(content: bytes, whole_file: bool) -> Any:
+    """The JSON value in `content`. Raises DataError when it is not JSON in UTF-8; of a whole file with line and
+    column."""
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        number = 1 + content.count(b"\n", 0, error.start)
+        line = f"line {number}" if whole_file else "the line"
+        reason = f"{line} is not UTF-8 (byte 0x{content[error.start]:02x}). Save the file as UTF-8"
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if whole_file else ""
+        reason = f"malformed JSON at {line}column {error.colno}: {error.msg}"
+        if whole_file and error.msg == "Extra data":
+            reason += ". One object a line is JSONL: call the file .jsonl"
+    except (RecursionError, ValueError) as error:  # nesting too deep, or a number with too many digits
+        reason = f"JSON cannot be read: {error}"
+    raise DataError(f"{reason}.")
+
+
+def check_head(head: bytes) -> None:
+    """Raises DataError for a file that begins as no text in UTF-8 does."""
+    kind = _NOT_UTF_8.get(head[:2])
+    if kind:
+        raise DataError(f"the file is {kind}, not plain text in UTF-8. Convert it")
+
+
+class JsonRows:
+    """See `dhp.data.read.files.RawSamples`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DataError for a file that is not one JSON array in UTF-8, with line and column."""
+        with located(str(path)):
+            content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
+            check_head(content)
+            self._path, self._values = path, _array(decode_json(content, whole_file=True))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def locate(self, index: int) -> tuple[int, str]:
+        return index + 1, f"element {index + 1} of {self._path}"
+
+    def read(self, index: int) -> RawSample:
+        return RawSample(self._values[index])
+
+
+def _array(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    kind = {dict: "object", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
+    raise DataError(
+        f"the file holds one JSON {kind}, not an array of samples. "
+        "Wrap the samples in [ ]; a file with one object a line must be called .jsonl."
+    )
+
+
+_CHUNK_BYTES = 1 << 24  # bytes that are searched for line ends at once
+_LINE_END = 10
+_IS_TEXT = np.array([not bytes([byte]).isspace() for byte in range(256)])
+
+
+class JsonlRows:
+    """See `dhp.data.read.files.RawSamples`. Blank lines are no samples, but count as lines."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DataError for a file that is not text in UTF-8 at all."""
+        self._path = path
+        with path.open("rb") as file:
+            head = file.read(len(BYTE_ORDER_MARK))
+        with located(str(path)):
+            check_head(head)
+        skip = len(head) if head == BYTE_ORDER_MARK else 0
+        bounds, self._blank = find_lines(path, skip)
+        bounds[0] = skip
+        self._bounds = bounds
+        # Samples before each blank line, which is all it takes to know the line of a sample.
+        self._before = self._blank - np.arange(len(self._blank))
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1 - len(self._blank)
+
+    def locate(self, index: int) -> tuple[int, str]:
+        line = self._line(index) + 1
+        return line, f"line {line} of {self._path}"
+
+    def read(self, index: int) -> RawSample:
+        line = self._line(index)
+        start, stop = self._bounds[line : line + 2].tolist()
+        return RawSample(decode_json(_between(self._path, start, stop).rstrip(), whole_file=False))
+
+    def _line(self, index: int) -> int:
+        """The 0-based line of a sample."""
+        return index + int(np.searchsorted(self._before, index, side="right"))
+
+
+def find_lines(path: Path, skip: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [lines + 1]: where each line begins, and the end of the file; int64 [blank lines]: their numbers, 0-based.
+
+    Read once, in chunks. skip: bytes at the file's beginning that are none of its first line.
+    """
+    found, full, size = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=bool)], 0
+    begun = False  # whether the line that the last chunk broke off in has text
+    with path.open("rb") as file:
+        while content := file.read(_CHUNK_BYTES):
+            chunk = np.frombuffer(content, dtype=np.uint8)
+            text = _IS_TEXT[chunk]
+            text[: max(0, skip - size)] = False
+            # "\n" alone: str.splitlines would also cut inside strings that hold U+2028.
+            ends = np.flatnonzero(chunk == _LINE_END)
+            starts = np.concatenate([[0], ends + 1])
+            has_text = np.logical_or.reduceat(text, starts[starts < len(chunk)])
+            has_text[0] |= begun
+            begun = bool(has_text[len(ends) :].any())
+            full.append(has_text[: len(ends)])
+            found.append(ends + (size + 1))
+            size += len(chunk)
+    bounds = np.concatenate(found)
+    if bounds[-1] != size:
+        bounds, full = np.append(bounds, size), [*full, np.array([begun])]
+    return bounds, np.flatnonzero(~np.concatenate(full))
+
+
+def _between(path: Path, start: int, stop: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
+
+
+# Cells that may hold a list, as JSON. Any other text that begins with a bracket is a text.
+_LISTS = ("messages", "conversations", "conversation", "texts", "history")
+_FILES = ("image", "images", "video", "videos", "audio", "audios")
+
+
+class CsvRows:
+    """See `dhp.data.read.files.RawSamples`. An empty cell is null; a list in a cell is JSON."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DataError for a file that is not text in UTF-8 or has rows of other lengths than its line of names."""
+        self._path = path
+        with located(str(path)):
+            with path.open("rb") as file:
+                check_head(file.read(4))
+            try:
+                self._rows = _read(path)
+            except UnicodeDecodeError as error:
+                raise DataError(f"the file is not UTF-8 (byte {error.start}). Save it as UTF-8") from error
+            except csv.Error as error:
+                raise DataError(f"the file is no CSV: {error}. Write it as JSONL") from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def locate(self, index: int) -> tuple[int, str]:
+        line = self._rows[index][0]
+        return line, f"the row that ends at line {line} of {self._path}"
+
+    def read(self, index: int) -> RawSample:
+        _, cells = self._rows[index]
+        return RawSample({name: _value(name, cell) for name, cell in cells.items() if cell})
+
+
+def _read(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """Each row with the line that it ends at."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        names = next(reader, [])
+        if not names or len(set(names)) < len(names) or not all(names):
+            raise DataError(f"the first line must name the columns, each once; it has {names!r:.200}")
+        rows = []
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                raise DataError(f"line {reader.line_num} has {len(cells)} cells, and the first line names {len(names)}")
+            rows.append((reader.line_num, dict(zip(names, cells, strict=True))))
+    return rows
+
+
+def _value(name: str, cell: str) -> Any:
+    lists = name in _LISTS or (name in _FILES and cell.startswith("["))
+    if not lists:
+        return cell
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the cell of {name!r} must be a list in JSON: {error}") from error

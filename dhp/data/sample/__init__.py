@@ -1,0 +1,1 @@
+"""A record as a sample: chat template, tokens, labels, pictures, audio."""

@@ -1,0 +1,287 @@
+"""Turns files of images and videos into patches or, from their headers alone, into the grids of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from dhp.core.batch import Features, Grid, ProcessorOutput
+from dhp.core.errors import ConfigError, DataError, UnreadableVideo
+from dhp.data.media.frames import FrameSampling, FrameTimes, LongVideo, extent_of_images, map_images
+from dhp.data.media.images import open_image, read_size
+from dhp.data.media.sources import File, Frames, Picture, Settings, Video, files_of, name_of, settings_of
+from dhp.data.media.video import map_frames, read_extent, read_groups, read_length
+from dhp.data.sample.cached_features import CachedPictures, SeenPictures, seen_to_json
+from dhp.data.sample.lengths import Grids, Size
+from dhp.data.sample.sample import Sample
+
+if TYPE_CHECKING:
+    from transformers.image_processing_utils import BaseImageProcessor
+
+Output = Mapping[str, np.ndarray]  # of the image processor
+_ANY_RATE = 1e9  # frames a second
+
+
+@dataclass(frozen=True)
+class Videos:
+    """Video preprocessing of one model.
+
+    patches: the image processor's output for one group of frames → (rows float32 [patches, dim], grid).
+
+    max_pixels: width × height of a frame; None: as an image's.
+
+    step_tokens: None where a video is one run of placeholders in the prompt. Otherwise each step in time is a run of
+    its own, which stands between these two tokens, and these between the texts that `step_text` makes of its seconds.
+    """
+
+    token_id: int
+    taking: FrameSampling
+    patches: Callable[[Output], tuple[np.ndarray, Grid]]
+    max_pixels: int | None = None
+    step_tokens: tuple[int, int] | None = None
+    step_text: Callable[[float, float], tuple[str, str]] = lambda middle, first: ("", "")
+
+
+@dataclass(frozen=True)
+class PicturePatches:
+    """An image or a video as the model gets it. pixels: float32 [patches, dim], or a video that is read in parts; pace:
+    of a video's steps.
+
+    features: where features are cached; a picture that has some has no pixels.
+    """
+
+    pixels: np.ndarray | LongVideo
+    grid: Grid | ProcessorOutput
+    pace: FrameTimes | None = None
+    features: Features | None = None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A picture without its pixels."""
+
+    grid: Grid | ProcessorOutput
+    pace: FrameTimes | None = None
+
+
+class Pictures:
+    """Image and video preprocessing of one model. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        image_processor: BaseImageProcessor,
+        image_tokens: Callable[[Grid], int],
+        patches: Callable[[Output], tuple[np.ndarray, Grid]],
+        min_pixels: int | None,
+        max_pixels: int | None,
+        videos: Videos | None,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        kept: CachedPictures | None = None,
+        whole_frames: int | None = None,
+    ) -> None:
+        """The arguments of `dhp.data.sample.preprocess.Preprocessor`. Raises ConfigError for impossible bounds."""
+        self._image_processor, self._image_tokens, self._as_patches = image_processor, image_tokens, patches
+        self._videos, self._arguments = videos, dict(arguments)
+        self._bounds = self._video_bounds = (min_pixels, max_pixels)
+        self._scaling = self._video_scaling = _scaling(image_processor, min_pixels, max_pixels)
+        if videos is not None and videos.max_pixels is not None:
+            self._video_bounds = (min_pixels, videos.max_pixels)
+            self._video_scaling = _scaling(image_processor, *self._video_bounds, "data.video_max_pixels")
+        self._grids = Grids(image_processor, self._scaling, image_tokens)
+        self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
+        self._whole_frames = whole_frames
+        self._kept = None if kept is None else kept.see(self.about(), image_tokens)
+
+    def decode(self, media: Sequence[Picture]) -> list[PicturePatches]:
+        """Pictures with their pixels, or with their cached features. Raises DataError for a file that
+        cannot be used."""
+        if self._kept is None:
+            return [self._decode(one) for one in media]
+        return [self._look_up(self._kept, one) for one in media]
+
+    def read_patches(self, video: LongVideo, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Some patches of a video, step in time by step: where in `rows` they are, and they, float32 [some, dim].
+
+        rows: which patches, int64. Only steps that have some are decoded. Raises UnreadableVideo where `decode` would
+        raise DataError.
+        """
+        try:
+            yield from self._some_patches(video, rows)
+        except DataError as error:
+            raise UnreadableVideo(str(error), video.file) from error
+
+    def complete(self, sample: Sample) -> Sample:
+        """The sample with all its pixels. Raises DataError."""
+        whole = (self._all_patches(one) if isinstance(one, LongVideo) else one for one in sample.pixels)
+        return replace(sample, pixels=tuple(whole))
+
+    def require_readable(self, sample: Sample) -> None:
+        """Decode the frames that the sample left in files, one step in time after another, and discard them. Raises
+        DataError for those that cannot be decoded."""
+        for one in sample.pixels:
+            if isinstance(one, LongVideo):
+                for _ in self.read_patches(one, np.arange(len(one))):
+                    pass
+
+    def outline(self, media: Sequence[Picture]) -> list[Outline]:
+        """Outlines of what `decode` would give, from headers. Raises DataError as it does, as far as headers show."""
+        return [self._video_outline(m) if isinstance(m, Video) else self._image_outline(m) for m in media]
+
+    def runs(self, seen: Sequence[PicturePatches | Outline]) -> list[int]:
+        """Tokens of each run of placeholders: of a picture, or of each step of a video whose steps stand apart."""
+        runs = []
+        for one in seen:
+            if one.pace is None or self._videos.step_tokens is None:
+                runs.append(self._image_tokens(one.grid))
+            else:
+                t, h, w = one.grid
+                runs += [self._image_tokens((1, h, w))] * t
+        return runs
+
+    def about(self) -> list[Any]:
+        """All that decides the number of tokens of pictures, except the files."""
+        videos = self._videos
+        timing = videos and [videos.token_id, asdict(videos.taking), videos.step_tokens, videos.step_text(12.345, 11.9)]
+        processor = self._image_processor.to_json_string()
+        return [processor, self._arguments, self._scaling, self._video_scaling, timing]
+
+    def _some_patches(self, video: LongVideo, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        videos, (_, h, w) = self._seeing(video.file), video.grid
+        taking, scaling = self._taking(video.settings), self._scaling_of(video.settings, moving=True)
+        steps, inside = np.divmod(rows, h * w)
+        order = np.argsort(steps, kind="stable")
+        wanted, starts = np.unique(steps[order], return_index=True)
+        frames = read_groups(video.file, taking, video.length, wanted.tolist())
+        for places, group in zip(np.split(order, starts[1:]), frames, strict=True):
+            patches, grid = videos.patches(self._process(group, video.file, scaling))
+            if grid[1:] != (h, w):
+                raise DataError(
+                    f"video {name_of(video.file)} has frames of {grid[1]} × {grid[2]} patches, and its first is of "
+                    f"{h} × {w}. Write it in one size"
+                )
+            yield places, patches[inside[places]]
+
+    def _all_patches(self, video: LongVideo) -> np.ndarray:
+        return np.concatenate([patches for _, patches in self.read_patches(video, np.arange(len(video)))])
+
+    def _look_up(self, kept: SeenPictures, medium: Picture) -> PicturePatches:
+        """A picture with its features and without pixels; where none are cached, with its pixels and their key."""
+        medium, features, seen = kept.look_up(medium)
+        if seen is not None:
+            return PicturePatches(np.zeros((0, 0), np.float32), *seen, features)
+        found = self._decode(medium)
+        return replace(found, features=replace(features, about=seen_to_json(found.grid, found.pace)))
+
+    def _decode(self, medium: Picture) -> PicturePatches:
+        return self._video(medium) if isinstance(medium, Video) else self._image(medium)
+
+    def _image(self, medium: Picture) -> PicturePatches:
+        (file,) = files_of(medium)
+        scaling = self._scaling_of(settings_of(medium), moving=False)
+        return PicturePatches(*self._as_patches(self._process([open_image(file)], file, scaling)))
+
+    def _image_outline(self, medium: Picture) -> Outline:
+        (file,) = files_of(medium)
+        scaling = self._scaling_of(settings_of(medium), moving=False)
+
+        def blank(size: Size) -> Grid:
+            return self._as_patches(self._process([Image.new("RGB", size)], file, scaling))[1]
+
+        size = read_size(file)
+        return Outline(self._grids(size, blank) if scaling is self._scaling else blank(size))
+
+    def _video(self, video: Video) -> PicturePatches:
+        file, videos = video.file, self._seeing(video.file)
+        taking, scaling = self._taking(video.settings), self._scaling_of(video.settings, moving=True)
+        make = lambda frames: videos.patches(self._process(frames, file, scaling))
+        if isinstance(file, Frames):
+            groups, pace = map_images(file, taking, make)
+        else:
+            length = None if self._whole_frames is None else read_length(file)
+            if length is not None and len(taking.indices(length.total, length.rate)) > self._whole_frames:
+                pace = taking.pace(length.total, length.rate)
+                (first,) = read_groups(file, taking, length, [0])  # headers do not tell whether frames are turned
+                grid = (len(pace.times), *make(first)[1][1:])
+                return PicturePatches(LongVideo(file, length, grid, video.settings), grid, pace)
+            groups, pace = map_frames(file, taking, make, length)
+        _, h, w = groups[0][1]
+        return PicturePatches(np.concatenate([rows for rows, _ in groups]), (len(groups), h, w), pace)
+
+    def _video_outline(self, video: Video) -> Outline:
+        file, videos = video.file, self._seeing(video.file)
+        taking, scaling = self._taking(video.settings), self._scaling_of(video.settings, moving=True)
+
+        def blank(size: Size) -> Grid:
+            return videos.patches(self._process([Image.new("RGB", size)] * taking.group, file, scaling))[1]
+
+        extent = extent_of_images(file, taking) if isinstance(file, Frames) else read_extent(file, taking)
+        size = (extent.width, extent.height)
+        _, h, w = self._video_grids(size, blank) if scaling is self._video_scaling else blank(size)
+        return Outline((extent.frames // taking.group, h, w), extent.pace)
+
+    def _taking(self, settings: Settings) -> FrameSampling:
+        """Which frames are taken of a video with such settings. So many frames, whatever their number a second, are
+        taken at a rate that no video has. Raises DataError for more than the configuration allows."""
+        taking = self._videos.taking
+        fps = settings.fps or (_ANY_RATE if settings.frames else taking.fps)
+        most = settings.frames or settings.max_frames or taking.max_frames
+        if most > taking.max_frames:
+            raise DataError(f"{most} frames of a video are more than data.video_max_frames={taking.max_frames}")
+        return replace(taking, fps=fps, max_frames=most, start=settings.start, end=settings.end)
+
+    def _scaling_of(self, settings: Settings, moving: bool) -> dict[str, Any]:
+        """The bounds of a picture with such settings. Raises DataError for some that cannot be kept."""
+        own = (settings.min_pixels, settings.max_pixels)
+        if own == (None, None):
+            return self._video_scaling if moving else self._scaling
+        bounds = self._video_bounds if moving else self._bounds
+        try:
+            scaling = _scaling(self._image_processor, *(mine or given for mine, given in zip(own, bounds)))
+        except ConfigError as error:
+            raise DataError(f"min_pixels and max_pixels of a picture: {error}") from error
+        most = max(self._image_processor.size["longest_edge"], bounds[1] or 0)
+        if scaling["size"]["longest_edge"] > most:
+            raise DataError(f"'max_pixels' {own[1]} of a picture is more than {most}, the most that this run has")
+        return scaling
+
+    def _seeing(self, file: File | Frames) -> Videos:
+        if self._videos is None:
+            raise DataError(f"video {name_of(file)}, but this model sees images only. Leave videos out of its data")
+        return self._videos
+
+    def _process(self, images: list[Image.Image], file: File | Frames, scaling: dict[str, Any]) -> Output:
+        try:
+            return self._image_processor(images=images, return_tensors="np", **self._arguments, **scaling)
+        except ValueError as error:  # for example sides too unequal to scale
+            size = f"{images[0].width} × {images[0].height}"
+            raise DataError(f"image {name_of(file)} ({size}) cannot be scaled: {error}") from error
+
+
+def _scaling(
+    processor: BaseImageProcessor,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    upper: str = "data.max_pixels",
+) -> dict[str, Any]:
+    """Arguments of the image processor that bound a scaled image's area; none leaves it its own bounds."""
+    if min_pixels is None and max_pixels is None:
+        return {}
+    if "min_pixels" not in processor.valid_kwargs.__annotations__:
+        raise ConfigError(
+            f"data.min_pixels = {min_pixels}, {upper} = {max_pixels}, but {type(processor).__name__} does "
+            "not scale images by area. Leave both unset (null)"
+        )
+    # Processors that scale by area nevertheless call the two bounds "edges".
+    shortest = processor.size["shortest_edge"] if min_pixels is None else min_pixels
+    longest = processor.size["longest_edge"] if max_pixels is None else max_pixels
+    if not 0 < shortest <= longest:
+        raise ConfigError(
+            f"images need 0 < data.min_pixels <= {upper}, got {shortest} and {longest} "
+            "(the image processor's own value where unset)"
+        )
+    return {"size": {"shortest_edge": shortest, "longest_edge": longest}}

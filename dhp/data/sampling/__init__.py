@@ -1,0 +1,1 @@
+"""The samples of each step: datasets, mixture, samplers, length tables."""

@@ -1,0 +1,232 @@
+"""Datasets and their mixture: reads, decodes and divides one global batch by the step's number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain
+from pathlib import Path
+from types import MappingProxyType
+from zlib import crc32
+
+import numpy as np
+
+from dhp.config.data import DatasetEntry
+from dhp.config.parts import split_share
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.errors import ConfigError, DataError
+from dhp.data.media.frames import LongVideo
+from dhp.data.media.sources import File
+from dhp.data.read.annotations import Annotations, read_annotations
+from dhp.data.read.records import Record, located
+from dhp.data.sample.sample import Sample
+from dhp.data.sampling.exchanged import Records
+from dhp.data.sampling.sampler import Sampler, StepBatch
+
+
+class Portion:
+    """A dataset as epochs show it: `record(i, e)` depends on the arguments and the constructor's alone."""
+
+    def __init__(self, annotations: Annotations, share: float, weight: float, seed: int, shuffle: bool) -> None:
+        """share: of the samples, 0 < share <= 1, drawn once. weight: how often an epoch shows each of them on average.
+
+        shuffle: which samples come once more, where the weight is not whole, is drawn anew for each cycle through them;
+        otherwise they take turns.
+        """
+        self.annotations = annotations
+        self._seeds = [seed, crc32(annotations.dataset.encode())]
+        self._kept = self._draw(share) if share < 1 else None  # int64 [samples], ascending; None: all
+        self._samples = len(annotations) if self._kept is None else len(self._kept)
+        self._shown = max(1, round(weight * self._samples))
+        self._shuffle = shuffle and self._shown != self._samples  # an epoch is shuffled as a whole anyway
+        self._order = lru_cache(maxsize=2)(self._cycle_order)
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return self._shown
+
+    def record(self, index: int, epoch: int) -> Record:
+        """Parse one annotation. index: within the epoch; both 0-based. DataError, with its place, if it is bad."""
+        return self.annotations.record(int(self.rows(np.array([index]), epoch)[0]))
+
+    def rows(self, indices: np.ndarray, epoch: int) -> np.ndarray:
+        """Rows of the annotations (0-based) that an epoch shows at these indices: int64."""
+        # Epochs go round through all samples again and again, so each is shown as often as any other, give or take one.
+        cycles, rows = np.divmod(epoch * self._shown + indices, self._samples)
+        if self._shuffle:
+            for cycle in np.unique(cycles):
+                of_cycle = cycles == cycle
+                rows[of_cycle] = self._order(int(cycle))[rows[of_cycle]]
+        return rows if self._kept is None else self._kept[rows]
+
+    def _draw(self, share: float) -> np.ndarray:
+        total = len(self.annotations)
+        drawn = np.random.default_rng(self._seeds).permutation(total)[: max(1, round(share * total))]
+        return np.sort(drawn)
+
+    def _cycle_order(self, cycle: int) -> np.ndarray:
+        return np.random.default_rng([*self._seeds, cycle + 1]).permutation(self._samples)
+
+
+class Dataset:
+    """Several datasets, one after another, addressed by one 0-based index."""
+
+    def __init__(self, portions: Sequence[Portion]) -> None:
+        if not portions:
+            raise DataError("no dataset to train on. Name at least one in data.datasets")
+        self._portions = tuple(portions)
+        self._ends = np.array(list(accumulate(map(len, portions))))
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return int(self._ends[-1])
+
+    def record(self, index: int, epoch: int = 0) -> Record:
+        """Parse one annotation. DataError, with its place, if it is defective."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        ((portion, _, inside),) = self.portions(np.array([index]))
+        return portion.record(int(inside[0]), epoch)
+
+    def portions(self, indices: np.ndarray) -> Iterator[tuple[Portion, np.ndarray, np.ndarray]]:
+        """Each portion that has some of these samples, which of `indices` they are, and their indices in it."""
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        for number in np.unique(numbers):
+            portion = self._portions[number]
+            of_portion = np.flatnonzero(numbers == number)
+            yield portion, of_portion, indices[of_portion] - int(self._ends[number]) + len(portion)
+
+    def annotations(self) -> dict[str, Annotations]:
+        """Those of all portions, by the dataset's name."""
+        return {portion.annotations.dataset: portion.annotations for portion in self._portions}
+
+
+def open_dataset(
+    names: Sequence[str],
+    registry: Mapping[str, DatasetEntry],
+    seed: int = 0,
+    shuffle: bool = True,
+    allow_http: bool = False,
+) -> Dataset:
+    """Open the named datasets (`name` or `name%50`), in that order; a name given twice counts twice.
+
+    seed, shuffle: which samples a share and a weight show. Raises DataError for a name that the registry does not hold
+    and for a file that cannot be read, ConfigError for a malformed share.
+    """
+    split = [split_share(name) for name in names]
+    opened = {name: _read(name, registry, allow_http) for name in dict(split)}
+    return Dataset([Portion(opened[name], share, registry[name].weight, seed, shuffle) for name, share in split])
+
+
+def _read(name: str, registry: Mapping[str, DatasetEntry], allow_http: bool) -> Annotations:
+    if name not in registry:
+        suggestion = did_you_mean([nearest(name, registry)]) or ". Add it there"
+        raise DataError(f"dataset {name!r} is not in data.data_registry (it holds {sorted(registry)}){suggestion}")
+    entry = registry[name]
+    data_path = Path(entry.data_path) if entry.data_path else None
+    return read_annotations(name, Path(entry.annotation_path), data_path, entry.format, allow_http, entry.columns)
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The data of one step.
+
+    step, epoch: 0-based. samples: [micro_batch][replica] -> its samples. skipped: one message (dataset, position,
+    reason) for each sample left out. done: epochs after the step, with a fraction.
+    """
+
+    step: int
+    epoch: int
+    samples: tuple[tuple[tuple[Sample, ...], ...], ...]
+    skipped: tuple[str, ...]
+    done: float = 0.0
+
+    @property
+    def flat(self) -> list[Sample]:
+        """All samples, micro-batch by micro-batch and replica by replica."""
+        slots = chain.from_iterable(self.samples)
+        return list(chain.from_iterable(slots))
+
+
+class BatchSource:
+    """Random access to steps: step(k) depends on k and the arguments here alone, never on earlier calls."""
+
+    def __init__(
+        self,
+        dataset: Records,
+        preprocess: Callable[[Record], Sample],
+        sampler: Sampler,
+        on_bad_sample: str = "error",
+        complete: Callable[[Sample], Sample] = lambda sample: sample,
+    ) -> None:
+        """complete: a sample with the patches that `preprocess` left in the files of long videos.
+
+        on_bad_sample: "error" raises the first DataError of a step, "skip" leaves the sample out."""
+        if on_bad_sample not in ("error", "skip"):
+            raise ConfigError(f"data.on_bad_sample = {on_bad_sample!r}; it must be 'error' or 'skip'")
+        self._dataset = dataset
+        self._preprocess, self._complete = preprocess, complete
+        self.sampler = sampler
+        self._skip = on_bad_sample == "skip"
+
+    @property
+    def dataset_size(self) -> int:
+        """Samples of all datasets together."""
+        return len(self._dataset)
+
+    def sample(self, index: int) -> tuple[Record, Sample]:
+        """One sample of the first epoch, by its 0-based index in all datasets. DataError if it cannot be used, whatever
+        on_bad_sample says."""
+        record = self._dataset.record(index)
+        return record, self._complete_one(record)
+
+    def step(self, step: int) -> StepSamples:
+        """Decode the global batch of one step (0-based), long videos included. DataError as on_bad_sample says."""
+        return self._read(self.sampler.batch(step), self._complete_one)
+
+    def read(self, batch: StepBatch, broken: Mapping[File, str] = MappingProxyType({})) -> StepSamples:
+        """Decode the samples of a step, but for long videos. DataError as on_bad_sample says.
+
+        broken: long videos that proved so, and what is wrong with them.
+        """
+
+        def prepare(record: Record) -> Sample:
+            sample = self._preprocess(record)
+            for one in sample.pixels if broken else ():
+                if isinstance(one, LongVideo) and one.file in broken:
+                    raise DataError(f"{record.where}: {broken[one.file]}")
+            return sample
+
+        return self._read(batch, prepare)
+
+    def _complete_one(self, record: Record) -> Sample:
+        sample = self._preprocess(record)
+        with located(record.where):
+            return self._complete(sample)
+
+    def _read(self, batch: StepBatch, prepare: Callable[[Record], Sample]) -> StepSamples:
+        # Slots were assigned before bad samples are left out: a skip must not move any other sample.
+        try_all = lambda slot: [self._try(index, batch.epoch, prepare) for index in slot]
+        outcomes = [list(map(try_all, row)) for row in batch.samples]
+        slots = chain.from_iterable(outcomes)
+        failed = [str(outcome) for slot in slots for outcome in slot if isinstance(outcome, DataError)]
+        return StepSamples(
+            step=batch.step,
+            epoch=batch.epoch,
+            samples=tuple(tuple(map(_usable, row)) for row in outcomes),
+            skipped=batch.defects + tuple(failed),
+            done=batch.done,
+        )
+
+    def _try(self, index: int, epoch: int, prepare: Callable[[Record], Sample]) -> Sample | DataError:
+        try:
+            return prepare(self._dataset.record(index, epoch))
+        except DataError as error:
+            if self._skip:
+                return error
+            raise
+
+
+def _usable(outcomes: Sequence[Sample | DataError]) -> tuple[Sample, ...]:
+    return tuple(outcome for outcome in outcomes if isinstance(outcome, Sample))

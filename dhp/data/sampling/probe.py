@@ -1,0 +1,106 @@
+"""Checks some samples before a run starts: a wrong folder of images is wrong for all of them, and so is a key that no
+format has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dhp.config.data import DatasetEntry
+from dhp.config.parts import split_share
+from dhp.core.errors import DataError
+from dhp.data.media.sources import Frames, Picture, Video, files_of, open_media
+from dhp.data.read.annotations import Annotations
+from dhp.data.read.records import Record, located
+from dhp.data.sample.audio import refuse_sound
+from dhp.data.sampling.dataset import open_dataset
+
+PROBED_SAMPLES = 16  # samples of each dataset, spread over it
+COUNTED_SAMPLES = 1000  # the same, where keys are counted
+_CHEAP = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")  # of other files, a sample may be a group of rows or an index
+_CHEAP_BYTES = 1 << 28
+
+
+def check_some_samples(
+    names: Sequence[str],
+    registry: Mapping[str, DatasetEntry],
+    seed: int,
+    allow_http: bool,
+    audio_allowed: bool = True,
+    skips: bool = False,
+) -> list[str]:
+    """Read some annotations of each named dataset, and check that the files that they name exist. audio_allowed:
+    whether the run may use audio. skips: defective samples are left out, so they are no error here.
+
+    Returns a line for each dataset that has keys which were not read. Datasets that are large or of another kind are
+    not looked at, and no file of an image or video is opened. Raises DataError for a dataset that cannot be opened, and
+    otherwise as reading the sample does.
+    """
+    cheap = [name for name in names if _is_cheap(registry[split_share(name)[0]].annotation_path)]
+    notes = []
+    for name in dict.fromkeys(cheap):
+        dataset = open_dataset([name], registry, seed, allow_http=allow_http)
+        unread: Counter[str] = Counter()
+        chosen = _spread(len(dataset), PROBED_SAMPLES)
+        for index in chosen:
+            try:
+                record = dataset.record(index)
+                _check(record, audio_allowed)
+                unread.update(record.unread)
+            except DataError:
+                if not skips:
+                    raise
+        notes += tell_unread(split_share(name)[0], unread, len(chosen))
+    return notes
+
+
+def count_unread(annotations: Annotations) -> list[str]:
+    """A line about the keys of a dataset that were not read, by samples spread over it; none where all were. Defective
+    samples are passed over."""
+    unread: Counter[str] = Counter()
+    chosen = _spread(len(annotations), COUNTED_SAMPLES)
+    for index in chosen:
+        try:
+            unread.update(annotations.record(index).unread)
+        except DataError:
+            continue
+    return tell_unread(annotations.dataset, unread, len(chosen))
+
+
+def tell_unread(dataset: str, unread: Counter[str], looked: int) -> list[str]:
+    """The line. unread: how many samples have each key. looked: how many were looked at."""
+    if not unread:
+        return []
+    keys = ", ".join(f"{key} ({count})" for key, count in unread.most_common())
+    return [f"{dataset}: keys that are not read, of {looked} samples: {keys}"]
+
+
+def _spread(samples: int, most: int) -> list[int]:
+    return np.unique(np.linspace(0, samples - 1, most).astype(int)).tolist()
+
+
+def _is_cheap(annotation_path: str) -> bool:
+    path = Path(annotation_path)
+    return path.suffix.lower() in _CHEAP and path.is_file() and path.stat().st_size <= _CHEAP_BYTES
+
+
+def _check(record: Record, audio_allowed: bool) -> None:
+    with located(record.where):
+        if not audio_allowed:
+            refuse_sound(record)
+        for file, what in _files(record):
+            open_media(file, what).close()
+
+
+def _files(record: Record) -> list[tuple[Path, str]]:
+    shown = [(file, _kind(part)) for part in record.media for file in files_of(part)]
+    audio = [(file, "audio") for file in record.sounds]
+    return [(file, what) for file, what in shown + audio if isinstance(file, Path)]
+
+
+def _kind(part: Picture) -> str:
+    return "video" if isinstance(part, Video) and not isinstance(part.file, Frames) else "image"

@@ -1,0 +1,179 @@
+"""Examines a model's configuration: what of it can be trained, in which layouts; as data, table, JSON."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.utils import logging
+
+from dhp.config.layout import PARALLELISMS, resolve_part
+from dhp.config.model_rules import check_stages
+from dhp.config.part import PartConfig
+from dhp.core.errors import DhpError, ModelError
+from dhp.doctor.doubles import staying_double
+from dhp.doctor.trial import Outcome, SampleMaker, run_parts, run_whole
+from dhp.models.contract.twin import shrink
+from dhp.models.contract.twin_model import ProbeModel, exact_experts
+from dhp.models.family import Family
+from dhp.models.pretrained import name_accelerator
+from dhp.models.registry import load_family
+from dhp.trainer.preflight import check_plan
+
+EXACT = 1e-9  # the largest deviation, relative, at which parts and packed rows count as equal to the whole
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The diagnosis of one configuration.
+
+    split_error, packed_error: the largest relative deviation of a tiny model's loss and gradients, trained in its
+    parts, from the whole model's: with rows padded, and with samples packed into one row. None: it could not be run.
+
+    vision, text, audio: layouts that each part has; audio is empty for a model without such a part. refused: why not,
+    by layout.
+    """
+
+    family: str
+    trainable: bool
+    split_error: float | None
+    packed_error: float | None
+    vision: tuple[str, ...]
+    text: tuple[str, ...]
+    refused: dict[str, str]
+    audio: tuple[str, ...] = ()
+
+    def as_json(self) -> str:
+        """One object on one line; of a model without an audio part, without that key."""
+        fields = asdict(self)
+        return json.dumps(fields if self.audio else {key: value for key, value in fields.items() if key != "audio"})
+
+    def as_table(self) -> str:
+        """Aligned lines for the terminal."""
+        rows = [
+            ("family", self.family),
+            ("trainable", "yes" if self.trainable else "no"),
+            ("in 3 parts" if self.audio else "in two parts", _deviation(self.split_error)),
+            ("packed rows", _deviation(self.packed_error)),
+            ("vision", ", ".join(self.vision) or "none of the layouts"),
+            *([("audio", ", ".join(self.audio))] if self.audio else []),
+            ("text", ", ".join(self.text) or "none of the layouts"),
+        ]
+        lines = [f"{name:14}{value}" for name, value in rows]
+        if self.refused:
+            lines.append("refused")
+            lines += [f"  {layout}: {why}" for layout, why in self.refused.items()]
+        return "\n".join(lines)
+
+
+def _deviation(error: float | None) -> str:
+    if error is None:
+        return "not tried"
+    equal = "equal to" if error <= EXACT else "differ from"
+    return f"{equal} the whole model: largest deviation of loss and gradients {error:.1e}"
+
+
+ACTORS = 2  # of a layout that is tried
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Those that a part admits, and why not the others, by `part.parallelism`."""
+
+    possible: tuple[str, ...]
+    refused: dict[str, str]
+
+
+def find_layouts(name: str, family: Family, source: str) -> Layouts:
+    """The layouts of the part ("vision" or "text")."""
+    refused: dict[str, str] = {}
+    for layout in PARALLELISMS[name]:
+        try:
+            _check(name, layout, family, source)
+        except DhpError as error:
+            refused[f"{name}.{layout}"] = str(error)
+    return Layouts(tuple(one for one in PARALLELISMS[name] if f"{name}.{one}" not in refused), refused)
+
+
+def _check(name: str, layout: str, family: Family, source: str) -> None:
+    actors = 1 if layout == "none" else ACTORS
+    asked = PartConfig(source, layout, actors, zero_stage=1 if layout == "deepspeed" else 0)
+    part = resolve_part(name, asked)
+    family.parts[name].check(part)
+    check_plan(name, part, source, family)
+    if layout == "pipeline":
+        check_stages(len(family.parts[name].layers.kinds), ACTORS, 1)
+
+
+def examine(source: str) -> Diagnosis:
+    """The diagnosis of the model whose config.json is in `source`; weights, tokenizer and processor are not needed.
+
+    Raises ModelError where there is no configuration that transformers can read.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{source}: no usable model configuration: {error}") from error
+    name = config.model_type
+    try:
+        family = load_family(source)
+    except ModelError as error:
+        return Diagnosis(name, False, None, None, (), (), {"family": _without(source, error)})
+    layouts = {part: find_layouts(part, family, source) for part in family.parts}
+    refused = {layout: why for found in layouts.values() for layout, why in found.refused.items()}
+    errors: dict[bool, float | None] = {False: None, True: None}
+    try:
+        errors = _try(config)
+    except Exception as error:  # a tiny model may fail in any way, and whether it does is the question
+        refused["family"] = f"its tiny model could not be trained: {type(error).__name__}: {_without(source, error)}"
+    split, packed = errors[False], errors[True]
+    for layout, found in (("padded rows", split), ("packing", packed)):
+        if found is not None and found > EXACT:
+            refused[layout] = f"loss or gradients differ from the whole model's by {found:.1e}, relative"
+    if family.processor.video_token_id is None:
+        refused["video"] = "the model's videos are not read here, images alone"
+    if any("audio" in module for module in family.idle):
+        refused["audio"] = "the model's audio tower stays as it is: it is not trained here, and no sound is read"
+    trainable = split is not None and split <= EXACT
+    vision, text, audio = (layouts[part].possible if part in layouts else () for part in ("vision", "text", "audio"))
+    return Diagnosis(name, trainable, split, packed, vision, text, refused, audio)
+
+
+def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
+    """Deviations of the parts' outcome from the whole model's, by whether rows are packed."""
+    logging.disable_progress_bar()
+    with (
+        torch.random.fork_rng(devices=[]),
+        staying_double(),
+        tempfile.TemporaryDirectory(prefix="dhp_doctor_") as folder,
+    ):
+        twin = _twin(config)
+        name_accelerator()
+        twin.model.save_pretrained(folder)
+        family = load_family(folder)
+        samples = SampleMaker(twin, family).samples()
+        whole = exact_experts(
+            AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, trust_remote_code=False).train()
+        )
+        for parameter in whole.parameters():  # some of which the library keeps in float32
+            parameter.data = parameter.data.double()
+        wanted: Outcome = run_whole(whole, family, samples)
+        return {
+            packing: run_parts(str(Path(folder)), family, samples, packing).deviation(wanted)
+            for packing in (False, True)
+        }
+
+
+def _twin(config: PreTrainedConfig) -> ProbeModel:
+    try:
+        return ProbeModel(shrink(config, towers=True))
+    except Exception:  # a tower whose layers cannot be cut anyhow is run with all of them
+        return ProbeModel(shrink(config))
+
+
+def _without(source: str, error: Exception) -> str:
+    return str(error).strip().removeprefix(f"{source}: ")

@@ -1,0 +1,1 @@
+"""One rank of a stage: forward, backward, optimizer step, evaluation, generation."""

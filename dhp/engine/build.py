@@ -1,0 +1,175 @@
+"""Steps that make a stage: what is trained, how its gradients and states are sharded, which kernels it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dhp.core.parameters import Group
+from dhp.core.reports import KernelUse
+from dhp.engine.settings import StageSettings
+from dhp.models.lora import adapted_modules, add_adapters, find_targets
+from dhp.models.part import Part
+from dhp.models.types import LayerParts
+from dhp.models.weights import stored_dtype
+from dhp.parallel.attention.choose import segment_kernel
+from dhp.parallel.comm import replicas_mesh
+from dhp.parallel.expert.modules import GATE_UP, takes_groups
+from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels
+from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, make_adamw
+from dhp.parallel.optim.frozen import Frozen
+from dhp.parallel.optim.fsdp import FullySharded
+from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
+from dhp.parallel.optim.zero import ZeroSharded
+from dhp.parallel.tensor.slices import cut_adapters
+
+DEEPSPEED = "deepspeed"  # a zero_engine; the other is fsdp
+
+
+def freeze(model: nn.Module, trains: Callable[[str], bool]) -> None:
+    """Set requires_grad to False on parameters that are not to be trained, by name."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and trains(name))
+
+
+def put_adapters(model: nn.Module, part: Part, settings: StageSettings, mesh: DeviceMesh) -> None:
+    """Add adapters to the matrices of the stage that are to have some, cut over tensor ranks as those are."""
+    asked = settings.adapters
+    if asked is None:
+        return
+    add_adapters(model, find_targets(model, part, asked), asked, settings.seed)
+    if settings.spec.degrees.tensor > 1:
+        cut_adapters(adapted_modules(model), mesh["tensor"])
+
+
+def quantize_frozen(
+    model: nn.Module, layers: LayerParts, settings: StageSettings, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Keep matrices of the layers that are not trained in fewer bits, where the adapters' settings ask for it. They are
+    on the device then."""
+    asked = settings.adapters
+    if asked is None or asked.quantization is None:
+        return
+    from dhp.models.quantized import quantize
+
+    quantize(model, layers, asked, settings.rules.trains, dtype, device, f"{settings.spec.part}.lora.quantization")
+
+
+def cuts_first(settings: StageSettings) -> bool:
+    """Whether the stage's weights are cut on the host, before they are moved: FSDP2 takes a layer at a time to the
+    device. Whole, 32 billion weights in float32 have no place on any."""
+    return settings.spec.trains and settings.zero_stage > 0 and settings.zero_engine != DEEPSPEED
+
+
+def dtype_to_load(settings: StageSettings, dtype: torch.dtype) -> torch.dtype:
+    """The format in which the stage's weights are read: the files' where they have what the stage computes in.
+    Master weights are `exact_dtype(dtype)`, widened on the device or behind the cut; what is not widened on the host is
+    not copied there either, so ranks of a host share the pages of the model's files. Adapters' first values are no
+    file's and need the wide format."""
+    as_stored = settings.adapters is None and stored_dtype(settings.model_name) is dtype
+    return dtype if as_stored else exact_dtype(dtype)
+
+
+def make_optimizer(
+    model: nn.Module, layers: Sequence[nn.Module], settings: StageSettings, mesh: DeviceMesh
+) -> StageOptimizer:
+    """The optimizer of the stage, with as much of its states on this rank as zero_stage leaves there."""
+    dtype, make = getattr(torch, settings.dtype), optimizer_maker(settings)
+    if not settings.spec.trains:
+        passes = any(settings.graph.goes_back(node) for node in settings.spec.nodes)
+        return Frozen(model, dtype, passes)
+    if not settings.zero_stage:
+        group = replicas_mesh(mesh).get_group()
+        return Replicated(model, make, group, dtype, exclusive=settings.exclusive_sums)
+    if settings.zero_engine == DEEPSPEED:
+        return ZeroSharded(model, make, settings.zero_stage, dtype, saves_frozen=settings.adapters is None)
+    tensor_rank = mesh.get_local_rank("tensor")
+    return FullySharded(model, layers, make, replicas_mesh(mesh), tensor_rank, settings.zero_stage, dtype)
+
+
+def tie_weight(optimizer: TiedOptimizer, model: nn.Module, settings: StageSettings) -> None:
+    """Tie the weight that this stage shares with another, where there is one: the embedding, which
+    is the head too."""
+    for tie in settings.graph.ties:
+        if settings.spec.name in (tie.owner, tie.other):
+            weight = model.get_input_embeddings().weight
+            name = next(name for name, parameter in model.named_parameters() if parameter is weight)
+            optimizer.tie(name, owns=settings.spec.name == tie.owner)
+
+
+def optimizer_maker(settings: StageSettings) -> MakeOptimizer:
+    """AdamW as configured, for whatever parameters an optimizer hands it."""
+    update, group = settings.update, partial(settings.rules.group, default=default_group(settings))
+    return partial(make_adamw, group=group, betas=update.betas, eps=update.eps)
+
+
+def trained_groups(model: nn.Module, settings: StageSettings) -> tuple[Group, ...]:
+    """The groups of the parameters that this stage trains."""
+    default = default_group(settings)
+    named = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return tuple(dict.fromkeys(settings.rules.group(name, default) for name in named))
+
+
+def default_group(settings: StageSettings) -> Group:
+    """The group of parameters that no rule is about, by the part's name."""
+    update = settings.update
+    return Group(settings.spec.part, update.learning_rate, update.weight_decay, update.warmup_steps)
+
+
+def place_kernels(
+    model: nn.Module, settings: StageSettings, dtype: torch.dtype, ours: bool, mixers: Collection[str] = ()
+) -> tuple[KernelUse, ...]:
+    """Put the kernels for norms, rotary positions and gates in, and name all that the stage computes with.
+
+    ours: whether its attention is this project's. mixers: classes of modules that carry state along a row. All ranks of
+    the stage together. Raises PartFailed where a kernel that was asked for does not serve.
+    """
+    device = torch.device(settings.device)
+    backend = segment_kernel(settings.attention_backend, device, dtype) if ours else "the library's"
+    wanted = left_to_compiler(settings.kernels) if settings.compiled else settings.kernels
+    elementwise = replace_kernels(model, device, dtype, dist.group.WORLD, wanted)
+    return (
+        KernelUse("attention", backend, len(settings.spec.layers)),
+        *_experts(model, dtype),
+        *_mixers(model, mixers),
+        *elementwise,
+        *_patches(model),
+    )
+
+
+def _experts(model: nn.Module, dtype: torch.dtype) -> tuple[KernelUse, ...]:
+    weights = [
+        getattr(module, GATE_UP)
+        for module in model.modules()
+        if isinstance(getattr(module, GATE_UP, None), nn.Parameter)
+    ]
+    if not weights:
+        return ()
+    return (
+        KernelUse(
+            "experts", "grouped product" if takes_groups(weights[0], dtype) else "expert by expert", len(weights)
+        ),
+    )
+
+
+def _mixers(model: nn.Module, classes: Collection[str]) -> tuple[KernelUse, ...]:
+    """The library takes kernels for them from packages of its own choice, where these are installed."""
+    count = sum(type(module).__name__ in classes for module in model.modules())
+    if not count:
+        return ()
+    lacking = [package for package in ("fla", "causal_conv1d") if find_spec(package) is None]
+    if not lacking:
+        return (KernelUse("delta net", "fla", count),)
+    faster = f"delta net by {' and '.join(lacking)} on GPUs, which the library uses where it is installed"
+    return (KernelUse("delta net", "the library's", count, faster),)
+
+
+def _patches(model: nn.Module) -> tuple[KernelUse, ...]:
+    count = sum(isinstance(module, nn.Conv2d | nn.Conv3d) and "forward" in vars(module) for module in model.modules())
+    return (KernelUse("patches", "product", count),) if count else ()

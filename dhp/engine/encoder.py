@@ -1,0 +1,163 @@
+"""An encoder on one rank: its windows in, named tensors of merged rows out; gradients in, an optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from dhp.core.batch import Bundle, StepInfo, VisionInput
+from dhp.core.errors import CheckpointError
+from dhp.core.parameters import is_inside
+from dhp.core.reports import KernelUse
+from dhp.engine.build import freeze, place_kernels
+from dhp.engine.cached_features import FeatureKeeper
+from dhp.engine.stage import StageEngine
+from dhp.engine.transfer import joined, move_with_plans, to_device
+from dhp.models.load import load_part
+from dhp.models.tower import Tower, TowerInputs
+from dhp.models.types import LayerParts
+from dhp.parallel.attention.choose import FLASH_ATTENTION_2, has_varlen
+from dhp.parallel.attention.segment_plan import GATHER_TOKENS, MeshPosition, SegmentPlan, plan_segments, plan_shard
+from dhp.parallel.attention.segments import segment_attention
+from dhp.parallel.attention.shard_plan import plan_of_shards
+from dhp.parallel.comm import sequence_group
+from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.tensor.slices import use_local_slices
+from dhp.parallel.tensor.styles import with_fused
+
+# "flash" in the name: the tower then calls once a layer with all segments instead of once per window.
+ATTENTION = "flash_dhp_segments"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """The rows of a micro-batch that are sent: so many for each target, in this order; None: the first ones as they
+    come."""
+
+    rows: tuple[int, ...]
+    order: Tensor | None
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The rows of one tensor to send, the first target's first."""
+        return rows[: sum(self.rows)] if self.order is None else rows.index_select(0, self.order)
+
+
+class EncoderEngine(StageEngine):
+    """See `dhp.step.stages.EngineProtocol`. The tower is never cut into a pipeline: its one chunk is all of it."""
+
+    @property
+    def tower(self) -> Tower:
+        """The part's."""
+        return cast(Tower, self.family.parts[self.spec.part])
+
+    def load_slice(self) -> PreTrainedModel:
+        tower, mesh = self.tower, self.mesh["tensor"]
+        plan = with_fused(tower.tensor_plan, tower.fused)
+        dropped = self.family.outside(self.spec.part)
+        model = load_part(self.settings.model_name, dropped, self.loaded_dtype, mesh, plan, local_plan)
+        use_local_slices(model)
+        tower.freeze_unused(model)
+        freeze(model, lambda name: not is_inside(name, self.family.idle))
+        tower.split_heads(model, self.spec.degrees.tensor)
+        AttentionInterface.register(ATTENTION, self.attention(segment_attention))
+        tower.use_attention(model, ATTENTION)
+        if self.settings.zero_stage == 3:  # which gathers a module's weights for each of its calls
+            tower.call_modules_once(model)
+        self._position = MeshPosition.of(self.mesh)
+        self._outputs: dict[int, tuple[dict[str, Tensor], _Sent]] = {}
+        kept = self.settings.features
+        self._keeper = None if kept is None else FeatureKeeper(kept, sequence_group(self.mesh))
+        return model
+
+    def layer_parts(self) -> LayerParts:
+        return self.tower.layers
+
+    def place_kernels(self) -> tuple[KernelUse, ...]:
+        return place_kernels(self.model, self.settings, self.dtype, self.tower.takes_attention)
+
+    def is_active(self, info: StepInfo) -> bool:
+        return info.images > 0 and info.total_weight > 0
+
+    def forward_step(self, micro_batch: int, chunk: int, work: VisionInput, *received: Bundle) -> tuple[Bundle, ...]:
+        """Encode: for each edge, and each text replica that gets any, its rows of the edge's tensors."""
+        backend = self.settings.attention_backend
+        varlen = backend == FLASH_ATTENTION_2 or has_varlen(self.device, self.dtype)
+        windows = plan_segments(work.window_lengths, CPU, varlen=varlen, backend=backend)
+        plans = [windows, self._plan_frames(work, varlen)]
+        pixels = to_device(work.pixels, self.device)
+        order = () if work.order is None else (work.order,)
+        (positions, *order), (windows, frames) = move_with_plans((work.positions, *order), plans, self.device)
+        sent = _Sent(work.rows, order[0] if order else None)
+        inputs = TowerInputs(pixels, positions, windows, frames, work.forms, work.calls)
+        output: dict[str, Tensor] = self.forward(
+            len(pixels), micro_batch, lambda: self.tower.encode(self.model, inputs)
+        )
+        if self.spec.trains:
+            self._outputs[micro_batch] = (output, sent)
+        if not self.sends:
+            return ()
+        if self._keeper is not None and work.to_keep:
+            self._keeper.keep(work.to_keep, output)
+        return tuple(self._by_target(chunk, output, sent))
+
+    def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
+        """Back through the tower with the gradients of what each text replica got."""
+        output, sent = self._outputs.pop(micro_batch)
+        surrogate = torch.zeros((), dtype=self.dtype, device=self.device)
+        for name, tensor in output.items():
+            given = [to_device(b.tensors[name], self.device) for b in received if name in b.tensors]
+            # Rows of a dummy window get no gradient, but the rank still walks its backward: others wait for it in the
+            # collectives. Gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes.
+            if given:
+                surrogate = surrogate + (sent.of(tensor) * joined(given)).sum()
+            surrogate = surrogate + tensor[sum(sent.rows) :].sum() * 0.0
+        with self.metered_backward():
+            self.optimizer.backward(surrogate, last)
+        return ()
+
+    def forget(self, micro_batch: int, chunk: int) -> None:
+        self._outputs.pop(micro_batch, None)
+
+    def take_notes(self) -> tuple[str, ...]:
+        return () if self._keeper is None else self._keeper.take_notes()
+
+    def _resume_weights(self) -> None:
+        """Features are kept under a key of the model's own weights, so a checkpoint must have the same."""
+        named = self.model.named_parameters()
+        before = {} if self._keeper is None else {name: weight.detach().clone() for name, weight in named}
+        super()._resume_weights()
+        changed = [
+            name
+            for name, weight in self.model.named_parameters()
+            if name in before and not torch.equal(before[name], weight)
+        ]
+        if changed:
+            raise CheckpointError(
+                f"{self.settings.resume_from} has another {changed[0]} than {self.settings.model_name}, and "
+                "data.cache_features keeps what the model's own weights make. Resume without data.cache_features"
+            )
+
+    def _by_target(self, chunk: int, output: dict[str, Tensor], sent: _Sent) -> Iterator[Bundle]:
+        for edge in self.edges_out(chunk):
+            by_name = [sent.of(output[name].detach()).split(list(sent.rows)) for name in edge.tensors]
+            for of_target in zip(*by_name, strict=True):
+                yield Bundle(dict(zip(edge.tensors, of_target, strict=True)))
+
+    def _plan_frames(self, work: VisionInput, varlen: bool) -> SegmentPlan:
+        shards = plan_of_shards(work.segment_lengths, work.shards, self.spec.degrees.ulysses)
+        few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
+        backend = self.settings.attention_backend
+        return plan_shard(shards, self._position, CPU, gather=few, varlen=varlen, backend=backend)
+
+
+class AudioEngine(EncoderEngine):
+    """The same of an audio tower: its patches are frames of sound."""
+
+    def is_active(self, info: StepInfo) -> bool:
+        return info.clips > 0 and info.total_weight > 0

@@ -1,0 +1,91 @@
+"""Settings of one rank: plain values, decided by the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dhp.core.batch import KeepSettings
+from dhp.core.graph import StageGraph, StageSpec
+from dhp.core.parameters import AdapterSettings, TrainingRules
+from dhp.core.reports import RecomputePolicies
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and its schedule; `total_steps` and `warmup_steps` in optimizer steps."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    lr_scheduler_type: str
+    warmup_steps: int
+    total_steps: int
+    max_grad_norm: float | None
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """One stage: which weights, how they are split, how they are updated.
+
+    spec: the stage; graph: it and all others.
+
+    dtype: a torch dtype's name, in which the stage computes. device: cpu | cuda.
+
+    mlp_chunks: of tokens, that each MLP computes one after another.
+
+    recompute: what each of its layers recomputes at first. measure: report what activations take.
+
+    zero_stage: what is sharded over ranks that hold the same slices; zero_engine: deepspeed or fsdp shards it.
+
+    autotp: DeepSpeed splits the matrices over tensor ranks, not transformers.
+
+    packing: rows of the text part are packed, so that its attention is ours.
+
+    exclusive_sums: no sum over ranks goes on under another stage's computation on the same devices.
+
+    attention_backend: whose kernels compute attention: auto, or flash_attention_2.
+
+    kernels: who computes norms, rotary positions and gates, by kind (`dhp.config.rules.KERNELS`); none: auto.
+
+    compiled: each layer's forward goes through torch.compile.
+
+    trace: keep the collectives as spans. deterministic: kernels that give the same bits each time alone.
+
+    rules: what is trained, and how. adapters: of the part's matrices; None: none.
+
+    resume_from: the part's directory in a checkpoint; None: begin with the model's weights. resume_states: with the
+    optimizer's and the random numbers' states, in the layout that they were saved in.
+
+    features: where what the stage makes of pictures is kept; None: nowhere.
+
+    objective: the name of what a step minimizes (`dhp.objectives.registry`).
+    """
+
+    spec: StageSpec
+    graph: StageGraph
+    model_name: str
+    dtype: str
+    device: str
+    recompute: RecomputePolicies
+    measure: bool
+    zero_stage: int
+    zero_engine: str
+    autotp: bool
+    packing: bool
+    update: OptimizerSettings
+    seed: int
+    exclusive_sums: bool = False
+    attention_backend: str = "auto"
+    compiled: bool = False
+    trace: bool = False
+    rules: TrainingRules = TrainingRules()
+    adapters: AdapterSettings | None = None
+    resume_from: str | None = None
+    features: KeepSettings | None = None
+    mlp_chunks: int = 1
+    resume_states: bool = True
+    deterministic: bool = False
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    objective: str = "sft"

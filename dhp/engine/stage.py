@@ -1,0 +1,308 @@
+"""One rank of a stage: the recipe that makes it, and all it does besides forward and backward."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from dhp.checkpoint.folder import OPTIMIZER, RANDOM
+from dhp.checkpoint.random_state import load_random_state, save_random_state
+from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
+from dhp.core.batch import Bundle, StepInfo
+from dhp.core.collectives import RECORD, watch_layers
+from dhp.core.errors import PartFailed
+from dhp.core.graph import Edge, Node
+from dhp.core.reports import DeviceInfo, KernelUse, RecomputePolicies, StageReport
+from dhp.core.tracing import take_sent
+from dhp.engine.build import (
+    cuts_first,
+    dtype_to_load,
+    freeze,
+    make_optimizer,
+    place_kernels,
+    put_adapters,
+    quantize_frozen,
+    tie_weight,
+    trained_groups,
+)
+from dhp.engine.evaluate import EvaluatingEngine
+from dhp.engine.measure import Measuring, Output
+from dhp.engine.settings import StageSettings
+from dhp.models.export import persistent_buffers
+from dhp.models.registry import load_family
+from dhp.models.types import LayerParts
+from dhp.parallel.attention.choose import FLASH_ATTENTION_2, require
+from dhp.parallel.comm import build_mesh
+from dhp.parallel.device import compute_alike, describe_device
+from dhp.parallel.kernels.compile import compile_layers, eager
+from dhp.parallel.kernels.replace import require_compiler
+from dhp.parallel.optim.base import StageOptimizer, clip_coefficient, exact_dtype, learning_rate_at, widen
+from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers, tile_mlps
+from dhp.parallel.recompute.meter import ActivationMeter
+from dhp.parallel.recompute.saved_calls import save_output
+from dhp.parallel.tensor.alike import require_alike
+from dhp.parallel.tensor.slices import as_dtensors
+from dhp.parallel.traffic import count_collectives, trace_collectives
+
+TIED = "gradient"  # the one tensor of a bundle between stages that share a weight
+
+
+class StageEngine(EvaluatingEngine):
+    """Base class of the ranks of all stages. A kind of stage adds its weights, its forward and its backward."""
+
+    def __init__(self, settings: StageSettings):
+        """Raises CheckpointError when the checkpoint to continue from is incomplete or of another model."""
+        self.settings, self.spec = settings, settings.spec
+        self._set_up_torch()
+        self.mesh: DeviceMesh = build_mesh(settings.device, settings.spec.degrees)
+        self.family = load_family(settings.model_name).having(settings.graph.parts())
+        self.model: PreTrainedModel = self.load_slice()
+        # Before anything rounds them: nothing trains them, and a checkpoint has them as the model came.
+        self._buffers = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(self.model).items()}
+        self.adapt()
+        freeze(self.model, settings.rules.trains)
+        quantize_frozen(self.model, self.layer_parts(), settings, self.dtype, self.device)
+        self._groups = trained_groups(self.model, settings) if settings.spec.trains else ()
+        if not cuts_first(settings):
+            self.model.to(self.device)
+            widen(self.model, exact_dtype(self.dtype))
+        self._resume_weights()
+        self._kept = None if settings.adapters is None else frozenset(self._saved())
+        self._kernels = self.place_kernels()
+        if settings.mlp_chunks > 1:
+            tile_mlps(self._present_layers(), self.layer_parts().mlp, settings.mlp_chunks)
+        if settings.compiled:
+            compile_layers(self._present_layers(), self.eager_classes())
+        self._watch_layers()
+        self.optimizer: StageOptimizer = make_optimizer(self.model, self._present_layers(), settings, self.mesh)
+        tie_weight(self.optimizer, self.model, settings)
+        self._resume_optimizer()
+        take_sent()  # what it took to get here belongs to no step
+
+    @abstractmethod
+    def load_slice(self) -> PreTrainedModel:
+        """This stage's weights in `loaded_dtype` on the host, cut for this tensor rank, calling our attention."""
+
+    def adapt(self) -> None:
+        """Add adapters to the matrices that are to have some, cut as those are."""
+        put_adapters(self.model, self.family.parts[self.spec.part], self.settings, self.mesh)
+
+    def place_kernels(self) -> tuple[KernelUse, ...]:
+        """Put in kernels for what modules do elementwise; which kernel serves each kind of layer."""
+        return place_kernels(self.model, self.settings, self.dtype, True)
+
+    @abstractmethod
+    def layer_parts(self) -> LayerParts:
+        """Where the part's layers are."""
+
+    def eager_classes(self) -> Collection[str]:
+        """Classes of modules inside layers that are not to be compiled, by name."""
+        return ()
+
+    def attention(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What is registered with transformers to compute this stage's attention by `function`."""
+        kept = save_output(ATTENTION, function)
+        return eager(kept) if self.settings.compiled else kept
+
+    @abstractmethod
+    def is_active(self, info: StepInfo) -> bool:
+        """Whether the step has gradients for this stage. Where it has none, weights stay as they are, as plain torch
+        leaves parameters whose gradient is None."""
+
+    @abstractmethod
+    def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
+        """A chunk's backward: see `dhp.step.stages.EngineProtocol`."""
+
+    def tied_gradient(self, info: StepInfo) -> Bundle:
+        """The summed gradient of the weight that another stage holds too, as this rank has it."""
+        return Bundle({TIED: self.optimizer.tied_gradient()})
+
+    def grad_norm_sq(self, info: StepInfo, *tied: Bundle) -> float:
+        """Squared norm of the stage's whole gradient, the same on all its ranks; 0 in a step without any.
+
+        tied: the other stage's share of the gradient of a weight that both hold; added here.
+        """
+        active = self.is_active(info)
+        if active and tied:
+            self.optimizer.add_tied(tied[0].tensors[TIED].to(self.device))
+        self._norm_sq = self.optimizer.norm_sq() if active else 0.0
+        if self.device.type == "cuda" and not (active and self.spec.trains):
+            # The rank that sent to this stage writes to that memory again once it has the answer; where there is no
+            # norm to wait for, kernels may still be reading.
+            torch.cuda.current_stream().synchronize()
+        return self._norm_sq
+
+    def optimizer_step(self, info: StepInfo, *other_norms_sq: float) -> StageReport:
+        """Clip by the joint norm of this stage, as last measured, and the others; take the optimizer step, report.
+
+        Raises PartFailed when the joint norm is not finite: such a step would destroy the weights.
+        """
+        update = self.settings.update
+        norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], update.max_grad_norm)
+        rates = self._rates_at(info.step)
+        if not math.isfinite(norm):
+            raise PartFailed(
+                f"the gradient norm of step {info.step + 1} is {norm}; the step was not taken. "
+                "Lower training.learning_rate, set training.max_grad_norm, or look at the step's data with "
+                f"`python -m dhp inspect batch step={info.step + 1}`."
+            )
+        usage, short = None, False
+        if self.measuring is not None:
+            usage, short = self.measuring.take(self.optimizer.gradient_bytes())
+        if self.is_active(info):
+            self.optimizer.step(rates, coefficient)
+        else:
+            self.optimizer.drop()
+        loss, peak = self.take_loss(), self._peak_memory()
+        return StageReport(self.rank, loss, norm, rates, peak, take_sent(), usage, self.take_notes(), short)
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Notes for the run's log since the last call."""
+        return ()
+
+    def forward(self, rows: int, micro_batch: int, compute: Callable[[], Output]) -> Output:
+        """The forward pass of a micro-batch of `rows` patches or tokens, measured where that is asked for."""
+
+        def run() -> Output:
+            return self.optimizer.forward(compute)
+
+        return run() if self.measuring is None else self.measuring.forward(rows, micro_batch, run)
+
+    def metered_backward(self) -> AbstractContextManager[None]:
+        """Around the backward pass of a micro-batch."""
+        return nullcontext() if self.meter is None else self.meter.backward()
+
+    def set_recompute(self, choices: RecomputePolicies) -> None:
+        """Set what each layer recomputes from the next forward on. For stages that measure."""
+        self.measuring.choose(choices)
+
+    def describe_device(self, measure: bool) -> DeviceInfo:
+        """This rank's device. measure: and how fast it is, where it is no GPU."""
+        return describe_device(self.device, self.dtype, measure)
+
+    def describe_kernels(self) -> list[KernelUse]:
+        """The kernel of each kind of layer of this stage. One list: a tuple would be as many results."""
+        return list(self._kernels)
+
+    def save(self, folder: str) -> tuple[str, ...]:
+        """Write this rank's share of the part below `folder`: weights, optimizer state, random state.
+
+        What several ranks hold alike, the first of them writes. Names of the files of weights. Raises PartFailed where
+        tensor ranks hold alike no more what none of them cuts.
+        """
+        require_alike(self.model, self.mesh.get_group("tensor"))
+        names = self._write(Path(folder))
+        take_sent()  # saving belongs to no step
+        return names
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank sends for its shard: the first of the tensor ranks, which all have the same."""
+        return self.mesh.get_local_rank("tensor") == 0
+
+    def edges_in(self, chunk: int) -> tuple[Edge, ...]:
+        """Edges that end at a chunk of this stage."""
+        return self.settings.graph.inputs(Node(self.spec.name, chunk))
+
+    def edges_out(self, chunk: int) -> tuple[Edge, ...]:
+        """Edges that begin at a chunk of this stage."""
+        return self.settings.graph.outputs(Node(self.spec.name, chunk))
+
+    def _rates_at(self, step: int) -> dict[str, float]:
+        update = self.settings.update
+        return {
+            of.name: learning_rate_at(
+                step, update.total_steps, of.learning_rate, of.warmup_steps, update.lr_scheduler_type
+            )
+            for of in self._groups
+        }
+
+    def _set_up_torch(self) -> None:
+        torch.manual_seed(self.settings.seed)
+        if self.settings.deterministic:
+            compute_alike()
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan, tens of milliseconds, for each new length
+        self.dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        self.loaded_dtype = dtype_to_load(self.settings, self.dtype)
+        self.device = torch.device(self.settings.device)
+        self.rank = dist.get_rank()
+        if self.settings.attention_backend == FLASH_ATTENTION_2:
+            require(f"{self.spec.part}.attention_backend", self.device)
+        require_compiler(self.spec.part, self.settings.kernels)
+        count_collectives()
+        if self.settings.trace:
+            trace_collectives()
+
+    def _saved(self) -> dict[str, Tensor]:
+        """The stage's weights that are saved: all, or with adapters those that are trained."""
+        weights = as_dtensors(self.model)
+        if self.settings.adapters is None:
+            return weights
+        return {n: weights[n] for n, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def _resume_weights(self) -> None:
+        if self.settings.resume_from is not None:
+            load_shards(self._saved(), Path(self.settings.resume_from))
+
+    def _resume_optimizer(self) -> None:
+        if self.settings.resume_from is not None and self.settings.resume_states:
+            folder = Path(self.settings.resume_from)
+            self.optimizer.load_state(ShardReader(folder / OPTIMIZER))
+            load_random_state(folder / RANDOM, self._part_rank())
+
+    def _watch_layers(self) -> None:
+        """Let layers recompute what they should, and measure what they take."""
+        parts = self.layer_parts()
+        kinds = tuple(parts.kinds[layer] for layer in self.spec.layers)
+        self.meter = ActivationMeter(self.model, self.device, kinds) if self.settings.measure else None
+        self.layers = None
+        if RECORD.checks:
+            watch_layers(dict(zip((f"layer {n}" for n in self.spec.layers), self._present_layers())))
+        if self.meter is not None or set(self.settings.recompute) != {"none"}:
+            self.layers = RecomputedLayers(
+                self._present_layers(), parts, self.settings.recompute, self.meter, self.device
+            )
+        self.measuring = None if self.meter is None else Measuring(self.layers, self.meter, self.device)
+
+    def _present_layers(self) -> list[torch.nn.Module]:
+        """The layers that this stage holds, in the order of its chunks."""
+        path = self.layer_parts().path
+        return [self.model.get_submodule(f"{path}.{layer}") for layer in self.spec.layers]
+
+    def _write(self, folder: Path) -> tuple[str, ...]:
+        number = self._part_rank()
+        save_random_state(folder / RANDOM, number)
+        if not self.settings.zero_stage and self.rank >= self.spec.degrees.holders:
+            return ()  # the first ones write what all of them hold
+        state = ShardWriter(folder / OPTIMIZER, number, self.rank)
+        self.optimizer.save_state(state)
+        state.write()
+        weights = ShardWriter(folder, number, self.rank, self._kept)
+        self.optimizer.save_weights(weights)
+        for name, buffer in self._buffers.items():
+            weights.add(name, buffer)
+        return weights.write()
+
+    def _part_rank(self) -> int:
+        """This rank's number among those of all stages of its part."""
+        stages = self.settings.graph.of_part(self.spec.part)
+        before = stages[: [stage.name for stage in stages].index(self.spec.name)]
+        return sum(stage.degrees.world for stage in before) + self.rank
+
+    def _peak_memory(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_reserved()  # what other processes on the device cannot have
+        torch.cuda.reset_peak_memory_stats()
+        return peak

@@ -1,0 +1,285 @@
+"""The text part on one rank: a range of decoder layers, with the embedding, the head and the loss where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AttentionInterface, PreTrainedModel
+
+from dhp.core.batch import SOUND, Bundle, StepInfo, TextInput
+from dhp.core.generation import Answer, PromptInput
+from dhp.core.graph import HIDDEN_STATES
+from dhp.core.reports import KernelUse
+from dhp.engine.build import DEEPSPEED, place_kernels
+from dhp.engine.generate import Generator
+from dhp.engine.stage import StageEngine
+from dhp.engine.transfer import gradient_of, joined, move_with_plans, to_device
+from dhp.models.audio import AUDIO_EMBEDDINGS
+from dhp.models.load import ReadPlan, load_part
+from dhp.models.lora import without_dropout
+from dhp.models.types import DecoderInputs, LayerParts, chunks_of
+from dhp.objectives.objective import Chosen, Head, share_of_balance
+from dhp.objectives.registry import find_objective
+from dhp.parallel.attention.choose import FLASH_ATTENTION_2, has_varlen
+from dhp.parallel.attention.segment_plan import GATHER_TOKENS, MeshPosition, SegmentPlan, plan_segments, plan_shard
+from dhp.parallel.attention.segments import packed_attention
+from dhp.parallel.attention.shard_plan import plan_of_shards
+from dhp.parallel.attention.stateful_layers import run_by_segment
+from dhp.parallel.comm import experts_mesh
+from dhp.parallel.expert.modules import Routers, balance_losses, choose_product, sample_ranges
+from dhp.parallel.expert.shares import share_out, share_plan
+from dhp.parallel.tensor.autotp import split_by_autotp
+from dhp.parallel.tensor.expert_widths import cut_widths
+from dhp.parallel.tensor.plan import local_plan
+from dhp.parallel.tensor.slices import use_local_slices
+from dhp.parallel.tensor.styles import shared_heads_style
+
+CPU = torch.device("cpu")
+SEGMENTS = "dhp_segments"  # a name that transformers has no mask function for: no mask is built
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A micro-batch between its forward and its backward. output: hidden states, or the loss at the last chunk; leaves:
+    of each bundle received whose gradients go back, by name."""
+
+    output: Tensor
+    leaves: tuple[dict[str, Tensor], ...]
+
+
+class TextEngine(StageEngine):
+    """See `dhp.step.stages.EngineProtocol`."""
+
+    generator: type[Generator] = Generator
+
+    def load_slice(self) -> PreTrainedModel:
+        self._chunks = chunks_of(self.spec.chunks, self.family.decoder.whole)
+        model = self._split_by_deepspeed() if self.settings.autotp else self._split()
+        AttentionInterface.register(SEGMENTS, self.attention(packed_attention))
+        self.family.decoder.use_attention(model, SEGMENTS)
+        self.family.decoder.freeze_unused(model)
+        classes = {type(module).__name__ for module in model.modules()}  # a stage may hold no layer of a kind
+        run_by_segment(model, classes.intersection(self.family.decoder.mixers))
+        choose_product(model, self.dtype)
+        decoder = self.family.decoder
+        balance = decoder.experts and decoder.experts.balance
+        self._routers = Routers(model.get_submodule(decoder.path)) if balance else None
+        cut_by_torch = self.settings.zero_stage and self.settings.zero_engine != DEEPSPEED
+        together = self.settings.zero_stage == 3 or cut_by_torch or self.spec.degrees.sequence > 1
+        if together and any(edge.gradients for edge in self.edges_in(0)):
+            # Layers communicate in backward as well, to gather weights, to reduce gradients as torch's FSDP2 does
+            # behind each layer, or to exchange a sequence's states: each rank has to go back as far as one with
+            # pictures does, though nothing of what it embeds is trained.
+            model.get_input_embeddings().register_forward_hook(_ask_gradient)
+        self._objective = find_objective(self.settings.objective)
+        self._position = MeshPosition.of(self.mesh)
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._losses: list[Tensor] = []
+        self._right: list[Tensor] = []
+        self._answering: Generator | None = None
+        return model
+
+    def layer_parts(self) -> LayerParts:
+        return self.family.decoder.layers
+
+    def eager_classes(self) -> Collection[str]:
+        return self.family.decoder.mixers
+
+    def is_active(self, info: StepInfo) -> bool:
+        return info.total_weight > 0
+
+    def forward_step(self, micro_batch: int, chunk: int, work: TextInput, *received: Bundle) -> tuple[Bundle, ...]:
+        """Run a chunk's layers. received: hidden states of the chunk before, and what the vision shards send."""
+        leaves, flying = self._leaves(chunk, received)
+        hidden = next((bundle[HIDDEN_STATES] for bundle in leaves if HIDDEN_STATES in bundle), None)
+        part, sent = self._chunks[chunk], [bundle for bundle in leaves if HIDDEN_STATES not in bundle]
+        inputs, chosen, extra = self._inputs(chunk, work, hidden, sent, part.last)
+
+        def compute() -> Tensor:
+            with self._routers.recording() if self._routers else nullcontext([]) as logits:
+                states = self.family.decoder.run(self.model, part, inputs, **extra)
+            if not part.last:
+                return states
+            share = self._share(states.flatten(0, 1), chosen, work.total_weight)
+            return share + self._share_of_balance(logits, work) if logits and work.samples else share
+
+        output = self.forward(inputs.input_ids.numel(), micro_batch, compute)
+        if part.last:
+            self._losses.append(output.detach())
+        self._flights[micro_batch, chunk] = _Flight(output, flying)
+        if part.last or not self.sends:
+            return ()
+        return tuple(Bundle({HIDDEN_STATES: output.detach()}) for _ in self.edges_out(chunk))
+
+    def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
+        """Back through a chunk: gradients of what its forward received, for those that sent it."""
+        flight = self._flights.pop((micro_batch, chunk))
+        loss = flight.output
+        if received:  # gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes
+            (bundle,) = received
+            loss = (flight.output * to_device(bundle.tensors[HIDDEN_STATES], self.device)).sum()
+        with self.metered_backward():
+            self.optimizer.backward(loss, last)
+        if not self.sends:
+            return ()
+        return tuple(Bundle({name: gradient_of(leaf) for name, leaf in bundle.items()}) for bundle in flight.leaves)
+
+    def forget(self, micro_batch: int, chunk: int) -> None:
+        self._flights.pop((micro_batch, chunk))
+
+    @torch.no_grad()
+    def generate(self, micro_batch: int, chunk: int, work: PromptInput, *received: Bundle) -> Answer:
+        """Answer a prompt. received: what the vision shards send of its pictures."""
+        if self._answering is None:
+            backend = self.settings.attention_backend
+            self._answering = self.generator(self.model, self.family.decoder, self.mesh, SEGMENTS, backend)
+        leaves, _ = self._leaves(chunk, received)
+        inputs, _, extra = self._inputs(chunk, work.row, None, leaves, False)
+        with without_dropout(self.model):
+            answer = self.optimizer.forward(lambda: self._answering.answer(work, inputs, extra["segments"]))
+        self.optimizer.rest()
+        return answer
+
+    def place_kernels(self) -> tuple[KernelUse, ...]:
+        placed = place_kernels(self.model, self.settings, self.dtype, True, self.family.decoder.mixers)
+        return (*placed, KernelUse("loss", "chunked")) if any(chunk.last for chunk in self._chunks) else placed
+
+    def take_loss(self) -> float | None:
+        """This replica's share of the objective, at the stage that has the head."""
+        if not any(chunk.last for chunk in self._chunks):
+            return None
+        loss = float(torch.stack(self._losses).sum())
+        self._losses.clear()
+        return loss
+
+    def take_right(self) -> tuple[int, int]:
+        right = torch.cat(self._right) if self._right else torch.empty(0)
+        self._right.clear()
+        return int(right.sum()), len(right)
+
+    def _share(self, states: Tensor, chosen: Chosen, total: float) -> Tensor:
+        """These rows' share of the objective; while evaluating, also what of them is right."""
+        head = Head(self.model.get_output_embeddings(), self.family.decoder.logits)
+        if torch.is_grad_enabled():
+            return self._objective.share(head, states, chosen, total)
+        judged = self._objective.judge(head, states, chosen, total)
+        self._right.append(judged.right)
+        return judged.share
+
+    def _share_of_balance(self, logits: Sequence[Tensor], work: TextInput) -> Tensor:
+        experts, spans = self.family.decoder.experts, sample_ranges(work.tensors["input_ids"].shape, work.samples)
+        losses = balance_losses(logits, spans, experts.visits)
+        weights = to_device(torch.tensor(work.weights, dtype=torch.float64), self.device)
+        return share_of_balance(losses, weights, experts.balance, work.total_weight)
+
+    def _split(self) -> PreTrainedModel:
+        if self.spec.degrees.expert > 1:
+            return self._split_by_experts()
+        decoder, ranks = self.family.decoder, self.spec.degrees.tensor
+        plan = dict(decoder.tensor_plan)
+        if ranks > decoder.kv_heads:
+            plan |= dict.fromkeys(decoder.kv_projections, shared_heads_style(decoder.kv_heads))
+        model = self._load(plan, self.mesh["tensor"], local_plan)
+        use_local_slices(model)
+        if ranks > decoder.kv_heads:
+            decoder.share_kv_heads(model, ranks)
+        if ranks > 1:
+            cut_widths(model, self.mesh["tensor"])
+        return model
+
+    def _split_by_experts(self) -> PreTrainedModel:
+        mesh = experts_mesh(self.mesh, self.spec.degrees.expert)
+        model = self._load({}, mesh["expert"], share_plan)
+        use_local_slices(model)
+        share_out(model, mesh.get_group("expert"), mesh.get_group("copies"))
+        return model
+
+    def _split_by_deepspeed(self) -> PreTrainedModel:
+        model = self._load({}, None, local_plan)
+        split_by_autotp(model, self.mesh["tensor"])
+        return model
+
+    def _load(self, plan: dict[str, str], mesh: DeviceMesh | None, read_plan: ReadPlan) -> PreTrainedModel:
+        dropped = (*self.family.outside(self.spec.part), *self.family.decoder.absent(self._chunks))
+        return load_part(self.settings.model_name, dropped, self.loaded_dtype, mesh, plan or None, read_plan)
+
+    def _leaves(
+        self, chunk: int, received: Sequence[Bundle]
+    ) -> tuple[list[dict[str, Tensor]], tuple[dict[str, Tensor], ...]]:
+        """The tensors received, on the device; and those whose gradients will be sent back."""
+        back = {name for edge in self.edges_in(chunk) if edge.gradients for name in edge.tensors}
+        leaves, flying = [], []
+        for bundle in received:
+            moved = {name: to_device(tensor, self.device) for name, tensor in bundle.tensors.items()}
+            if back.issuperset(moved):
+                moved = {name: tensor.requires_grad_() for name, tensor in moved.items()}
+                flying.append(moved)
+            leaves.append(moved)
+        return leaves, tuple(flying)
+
+    def _inputs(
+        self, chunk: int, work: TextInput, hidden: Tensor | None, received: Sequence[dict[str, Tensor]], judges: bool
+    ) -> tuple[DecoderInputs, Chosen, dict[str, object]]:
+        """The decoder's inputs on the device, what the objective needs there, and the attention's own arguments.
+        judges: a loss follows; prompts have none of the objective's columns, and only the last chunk needs them."""
+        named = work.tensors
+        plan = self._plan(work)
+        tokens = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
+        sound = tokens[-1] == SOUND
+        seen = tokens[-1] if work.audio_placement is None else (tokens[-1] > 0) & ~sound
+        places = (_places(work.placement, seen), _places(work.audio_placement, sound))
+        given = (*tokens, *(self._objective.choose(named) if judges else ()), *places)
+        (input_ids, position_ids, kinds, *chosen, image_rows, sound_rows), (segments,) = move_with_plans(
+            given, [plan], self.device
+        )
+        seen_now = [bundle for bundle in received if AUDIO_EMBEDDINGS not in bundle]
+        images = self._joined([*seen_now, *self._cached(chunk, work)])
+        sounds = self._joined([bundle for bundle in received if AUDIO_EMBEDDINGS in bundle])
+        inputs = DecoderInputs(input_ids, position_ids, images, image_rows, hidden, kinds, sounds, sound_rows)
+        return inputs, tuple(chosen), {"segments": segments}
+
+    def _cached(self, chunk: int, work: TextInput) -> list[dict[str, Tensor]]:
+        """Rows of pictures that no tower encoded: of the tensors that enter this chunk."""
+        entering = {name for edge in self.edges_in(chunk) for name in edge.tensors}
+        kept = {name: to_device(rows, self.device) for name, rows in work.cached.items() if name in entering}
+        return [kept] if kept else []
+
+    def _joined(self, bundles: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The rows of all shards of one encoder, by name."""
+        names = bundles[0] if bundles else ()
+        return {name: joined([bundle[name] for bundle in bundles]).to(self.dtype) for name in names}
+
+    def _plan(self, work: TextInput) -> SegmentPlan:
+        """The plan of which tokens see each other."""
+        backend, blocks = self.settings.attention_backend, work.blocks
+        rule = self.family.decoder.block_rule or "bounded"
+        varlen = backend == FLASH_ATTENTION_2
+        varlen = varlen or (work.lengths is not None and has_varlen(self.device, self.dtype))
+        if work.shards:
+            shards = plan_of_shards(work.lengths or (), work.shards, self.spec.degrees.ulysses)
+            few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
+            return plan_shard(shards, self._position, CPU, True, few, varlen, blocks, rule, backend)
+        rows, tokens = work.tensors["input_ids"].shape
+        # Padded rows are segments of one length, so one call: what pads them comes after all that counts.
+        lengths = (tokens,) * rows if work.lengths is None else work.lengths
+        return replace(plan_segments(lengths, CPU, True, varlen, blocks, rule, backend), calls=work.segment_calls)
+
+
+def _ask_gradient(_module: nn.Module, _given: tuple[Tensor, ...], embedded: Tensor) -> None:
+    if torch.is_grad_enabled() and not embedded.requires_grad:
+        embedded.requires_grad_()
+
+
+def _places(placement: Tensor | None, inside: Tensor) -> Tensor:
+    """The place of each row of an encoder's embeddings, as received, among the flattened rows × tokens.
+    inside: not 0 at the tokens in whose places they go, [rows, tokens]."""
+    if placement is None:
+        return torch.empty(0, dtype=torch.long)
+    rows = torch.empty_like(placement)
+    rows[placement] = inside.flatten().nonzero()[:, 0]
+    return rows

@@ -1,0 +1,1 @@
+"""Families with code of their own: one file each."""

@@ -1,1 +1,0 @@
-"""Families without code of their own: run by transformers' contract, a configuration and a small model."""

@@ -1,0 +1,176 @@
+"""Adds peft's adapters to a part's model: which matrices get one, and its initial values.
+
+This relies on the following, each with a canary test: peft replaces a linear module by a layer that calls the module
+itself and adds the adapter's output for the same input; it names parameters as in `dhp.core.parameters`; and it keeps
+the modules' attributes, by which slices of a matrix are described, as they are. Given a model with a configuration,
+peft does more: it looks for the embedding, which a tower alone does not have, and for some kinds with experts it takes
+`gate_proj` for the name of an expert's matrix, wherever it is. So it is given modules without a configuration.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dhp.config.suggestions import did_you_mean, nearest
+from dhp.core.errors import ConfigError
+from dhp.core.parameters import ADAPTER, AdapterSettings, Selector, is_inside
+from dhp.models.part import Part
+from dhp.models.pretrained import name_accelerator
+
+_ROUTERS = {"router", "gate", "shared_expert_gate"}  # names of modules that choose experts
+FIRST_OUT = 0.0  # initial values of B, relative to those of A: the first output is the model's own
+
+
+def find_targets(model: nn.Module, part: Part, asked: AdapterSettings) -> tuple[str, ...]:
+    """Names of the part's modules that get an adapter, of those that this model holds, in its order. Modules that the
+    part's outputs do not depend on get none."""
+    unused, chosen = _unused(model, part), asked.selectors()
+    linear = [name for name in _linear_modules(model, part) if name not in unused]
+    if not chosen:
+        return tuple(name for name in linear if is_inside(name, [part.layers.path]) and not is_router(name))
+    return tuple(name for name in linear if any(selector.fits(f"{name}.weight") for selector in chosen))
+
+
+def check_targets(model: nn.Module, part: Part, key: str, asked: AdapterSettings) -> None:
+    """Raises ConfigError for targets that the part of a whole model does not have, or that cannot have an adapter, and
+    where none are named and there are none. key: of the part's adapters in the configuration."""
+    if not asked.targets and not find_targets(model, part, asked):
+        raise ConfigError(_tell_none(model, part, key))
+    linear, unused = list(_linear_modules(model, part)), _unused(model, part)
+    for selector in asked.selectors():
+        fitting = [name for name in linear if selector.fits(f"{name}.weight")]
+        if fitting and unused.issuperset(fitting):
+            raise ConfigError(
+                f"{key}.targets: {selector.said} selects {fitting[0]}, on which nothing depends that leaves this part: "
+                "an adapter there would learn nothing. Leave it out"
+            )
+        if fitting:
+            continue
+        other = next((name for name, _ in model.named_parameters() if _reaches(selector, name, part)), None)
+        if other is not None:
+            owner = other.rpartition(".")[0]
+            kind = type(model.get_submodule(owner)).__name__
+            raise ConfigError(
+                f"{key}.targets: {selector.said} selects {owner}, of the kind {kind}: adapters stand beside "
+                "linear layers alone, not beside heads, embeddings, convolutions, norms, or experts that are one "
+                "matrix. Leave it out, or train it whole by training.trainable"
+            )
+        pieces = dict.fromkeys(piece for name in linear for piece in name.split(".") if not piece.isdigit())
+        hint = did_you_mean([nearest(selector.said.strip("*."), pieces)])
+        known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        raise ConfigError(f"{key}.targets: {selector.said} is no matrix of this part{hint}. There are {known}")
+
+
+def add_adapters(model: nn.Module, targets: Sequence[str], asked: AdapterSettings, seed: int) -> None:
+    """Add adapters to the modules of these names. Which other parameters are trained stays as it was."""
+    if not targets:
+        return
+    name_accelerator()
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and only runs with adapters need it
+
+    trained = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+    config = LoraConfig(
+        r=asked.rank,
+        lora_alpha=asked.alpha,
+        lora_dropout=asked.dropout,
+        target_modules=list(targets),
+        use_rslora=asked.rslora,
+        use_dora=asked.dora,
+        bias="none",
+    )
+    inject_adapter_in_model(config, _Nameless(model), ADAPTER)
+    for parameter in model.parameters():
+        parameter.requires_grad_(trained.get(id(parameter), True))
+    for name, layer in adapted_modules(model):
+        with torch.no_grad():
+            for own in ("lora_A", "lora_B"):
+                weight = getattr(layer, own)[ADAPTER].weight
+                if not weight.is_meta:
+                    weight.copy_(first_values(f"{name}.{own}", weight.shape, seed))
+
+
+def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """Initial values of an adapter's matrix, whatever else is in the model and on any device: A as torch initializes
+    linear layers (uniform, by its inputs), B with zeros."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+    bound = shape[1] ** -0.5
+    values = torch.empty(tuple(shape), dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+    return values * FIRST_OUT if name.endswith("lora_B") else values
+
+
+def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers by which peft replaced linear modules, by their names."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and ADAPTER in module.lora_A:
+            yield name, module
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Disable dropout in the block: among modules that compute otherwise in training, adapters alone draw numbers
+    here."""
+    drawing = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
+    for module in drawing:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in drawing:
+            module.train()
+
+
+class _Nameless(nn.Module):
+    """The modules of a model under a root without its configuration."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self._modules = model._modules  # the same, so that what is put in here is put into the model
+
+
+def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:
+    """Linear modules by name, without the head, whose weight the loss reads by itself."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and is_inside(name, part.modules) and name != getattr(part, "head", None):
+            yield name
+
+
+def is_router(name: str) -> bool:
+    """Whether the module is a router, or inside one."""
+    return not _ROUTERS.isdisjoint(name.split("."))
+
+
+def _unused(model: nn.Module, part: Part) -> set[str]:
+    """Names of modules that none of the part's outputs depends on. Which parameters are trained stays as it was."""
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    model.requires_grad_(True)
+    part.freeze_unused(model)
+    found = {name for name in _linear_modules(model, part) if not model.get_submodule(name).weight.requires_grad}
+    for parameter, before in trained:
+        parameter.requires_grad_(before)
+    return found
+
+
+def _tell_none(model: nn.Module, part: Part, key: str) -> str:
+    """The error that no matrix of the part's layers can have an adapter, and which there are."""
+    layers = model.get_submodule(part.layers.path)
+    held = {name.rpartition(".")[2]: type(module).__name__ for name, module in layers.named_modules() if _holds(module)}
+    known = ", ".join(f"{name} ({kind})" for name, kind in held.items())
+    return (
+        f"{key}.rank without {key}.targets: no layer of this part has a linear module beside which an adapter could "
+        f"stand. What its layers have is {known}. Set {key}.rank=0, and train the part, or some of these by "
+        "training.trainable"
+    )
+
+
+def _holds(module: nn.Module) -> bool:
+    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+
+
+def _reaches(selector: Selector, name: str, part: Part) -> bool:
+    return is_inside(name, part.modules) and selector.fits(name)

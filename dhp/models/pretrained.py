@@ -1,0 +1,135 @@
+"""A model's directory: where its configuration is read from, its tokenizer, processors and other files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from dhp.config.shipped import shipped_directory
+from dhp.core.errors import ModelError
+
+
+def config_source(model_name: str) -> str:
+    """Where transformers reads the configuration without weights: a directory, a hub id, or a file that dhp ships.
+
+    A directory and a hub id in the local cache are taken as they are. For other hub ids the shipped shape, which holds
+    the fields of config.json that say how large the model is, comes before a download.
+    Raises ModelError when there is none of these.
+    """
+    if Path(model_name).is_dir() or _readable(model_name, local_files_only=True) is None:
+        return model_name
+    shipped = shapes_directory() / f"{model_name}.json"
+    if shipped.is_file():
+        return str(shipped)
+    failure = _readable(model_name)
+    if failure is None:
+        return model_name
+    folder = shapes_directory()
+    known = sorted(str(file.relative_to(folder)).removesuffix(".json") for file in folder.rglob("*.json"))
+    raise ModelError(
+        f"{model_name}: its configuration cannot be read ({failure}), and dhp ships no shape of it. "
+        f"Give a directory with a config.json, or one of {', '.join(known)}"
+    )
+
+
+def _readable(model_name: str, local_files_only: bool = False) -> str | None:
+    """None when transformers can read the model's configuration, else the first line of its error."""
+    try:
+        AutoConfig.from_pretrained(model_name, local_files_only=local_files_only, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        return str(error).strip().splitlines()[0].rstrip(".")
+    return None
+
+
+def shapes_directory() -> Path:
+    """Shipped shapes, each below it under its hub id."""
+    return shipped_directory() / "model" / "shapes"
+
+
+def name_accelerator() -> None:
+    """Set DeepSpeed's accelerator to the CPU where there is no GPU. accelerate, which transformers and peft call to
+    save or adapt a model, imports DeepSpeed, whose own search would print a warning."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def load_tokenizer(model_name: str, chat_template: str | None = None) -> Any:
+    """The model's own tokenizer, with its chat template, or with the one given (Jinja text; "": none is needed).
+
+    Raises ModelError when the directory has no tokenizer or no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model_name}: no usable tokenizer: {error}") from error
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    elif isinstance(tokenizer.chat_template, dict):  # several by name
+        tokenizer.chat_template = tokenizer.get_chat_template()
+    if chat_template is None and not tokenizer.chat_template:
+        raise ModelError(
+            f"{model_name}: the tokenizer has no chat template, so conversations cannot be rendered; "
+            "put the model's chat_template.jinja (or chat_template.json) into the directory, or name a file that "
+            "holds one by data.chat_template"
+        )
+    return tokenizer
+
+
+def load_image_processor(model_name: str) -> Any:
+    """The model's own image processor, in the flavour that needs no torchvision.
+
+    Raises ModelError when the directory has none.
+    """
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(model_name, backend="pil", trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model_name}: no usable image processor: {error}") from error
+
+
+def find_stop_tokens(model_name: str, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: those of the model's generation_config.json, which may name several, or else of its
+    config.json, and the tokenizer's, which ends a turn of its chat template."""
+    from transformers import GenerationConfig
+
+    try:
+        own = GenerationConfig.from_pretrained(model_name).eos_token_id
+    except (OSError, ValueError):
+        own = config.get_text_config().eos_token_id
+    named = [own] if isinstance(own, int) else [*(own or ())]
+    return tuple(dict.fromkeys(token for token in (*named, tokenizer.eos_token_id) if token is not None))
+
+
+def auxiliary_files(model_name: str) -> list[Path]:
+    """Everything of a model directory or hub id but its weights and hidden files: configuration, tokenizer, processors,
+    templates.
+
+    They are copied into checkpoints and exports, which people publish. Raises ModelError for a link that leads to
+    another folder, but that of the hub's cache which has the same model.
+    """
+    folder = Path(model_name).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model_name, ignore_patterns=[f"*{end}" for end in WEIGHT_ENDINGS]))
+    files = [f for f in folder.iterdir() if f.is_file() and not f.name.endswith(WEIGHT_ENDINGS)]
+    own = [folder.resolve()]
+    if own[0].parent.name == "snapshots" and own[0].parent.parent.name.startswith("models--"):
+        own.append(own[0].parent.parent / "blobs")
+    for file in files:
+        if not any(file.resolve().is_relative_to(one) for one in own):
+            raise ModelError(
+                f"{file} leads to {file.resolve()}, and would be copied into checkpoints and exports. Remove the link, "
+                "or put a copy in its place"
+            )
+    return sorted(file for file in files if not file.name.startswith("."))

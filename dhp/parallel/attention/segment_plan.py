@@ -1,0 +1,210 @@
+"""A plan of attention over many segments of one flattened sequence: data, and its tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dhp.core.batch import TokenRange
+from dhp.parallel.attention.kernels import AUTO
+from dhp.parallel.attention.ring import Ring
+from dhp.parallel.attention.shard_plan import ShardPlan, is_whole, whole_segments
+from dhp.parallel.attention.ulysses import UlyssesGroup
+from dhp.parallel.attention.visibility import BlockRule, Span, check_blocks, find_spans
+
+# Keys and values of at most so many tokens of divided segments are gathered at once, not passed around: the delay of a
+# message then counts for more than its size (`python -m experiments.ring_or_gather`).
+GATHER_TOKENS = 512
+_TENSORS = ("order", "inverse", "bounds", "blocks")
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """Which tokens attend to each other: those of a segment.
+
+    groups: (length, count) of the segments that this rank has whole, in the order of the calls; equal lengths together
+    without `bounds`, where each group is one batched kernel call, and neighbours of equal length with them.
+
+    order: tokens in the order of the calls, those of divided segments last; None when they already are. inverse: the
+    inverse permutation.
+
+    causal: a token attends to itself and to what comes before it in its segment.
+
+    rest: what the tokens of divided segments do; None where no rank has any.
+
+    bounds: where each whole segment begins and the last ends, int32 [segments + 1], for one call over all of them.
+
+    blocks: int64 [tokens], in the order of the rows: tokens of a segment with the same number see each other both ways,
+    as those of an image do; -1 in none. block_rule: how that goes with a layer's window
+    (`dhp.parallel.attention.visibility.BlockRule`). spans: by group, places of the blocks, for the host. All three for
+    causal segments alone, and without what has no effect.
+
+    backend: whose kernels compute, as a part's attention_backend says.
+
+    calls: how often a layer that takes each segment by itself is called at least, however few groups there are: each
+    call gathers weights, together with ranks whose rows have other segments.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    order: Tensor | None
+    inverse: Tensor | None
+    causal: bool = False
+    rest: Ulysses | Ring | None = None
+    bounds: Tensor | None = None
+    blocks: Tensor | None = None
+    block_rule: BlockRule = "bounded"
+    spans: tuple[tuple[Span, ...], ...] = ()
+    backend: str = AUTO
+    calls: int = 0
+
+    @property
+    def whole(self) -> int:
+        """Tokens of the segments that are here whole."""
+        return sum(length * count for length, count in self.groups)
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Divided segments are exchanged with the Ulysses ranks, and attend as `plan` says between the two exchanges."""
+
+    exchange: UlyssesGroup
+    plan: SegmentPlan
+
+
+@dataclass(frozen=True)
+class MeshPosition:
+    """A rank's position in the ring × Ulysses mesh, and its neighbours there."""
+
+    ring_rank: int
+    ring_group: dist.ProcessGroup
+    ulysses_rank: int
+    ulysses_group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshPosition:
+        """This rank's, on a mesh with the axes "ring" and "ulysses"."""
+        ring, ulysses = mesh["ring"], mesh["ulysses"]
+        return cls(ring.get_local_rank(), ring.get_group(), ulysses.get_local_rank(), ulysses.get_group())
+
+
+def plan_segments(
+    lengths: Sequence[int],
+    device: torch.device,
+    causal: bool = False,
+    varlen: bool = False,
+    blocks: Tensor | None = None,
+    block_rule: BlockRule = "bounded",
+    backend: str = AUTO,
+) -> SegmentPlan:
+    """Consecutive segments of the given lengths (tokens), all of them here. varlen: for one call over all of them.
+    backend: see `SegmentPlan`.
+
+    blocks: int64 [tokens], on the host, and block_rule: see `SegmentPlan`. Raises ValueError where they do not fit.
+    """
+    ranges = [TokenRange(i, 0, length) for i, length in enumerate(lengths)]
+    return _plan(ranges, lengths, device, causal, None, varlen, blocks, block_rule, backend)
+
+
+def plan_shard(
+    shards: ShardPlan,
+    position: MeshPosition,
+    device: torch.device,
+    causal: bool = False,
+    gather: bool = False,
+    varlen: bool = False,
+    blocks: Tensor | None = None,
+    block_rule: BlockRule = "bounded",
+    backend: str = AUTO,
+) -> SegmentPlan:
+    """The plan of one rank of a mesh. gather: see `dhp.parallel.attention.ring.Ring`; varlen and backend: as in
+    `plan_segments`, and so are blocks, which are those of all ranks' tokens, segments one behind another.
+
+    Segments that one rank has whole need no communication; those that one ring rank's chunk has, none but the
+    exchange among its Ulysses ranks. Raises ValueError, on all ranks alike, for blocks and a segment in the ring.
+    """
+    own = shards.shards[position.ring_rank][position.ulysses_rank]
+    divided = shards.without_whole_segments()
+    rest: Ulysses | Ring | None = None
+    if divided.count_tokens():
+        chunks = [divided.chunk(rank) for rank in range(divided.ring)]
+        ringed = tuple(tuple(s for s in chunk if not is_whole(s, shards.lengths)) for chunk in chunks)
+        of_ring = (position.ring_rank, position.ring_group, causal, gather, backend)
+        ring = Ring(ringed, *of_ring) if any(ringed) else None
+        if ring is not None and blocks is not None:
+            raise ValueError(
+                f"blocks of {len(blocks)} tokens, and segments divided over ring={divided.ring} ranks: the ring has no "
+                "blocks. Use ulysses ranks alone, or give each rank whole segments"
+            )
+        rest = ring
+        if divided.ulysses > 1:
+            exchange = UlyssesGroup(
+                divided.rank_tokens(position.ring_rank), position.ulysses_rank, position.ulysses_group
+            )
+            chunk = chunks[position.ring_rank]
+            there = None if blocks is None else blocks[shards.rows_of(chunk)]
+            inner = _plan(chunk, shards.lengths, device, causal, ring, varlen, there, block_rule, backend)
+            rest = Ulysses(exchange, inner)
+    here = None if blocks is None else blocks[shards.rows_of(own)]
+    return _plan(own, shards.lengths, device, causal, rest, varlen, here, block_rule, backend)
+
+
+def index_tensors(plan: SegmentPlan) -> list[Tensor]:
+    """The tensors of a plan, in a fixed order."""
+    inner = index_tensors(plan.rest.plan) if isinstance(plan.rest, Ulysses) else []
+    own = (getattr(plan, name) for name in _TENSORS)
+    return [tensor for tensor in own if tensor is not None] + inner
+
+
+def with_tensors(plan: SegmentPlan, tensors: Iterator[Tensor]) -> SegmentPlan:
+    """The plan with other tensors, in the order of `index_tensors`: the same ones on another device."""
+    kept = {name: getattr(plan, name) for name in _TENSORS}
+    kept = {name: None if tensor is None else next(tensors) for name, tensor in kept.items()}
+    if kept["bounds"] is not None:
+        kept["bounds"] = kept["bounds"].to(torch.int32)  # what the kernel wants, of integers that travelled together
+    rest = plan.rest
+    if isinstance(rest, Ulysses):
+        rest = replace(rest, plan=with_tensors(rest.plan, tensors))
+    return replace(plan, rest=rest, **kept)
+
+
+def _plan(
+    ranges: Sequence[TokenRange],
+    lengths: Sequence[int],
+    device: torch.device,
+    causal: bool,
+    rest: Ulysses | Ring | None,
+    varlen: bool,
+    blocks: Tensor | None,
+    block_rule: BlockRule,
+    backend: str,
+) -> SegmentPlan:
+    """The plan of a rank with these ranges, in the order of its rows: whole segments first, by length unless one call
+    takes them all, then the tokens of divided ones."""
+    whole = whole_segments(ranges, lengths, in_order=varlen)
+    starts_of_rows = accumulate((piece.count for piece in ranges), initial=0)
+    divided = [
+        torch.arange(start, start + piece.count)
+        for piece, start in zip(ranges, starts_of_rows)
+        if not is_whole(piece, lengths)
+    ]
+    rows = [(torch.tensor(starts)[:, None] + torch.arange(length)).flatten() for length, starts in whole]
+    groups = tuple((length, len(starts)) for length, starts in whole)
+    bounds = None
+    if varlen:
+        ends = accumulate((length for length, starts in whole for _ in starts), initial=0)
+        bounds = torch.tensor(list(ends), dtype=torch.int32).to(device)
+    order = torch.cat([torch.empty(0, dtype=torch.long), *rows, *divided])
+    plan = SegmentPlan(groups, None, None, causal, rest, bounds, backend=backend)
+    if not bool((order[1:] > order[:-1]).all()):
+        plan = replace(plan, order=order.to(device), inverse=torch.argsort(order).to(device))
+    if blocks is None:
+        return plan
+    check_blocks(blocks, block_rule, len(order), causal)
+    spans = find_spans(whole, blocks)
+    return replace(plan, blocks=blocks.to(device), block_rule=block_rule, spans=spans) if any(spans) else plan

@@ -1,0 +1,1 @@
+"""Expert parallelism: dispatch, products, tensor parallelism of experts."""

@@ -1,0 +1,1 @@
+"""Optimizers: replicated, ZeRO, FSDP2, frozen; gradients in buckets."""

@@ -1,0 +1,249 @@
+"""The interface of a stage's optimizer and its state; AdamW, its rates, the clipped step, 16-bit training.
+
+Each moment goes by its parameter's name, `<parameter>.exp_avg`; where a rank holds a range of a parameter's elements,
+the range says which. So the names and extents tell what belongs where for any number of ranks.
+
+Weights are widened to float32 and kept so by the optimizer (master weights, Micikevicius et al. 2018, section 3.1);
+the module computes with a rounded copy. Buffers are left alone: rounding RoPE's frequencies to bfloat16 turns the
+positions of long sequences by up to a radian.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dhp.core.errors import ConfigError
+from dhp.core.parameters import Group
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of a parameter besides its step count
+MASTER = "master"  # the optimizer's own copy of a weight
+STEP = "step"  # optimizer steps taken; parameters of a part step together
+
+
+class StateSink(Protocol):
+    """Takes the state to save: `dhp.checkpoint.shards.ShardWriter`, which parallel does not import."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A tensor that all ranks of the stage hold alike, or a DTensor, of which each holds its slice."""
+
+    def add_once(self, name: str, tensor: Tensor) -> None:
+        """A tensor that all ranks of the part hold alike, in whichever stage."""
+
+    def add_flat(self, name: str, elements: Tensor, start: int, shape: tuple[int, ...]) -> None:
+        """A range of the elements of a tensor of `shape`."""
+
+    def add_block(self, name: str, block: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        """A block of a tensor of `shape` that begins at `offset` in it. A rank may hold several of one tensor."""
+
+
+class StateSource(Protocol):
+    """Returns saved state: `dhp.checkpoint.shards.ShardReader`."""
+
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor."""
+
+    def like(self, name: str, held: Tensor) -> Tensor:
+        """This rank's share of a tensor laid out as `held`."""
+
+    def flat(self, name: str, start: int, count: int) -> Tensor:
+        """A range of a tensor's elements."""
+
+    def block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """The block of a tensor that begins at `offset` and has `shape`."""
+
+
+def step_for(optimizer: torch.optim.Optimizer, weight: Tensor, step: Tensor) -> Tensor:
+    """The state's count of `step`s for `weight`: on its device where the optimizer is fused, else on the host, as torch
+    has it."""
+    device = weight.device if optimizer.defaults.get("fused") else torch.device("cpu")
+    return step.to(device, torch.float32, copy=True)
+
+
+def steps_taken(optimizer: torch.optim.Optimizer) -> Tensor:
+    """The number of steps that the optimizer took, a scalar; 0 before its first."""
+    states: list[Mapping[str, Any]] = list(optimizer.state.values())
+    return states[0][STEP].detach().clone() if states else torch.tensor(0.0)
+
+
+class StageOptimizer(Protocol):
+    """Gradients of a stage's weights, from each micro-batch's backward to the step that uses them up."""
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """Run `compute`, which uses the module, where the weights are whole; its tensors."""
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate the gradients of a scalar; with `last`, the step's final one, sum them over the ranks."""
+
+    def rest(self) -> None:
+        """No backward follows the forwards so far: free weights that were gathered for one."""
+
+    def norm_sq(self) -> float:
+        """Squared L2 norm of the stage's whole gradient, the same on every rank."""
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the step's gradients now, beyond what is there between steps."""
+
+    def step(self, rates: Rates, coefficient: float) -> None:
+        """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""
+
+    def drop(self) -> None:
+        """Forget the step's gradients."""
+
+    def save_weights(self, sink: StateSink) -> None:
+        """Hand over the weights as the module has them."""
+
+    def save_state(self, sink: StateSink) -> None:
+        """Hand over the optimizer's state."""
+
+    def load_state(self, source: StateSource) -> None:
+        """Take back what `save_state` handed over."""
+
+
+class TiedOptimizer(StageOptimizer, Protocol):
+    """An optimizer that can share a weight with another stage's, rank by rank."""
+
+    def tie(self, name: str, owns: bool) -> None:
+        """The parameter `name` is another stage's too. The owner counts it in the norm and saves it."""
+
+    def tied_gradient(self) -> Tensor:
+        """This rank's share of the summed gradient of the tied weight, before the other's is added."""
+
+    def add_tied(self, gradient: Tensor) -> None:
+        """Add the other stage's share."""
+
+
+Rates = float | Mapping[str, float]  # a learning rate for all parameters, or one for each group of them
+NAME = "name"  # in a group of an optimizer's parameters
+
+
+def set_rates(groups: Sequence[dict[str, Any]], rates: Rates) -> None:
+    """Set the learning rates of an optimizer's parameter groups."""
+    for group in groups:
+        group["lr"] = rates[group[NAME]] if isinstance(rates, Mapping) else rates
+
+
+def clipped_step(
+    optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], rates: Rates, coefficient: float
+) -> None:
+    """Take one step at `rates` with `gradients`, those of the optimizer's parameters, times `coefficient`.
+
+    A fused optimizer divides by a scale where it reads each gradient, so that they are not written once more.
+    """
+    set_rates(optimizer.param_groups, rates)
+    scaled = coefficient != 1.0 and len(gradients) > 0
+    if scaled and optimizer.defaults.get("fused") and gradients[0].dtype != torch.float64:  # the scale is float32
+        optimizer.grad_scale = torch.full((), 1.0 / coefficient, dtype=torch.float32, device=gradients[0].device)
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale
+        return
+    if scaled:
+        torch._foreach_mul_(list(gradients), coefficient)
+    optimizer.step()
+
+
+_EXACT = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The format of master weights, gradient sums and optimizer state for a module that computes in `dtype`."""
+    return _EXACT[dtype]
+
+
+def widen(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put parameters that are whole, or plain slices, into `dtype`, that of master weights, in place. Those that
+    FSDP2 has cut are so already."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(dtype)
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put parameters of `dtype` in place of the module's own, which stay as they are for callers that hold them.
+
+    A parameter that two modules share stays shared. Buffers keep their format, and so do parameters that the model's
+    class says must not be rounded to 16 bits (routers of some families, whose code multiplies in float32). What is kept
+    in fewer bits is no number of its own and stays as it is.
+    """
+    kept = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    cast: dict[int, nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            exact = any(pattern in f"{path}.{name}" for pattern in kept)
+            if not parameter.is_floating_point():
+                continue
+            if id(parameter) not in cast:
+                copy = parameter.detach().clone() if exact else parameter.detach().to(dtype)
+                cast[id(parameter)] = nn.Parameter(copy, parameter.requires_grad)
+            setattr(owner, name, cast[id(parameter)])
+
+
+_FUSED = {"cuda", "cpu"}  # devices that have the kernel
+_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
+
+def learning_rate_at(step: int, total_steps: int, base_lr: float, warmup_steps: int, kind: str) -> float:
+    """Learning rate of optimizer step number `step` (from 0), equal to transformers' schedule of that kind.
+
+    It rises linearly from 0 over `warmup_steps`, then stays (constant), falls linearly to 0 at `total_steps`
+    (linear), or falls along half a cosine (cosine). Raises ConfigError for another kind.
+    """
+    if kind not in _FACTORS:
+        raise ConfigError(f"training.lr_scheduler_type={kind} does not exist; choose one of {', '.join(_FACTORS)}")
+    if step < warmup_steps:
+        return base_lr * (step / max(1, warmup_steps))
+    return base_lr * _FACTORS[kind](step, total_steps, warmup_steps)
+
+
+def make_adamw(
+    named: Iterable[tuple[str, torch.nn.Parameter]], group: Callable[[str], Group], betas: Sequence[float], eps: float
+) -> torch.optim.AdamW:
+    """torch's AdamW by its fused kernel: one pass, and no temporary copy of a moment. The parameters of each `group`,
+    by name, have a group of the optimizer, which keeps its name."""
+    members: dict[Group, list[torch.nn.Parameter]] = {}
+    for name, parameter in named:
+        members.setdefault(group(name), []).append(parameter)
+    groups = [
+        {NAME: of.name, "params": params, "lr": of.learning_rate, "weight_decay": of.weight_decay}
+        for of, params in members.items()
+    ]
+    there = {parameter.device.type for params in members.values() for parameter in params}
+    fused = True if there and there <= _FUSED else None  # None: as torch chooses
+    return torch.optim.AdamW(groups, betas=tuple(betas), eps=eps, fused=fused)
+
+
+def clip_coefficient(norm_sq_parts: Sequence[float], max_norm: float | None) -> tuple[float, float]:
+    """The global gradient norm, and what every gradient is multiplied by so that the norm is at most `max_norm`.
+
+    `norm_sq_parts` holds the squared norm of each part's gradients, every parameter counted once. The
+    coefficient is min(1, max_norm / (norm + 1e-6)), as in torch; 1 when `max_norm` is None or 0. A norm
+    that is not a number makes it not a number, so that broken gradients show.
+    """
+    norm = math.sqrt(math.fsum(norm_sq_parts))
+    if not max_norm:
+        return norm, 1.0
+    ratio = max_norm / (norm + _CLIP_EPS)
+    return norm, ratio if math.isnan(ratio) else min(1.0, ratio)
+
+
+def _constant(step: int, total_steps: int, warmup_steps: int) -> float:
+    return 1.0
+
+
+def _linear(step: int, total_steps: int, warmup_steps: int) -> float:
+    return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
+
+
+def _cosine(step: int, total_steps: int, warmup_steps: int) -> float:
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+_FACTORS = {"constant": _constant, "linear": _linear, "cosine": _cosine}

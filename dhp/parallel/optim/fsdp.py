@@ -1,0 +1,244 @@
+"""States sharded by torch's FSDP2 over the ranks that hold the same slices, combined with tensor parallelism.
+
+Methods as of `dhp.parallel.optim.replicated.Replicated` and `dhp.parallel.optim.zero.ZeroSharded`. Zhao et
+al. 2023, "PyTorch FSDP"; ZeRO's stages 2 and 3 (Rajbhandari et al. 2020). Each layer is a unit, and all else one:
+embedding, norms, head.
+
+Facts this adapter stands on, each with a canary test: FSDP divides gradients by its ranks unless it is given a factor
+of 1, and forced to sum (a scaling sum fails on gloo); weights are gathered around a module's forward, so the
+computation of a part, which takes the head's weight from outside, runs as the root's forward; the local tensor of a
+sharded parameter keeps its memory from step to step, so an optimizer may hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dhp.parallel.comm import sum_in_place
+from dhp.parallel.optim.base import (
+    MASTER,
+    MOMENTS,
+    STEP,
+    Rates,
+    StateSink,
+    StateSource,
+    clipped_step,
+    exact_dtype,
+    step_for,
+    steps_taken,
+    widen,
+)
+from dhp.parallel.optim.fsdp_parts import Computation, RowBlock, held_blocks, shard_rows
+from dhp.parallel.optim.replicated import MakeOptimizer, sum_of_squares
+from dhp.parallel.tensor.slices import Cut, cut_of, owned_parameters
+from dhp.parallel.tensor.styles import PARTIAL_OVER
+
+
+class _Shard:
+    """This rank's rows of one parameter: the optimizer's weight, on FSDP's memory, and its extent."""
+
+    def __init__(self, name: str, owner: nn.Module, own: str, mesh: DeviceMesh):
+        parameter = owner.get_parameter(own)
+        self.name, self.trained = name, parameter.requires_grad
+        cut = cut_of(owner, own)
+        self.cut: Cut | None = None if cut is None or all(p.is_replicate() for p in cut.placements) else cut
+        self.partial: dist.ProcessGroup | None = owner.__dict__.get(PARTIAL_OVER)
+        self.shape = tuple(parameter.shape if self.cut is None else self.cut.shape)
+        self.blocks: Sequence[RowBlock] = held_blocks(shard_rows(parameter.shape, mesh), parameter.shape, self.cut)
+
+    def adopt(self, parameter: Tensor) -> None:
+        """Take the parameter that FSDP has made."""
+        self.parameter = parameter
+        self.weight = nn.Parameter(parameter.detach().to_local(), requires_grad=self.trained)
+
+    def rows(self, values: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """This rank's values, block by block, and where each begins in the whole parameter."""
+        for first, count, offset in self.blocks:
+            yield values[first : first + count], offset
+
+
+class FullySharded:
+    """Every rank of `mesh` keeps its rows of the optimizer's state and of the gradients. With stage 3 it keeps its rows
+    of the weights too: they are gathered for each layer's forward and backward; with stage 2, once a step.
+
+    layers: of the module, each of which is gathered as one.
+
+    tensor_rank: this rank's number among those that hold other slices.
+
+    dtype: in which weights are gathered. The module's parameters come in `exact_dtype(dtype)`, or in a narrower format
+    that it holds exactly, as files have them, and are master weights in `exact_dtype(dtype)` once they are cut.
+
+    The module comes on the host: a layer at a time is widened, moved to the mesh's device and cut there, so that
+    neither the host nor any device ever holds the part in float32.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        make_optimizer: MakeOptimizer,
+        mesh: DeviceMesh,
+        tensor_rank: int,
+        stage: int,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self._replicas, self._writes_whole, self._stage = mesh.get_group(), tensor_rank == 0, stage
+        self._dtype, self._cast = dtype, dtype != exact_dtype(dtype)
+        owned = owned_parameters(module)
+        self._shards = [_Shard(name, owner, own, mesh) for name, owner, own in owned]
+        self._root = Computation(module)
+        _shard_fully(self._root, layers, mesh, stage, dtype)
+        for shard, (_, owner, own) in zip(self._shards, owned, strict=True):
+            shard.adopt(owner.get_parameter(own))
+        self._trained = [shard for shard in self._shards if shard.trained]
+        self.optimizer = make_optimizer((shard.name, shard.weight) for shard in self._trained)
+        self._summed = False
+        self._tied: tuple[str, bool] | None = None
+
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        """The tensor that `compute` makes of the module, run as the root's forward, around which weights are whole."""
+        return self._root(compute=compute)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate gradients, summed over the replicas layer by layer while backward runs. All of them together."""
+        loss.backward()
+
+    def rest(self) -> None:
+        """Free weights that were gathered for a backward: none follows the forwards so far."""
+        for unit in _units(self._root):
+            unit.reshard()
+
+    def norm_sq(self) -> float:
+        """Squared L2 norm of the whole part's gradient, the same on every rank."""
+        self._take_sums()
+        counted = [shard for shard in self._trained if not self._is_others(shard)]
+        whole = sum_of_squares([s.weight.grad for s in counted if s.cut is None])
+        cut = [s for s in counted if s.cut is not None]
+        if cut:
+            whole = whole + sum_in_place(sum_of_squares([s.weight.grad for s in cut]), cut[0].cut.mesh.get_group())
+        return float(sum_in_place(whole, self._replicas))
+
+    def tie(self, name: str, owns: bool) -> None:
+        """The parameter `name` is another stage's too. The owner counts it in the norm and saves it."""
+        self._tied = (name, owns)
+
+    def tied_gradient(self) -> Tensor:
+        """This rank's rows of the summed gradient of the tied weight, before the other's are added."""
+        self._take_sums()
+        return self._tied_shard().weight.grad
+
+    def add_tied(self, gradient: Tensor) -> None:
+        """Add the other stage's rows of the tied weight's gradient: the same rows, since both are cut alike."""
+        self._take_sums()
+        weight = self._tied_shard().weight
+        # Not in place: the other stage may still be reading this rank's own share.
+        weight.grad = weight.grad + gradient.to(weight.grad)
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the step's gradients now, beyond what is there between steps."""
+        found = (shard.parameter.grad for shard in self._trained)
+        return sum(gradient.to_local().nbytes for gradient in found if gradient is not None)
+
+    def step(self, rates: Rates, coefficient: float) -> None:
+        """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""
+        self._take_sums()
+        clipped_step(self.optimizer, [shard.weight.grad for shard in self._trained], rates, coefficient)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the step's gradients, and what was gathered of the weights."""
+        for shard in self._trained:
+            shard.weight.grad = shard.parameter.grad = None
+        self._summed = False
+        if self._stage == 2:
+            for unit in _units(self._root):
+                unit.reshard()
+
+    def save_weights(self, sink: StateSink) -> None:
+        """Hand over this rank's rows of the weights, in the format in which the module computes."""
+        for shard in self._shards:
+            if self._is_others(shard):
+                continue
+            self._hand_over(sink, shard, shard.name, shard.weight.detach().to(self._dtype))
+
+    def save_state(self, sink: StateSink) -> None:
+        """Hand over this rank's rows of the optimizer's state."""
+        sink.add_once(STEP, steps_taken(self.optimizer))
+        for shard in self._trained:
+            if self._is_others(shard):
+                continue
+            state = self.optimizer.state.get(shard.weight, {})
+            kinds = {MASTER: shard.weight.detach()} if self._cast else {}
+            kinds |= {kind: state[kind] for kind in MOMENTS if state}
+            for kind, values in kinds.items():
+                self._hand_over(sink, shard, f"{shard.name}.{kind}", values)
+
+    def load_state(self, source: StateSource) -> None:
+        """Take back what `save_state` handed over."""
+        step = source.whole(STEP)
+        for shard in self._trained:
+            if self._cast:
+                _fill(shard, shard.weight.detach(), source, MASTER)
+            if step:
+                state = {kind: torch.zeros_like(shard.weight) for kind in MOMENTS}
+                for kind, values in state.items():
+                    _fill(shard, values, source, kind)
+                self.optimizer.state[shard.weight] = {STEP: step_for(self.optimizer, shard.weight, step), **state}
+
+    def _tied_shard(self) -> _Shard:
+        return next(shard for shard in self._trained if shard.name == self._tied[0])
+
+    def _is_others(self, shard: _Shard) -> bool:
+        """Whether another stage owns the parameter."""
+        return self._tied is not None and self._tied == (shard.name, False)
+
+    def _hand_over(self, sink: StateSink, shard: _Shard, name: str, values: Tensor) -> None:
+        if shard.cut is None and not self._writes_whole:
+            return  # all tensor ranks hold the same
+        for rows, offset in shard.rows(values):
+            sink.add_block(name, rows, offset, shard.shape)
+
+    def _take_sums(self) -> None:
+        """The optimizer's gradients are the sums over the replicas, and over tensor ranks where each has a part."""
+        if self._summed:
+            return
+        self._summed = True
+        for shard in self._trained:
+            gradient = shard.parameter.grad
+            shard.weight.grad = torch.zeros_like(shard.weight) if gradient is None else gradient.to_local()
+            if shard.partial is not None:
+                sum_in_place(shard.weight.grad, shard.partial)
+
+
+def _shard_fully(
+    root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, stage: int, dtype: torch.dtype
+) -> None:
+    exact = exact_dtype(dtype)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if dtype != exact else None, reduce_dtype=exact, cast_forward_inputs=False
+    )
+    for layer in layers:
+        widen(layer, exact)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
+    widen(root, exact)
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for unit in _units(root):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    if stage == 2:
+        root.set_reshard_after_backward(False)
+
+
+def _units(root: nn.Module) -> list[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def _fill(shard: _Shard, values: Tensor, source: StateSource, kind: str) -> None:
+    for rows, offset in shard.rows(values):
+        rows.copy_(source.block(f"{shard.name}.{kind}", offset, tuple(rows.shape)))

@@ -1,0 +1,205 @@
+"""Gradients and optimizer without sharding: every rank of the group keeps all states of what it holds.
+
+The same methods as `dhp.parallel.optim.zero.ZeroSharded`, so that an engine can use either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dhp.parallel.comm import sum_in_place
+from dhp.parallel.expert.shares import summed_over
+from dhp.parallel.optim.base import (
+    MASTER,
+    MOMENTS,
+    STEP,
+    Rates,
+    StateSink,
+    StateSource,
+    cast_parameters,
+    clipped_step,
+    exact_dtype,
+    step_for,
+    steps_taken,
+)
+from dhp.parallel.optim.gradient_buckets import Gradients
+from dhp.parallel.tensor.slices import as_dtensors
+from dhp.parallel.tensor.styles import partial_parameters
+
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]  # of named parameters
+
+
+class Replicated:
+    """Gradients summed over `group`, of experts over the ranks that hold the same ones; parameters that are slices
+    (`dhp.parallel.tensor.slices`) are cut over their own mesh.
+
+    dtype: what the module is to compute in. Its parameters come in `exact_dtype(dtype)`; where that is another
+    format, they become the optimizer's master weights and the module gets rounded copies.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+        exclusive: bool = False,
+    ):
+        # Without a cast, the optimizer's weights share the parameters' memory and keep gradients of their own.
+        self._masters = [nn.Parameter(p.detach()) for p in module.parameters() if p.requires_grad]
+        self._cast = dtype != exact_dtype(dtype)
+        if self._cast:
+            cast_parameters(module, dtype)
+        self._module = module
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        layouts = as_dtensors(module)
+        self._layouts = [layouts[name].detach() for name in self._names]
+        self.optimizer = make_optimizer(zip(self._names, self._masters))
+        partial_over = {id(parameter): over for parameter, over in partial_parameters(module)}
+        self._tied: tuple[str, bool] | None = None
+        self._summed = False
+        self._gradients = Gradients(
+            self._parameters, exact_dtype(dtype), group, partial_over, overlap, exclusive, summed_over(module)
+        )
+
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        """The tensor that `compute` returns."""
+        return compute()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate gradients; with `last`, the step's final micro-batch, begin to sum them over the group."""
+        self._gradients.backward(loss, last)
+
+    def rest(self) -> None:
+        """Nothing to free: weights are not gathered."""
+
+    def norm_sq(self) -> float:
+        """Squared L2 norm of the whole part's summed gradient, the same on every rank."""
+        self._take_sums()
+        replicated, sharded = [], []
+        for name, layout, master in zip(self._names, self._layouts, self._masters, strict=True):
+            if self._is_others(name):
+                continue
+            (sharded if _mesh_of(layout) is not None else replicated).append(master.grad)
+        total = sum_of_squares(replicated)
+        if sharded:
+            mesh = next(m for m in map(_mesh_of, self._layouts) if m is not None)
+            total = total + sum_in_place(sum_of_squares(sharded), mesh.get_group())
+        return float(total)
+
+    def tie(self, name: str, owns: bool) -> None:
+        """The parameter `name` is another stage's too. The owner counts it in the norm and saves it."""
+        self._tied = (name, owns)
+
+    def tied_gradient(self) -> Tensor:
+        """The summed gradient of the tied weight on this rank, before the other's is added."""
+        self._take_sums()
+        return self._masters[self._names.index(self._tied[0])].grad
+
+    def add_tied(self, gradient: Tensor) -> None:
+        """Add the other stage's share of the tied weight's gradient."""
+        self._take_sums()
+        master = self._masters[self._names.index(self._tied[0])]
+        # Not in place: the other stage may still be reading this rank's own share.
+        master.grad = master.grad + gradient.to(master.grad)
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the step's gradients now, beyond what is there between steps."""
+        return self._gradients.nbytes()
+
+    def step(self, rates: Rates, coefficient: float) -> None:
+        """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""
+        self._take_sums()
+        clipped_step(self.optimizer, [master.grad for master in self._masters], rates, coefficient)
+        self._round()
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the step's gradients."""
+        for master in self._masters:
+            master.grad = None
+        self._gradients.drop()
+        self._summed = False
+
+    def _take_sums(self) -> None:
+        """The optimizer's gradients are the sums; there are none where no micro-batch went backward."""
+        if self._summed:
+            return
+        self._summed = True
+        for master, gradient in zip(self._masters, self._gradients.local() or ()):
+            master.grad = gradient
+
+    def save_weights(self, sink: StateSink) -> None:
+        """Hand over the weights as the module has them. Ranks that share parameters by slices call it together."""
+        for name, weight in as_dtensors(self._module).items():
+            if not self._is_others(name):
+                sink.add(name, weight)
+
+    def save_state(self, sink: StateSink) -> None:
+        """Hand over the optimizer's state. Ranks that share parameters by slices call it together."""
+        sink.add_once(STEP, steps_taken(self.optimizer))
+        for name, layout, master in zip(self._names, self._layouts, self._masters, strict=True):
+            if self._is_others(name):
+                continue
+            state = self.optimizer.state.get(master, {})
+            kinds = {MASTER: master.detach()} if self._cast else {}
+            kinds |= {kind: state[kind] for kind in MOMENTS if state}
+            for kind, values in kinds.items():
+                sink.add(f"{name}.{kind}", _as_dtensor_like(layout, values))
+
+    def load_state(self, source: StateSource) -> None:
+        """Take back what `save_state` handed over."""
+        named = list(zip(self._names, self._layouts, strict=True))
+        if self._cast:
+            with torch.no_grad():
+                for (name, layout), master in zip(named, self._masters, strict=True):
+                    master.copy_(source.like(f"{name}.{MASTER}", layout))
+            self._round()
+        step = source.whole(STEP)
+        if not step:
+            return
+        for (name, layout), master in zip(named, self._masters, strict=True):
+            taken = {STEP: step_for(self.optimizer, master, step)}
+            moments = {kind: source.like(f"{name}.{kind}", layout).to(master) for kind in MOMENTS}
+            self.optimizer.state[master] = taken | moments
+
+    def _is_others(self, name: str) -> bool:
+        """Whether another stage owns the parameter."""
+        return self._tied is not None and self._tied == (name, False)
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Give the module the master weights, rounded to what it computes in."""
+        if self._cast:
+            torch._foreach_copy_([parameter.detach() for parameter in self._parameters], self._masters)
+
+
+def _as_dtensor_like(layout: Tensor, local: Tensor) -> Tensor:
+    """This rank's values of something that is sharded as `layout` is."""
+    if not isinstance(layout, DTensor):
+        return local
+    mesh, placements = layout.device_mesh, layout.placements
+    return DTensor.from_local(local, mesh, placements, shape=layout.shape, stride=layout.stride())
+
+
+def _mesh_of(layout: Tensor) -> torch.distributed.device_mesh.DeviceMesh | None:
+    """The mesh over which a parameter's elements differ between ranks, or None when all hold the same."""
+    # Not `is_shard`, which denies the interleaved slices of fused weights (`_StridedShard`).
+    if isinstance(layout, DTensor) and not all(placement.is_replicate() for placement in layout.placements):
+        return layout.device_mesh
+    return None
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Squared L2 norm of all elements together, a scalar in float64; 0 of none."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm(list(tensors))).double()
+    return (norms * norms).sum()

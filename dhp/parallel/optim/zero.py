@@ -1,0 +1,234 @@
+"""DeepSpeed's ZeRO behind the methods that an engine needs: forward, backward, norm, step, drop, save and load.
+
+Facts this adapter stands on, each with a canary test: the engine averages gradients over the ranks, so averaging is
+switched off (stage 3, which cannot, has its average multiplied by the number of ranks) and sums stay sums; `backward`
+takes scalars only, so a gradient that comes from another process enters as `(output * gradient).sum()`; its own
+clipping must be off, because the joint norm over all parts is not known inside one engine.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dhp.parallel.comm import sum_in_place
+from dhp.parallel.deepspeed import import_deepspeed
+from dhp.parallel.optim.base import (
+    MASTER,
+    MOMENTS,
+    STEP,
+    Rates,
+    StateSink,
+    StateSource,
+    set_rates,
+    step_for,
+    steps_taken,
+)
+from dhp.parallel.optim.fsdp_parts import Computation
+from dhp.parallel.optim.replicated import MakeOptimizer
+from dhp.parallel.optim.zero_partitions import ScatteredPartitions, partitions_of
+
+BUCKET_ELEMENTS = 1 << 26  # gradients reduced in one message; DeepSpeed's own 5e8 take 2 GB of each device
+PERSISTENT_ELEMENTS = 100_000  # stage 3 leaves parameters up to this size whole: biases, norms
+NORM_CHUNK = 1 << 24  # elements of a gradient that are squared in float64 at a time
+
+
+class ZeroSharded:
+    """ZeRO over all ranks (Rajbhandari et al. 2020). Every rank keeps 1/ranks of the optimizer's state; from stage 2 on
+    of the gradients, and with stage 3 of the weights, which are gathered for each module's forward and backward.
+
+    The module's parameters are float32. With another `dtype` it computes in that, with float32 master weights that
+    begin as those parameters, and float32 sums of gradients over micro-batches and ranks. Stage 3 takes one
+    micro-batch at a time, backward before the next forward: interleaved ones silently give wrong gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        stage: int = 1,
+        dtype: torch.dtype = torch.float32,
+        saves_frozen: bool = True,
+    ):
+        """saves_frozen: weights that nothing trains are saved too."""
+        self._module = module
+        self._tied: tuple[str, bool] | None = None
+        self._shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        cast = dtype != torch.float32
+        exact = {name: parameter.detach() for name, parameter in module.named_parameters() if cast}
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        # Weights that nothing trains are in no partition of the optimizer; stage 3 would hide them from a save.
+        frozen = [(n, p) for n, p in module.named_parameters() if saves_frozen and not p.requires_grad]
+        self._frozen = {name: parameter.detach().to(dtype, copy=True) for name, parameter in frozen}
+        optimizer = make_optimizer((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        self._engine = _initialize(Computation(module), optimizer, stage, dtype)
+        self._partitions = partitions_of(self._engine.optimizer, names)
+        if cast:
+            self._set_masters(exact)
+
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        """The tensor that `compute` makes of the module, run as the engine's forward.
+
+        There alone stage 3 gathers parameters, also those that are used outside of their module's own forward, as the
+        head's weight is by the loss.
+        """
+        return self._engine(compute=compute)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate gradients; with `last`, the step's final micro-batch, sum them over all ranks."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss, scale_wrt_gas=False)
+        if not last:
+            # Between micro-batches the engine only wants its micro-step counted; nothing is updated.
+            self._engine.step()
+        elif self._partitions.divides != 1:
+            torch._foreach_mul_(self._partitions.gradients(), float(self._partitions.divides))
+
+    def rest(self) -> None:
+        """Weights are where they were."""
+
+    def norm_sq(self) -> float:
+        """Squared L2 norm of the whole part's gradient, the same on every rank."""
+        gradients = self._partitions.gradients()
+        if self._tied is not None:
+            found = self._partitions.gradients_by_name()
+            gradients = [gradient for own, _, gradient in found if not self._is_others(own.name)]
+        chunks = [torch.zeros(1, device=self._engine.device)]
+        chunks += [chunk for gradient in gradients for chunk in gradient.flatten().split(NORM_CHUNK)]
+        # In float64, because a partition may be one tensor of billions of elements.
+        norms = torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks])
+        return float(sum_in_place((norms * norms).sum(), dist.group.WORLD))
+
+    def tie(self, name: str, owns: bool) -> None:
+        """The parameter `name` is another stage's too. The owner counts it in the norm and saves it."""
+        self._tied = (name, owns)
+
+    def tied_gradient(self) -> Tensor:
+        """The summed gradient of the tied weight, whole, before the other's is added: the stages' partitions cut it at
+        different places."""
+        whole = torch.zeros(self._shapes[self._tied[0]].numel(), device=self._engine.device)
+        for own, begin, gradient in self._partitions.gradients_by_name():
+            if own.name == self._tied[0]:
+                whole[own.start + begin :][: len(gradient)] = gradient
+        return sum_in_place(whole, dist.group.WORLD).view(self._shapes[self._tied[0]])
+
+    def add_tied(self, gradient: Tensor) -> None:
+        """Add the other stage's gradient of the tied weight, whole."""
+        flat = gradient.flatten()
+        for own, begin, held in self._partitions.gradients_by_name():
+            if own.name == self._tied[0]:
+                held += flat[own.start + begin :][: len(held)].to(held)
+
+    def gradient_bytes(self) -> int:
+        """As `Replicated.gradient_bytes`. The engine keeps most buffers between steps, and does not report them."""
+        return 0
+
+    def step(self, rates: Rates, coefficient: float) -> None:
+        """Scale the gradients by `coefficient`, take one optimizer step at `rates`, drop the gradients."""
+        if coefficient != 1.0:
+            torch._foreach_mul_(self._partitions.gradients(), coefficient)
+        set_rates(self._engine.optimizer.param_groups, rates)
+        self._engine.step()
+        self._clear()
+
+    def drop(self) -> None:
+        """Forget the step's gradients."""
+        self._partitions.drop()
+        self._clear()
+
+    # DeepSpeed's own checkpoints are pickled and refuse another number of ranks, so state is taken out of the engine:
+    # its flat float32 copy of this rank's share of the weights, and Adam's moments of the same shape.
+
+    def save_weights(self, sink: StateSink) -> None:
+        """Hand over the weights as the module has them; with stage 3 this rank's share, ungathered."""
+        if not isinstance(self._partitions, ScatteredPartitions):
+            for name, parameter in self._module.named_parameters():
+                if not self._is_others(name):
+                    sink.add(name, parameter)
+            return
+        for name, parameter in self._frozen.items():
+            if not self._is_others(name):
+                sink.add(name, parameter)
+        for weights, ranges in self._partitions.weights():
+            for name, shape, start, here, count in ranges:
+                if not self._is_others(name):
+                    sink.add_flat(name, weights[here : here + count], start, shape)
+
+    def save_state(self, sink: StateSink) -> None:
+        """Hand over this rank's partition of the optimizer's state, cut at the borders of parameters."""
+        inner = self._partitions.optimizer
+        sink.add_once(STEP, steps_taken(inner))
+        for weights, ranges in self._partitions.masters():
+            state = inner.state.get(weights, {})
+            parts = {MASTER: weights} | {kind: state[kind] for kind in MOMENTS if state}
+            for name, shape, start, here, count in ranges:
+                for kind, flat in parts.items() if not self._is_others(name) else ():
+                    sink.add_flat(f"{name}.{kind}", flat[here : here + count], start, shape)
+
+    def load_state(self, source: StateSource) -> None:
+        """Take back what `save_state` handed over. All ranks together: weights are gathered at the end."""
+        inner, step = self._partitions.optimizer, source.whole(STEP)
+        for weights, ranges in self._partitions.masters():
+            state = {kind: torch.zeros_like(weights) for kind in MOMENTS if step}
+            for name, _, start, here, count in ranges:
+                for kind, flat in ({MASTER: weights.detach()} | state).items():
+                    flat[here : here + count].copy_(source.flat(f"{name}.{kind}", start, count))
+            if step:
+                inner.state[weights] = {STEP: step_for(inner, weights, step), **state}
+        self._partitions.spread()
+
+    def _is_others(self, name: str) -> bool:
+        """Whether another stage owns the parameter."""
+        return self._tied is not None and self._tied == (name, False)
+
+    def _clear(self) -> None:
+        for tensor in self._partitions.leftovers():
+            tensor.zero_()
+
+    def _set_masters(self, exact: Mapping[str, Tensor]) -> None:
+        """Begin with the float32 weights that were given, not with their rounding, which is all the engine saw."""
+        for weights, ranges in self._partitions.masters():
+            for name, _, start, here, count in ranges:
+                weights.detach()[here : here + count].copy_(exact[name].flatten()[start : start + count])
+
+
+def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, dtype: torch.dtype) -> Any:
+    deepspeed = import_deepspeed()
+    # Its 16-bit optimizer prints memory.
+    with redirect_stdout(io.StringIO()):
+        config = _configuration(stage, dtype)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    # Where the average is taken differs: in the engine, or in its optimizer.
+    engine.gradient_average = engine.optimizer.gradient_average = False
+    return engine
+
+
+def _configuration(stage: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {
+            "enabled": dtype == torch.bfloat16,
+            "immediate_grad_update": True,  # each gradient is added to its float32 sum as soon as it is there
+            "check_grad_overflow": False,  # a step with a broken norm is refused by the code that knows the joint norm
+        },
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_scatter": True,
+            "overlap_comm": False,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31 - 1,
+    }

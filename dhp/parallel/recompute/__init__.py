@@ -1,0 +1,1 @@
+"""Activation checkpointing, offload, and their measurement."""

@@ -1,0 +1,151 @@
+"""Slices of matrices as ordinary parameters, and of their adapters.
+
+A module computes with plain tensors, which costs a tenth of DTensor's dispatch on the host. Checkpoints, the norm and
+the loss ask `as_dtensor` for the DTensor that a slice is part of.
+
+Beside a matrix whose outputs are cut (Megatron's column parallelism), B is cut with them, and A is whole on every rank:
+it sees what all ranks see, and its gradient, of which each rank has the part that its rows of B give, is summed once a
+step. Beside one whose inputs are cut (row parallelism), A is cut with them, what it makes is summed over the ranks, a
+few numbers a token, and B is whole. So the ranks exchange no more of a layer's width than without adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from dhp.core.parameters import ADAPTER
+from dhp.parallel.tensor.styles import PARTIAL_OVER, ROWS, Entry, entry_of, sum_of_ranks
+
+_CUTS = "dhp_cuts"  # on a module: by parameter, its `Cut`
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter of `shape` is cut over the ranks of `mesh`; `placements` as DTensor has them."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+    def around(self, local: Tensor) -> DTensor:
+        """The DTensor of which `local` is this rank's slice, on its memory and graph."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides)
+
+
+def mark_cut(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    """Remember that the module's parameter is this rank's slice along `dim`, one of equal ones over `mesh`."""
+    shape = list(module.get_parameter(name).shape)
+    shape[dim] *= mesh.size()
+    mark(module, name, Cut(mesh, (Shard(dim),), torch.Size(shape)))
+
+
+def mark(module: nn.Module, name: str, cut: Cut) -> None:
+    """Remember how the module's parameter `name`, this rank's slice, is cut."""
+    module.__dict__.setdefault(_CUTS, {})[name] = cut
+
+
+def use_local_slices(model: nn.Module) -> None:
+    """Put this rank's slice in the place of each parameter that is a DTensor, on the same memory.
+
+    A parameter that two modules share stays shared.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+            mark(module, name, Cut(parameter.device_mesh, parameter.placements, parameter.shape))
+            module._parameters[name] = made[id(parameter)]
+
+
+def cut_of(module: nn.Module, name: str) -> Cut | None:
+    """The cut of the module's own parameter `name`; None where every rank holds all of it."""
+    return module.__dict__.get(_CUTS, {}).get(name)
+
+
+def as_dtensor(module: nn.Module, name: str) -> Tensor:
+    """The module's own parameter `name`; the DTensor that it is a slice of where it is one."""
+    parameter, cut = module.get_parameter(name), cut_of(module, name)
+    return parameter if cut is None else cut.around(parameter)
+
+
+def as_dtensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter as `as_dtensor` has it, in the order and by the names of `named_parameters`."""
+    return {name: as_dtensor(owner, own) for name, owner, own in owned_parameters(module)}
+
+
+def owned_parameters(module: nn.Module) -> Sequence[tuple[str, nn.Module, str]]:
+    """Each parameter's full name, the module that owns it and its name there, as `named_parameters` orders them."""
+    owners = {
+        (f"{prefix}." if prefix else "") + own: (owner, own)
+        for prefix, owner in module.named_modules()
+        for own in owner._parameters
+    }
+    return [(name, *owners[name]) for name, _ in module.named_parameters()]
+
+
+class _Entering(nn.Module):
+    """An adapter's input: it enters the ranks' cut, as the matrix's input does; then dropout is applied."""
+
+    def __init__(self, dropout: nn.Module, entry: Entry, group: dist.ProcessGroup):
+        super().__init__()
+        self._dropout, self._entry, self._group = dropout, entry, group
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self._dropout(self._entry.enter(states, self._group))
+
+
+def cut_adapters(layers: Iterator[tuple[str, Any]], mesh: DeviceMesh) -> None:
+    """Cut the adapters of these layers as their matrices are cut over `mesh`. They come whole and alike."""
+    group = mesh.get_group()
+    for _, layer in layers:
+        base, into, out = layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        cut = cut_of(base, "weight")
+        rows = base.__dict__.get(ROWS)
+        if rows is not None:
+            _compute_rows(out, rows)
+            setattr(out, PARTIAL_OVER, group)
+            _enter(layer, base, into, group)
+        elif cut is None or all(placement.is_replicate() for placement in cut.placements):
+            continue  # whole on every rank
+        elif cut.placements[0].dim == 0:
+            _take_slice(out, mesh, cut.placements[0])
+            _enter(layer, base, into, group)
+        else:
+            _take_slice(into, mesh, Shard(1))
+            _sum_output(into, group)
+
+
+def _enter(layer: Any, base: nn.Module, into: nn.Linear, group: dist.ProcessGroup) -> None:
+    entry = entry_of(base)
+    entry.join()
+    layer.lora_dropout[ADAPTER] = _Entering(layer.lora_dropout[ADAPTER], entry, group)
+    setattr(into, PARTIAL_OVER, group)
+
+
+def _take_slice(module: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
+    whole = module.weight
+    local = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None).to_local()
+    module.weight = nn.Parameter(local.contiguous(), whole.requires_grad)
+    mark(module, "weight", Cut(mesh, (placement,), whole.shape))
+
+
+def _sum_output(module: nn.Linear, group: dist.ProcessGroup) -> None:
+    module.forward = lambda states: sum_of_ranks(F.linear(states, module.weight), group)
+
+
+def _compute_rows(module: nn.Linear, rows: slice) -> None:
+    module.forward = lambda states: F.linear(states, module.weight[rows])

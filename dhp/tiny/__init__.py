@@ -1,0 +1,1 @@
+"""The embedded default: a tiny model, generated pictures and needles."""

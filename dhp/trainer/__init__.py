@@ -1,0 +1,1 @@
+"""The driver: preflight, session, training loop, evaluation, curriculum, export."""

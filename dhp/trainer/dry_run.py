@@ -1,0 +1,204 @@
+"""Estimates of a run from the model's shape alone: layout, parameters and bytes of each rank, micro-batches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from dhp.config.part import PartConfig
+from dhp.config.parts import DECODER, decoder, model_name, parts
+from dhp.config.resolve import micro_batches
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
+from dhp.core.graph import StageGraph, StageSpec
+from dhp.core.parameters import TrainingRules, is_inside
+from dhp.core.text import aligned
+from dhp.models.family import Family
+from dhp.models.pretrained import config_source
+from dhp.models.quantized import find_quantized
+from dhp.models.registry import load_family
+from dhp.models.shape import Adapters, PartShape, adapt, part_shape
+from dhp.models.types import chunks_of
+from dhp.parallel.tensor.styles import with_fused
+from dhp.step.schedule import draw, make_schedule
+from dhp.trainer.graph import make_graph
+from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
+from dhp.trainer.preflight import missing_data
+from dhp.trainer.trainable import adapters_of, table_of_training, training_rules
+
+CLOCK_MICRO_BATCHES = 8  # of a step that the clock table shows at most
+
+_HEADINGS = ("stage", "layout", "ranks", "parameters", "a rank", "of these whole", "weights", "gradients", "optimizer")
+
+
+def dry_run(config: Config) -> str:
+    """The table and notes to print. `config` went through `dhp.trainer.preflight.prepare`. Starts and writes nothing."""
+    name = model_name(config)
+    source = config_source(name)
+    graph = make_graph(config, load_family(source), source)
+    shapes = stage_shapes(config, graph, source)
+    memory = footprints(config, graph, source, shapes)
+    rows = [_row(config, stage, shapes[stage.name], memory[stage.name].states) for stage in graph.stages]
+    lines = [f"dry run of {config.name}", f"model          {name}"]
+    if source != name:
+        lines.append(f"its shape      {source}")
+    lines += [
+        "",
+        *aligned([_HEADINGS, *rows], left=2),
+        "",
+        *_zero_stages(config, graph, shapes),
+        "",
+        *_devices(graph, memory),
+        "",
+        *table_of_training(config, source),
+        "",
+    ]
+    lines += _pipeline(config, graph)
+    training = config.training
+    lines.append(
+        f"a step         {training.batch_size} samples = {DECODER}.data {decoder(config).data} × micro_batch_size "
+        f"{training.micro_batch_size} × {micro_batches(config)} micro-batches"
+    )
+    missing = missing_data(config)
+    lines += [f"data           {message}" for message in missing]
+    passed = "every check but these of the data passed" if missing else "every check passed"
+    return "\n".join([*lines, "", f"{passed}; nothing was started"])
+
+
+def stage_shapes(config: Config, graph: StageGraph, source: str) -> dict[str, PartShape]:
+    """Parameters of each stage; `source` as `config_source` gives it."""
+    sections = parts(config)
+    family = load_family(source).having(sections)
+    adapters = adapters_of(config)
+    rules = training_rules(config.training, family, adapters)
+    return {stage.name: _shape(stage, source, family, rules, adapters) for stage in graph.stages}
+
+
+def _shape(stage: StageSpec, source: str, family: Family, rules: TrainingRules, adapters: Adapters) -> PartShape:
+    part, tensor, expert = family.parts[stage.part], stage.degrees.tensor, stage.degrees.expert
+    dropped = (*family.outside(stage.part), *part.absent(chunks_of(stage.chunks, part.whole)))
+    trained = partial(_is_trained, rules, family) if rules.selects or family.idle else None
+    plan = with_fused(part.tensor_plan, part.fused)
+    put = partial(adapt, family=family, adapters={name: own for name, own in adapters.items() if name == stage.part})
+    whole, asked = part.kept_whole(tensor), adapters.get(stage.part)
+    rounded = asked is not None and asked.quantization is not None
+    quantized = partial(find_quantized, layers=part.layers, trains=rules.trains) if rounded else lambda _: ()
+    return part_shape(source, dropped, tensor, whole, plan, trained, part.shared, expert, put, quantized)
+
+
+def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:
+    return rules.trains(name) and not is_inside(name, family.idle)
+
+
+def footprints(config: Config, graph: StageGraph, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
+    """The footprint of a rank of each stage, by stage."""
+    sections, cuda = parts(config), config.cluster.device != "cpu"
+    family = load_family(source).having(sections)
+    found = {}
+    for stage in graph.stages:
+        part = family.parts[stage.part]
+        head = part.head_shape(chunks_of(stage.chunks, part.whole))
+        found[stage.name] = footprint(sections[stage.part], stage, shapes[stage.name], head, cuda)
+    return found
+
+
+def _zero_stages(config: Config, graph: StageGraph, shapes: dict[str, PartShape]) -> list[str]:
+    """What weights, gradients and optimizer of a rank would take under each ZeRO stage; the chosen one in brackets."""
+    rows = [("states of a rank", *(f"zero_stage {stage}" for stage in range(4)))]
+    for stage in graph.stages:
+        part, shape = getattr(config, stage.part), shapes[stage.name]
+        sizes = by_zero_stage(part, stage, shape)
+        found = {zero: "-" if held is None else gigabytes(held) for zero, held in sizes.items()}
+        found[part.zero_stage] = f"[{gigabytes(rank_bytes(part, stage, shape).total)}]"
+        rows.append((stage.name, *found.values()))
+    return aligned(rows, left=2)
+
+
+def _row(config: Config, stage: StageSpec, shape: PartShape, memory: RankBytes) -> tuple[str, ...]:
+    part: PartConfig = getattr(config, stage.part)
+    layout = str(stage.degrees) + (f", zero_stage {part.zero_stage}" if part.zero_stage else "") + f", {part.dtype}"
+    share = 1.0 if shape.trained is None else shape.trained / max(shape.per_rank, 1)
+    layout += ", frozen" if not stage.trains else f", trains {100 * share:.3g}%" if share < 1 else ""
+    counts = (shape.total, shape.per_rank, shape.replicated)
+    held = (memory.weights, memory.gradients, memory.optimizer)
+    return (stage.name, layout, str(stage.degrees.world), *(f"{n:,}" for n in counts), *map(gigabytes, held))
+
+
+def _devices(graph: StageGraph, memory: dict[str, Footprint]) -> list[str]:
+    """The number of devices, the ranks that share one, and the bytes of the fullest."""
+    count = graph.device_count()
+    on = [[stage for stage in graph.stages if device in stage.devices] for device in range(count)]
+    shared = sum(len(stages) > 1 for stages in on)
+    several = "both parts" if len(graph.parts()) == 2 else "several parts"
+    each = f"{shared} with a rank of {several}, {count - shared} with one rank" if shared else "one rank each"
+    fullest = max(sum(memory[stage.name].total for stage in stages) for stages in on)
+    return [
+        f"devices        {count}: {each}",
+        *(f"{name + ' rank':14} {_breakdown(m)}" for name, m in memory.items()),
+        f"fullest device {gigabytes(fullest)}; activations not included",
+    ]
+
+
+def _pipeline(config: Config, graph: StageGraph) -> list[str]:
+    """The stages of a pipeline and its clock table, where there are several."""
+    cut = {part: graph.of_part(part) for part in graph.parts() if len(graph.of_part(part)) > 1}
+    if not cut:
+        return []
+    count, most = micro_batches(config), max(map(len, cut.values()))
+    shown = min(count, CLOCK_MICRO_BATCHES - CLOCK_MICRO_BATCHES % most or most)
+    table = draw(make_schedule(config.training.schedule, graph, shown), graph).splitlines()
+    note = "" if shown == count else f", of {shown} of its {count} micro-batches"
+    return [
+        *(f"{part + ' layers':14} {'; '.join(map(_layers, stages))}" for part, stages in cut.items()),
+        f"schedule       {config.training.schedule}{note} (columns: time, ' is backward, b the second run of layers):",
+        *(f"  {line}" for line in table),
+    ]
+
+
+def _layers(stage: StageSpec) -> str:
+    """`text.1 4-7, 12-15`."""
+    return f"{stage.name} {', '.join(f'{run.start}-{run.stop - 1}' for run in stage.chunks)}"
+
+
+def _breakdown(taken: Footprint) -> str:
+    """`34.1 GB: states 30.0 GB, the loss 2.1 GB, …`."""
+    parts = {
+        "states": taken.states.total,
+        "the loss's chunk": taken.loss,
+        "gathered layers": taken.gathered,
+        "context and communicators": taken.runtime,
+    }
+    named = ", ".join(f"{what} {gigabytes(count)}" for what, count in parts.items() if count)
+    return f"{gigabytes(taken.total)}: {named}"
+
+
+def gigabytes(count: int) -> str:
+    """`26.7 GB` of 10⁹ bytes, or megabytes below one."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
+
+
+def require_room(config: Config, graph: StageGraph, memory: int | None) -> None:
+    """Raise ConfigError where the stages on one GPU keep more than its `memory` bytes; None: not known.
+
+    Weights, gradients, the optimizer and contexts alone count, which a run cannot do without. What a step takes besides
+    is for the planner, or for CUDA to say.
+    """
+    if memory is None:
+        return
+    source = config_source(model_name(config))
+    taken = footprints(config, graph, source, stage_shapes(config, graph, source))
+    for device in range(graph.device_count()):
+        _require(config, {stage.name: taken[stage.name] for stage in graph.stages if device in stage.devices}, memory)
+
+
+def _require(config: Config, taken: dict[str, Footprint], memory: int) -> None:
+    kept = {name: one.states.total + one.runtime for name, one in taken.items()}
+    if sum(kept.values()) <= memory:
+        return
+    each = ", ".join(f"{name} {gigabytes(count)}" for name, count in kept.items())
+    apart = " Or give each stage GPUs of its own (cluster.collocate=false)." if len(kept) > 1 else ""
+    raise ConfigError(
+        f"the stages on one GPU keep {gigabytes(sum(kept.values()))} between steps ({each}: weights, gradients, "
+        f"optimizer and CUDA's contexts), and it has {gigabytes(memory)}. Cut them over more actors (text.num_actors, "
+        f"text.zero_stage=3, text.tensor), or train less (text.lora.rank, training.frozen).{apart} What each choice "
+        "takes: training.dry_run=true"
+    )

@@ -1,0 +1,47 @@
+"""A checkpoint as the directory of an ordinary model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dhp.checkpoint.folder import MODEL, read_about
+from dhp.checkpoint.shards import read_shards
+from dhp.core.errors import CheckpointError
+from dhp.core.parameters import AdapterSettings
+from dhp.models.export import save_whole
+
+
+def export_whole(checkpoint: Path, out_dir: Path, base: str | None = None) -> str:
+    """Put the parts together, with adapters added to their matrices, and write them where plain transformers can load
+    them; what was written, in words.
+
+    base: the model that adapters were trained with, if it is elsewhere now. Raises CheckpointError, ModelError.
+    """
+    about, weights = read_parts(checkpoint)
+    adapters = adapters_in(about)
+    source = f"of step {about['step']}, from {checkpoint}"
+    if adapters:
+        from dhp.models.lora_export import merge  # which imports peft
+
+        weights = merge(base or str(about.get("model_name")), weights, adapters)
+        source = f"with the adapters of step {about['step']} in them, from {checkpoint}"
+    save_whole(checkpoint / MODEL, weights, out_dir)
+    return f"{out_dir}: {len(weights)} weights {source}"
+
+
+def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint's description, and its weights by name."""
+    about = read_about(checkpoint, ("step", "parts", "settings"))
+    weights = {name: tensor for part in about["parts"] for name, tensor in read_shards(checkpoint / part).items()}
+    return about, weights
+
+
+def adapters_in(about: Mapping[str, Any]) -> dict[str, AdapterSettings]:
+    """Adapters of the run that wrote a checkpoint, by part. Raises CheckpointError for what is none."""
+    found = about["settings"].get("lora") or {}
+    try:
+        return {part: AdapterSettings(**(own | {"targets": tuple(own["targets"])})) for part, own in found.items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint's lora is not what a run writes: {error!r}") from error

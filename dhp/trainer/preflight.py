@@ -1,0 +1,269 @@
+"""Checks before any actor starts: paths, model, degrees, some of the samples."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dhp.config.layout import resolve_part
+from dhp.config.model_rules import check_layers
+from dhp.config.part import PartConfig
+from dhp.config.parts import HEARING, model_name, parts, read_datasets, resolved
+from dhp.config.recompute import check_mlp_chunks
+from dhp.config.resolve import check_model_dir, micro_batches, resolve
+from dhp.config.rules import FLASH_ATTENTION_2
+from dhp.config.run_dir import check_run_dir
+from dhp.config.schema import Config
+from dhp.config.vocabulary import environment_notes
+from dhp.core.batch import PositionRange
+from dhp.core.errors import ConfigError, DhpError, raise_all
+from dhp.core.process import say_nothing
+from dhp.data.sample.chat import read_template
+from dhp.trainer.reports import require_loggers
+
+if TYPE_CHECKING:
+    from dhp.models.family import Family
+
+
+def prepare(
+    config: Config, new_run: bool = True, say: Callable[[str], None] = say_nothing, reads: bool = True
+) -> Config:
+    """The resolved configuration, after every check that needs no actor; with `new_run`, of run_dir too.
+
+    Makes the tiny model and dataset first, when tiny_assets asks for them. For a dry run the data need not be there,
+    and the model may be a hub id whose shape dhp ships. For a new run that a bad sample would end, some samples are
+    checked. reads: datasets are read. say: receives a line when something that takes time begins. Raises ConfigError,
+    ModelError or DataError.
+    """
+    say("checking the configuration")
+    for note in environment_notes(os.environ) if new_run else ():
+        say(note)
+    try:
+        config = resolve(config, reads)
+    except ConfigError as error:
+        raise_all([error, *_also_wrong(config, str(error))])
+        raise
+    if new_run:
+        check_run_dir(config)
+    if new_run and not config.training.dry_run:
+        require_loggers(config)
+    if config.tiny_assets is not None:
+        _make_tiny(config, config.tiny_assets, say)
+    check_model_dir(model_name(config))
+    read_template(config.data.chat_template)
+    if not config.training.dry_run:
+        for missing in missing_data(config):
+            raise ConfigError(missing)
+    _fix_paths(config)
+    say(f"checking the model {model_name(config)}")
+    _check_model(config, saves=new_run)
+    _check_packages(config)
+    if config.data.cache_features is not None and not config.training.dry_run:
+        from dhp.trainer.features import check_folder
+
+        check_folder(config)
+    if new_run and not config.training.dry_run:
+        _look_at_samples(config, say)
+    return config
+
+
+def _make_tiny(config: Config, folder: str, say: Callable[[str], None]) -> None:
+    from dhp.tiny.assets import FURTHER, make_tiny_assets
+
+    read = [Path(config.data.data_registry[name].annotation_path).parent for name in read_datasets(config.data)]
+    try:
+        make_tiny_assets(Path(folder), say, [name for name in FURTHER if Path(folder) / name in read])
+    except OSError as error:
+        raise ConfigError(f"tiny_assets={folder} cannot be written ({error}); choose another") from error
+
+
+def _look_at_samples(config: Config, say: Callable[[str], None]) -> None:
+    from dhp.data.sampling.probe import check_some_samples
+
+    looked = [*config.data.datasets, *config.data.eval_datasets]
+    say(f"looking at some samples of {', '.join(looked)}")
+    hears = HEARING in parts(config)
+    data, skips = config.data, config.data.on_bad_sample == "skip"
+    for note in check_some_samples(looked, data.data_registry, config.seed, data.allow_http, hears, skips):
+        say(note)
+
+
+def _also_wrong(config: Config, message: str) -> list[ConfigError]:
+    """Where degrees of a part are refused with `message`: what the model's heads and layers would refuse next, as far
+    as it does not depend on ZeRO, so that both mistakes are shown at once."""
+    named = next((part.model_name for part in parts(config).values() if part.model_name), "")
+    if not named or not any(f"{name}." in message for name in parts(config)):
+        return []
+    from dhp.models.pretrained import config_source
+    from dhp.models.registry import load_family
+
+    found = []
+    try:
+        family = load_family(config_source(named) if config.training.dry_run else named)
+    except DhpError:  # which is raised when the rest is right
+        return []
+    for name, part in parts(config).items():
+        kind = "data" if part.parallelism == "deepspeed" else part.parallelism
+        plain = replace(part, zero_stage=0, zero_engine="auto", parallelism=kind)
+        try:
+            if name in family.parts:
+                family.parts[name].check(resolve_part(name, plain))
+        except DhpError as error:
+            found += [] if str(error) in message or not isinstance(error, ConfigError) else [error]
+    return found
+
+
+def _check_packages(config: Config) -> None:
+    """Packages that ranks of a Ray of our own need; on the nodes of a running cluster, each rank looks for itself."""
+    if config.cluster.address != "local" or config.training.dry_run:
+        return
+    for name, part in parts(config).items():
+        if part.attention_backend == FLASH_ATTENTION_2:
+            from dhp.parallel.attention.choose import require_package
+
+            require_package(f"{name}.attention_backend")
+        if part.lora.quantization is not None:
+            from dhp.models import quantized
+
+            quantized.require_package(f"{name}.lora.quantization")
+
+
+def _fix_paths(config: Config) -> None:
+    """Actors of a running cluster start in a directory of their own, so no path may depend on this process's."""
+    for part in parts(config).values():
+        if Path(part.model_name).is_dir():
+            part.model_name = str(Path(part.model_name).absolute())
+    if config.data.chat_template is not None:
+        config.data.chat_template = str(Path(config.data.chat_template).absolute())
+    if config.data.cache_features is not None:
+        config.data.cache_features = str(Path(config.data.cache_features).absolute())
+    for entry in config.data.data_registry.values():
+        entry.annotation_path = str(Path(entry.annotation_path).absolute())
+        if entry.data_path:
+            entry.data_path = str(Path(entry.data_path).absolute())
+
+
+def missing_data(config: Config) -> list[str]:
+    """Messages about wrong paths of the datasets."""
+    missing = []
+    for name in read_datasets(config.data):
+        entry = config.data.data_registry[name]
+        for field, path, exists in (
+            ("annotation_path", entry.annotation_path, os.path.exists(entry.annotation_path)),
+            ("data_path", entry.data_path, not entry.data_path or os.path.isdir(entry.data_path)),
+        ):
+            if not exists:
+                missing.append(
+                    f"data.data_registry.{name}.{field}={path} does not exist. Correct the path; relative paths "
+                    f"start from {Path.cwd()}"
+                )
+    return missing
+
+
+def _check_model(config: Config, saves: bool) -> None:
+    """Degrees, plans and cuts against the model's heads and layers, and the schedule against the stages. saves: what
+    checkpoints take along too."""
+    from dhp.models.positions import find_positions
+    from dhp.models.registry import load_family
+    from dhp.objectives.registry import find_objective
+
+    find_objective(config.training.objective)
+    source = model_name(config)
+    if config.training.dry_run:
+        from dhp.models.pretrained import config_source
+
+        source = config_source(source)
+    family = load_family(source)
+    for name in parts(config):
+        if name not in family.parts:
+            raise ConfigError(
+                f"{name}.num_actors={parts(config)[name].num_actors} with a {family.config.model_type} model, which "
+                f"has no {name} part here: its parts are {', '.join(family.parts)}. Leave the section {name} out"
+            )
+    family = family.having(parts(config))
+    for name, part in parts(config).items():
+        family.parts[name].check(part)
+        check_layers(f"{name}.recompute", resolved(part.recompute), len(family.parts[name].layers.kinds))
+        check_mlp_chunks(name, part, family.parts[name].layers.mlp)
+    for name, part in parts(config).items():
+        check_plan(name, part, source, family)
+    check_row_length(config.data.max_tokens, find_positions(family.config))
+    _check_rules(config, family, source)
+    _check_stages(config, family, source)
+    if saves and Path(model_name(config)).is_dir():
+        from dhp.models.pretrained import auxiliary_files
+
+        auxiliary_files(model_name(config))  # or the first checkpoint would be the first to say so
+
+
+def check_row_length(max_tokens: int | None, positions: PositionRange | None) -> None:
+    """Raises ConfigError where samples are allowed that the model has no positions for. Where tokens of a picture share
+    positions, their number alone does not tell; a sample's own length is checked when it is read."""
+    if max_tokens is None or positions is None or not positions.of_pictures or max_tokens <= positions.count:
+        return
+    raise ConfigError(
+        f"data.max_tokens={max_tokens} is more than the {positions.count} positions that the model knows "
+        f"(max_position_embeddings). Set data.max_tokens={positions.count}, or extend the model: max_positions and "
+        "rope_theta of a training stage (stages), or its config.json"
+    )
+
+
+def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None:
+    """Raises ConfigError where DeepSpeed would have no plan to cut the part by, ModelError where it would be cut by
+    styles whose gradients are not known to be exact."""
+    own = family.parts[name]
+    if part.expert > 1:
+        from dhp.models.shape import check_tensor_plan
+        from dhp.parallel.expert.shares import check_shares
+
+        check_tensor_plan(source, family.outside(name), check_shares)
+    if resolved(part.tensor) == 1:
+        return  # and spare the time that making a large model takes, even without weights
+    if part.parallelism == "autotp":  # DeepSpeed's layers follow transformers' plan of the model
+        if own.tensor_plan:
+            raise ConfigError(
+                f"{name}.parallelism=autotp with a {family.config.model_type} model: transformers has no "
+                "tensor-parallel plan of its decoder for DeepSpeed to follow. "
+                f"Set {name}.parallelism=tensor, where dhp has its own."
+            )
+        return
+    from dhp.models.shape import check_tensor_plan
+    from dhp.parallel.tensor.plan import local_plan
+    from dhp.parallel.tensor.styles import with_fused
+
+    check_tensor_plan(source, family.outside(name), local_plan, with_fused(own.tensor_plan, own.fused))
+
+
+def _check_stages(config: Config, family: Family, source: str) -> None:
+    """Raises ConfigError where layers cannot be cut as asked, or the schedule not be kept."""
+    from dhp.step.schedule import make_schedule
+    from dhp.trainer.features import check_features
+    from dhp.trainer.graph import make_graph
+    from dhp.trainer.trainable import check_frozen_states
+
+    graph = make_graph(config, family, source)
+    check_frozen_states(config, graph)
+    check_features(config, graph)
+    make_schedule(config.training.schedule, graph, micro_batches(config))
+
+
+def _check_rules(config: Config, family: Family, source: str) -> None:
+    """Raises ConfigError for rules of training that match nothing in the model, or leave nothing to train."""
+    from dhp.trainer.trainable import adapters_of
+
+    training, adapters = config.training, adapters_of(config)
+    if adapters:
+        from dhp.models.quantized import check_quantized
+        from dhp.models.shape import check_adapters
+
+        check_adapters(source, family, adapters)
+        check_quantized(family, adapters)
+    if training.trainable or training.frozen or training.groups:
+        from dhp.models.shape import list_parameters
+        from dhp.trainer.trainable import check_rules, part_names, training_rules
+
+        rules = training_rules(training, family, adapters)
+        check_rules(rules, list_parameters(source, family, adapters), part_names(family))

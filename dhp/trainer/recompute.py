@@ -1,0 +1,207 @@
+"""recompute=auto in a run: reports of the ranks go to the planner, its plans to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dhp.config.parts import model_name, parts, resolved
+from dhp.config.rules import no_budget
+from dhp.config.schema import Config
+from dhp.core.graph import StageGraph
+from dhp.core.reports import StageReport, StageUsage
+from dhp.models.registry import load_family
+from dhp.planner.costs import Arrangement, Plan, mebibytes, plan_table, read_costs, write_costs
+from dhp.planner.planner import Planner, as_text
+from dhp.planner.profile import fullest
+from dhp.step.schedule import Schedule, outstanding
+from dhp.step.stages import EngineProtocol, Stages
+from dhp.trainer.settings import stage_choices, world
+
+GIB = 2**30
+_LEFT_FREE = 0.1  # of a device's memory, where the budget is read from it
+_TOO_SMALL = (
+    "; it does not fit even so: raise memory.budget_gib, lower training.micro_batch_size or data.max_pixels, "
+    "or share the work among more actors"
+)
+
+
+def plans_any(config: Config, graph: StageGraph) -> bool:
+    """Whether there is a stage to plan for: recompute=auto, and gradients that go back through it."""
+    asked = parts(config)
+    return any(asked[s.part].recompute == "auto" and any(map(graph.goes_back, s.nodes)) for s in graph.stages)
+
+
+class Recomputing:
+    """One run's plan, from the first step on. It knows the stages through which gradients go back; others save
+    nothing."""
+
+    def __init__(
+        self,
+        config: Config,
+        graph: StageGraph,
+        stages: Stages,
+        device: str,
+        schedule: Schedule,
+        say: Callable[[str], None],
+        memory_bytes: int | None = None,
+    ):
+        """device: cpu | cuda. memory_bytes: of each device; None: not known. Raises ConfigError where there is neither
+        that nor memory.budget_gib."""
+        self._stages, self._graph, self._say = stages, graph, say
+        family = load_family(model_name(config)).having(parts(config))
+        of_part = {name: part.layers.kinds for name, part in family.parts.items()}
+        written = {name: resolved(part.recompute) for name, part in parts(config).items()}
+        kept = [stage for stage in graph.stages if any(graph.goes_back(node) for node in stage.nodes)]
+        kinds = {stage.name: tuple(of_part[stage.part][layer] for layer in stage.layers) for stage in kept}
+        fixed = {s.name: stage_choices(written[s.part], graph, s) for s in kept if written[s.part] != "auto"}
+        self._auto = [stage for stage in kinds if stage not in fixed]
+        self._folder = Path(config.memory.cache_dir or config.run_dir)
+        self._shape = run_shape(config, device, family.config.to_dict(), fixed)
+        given = config.memory.budget_gib
+        if given is None and memory_bytes is None:
+            raise no_budget("recompute")
+        self._memory_bytes = memory_bytes if given is None else None  # to be read from
+        self._budget = 0.0 if given is None else given * GIB
+        # A plan for what is left waits for what is left, so it measures layers too.
+        known = None if given is None else read_costs(self._folder, self._shape)
+        self._arrangement = arrange(graph, schedule, device)
+        self._planner = Planner(kinds, fixed, self._arrangement, self._budget, known)
+        if known is None:
+            self._say("recompute      everything at first, and measured; the plan follows after some steps")
+        else:
+            self._say(f"recompute      measured before, in {self._folder}")
+            self._apply()
+
+    def learn(self, reports: Mapping[str, Sequence[StageReport]]) -> None:
+        """Take a step's reports of all ranks, by stage. A new plan is sent to the ranks, for steps after the last one
+        submitted."""
+        if short := [stage for stage, of_ranks in reports.items() if any(report.short for report in of_ranks)]:
+            self._say(f"recompute      {', '.join(short)} ran out of memory, so more is recomputed from now on")
+            self._planner.run_short()
+            self._apply()
+            return
+        usages = {stage: usage_of(of_ranks) for stage, of_ranks in reports.items() if stage in self._planner.asked}
+        if self._memory_bytes is not None and self._planner.measures_everything:
+            self._budget = room(self._memory_bytes, self._arrangement.sharing, reports)
+            self._planner.budget_bytes = self._budget
+        peak = self._planner.measured_bytes(usages)
+        was_settled = self._planner.settled
+        if not self._planner.learn(usages):
+            return
+        if was_settled and self._planner.settled:
+            self._say(f"recompute      {mebibytes(peak)} are more than the budget, so more is recomputed")
+        elif was_settled:
+            self._say("recompute      a stage has its first work: everything again, and measured; a new plan follows")
+        if self._planner.settled:
+            write_costs(self._folder, self._shape, self._planner.costs())
+        self._apply()
+
+    def _apply(self) -> None:
+        plan = self._planner.asked
+        for stage in self._auto:
+            self._stages[stage].group.execute_all_async(EngineProtocol.set_recompute, plan[stage], returns=0)
+        if not self._planner.settled:
+            return
+        self._tell_untried()
+        needed = self._planner.predicted_bytes()
+        fits = "" if needed <= self._budget else _TOO_SMALL
+        lines = [*plan_table(self._planner.costs(), plan), *self._as_configured(plan)]
+        lines.append(
+            f"{mebibytes(needed)} of {mebibytes(self._budget)} expected on the fullest device, "
+            f"{self._planner.saved_s() * 1e3:.0f} ms a step less than with everything recomputed{fits}"
+        )
+        for line in lines:
+            self._say(f"recompute      {line}")
+
+    def _tell_untried(self) -> None:
+        by_stage: dict[str, list[str]] = {}
+        for stage, choice in sorted(self._planner.untried):
+            by_stage.setdefault(stage, []).append(choice)
+        for stage, choices in by_stage.items():
+            self._say(
+                f"recompute      {stage}: {', '.join(choices)} not tried, since the budget may not have room for one "
+                "layer that keeps so much"
+            )
+
+    def _as_configured(self, plan: Plan) -> list[str]:
+        """The plan as each part's key would say it: its stages' layers in the part's order."""
+        keys = []
+        for part in self._graph.parts():
+            stages = [stage for stage in self._graph.of_part(part) if stage.name in self._planner.costs()]
+            by_layer = {layer: plan[s.name][at] for s in stages for at, layer in enumerate(s.layers)}
+            if by_layer:
+                keys.append(f"{part}.recompute={as_text(tuple(by_layer[layer] for layer in sorted(by_layer)))}")
+        return keys
+
+
+def room(memory_bytes: int, sharing: Sequence[frozenset[str]], reports: Mapping[str, Sequence[StageReport]]) -> float:
+    """Bytes that activations may take on the fullest device, after a step: what it has besides the most that ranks had
+    reserved, and what of that was activations. A part of the memory stays free, for fragments and for longer rows.
+
+    sharing: the stages of each device. reports: of all ranks, by stage, with memory_bytes.
+    """
+    most = {stage: max(report.memory_bytes or 0 for report in of) for stage, of in reports.items()}
+    usages = {stage: usage_of(of) for stage, of in reports.items()}
+    activations = {stage: usage.peak_bytes for stage, usage in usages.items() if usage is not None}
+    others = [sum(most[stage] - activations.get(stage, 0) for stage in stages) for stages in sharing]
+    return max(0.0, (1 - _LEFT_FREE) * memory_bytes - max(others, default=0))
+
+
+def usage_of(reports: Sequence[StageReport]) -> StageUsage | None:
+    """The usage of a stage's fullest rank; None when none had work."""
+    usages = [report.usage for report in reports if report.usage is not None]
+    return fullest(usages) if usages else None
+
+
+def activation_bytes(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, int] | None:
+    """By stage, the peak of the rank whose activations took most; None where they are not measured."""
+    usages = {stage: usage_of(of_ranks) for stage, of_ranks in reports.items()}
+    return {stage: usage.peak_bytes for stage, usage in usages.items() if usage is not None} or None
+
+
+def arrange(graph: StageGraph, schedule: Schedule, device: str) -> Arrangement:
+    """The stages that share devices, and what they hold at the same time under a schedule."""
+    devices = range(graph.device_count())
+    sharing = dict.fromkeys(frozenset(s.name for s in graph.stages if device in s.devices) for device in devices)
+    chunks = {stage.name: len(stage.chunks) for stage in graph.stages}
+    most = outstanding(schedule, graph)
+    holding = {one: {other: n / chunks[other] for other, n in of.items()} for one, of in most.items()}
+    several = any(most[stage][stage] > chunks[stage] for stage in most)
+    # On GPUs, memory that one process has freed stays in its allocator's cache and is not the other's to use.
+    return Arrangement(tuple(sharing), holding, together=several or device == "cuda")
+
+
+def run_shape(config: Config, device: str, model: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """All that decides what a layer costs: runs that agree in it share their measurements."""
+    sizes = {"micro_batch_size": config.training.micro_batch_size, "packing": config.data.packing}
+    pixels = {
+        "min_pixels": config.data.min_pixels,
+        "max_pixels": config.data.max_pixels,
+        "max_tiles": config.data.max_tiles,
+    }
+    sections = parts(config)
+    return {
+        "model": {key: _plain(value) for key, value in model.items() if key.endswith(("model_type", "_config"))},
+        "world": world(config),
+        "trained": {"trainable": list(config.training.trainable), "frozen": list(config.training.frozen)},
+        "parallelism": {name: part.parallelism for name, part in sections.items()},
+        "mlp_chunks": {name: part.mlp_chunks for name, part in sections.items()},
+        "dtype": {name: part.dtype for name, part in sections.items()},
+        "fixed": {name: list(choices) for name, choices in fixed.items()},
+        "datasets": list(config.data.datasets),
+        "device": device,
+        **sizes,
+        **pixels,
+        "video": [config.data.video_fps, config.data.video_max_frames, config.data.video_max_pixels],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, text and lists of a model's configuration; what else it holds says nothing of its shape."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items() if not str(key).startswith("_")}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)

@@ -1,0 +1,214 @@
+"""Merges what ranks report: metrics of a step, peak speed of devices, spans; the loggers that are asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dhp.cluster.actor_group import ActorGroup
+from dhp.config.command_line import to_yaml
+from dhp.config.schema import Config
+from dhp.core.batch import StepInfo
+from dhp.core.dispatch import PerRank, per_rank
+from dhp.core.errors import ConfigError
+from dhp.core.graph import StageGraph
+from dhp.core.reports import DeviceInfo, StageReport
+from dhp.core.tracing import Span
+from dhp.observe.logger_process import About
+from dhp.observe.loggers import Loggers
+from dhp.observe.metrics import StepMetrics
+from dhp.observe.mfu import TABLE, peak_flops, unknown_devices, utilisation, who_measures
+from dhp.observe.terminal import kernel_lines
+from dhp.observe.trace import TraceWriter
+from dhp.step.stages import Stages
+from dhp.trainer.recompute import activation_bytes
+
+NO_MFU = "mfu is left out where it would be above 100%: the machine was busy when the peak of its devices was measured"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """step_s: from the end of the step before to this one's; data_s: of it, until the data were there. peak_flops: of
+    all devices together, operations a second; None where it is not known."""
+
+    step_s: float
+    data_s: float
+    peak_flops: float | None
+
+
+def step_metrics(
+    info: StepInfo, reports: Mapping[str, Sequence[StageReport]], timing: Timing, stages: Stages, skipped: int
+) -> StepMetrics:
+    """The line of metrics.jsonl. reports: by stage, of every rank; skipped: samples left out since the run began."""
+    shares = [r.loss for name, of in reports.items() for r in stages[name].leaders(of) if r.loss is not None]
+    memory = {name: [r.memory_bytes for r in of if r.memory_bytes is not None] for name, of in reports.items()}
+    return StepMetrics(
+        step=info.step + 1,
+        epoch=info.done,
+        loss=sum(shares) if info.total_weight else None,
+        grad_norm=next(iter(reports.values()))[0].grad_norm,
+        lr={group: rate for of in reports.values() for group, rate in of[0].lr.items()},
+        tokens=info.tokens,
+        target_tokens=info.target_tokens,
+        vision_tokens=info.vision_tokens,
+        samples=info.samples,
+        images=info.images,
+        cached_images=info.cached_images,
+        clips=info.clips,
+        step_s=timing.step_s,
+        data_s=timing.data_s,
+        busy_s=_busy(reports),
+        tokens_per_s=info.tokens / timing.step_s,
+        flops=info.flops,
+        mfu=utilisation(info.flops, timing.step_s, timing.peak_flops),
+        memory_bytes={name: max(peaks) for name, peaks in memory.items()} if all(memory.values()) else None,
+        activation_bytes=activation_bytes(reports),
+        comm_bytes={name: _summed(r.sent_bytes for r in of) for name, of in reports.items()},
+        dist_ratio=info.dist_ratio,
+        pad_ratio=1.0 - info.tokens / info.padded_tokens,
+        sp_ratio=info.sp_ratio,
+        skipped_samples=skipped,
+    )
+
+
+def notes(reports: Mapping[str, Sequence[StageReport]], metrics: StepMetrics, timing: Timing) -> Iterator[str]:
+    """Notes of the step, each printed once in a run: by its ranks, and why it has no mfu where there is a peak."""
+    yield from (note for of in reports.values() for report in of for note in report.notes)
+    if metrics.mfu is None and timing.peak_flops is not None:
+        yield NO_MFU
+
+
+def _busy(reports: Mapping[str, Sequence[StageReport]]) -> dict[str, float] | None:
+    """Mean of each stage's ranks; None where a rank was not measured."""
+    known = {name: [report.busy_s for report in of if report.busy_s is not None] for name, of in reports.items()}
+    return {name: sum(of) / len(of) for name, of in known.items()} if all(known.values()) else None
+
+
+def _summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Bytes by kind, of all ranks together."""
+    return dict(sorted(sum(map(Counter, of_ranks), Counter()).items()))
+
+
+def find_peak(groups: Mapping[str, ActorGroup], timeout_s: float, say: Callable[[str], None]) -> float | None:
+    """Operations a second of all devices together. None, and a line that says so, when one of them is not known."""
+
+    def ask(wanted: Mapping[str, PerRank | bool]) -> list[DeviceInfo]:
+        verb = "describe_device"
+        return [d for name, group in groups.items() for d in group.execute_all(verb, wanted[name], timeout_s=timeout_s)]
+
+    devices = ask(dict.fromkeys(groups, False))
+    measuring = iter(who_measures(devices))
+    if any(who_measures(devices)):
+        say("timing how fast the CPUs multiply, for mfu")
+        wanted = {name: per_rank([next(measuring) for _ in range(group.size)]) for name, group in groups.items()}
+        devices = ask(wanted)
+    peak = peak_flops(devices)
+    if peak is None:
+        unknown = ", ".join(unknown_devices(devices))
+        say(
+            f"mfu is not reported: no peak of {unknown} is known. Add it to configs/{TABLE}, from the vendor's data "
+            "sheet"
+        )
+    return peak
+
+
+def name_kernels(groups: Mapping[str, ActorGroup], timeout_s: float) -> list[str]:
+    """A line a stage: which kernel serves each kind of layer there, by its first rank, and what would be faster."""
+    return [
+        line
+        for name, group in groups.items()
+        for line in kernel_lines(name, group.execute_all("describe_kernels", timeout_s=timeout_s)[0])
+    ]
+
+
+def device_memory(groups: Mapping[str, ActorGroup], timeout_s: float) -> int | None:
+    """Bytes of the device that has least. None where one is no GPU: a host's memory is shared with whatever else runs
+    there."""
+    found = [
+        device
+        for group in groups.values()
+        for device in group.execute_all("describe_device", False, timeout_s=timeout_s)
+    ]
+    sizes = [device.memory_bytes for device in found]
+    return None if None in sizes else min(size for size in sizes if size is not None)
+
+
+def overlap_warning(config: Config, graph: StageGraph, device: str) -> str | None:
+    """A warning where stages on one GPU go on at once and both exchange: each spins on parts of the GPU that the
+    other one computes on. The results are the same."""
+    schedule = config.training.schedule
+    sharing = device == "cuda" and graph.sharing() > 1 and schedule != "sequential"
+    if not sharing or sum(stage.degrees.world > 1 for stage in graph.stages) < 2:
+        return None
+    return (
+        f"warning: training.schedule={schedule} with cluster.collocate=true lets collectives of several stages run at "
+        "once on the same GPUs, where they take each other's time. Compare with training.schedule=sequential, or with "
+        "cluster.collocate=false"
+    )
+
+
+Refs = Mapping[str, list[Any]]  # by group, for each rank the ref of its spans
+
+
+class Traced(Protocol):
+    """A group of ranks that keep spans: both parts' actors and the dataset actor."""
+
+    def take_spans_async(self) -> list[Any]:
+        """For each rank, the ref of its spans since the last time."""
+
+    def clock_offsets(self, timeout_s: float) -> list[int]:
+        """What to add to each rank's clock, nanoseconds."""
+
+
+class Tracing:
+    """One run's tracing, from the moment when all ranks are there."""
+
+    def __init__(self, groups: Mapping[str, Traced], writer: TraceWriter, timeout_s: float):
+        self._groups, self._writer = groups, writer
+        self._offsets = {name: group.clock_offsets(timeout_s) for name, group in groups.items()}
+
+    def submit(self) -> Refs:
+        """Ask every rank for what it will have done after all calls submitted so far."""
+        return {name: group.take_spans_async() for name, group in self._groups.items()}
+
+    def mark_step(self, metrics: StepMetrics, begun_s: float, ended_s: float) -> None:
+        """Write when a step began and ended, by this process's clock."""
+        self._writer.mark_step(metrics.step, begun_s, metrics.data_s or 0.0, ended_s, loss=metrics.loss)
+
+    def write(self, spans: Mapping[str, list[list[Span]]]) -> None:
+        """Write what the ranks answered: by group, the spans of each rank."""
+        for name, of_ranks in spans.items():
+            for rank, (found, offset) in enumerate(zip(of_ranks, self._offsets[name], strict=True)):
+                self._writer.write(name, rank, found, offset)
+
+
+def make_loggers(config: Config, run_dir: Path, resumed: bool) -> Loggers | None:
+    """The loggers of training.loggers; None: there are none. resumed: the run goes on where one in run_dir stopped."""
+    if not config.training.loggers:
+        return None
+    about = About(
+        name=run_dir.absolute().name,
+        project=config.training.logger_project or config.name,
+        run_dir=str(run_dir.absolute()),
+        config=to_yaml(config),
+        resumed=resumed,
+    )
+    return Loggers(config.training.loggers, about)
+
+
+def require_loggers(config: Config) -> None:
+    """Raises ConfigError for a logger whose package is not installed."""
+    if not config.training.loggers:
+        return
+    from dhp.parallel.optional_packages import find_extra
+
+    for name in config.training.loggers:
+        if find_extra(name).version is None:
+            raise ConfigError(
+                f"training.loggers={config.training.loggers}: {name} is not installed here, where the run's loop runs. "
+                f"Install it into this environment with `pip install {name}`, or leave it out: metrics.jsonl and "
+                "TensorBoard's files are always written"
+            )

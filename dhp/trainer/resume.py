@@ -1,0 +1,66 @@
+"""Settings that may change when a run is resumed, which is then reported, and files that may not."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from dhp.checkpoint.resume import CONTENTS
+from dhp.config.parts import DECODER, model_name, read_datasets
+from dhp.config.schema import Config
+from dhp.core.files import fingerprint
+from dhp.data.sample.chat import read_template
+from dhp.models.pretrained import WEIGHT_ENDINGS
+
+# Of the sections training and data: what must stay (`dhp.trainer.settings.kept_settings`, and a sampler's order) …
+HELD = {
+    "training": {"batch_size", "micro_batch_size", "trainable", "frozen"},
+    "data": {"datasets", "shuffle", "balance", "balance_window", "long_tokens", "limits", "isf_passes", "group_window"},
+}
+# … and what decides nothing that is trained. All else is the recipe.
+BESIDE = {
+    "training": {
+        *("log_interval", "trace", "dry_run", "checkpoint_dir", "save_steps", "save_epochs"),
+        *("save_final", "save_total_limit", "eval_steps"),
+        *("eval_answers", "eval_answer_tokens", "best_metric", "resume", "loggers", "logger_project", "schedule"),
+    },
+    "data": {
+        *("eval_datasets", "data_registry", "locality_slack", "cache_dir", "cache_features", "cache_features_gib"),
+        *("num_workers", "prefetch", "video_whole_frames", "allow_http"),
+    },
+}
+_OF_AN_ENTRY = ("annotation_path", "data_path", "weight")  # held as files, free, and held with data.datasets
+
+
+def recipe(config: Config) -> dict[str, Any]:
+    """What decides how samples are made and weights are updated, by key, as JSON gives it back."""
+    found: dict[str, Any] = {}
+    for section in HELD:
+        values = asdict(getattr(config, section))
+        found |= {f"{section}.{key}": values[key] for key in values if key not in HELD[section] | BESIDE[section]}
+    for name in read_datasets(config.data):
+        entry = asdict(config.data.data_registry[name])
+        found |= {f"data.data_registry.{name}.{key}": v for key, v in entry.items() if key not in _OF_AN_ENTRY}
+    template = read_template(config.data.chat_template)
+    if template is not None:  # whose file may have changed under its name
+        found["data.chat_template"] = (
+            f"{config.data.chat_template} (sha256:{sha256(template.encode()).hexdigest()[:16]})"
+        )
+    return found
+
+
+def held_files(config: Config) -> dict[str, str]:
+    """Fingerprints of what a run reads and its checkpoints do not hold: the model's weights, where they are a
+    directory's, and annotations. Their paths may change. Raises OSError."""
+    found = {}
+    model = Path(model_name(config))
+    if model.is_dir():
+        weights = sorted(file for file in model.iterdir() if file.name.endswith(WEIGHT_ENDINGS) and file.is_file())
+        found[f"{CONTENTS} {DECODER}.model_name"] = fingerprint(weights)
+    for name in read_datasets(config.data):
+        path = Path(config.data.data_registry[name].annotation_path)
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        found[f"{CONTENTS} data.data_registry.{name}.annotation_path"] = fingerprint(files)
+    return found

@@ -1,0 +1,253 @@
+"""Prefetching of the next step's data by the encoders' ranks, during the step that runs.
+
+A session trains nothing. `dhp.trainer.trainer` submits steps to it; after a failure another session can be started in its
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dhp.batch.build import make_reader
+from dhp.batch.prompts import PromptReader
+from dhp.checkpoint.resume import RECIPE, Start
+from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.cluster import Cluster, Layout
+from dhp.cluster.data_actor import DataRefs, DatasetActor
+from dhp.cluster.gpus import least_memory, read_gpus
+from dhp.cluster.ray_session import chosen_address
+from dhp.cluster.remote_values import RemoteValue
+from dhp.cluster.watch import Watched, wait_all
+from dhp.config.parts import DECODER, model_name, parts
+from dhp.config.resolve import micro_batches
+from dhp.config.schema import Config
+from dhp.core.batch import StepInfo
+from dhp.core.graph import StageGraph
+from dhp.core.process import say_nothing
+from dhp.engine.kinds import make_rank
+from dhp.engine.settings import StageSettings
+from dhp.models.registry import load_family
+from dhp.models.weights import start_limit_s, weight_bytes
+from dhp.step.stages import Batch, EngineProtocol, Stages, make_stages
+from dhp.trainer.dry_run import require_room
+from dhp.trainer.features import feature_settings, keep_settings
+from dhp.trainer.graph import find_localities
+from dhp.trainer.resume import held_files, recipe
+from dhp.trainer.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
+from dhp.trainer.trainable import adapters_of, training_rules
+
+Work = Mapping[str, Sequence[Sequence[Any]]]  # refs by part, [micro-batch][shard]
+
+
+def look_ahead(groups: Mapping[str, ActorGroup], graph: StageGraph, work: Work) -> frozenset[Any]:
+    """Let each rank of an encoder fetch its shard's work of all micro-batches; the refs that are fetched. The
+    decoder's work is small: what is large of it comes from the encoders."""
+    fetched: set[Any] = set()
+    for stage in graph.stages:
+        if stage.part == DECODER or stage.part not in work:
+            continue
+        tensor = stage.degrees.tensor
+        shards = [[micro_batch[shard] for micro_batch in work[stage.part]] for shard in range(stage.degrees.shards)]
+        groups[stage.name].look_ahead([own for own in shards for _ in range(tensor)])
+        fetched |= {ref for own in shards for ref in own}
+    return frozenset(fetched)
+
+
+def named_elsewhere(work: Work, fetched: frozenset[Any]) -> dict[str, list[list[Any]]]:
+    """The work, in which what ranks have fetched themselves is referred to by `RemoteValue`, not sent once more."""
+    return {
+        part: [[RemoteValue(ref) if ref in fetched else ref for ref in shards] for shards in micro_batches]
+        for part, micro_batches in work.items()
+    }
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """The run's plan from its data. steps: of the whole run; epoch_ends: steps after which training.save_epochs
+    asks for a checkpoint; kept: settings that a checkpoint must agree with;
+    workers and ahead: processes that read, and steps that are read ahead."""
+
+    steps: int
+    epoch_ends: frozenset[int]
+    kept: dict[str, Any]
+    workers: int
+    ahead: int
+
+
+class Session:
+    """A run's actors, from the moment it is entered until it is left."""
+
+    data: DatasetActor
+    stages: Stages
+
+    def __init__(
+        self, config: Config, graph: StageGraph, run_dir: Path, start: Start, say: Callable[[str], None] = say_nothing
+    ):
+        """say: what is being started."""
+        self.config, self.graph, self.start, self._say = config, graph, start, say
+        self._cluster = Cluster(_layout(config, graph, run_dir, start), say)
+        self._timeout_s = config.cluster.step_timeout_s
+        self._held: frozenset[Any] = frozenset()  # refs of the next step's work that ranks fetch during this one
+
+    def __enter__(self) -> Session:
+        self._cluster.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._cluster.__exit__(*error)
+
+    @property
+    def groups(self) -> dict[str, ActorGroup]:
+        """The actors of each stage."""
+        return self._cluster.groups
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda."""
+        return self._cluster.device
+
+    def describe(self) -> str:
+        """One line: how many actors of each stage, where."""
+        return self._cluster.describe()
+
+    def describe_loading(self) -> str:
+        """One line: what `start_stages` reads."""
+        stages = len(self.graph.stages)
+        read = weight_bytes(model_name(self.config), self.start.checkpoint)
+        size = f"{read / 10**9:.1f} GB" if read >= 10**9 else f"{read / 10**6:.0f} MB"
+        weights = f"{size} of weights" if read else "weights"
+        return f"loading {weights} into {stages} stage{'s' if stages > 1 else ''}"
+
+    def open_data(self, tell: Callable[[int, int], None]) -> DataPlan:
+        """Start the actors that read, and learn how long the run is and whether it continues the one before.
+
+        tell: is called with parts of the datasets whose lengths are measured, done and all. Raises what reading raises,
+        and CheckpointError where the run does not continue its checkpoint.
+        """
+        config, start = self.config, self.start
+        workers, ahead = config.data.num_workers, config.data.prefetch
+        ahead = workers if ahead is None else ahead
+        reading = {"workers": workers, "prefetch": ahead}
+        if config.data.cache_features is not None:
+            self._say(f"reading the weights that data.cache_features={config.data.cache_features} goes by")
+        features = feature_settings(config)
+        near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
+        self.data = self._cluster.dataset_actor(
+            make_reader,
+            feed_settings(config, near, passes_of(config), features),
+            micro_batches=micro_batches(config),
+            **reading,
+        )
+        started_s = config.cluster.start_timeout_s
+        self._say(f"starting the dataset actor; it reads the annotations of {', '.join(config.data.datasets)}")
+        wait_all(self.data.take_watched(), started_s)
+        kept = kept_settings(config) | {"data.samples": self.data.ask("dataset_size", timeout_s=started_s)}
+        files = held_files(config)
+        start.check(kept | {key: value for key, value in files.items() if key in start.settings})
+        kept |= files | {RECIPE: recipe(config)}
+        self.data.measure(start.step, self._timeout_s, tell)
+        if start.checkpoint is not None:  # before anything is planned
+            self.data.ask("load_state", start.data, timeout_s=self._timeout_s)
+        steps = config.training.max_steps
+        if steps is None:
+            steps = self.data.ask("steps", config.training.num_epochs, timeout_s=self._timeout_s)
+        self.data.end_at(steps)
+        return DataPlan(steps, frozenset(self._epoch_ends(steps)), kept, workers, ahead)
+
+    def _epoch_ends(self, steps: int) -> Iterator[int]:
+        """Steps before the run's last that end every so many-th epoch, as training.save_epochs says."""
+        every = self.config.training.save_epochs
+        for epoch in count(every, every) if every else ():
+            end = self.data.ask("steps", epoch, timeout_s=self._timeout_s)
+            if end >= steps:
+                return
+            yield end
+
+    def start_stages(self, steps: int, states: bool = True) -> None:
+        """Load every stage on its actors, for a run of that many steps. states: a checkpoint's optimizer states too."""
+        if self.device == "cuda":
+            require_room(self.config, self.graph, least_memory(read_gpus()))
+        make: Callable[[StageSettings], EngineProtocol] = make_rank  # every kind of rank has the methods of the step
+        family = load_family(model_name(self.config)).having(parts(self.config))
+        rules = training_rules(self.config.training, family, adapters_of(self.config))
+        kept = keep_settings(self.config, self.graph)
+        for spec in self.graph.stages:
+            given = (self.start.checkpoint, rules, kept.get(spec.part), states)
+            settings = stage_settings(self.config, self.graph, spec, self.device, steps, *given)
+            self.groups[spec.name].start(make, settings)
+        wait_all(self.take_watched(), self._cluster.build_timeout_s)
+        self.stages = make_stages(self.graph, self.groups)
+
+    def open_reader(self, config: Config, exchange: str = "") -> DatasetActor:
+        """Start the actors that read other data than the run's, as `config` says; once they have opened it. exchange:
+        see `dhp.batch.build.BatchReaderSettings`."""
+        near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
+        actor = self._cluster.dataset_actor(
+            make_reader,
+            replace(feed_settings(config, near), exchange=exchange),
+            micro_batches=micro_batches(config),
+            workers=config.data.num_workers,
+            prefetch=max(1, config.data.num_workers),
+        )
+        wait_all(actor.take_watched(), config.cluster.start_timeout_s)
+        return actor
+
+    def open_prompts(self, make: Callable[..., PromptReader], config: Config, *more: Any) -> DatasetActor:
+        """Start an actor that reads prompts, as `make` of the settings of `config` and `more` gives them;
+        once it has them."""
+        near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
+        actor = self._cluster.dataset_actor(make, feed_settings(config, near), *more, micro_batches=1)
+        wait_all(actor.take_watched(), config.cluster.start_timeout_s)
+        return actor
+
+    def batch(self, found: DataRefs) -> Batch:
+        """Data that were read, as a step takes them."""
+        return Batch(found.info, found.work, found.routes)
+
+    def take_batch(self, step: int) -> Batch:
+        """The data of a step that was requested and has been read. Where `data.pin_memory` says so, the encoders' ranks
+        begin to fetch the next step's during this one."""
+        batch = self.batch(self.data.take(step))
+        if not (self.config.data.pin_memory and self.device == "cuda"):
+            return batch
+        held, self._held = self._held, look_ahead(self.groups, self.graph, self.data.coming(step + 1))
+        return replace(batch, work=named_elsewhere(batch.work, held))
+
+    def take_watched(self) -> list[Watched]:
+        """Calls of all stages that were submitted since the last time."""
+        return [entry for group in self.groups.values() for entry in group.take_watched()]
+
+    def data_state(self, step: int) -> Any:
+        """The state of the data's order for a checkpoint after `step` steps."""
+        return self.data.ask("state", step, timeout_s=self._timeout_s)
+
+    def info(self, ref: Any) -> StepInfo:
+        """The counts of a step that is done."""
+        return self.values([ref])[0]
+
+    def values(self, refs: Sequence[Any]) -> list[Any]:
+        """The values behind refs of finished calls."""
+        return self._cluster.values(refs)
+
+
+def _layout(config: Config, graph: StageGraph, run_dir: Path, start: Start) -> Layout:
+    to_read = weight_bytes(model_name(config), start.checkpoint)
+    return Layout(
+        graph=graph,
+        device=config.cluster.device,
+        address=chosen_address(config.cluster.address),
+        threads=config.cluster.threads_per_actor,
+        start_timeout_s=config.cluster.start_timeout_s,
+        step_timeout_s=config.cluster.step_timeout_s,
+        log_dir=str(run_dir.absolute() / "logs"),
+        checkpoint_dir=str(Path(str(config.training.checkpoint_dir)).absolute()),
+        transport=config.cluster.transport,
+        trace=config.training.trace,
+        check_collectives=config.cluster.check_collectives,
+        needs=needed_paths(config, start.checkpoint),
+        build_timeout_s=start_limit_s(config.cluster.start_timeout_s, to_read),
+    )

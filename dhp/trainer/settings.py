@@ -1,0 +1,257 @@
+"""From a resolved configuration to the settings of ranks and of the dataset actor, plain values."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dhp.batch.assign_images import Locality
+from dhp.batch.build import BatchReaderSettings, ReadSettings
+from dhp.batch.encoder_shards import Split
+from dhp.config.part import PartConfig
+from dhp.config.parts import DECODER, decoder, encoders, model_name, parts, read_datasets, resolved, split_share
+from dhp.config.recompute import read_choices
+from dhp.config.resolve import micro_batches, warmup_steps
+from dhp.config.rules import read_kernels
+from dhp.config.schema import Config
+from dhp.core.batch import FeatureSettings, KeepSettings
+from dhp.core.graph import StageGraph, StageSpec
+from dhp.core.parameters import ALL, AdapterSettings, TrainingRules
+from dhp.core.reports import RecomputePolicies
+from dhp.data.sample.chat import read_template
+from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
+from dhp.engine.settings import OptimizerSettings, StageSettings
+from dhp.models.flops import TrainedShare
+from dhp.models.registry import load_family
+from dhp.models.trained_flops import find_passes
+from dhp.trainer.graph import degrees
+from dhp.trainer.trainable import adapters_of, training_rules
+
+
+def feed_settings(
+    config: Config,
+    localities: Mapping[str, Locality] | None = None,
+    passes: Mapping[str, TrainedShare] = MappingProxyType({}),
+    features: FeatureSettings | None = None,
+) -> BatchReaderSettings:
+    """The dataset actor's settings. localities: of the ranks of each encoder, once they are known. passes: what a
+    step computes of each part of which not all is trained. features: of pictures, where a run keeps them; without them
+    pixels are read."""
+    near = localities or {}
+    return BatchReaderSettings(
+        model_name=model_name(config),
+        datasets=tuple(config.data.datasets),
+        registry=dict(config.data.data_registry),
+        layout=BatchLayout(resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size),
+        encoders={name: _split(part, near.get(name)) for name, part in encoders(config).items()},
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        on_bad_sample=config.data.on_bad_sample,
+        packing=config.data.packing,
+        cache_dir=resolved(config.data.cache_dir),
+        objective=config.training.objective,
+        reading=ReadSettings(
+            allow_http=config.data.allow_http,
+            max_tokens=config.data.max_tokens,
+            video_fps=config.data.video_fps,
+            video_max_frames=config.data.video_max_frames,
+            video_max_pixels=config.data.video_max_pixels,
+            system_prompt=config.data.system_prompt,
+            chat_template=read_template(config.data.chat_template),
+            learn_empty_thoughts=config.data.learn_empty_thoughts,
+            whole_frames=config.data.video_whole_frames,
+            max_tiles=config.data.max_tiles,
+        ),
+        balancing=BalanceSettings(
+            config.data.balance,
+            window=config.data.balance_window,
+            long=config.data.long_tokens,
+            isf_passes=config.data.isf_passes,
+            group_window=config.data.group_window,
+            **asdict(config.data.limits),
+        ),
+        passes=dict(passes),
+        features=features,
+        text=degrees(decoder(config)),
+        sequence_groups=decoder(config).sequence_groups,
+        even_calls=decoder(config).zero_stage == 3,
+    )
+
+
+def passes_of(config: Config) -> dict[str, TrainedShare]:
+    """The share that a step computes of each part; none where all of them are trained."""
+    adapters = adapters_of(config)
+    if not (config.training.trainable or config.training.frozen or adapters):
+        return {}
+    from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
+
+    source = model_name(config)
+    family = load_family(source).having(parts(config))
+    rules = training_rules(config.training, family, adapters)
+    return find_passes(family, list_parameters(source, family, adapters), rules)
+
+
+def _split(part: PartConfig, locality: Locality | None) -> Split:
+    own = degrees(part)
+    # An encoder in 16 bits rounds its inputs first thing: rounded before, they take half the room in transfer.
+    dtype = "bfloat16" if part.dtype == "bfloat16" else "float32"
+    return Split(own.data, own.sequence, dtype, locality, even_calls=part.zero_stage == 3)
+
+
+def measures(config: Config) -> bool:
+    """Whether ranks report what activations take: where asked for, and where a plan is made of it."""
+    return config.memory.accounting or any(part.recompute == "auto" for part in parts(config).values())
+
+
+def world(config: Config) -> dict[str, dict[str, Any]]:
+    """Actors and degrees of each part, by its name."""
+    return {
+        name: {
+            "num_actors": part.num_actors,
+            **asdict(degrees(part)),
+            **_pipeline(part),
+            "zero_stage": part.zero_stage,
+            **({"zero_engine": part.zero_engine} if part.zero_stage else {}),
+        }
+        for name, part in parts(config).items()
+    }
+
+
+def _pipeline(part: PartConfig) -> dict[str, Any]:
+    """Settings that say which stage holds which layers, where there are several."""
+    if part.pipeline == 1:
+        return {}
+    cuts = {} if part.cuts is None else {"cuts": list(part.cuts)}
+    virtual = {"virtual_stages": part.virtual_stages} if part.virtual_stages > 1 else {}
+    return {"pipeline": part.pipeline, **cuts, **virtual}
+
+
+def kept_settings(config: Config) -> dict[str, Any]:
+    """Settings that must stay when a run is resumed, by key: all that decides which rank sees and holds what."""
+    of_parts = {f"{name}.{key}": value for name, values in world(config).items() for key, value in values.items()}
+    # Checkpoints of before there were experts do not have the key.
+    of_parts = {key: value for key, value in of_parts.items() if not key.endswith(".expert") or value > 1}
+    for name, part in parts(config).items():
+        of_parts |= {f"{name}.dtype": part.dtype}
+    return {
+        "seed": config.seed,
+        "data.datasets": [_weighted(config, text) for text in config.data.datasets],
+        "data.shuffle": config.data.shuffle,
+        "data.balance": config.data.balance,
+        "training.batch_size": config.training.batch_size,
+        "training.micro_batch_size": config.training.micro_batch_size,
+        "training.trainable": sorted(config.training.trainable),
+        "training.frozen": sorted(config.training.frozen),
+        "lora": {name: _plain(adapters) for name, adapters in adapters_of(config).items()},
+        **of_parts,
+    }
+
+
+def _plain(adapters: AdapterSettings) -> dict[str, Any]:
+    """Adapter settings as JSON gives them back."""
+    return asdict(adapters) | {"targets": list(adapters.targets)}
+
+
+def _weighted(config: Config, text: str) -> str:
+    """A name of data.datasets, with its dataset's weight where there is one: both decide which samples a step has."""
+    weight = config.data.data_registry[split_share(text)[0]].weight
+    return text if weight == 1 else f"{text} (weight {weight})"
+
+
+def stage_settings(
+    config: Config,
+    graph: StageGraph,
+    stage: StageSpec,
+    device: str,
+    steps: int,
+    checkpoint: Path | None = None,
+    rules: TrainingRules = ALL,
+    features: KeepSettings | None = None,
+    states: bool = True,
+) -> StageSettings:
+    """The settings of each rank of a stage in a run of `steps` optimizer steps.
+
+    checkpoint: the one that the run continues; states: with its optimizer's. rules: what is trained, and how. features:
+    where those of its part are kept.
+    """
+    part: PartConfig = getattr(config, stage.part)
+    goes_back = any(graph.goes_back(node) for node in stage.nodes)
+    return StageSettings(
+        spec=stage,
+        graph=graph,
+        model_name=part.model_name,
+        dtype=part.dtype,
+        device=device,
+        recompute=stage_choices(resolved(part.recompute) if goes_back else "none", graph, stage),
+        measure=measures(config) and goes_back,
+        zero_stage=part.zero_stage,
+        zero_engine=part.zero_engine,
+        autotp=part.parallelism == "autotp",
+        packing=config.data.packing,
+        update=_optimizer_settings(config, steps),
+        seed=config.seed,
+        exclusive_sums=graph.sharing() > 1 and device == "cuda",
+        attention_backend=part.attention_backend,
+        kernels=read_kernels(stage.part, part.kernels),
+        compiled=part.compile,
+        mlp_chunks=part.mlp_chunks,
+        trace=config.training.trace,
+        rules=rules,
+        adapters=adapters_of(config).get(stage.part),
+        resume_from=None if checkpoint is None else str(checkpoint / stage.part),
+        features=features,
+        resume_states=states,
+        deterministic=config.training.deterministic,
+        objective=config.training.objective,
+    )
+
+
+def stage_choices(recompute: str, graph: StageGraph, stage: StageSpec) -> RecomputePolicies:
+    """What each of the stage's layers recomputes, from what the part's key says of all its layers."""
+    of_part = graph.of_part(stage.part)
+    choices = read_choices(recompute, sum(len(one.layers) for one in of_part))
+    return tuple(choices[layer] for layer in stage.layers)
+
+
+def _optimizer_settings(config: Config, steps: int) -> OptimizerSettings:
+    training = config.training
+    return OptimizerSettings(
+        learning_rate=training.learning_rate,
+        betas=(training.betas[0], training.betas[1]),
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        lr_scheduler_type=training.lr_scheduler_type,
+        warmup_steps=warmup_steps(config, steps),
+        total_steps=steps,
+        max_grad_norm=training.max_grad_norm,
+    )
+
+
+def needed_paths(config: Config, checkpoint: Path | None) -> dict[str, dict[str, str]]:
+    """Paths that must be on the nodes of each part's ranks and of the dataset actor ("data"), by configuration key."""
+    model = model_name(config)  # all parts' and the processors'; a hub id is found by each node itself
+    shared = {f"{DECODER}.model_name": model} if Path(model).is_dir() else {}
+    of_ranks = shared | ({} if checkpoint is None else {"training.resume": str(checkpoint)})
+    read = read_datasets(config.data)
+    entries = {f"data.data_registry.{name}": config.data.data_registry[name] for name in read}
+    files = {f"{key}.annotation_path": entry.annotation_path for key, entry in entries.items()}
+    folders = {f"{key}.data_path": entry.data_path for key, entry in entries.items() if entry.data_path}
+    kept = {} if config.data.cache_features is None else {"data.cache_features": config.data.cache_features}
+    of_encoders = dict.fromkeys(encoders(config), of_ranks | kept)
+    return dict.fromkeys(parts(config), of_ranks) | of_encoders | {"data": shared | files | folders | kept}
+
+
+def resume_line(config: Config, newest: Path | None) -> str:
+    """The command that goes on after the newest checkpoint of a run that was stopped."""
+    own = Path(str(config.training.checkpoint_dir)).absolute()
+    if newest is None or newest.parent != own:
+        return "there is no checkpoint of this run yet; training.save_steps says when there is one"
+    words = [f"--config-path={Path(config.run_dir).absolute()}", "--config-name=config", "training.resume=auto"]
+    words += ["overwrite=false"] if config.overwrite else []
+    return shlex.join(["python", "-m", "dhp.train_ray", *words])

@@ -1,0 +1,28 @@
+"""A preprocessor of the tiny model's kind, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Qwen2VLImageProcessorPil
+
+from dhp.data.media.frames import FrameSampling
+from dhp.data.sample.pictures import Videos
+from dhp.data.sample.preprocess import Preprocessor
+from dhp.models.families.qwen_vl import qwen2_5_vl
+from dhp.tiny.model import tiny_config
+
+CORPUS = ["What colour is the circle?", "Is it blue or red?", "You are a helpful assistant.", "user system"]
+
+
+def make_preprocessor(tokenizer: Any, **changes: Any) -> Preprocessor:
+    """With patches of 14 pixels and one token for 2 × 2 patches."""
+    processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
+    family = qwen2_5_vl(tiny_config(tokenizer)).processor
+    videos = Videos(family.video_token_id, FrameSampling(fps=2.0, max_frames=768, group=2), family.video_patches)
+    known = {
+        "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        "image_tokens": lambda grid: grid[0] * grid[1] * grid[2] // 4,
+        "patches": lambda output: (output["pixel_values"], tuple(map(int, output["image_grid_thw"][0]))),
+    }
+    return Preprocessor(**{**known, "tokenizer": tokenizer, "image_processor": processor, "videos": videos, **changes})

@@ -1,0 +1,286 @@
+"""Steps of balanced rows: nothing lost, nothing twice, the same for any number of replicas, and resumable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from dhp.core.errors import DataError
+from dhp.data.balance import methods
+from dhp.data.balance.methods import isf
+from dhp.data.balance.packs import Limits, Loads
+from dhp.data.sampling.balanced_sampler import BalancedSampler
+from dhp.data.sampling.sampler import BalanceSettings, BatchLayout, RandomSampler, Sampler, StepBatch, epoch_order
+
+METHODS = ("length_group", "device_group", "isf", "balanced")
+LAYOUT = BatchLayout(replicas=2, micro_batches=3, micro_batch_size=4)
+
+
+@dataclass
+class Made:
+    """A dataset of given lengths; asked: what was looked at."""
+
+    vision: np.ndarray
+    text: np.ndarray
+    asked: list[np.ndarray] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def loads(self, indices: np.ndarray, epoch: int) -> Loads:
+        self.asked.append(indices)
+        return Loads(self.vision[indices], self.text[indices])
+
+    def defects(self, indices: np.ndarray, epoch: int) -> list[str]:
+        return [f"sample {index} is bad" for index in indices]
+
+
+def made(samples: int = 1003, bad: tuple[int, ...] = (), seed: int = 0) -> Made:
+    rng = np.random.default_rng(seed)
+    vision = 64 * rng.choice(4, samples, p=(0.2, 0.6, 0.1, 0.1))
+    text = vision + rng.lognormal(4.0, 0.8, samples).astype(np.int64) + 1
+    text[list(bad)] = vision[list(bad)] = 0
+    return Made(vision, text)
+
+
+def sampler(dataset: Made, method: str, layout: BatchLayout = LAYOUT, skip: bool = False, **more) -> BalancedSampler:
+    return BalancedSampler(dataset, BalanceSettings(method, **more), layout, 7, "skip" if skip else "error")
+
+
+def seen(batch: StepBatch) -> list[int]:
+    return [index for row in batch.samples for slot in row for index in slot]
+
+
+def rows(batch: StepBatch) -> list[tuple[int, ...]]:
+    return [slot for row in batch.samples for slot in row]
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("method", METHODS)
+def test_each_epoch_shows_each_sample_once_in_steps_of_a_fixed_number_of_rows(method: str, window: int | None) -> None:
+    source = sampler(made(), method, window=window)
+    first, both = source.steps(1), source.steps(2)
+    batches = [source.batch(step) for step in range(both)]
+    for epoch, steps in ((0, batches[:first]), (1, batches[first:])):
+        assert all(batch.epoch == epoch for batch in steps)
+        assert sorted(index for batch in steps for index in seen(batch)) == list(range(1003))
+        assert all(len(batch.samples) == 3 and all(len(row) == 2 for row in batch.samples) for batch in steps)
+        assert all(slot for batch in steps[:-1] for slot in rows(batch))  # only the last may have empty ones
+        done = [batch.done for batch in steps]
+        assert done == sorted(done) and epoch < done[0] and done[-1] == epoch + 1
+    assert [seen(b) for b in batches[:first]] != [seen(b) for b in batches[first : 2 * first]]
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("bad", [(), (3, 500, 501, 1002)])
+def test_the_epoch_that_is_told_is_the_share_of_samples_seen(window: int | None, bad: tuple[int, ...]) -> None:
+    source, shown = sampler(made(bad=bad), "balanced", skip=True, window=window), 0
+    steps = source.steps(1)
+    for step in range(steps - 1):
+        batch = source.batch(step)
+        shown += len(seen(batch))
+        # Defective samples count when they are named, or as soon as their window is planned.
+        assert shown <= round(1003 * batch.done) <= shown + len(bad)
+        assert bad or batch.done == shown / 1003
+    assert source.batch(steps - 1).done == 1
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("method", ["random", *METHODS])
+@pytest.mark.parametrize("stop", [1, 17, 50])
+def test_another_number_of_replicas_goes_on_without_losing_or_repeating_a_sample(
+    method: str, window: int | None, stop: int
+) -> None:
+    def make(replicas: int) -> Sampler:
+        layout = BatchLayout(replicas, 6 // replicas, 4)
+        if method == "random":
+            return RandomSampler(1003, layout, 7, shuffle=True)
+        return sampler(made(), method, layout, window=window)
+
+    whole, begun, resumed = make(2), make(2), make(6)
+    before = list(islice(begun, stop))
+    resumed.load_state_dict(begun.state_dict())
+    after = list(islice(resumed, 80 - stop))
+    assert [rows(batch) for batch in before + after] == [rows(whole.batch(step)) for step in range(80)]
+    assert len(after[0].samples) == 1 and len(after[0].samples[0]) == 6
+
+
+def test_limits_are_known_before_any_step_is() -> None:
+    planned = sampler(made(), "isf")
+    planned.batch(0)
+    assert sampler(made(), "isf").limits == planned.limits is not None
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    state = sampler(made(), "isf").state_dict()
+    for other, told in (
+        (sampler(made(), "balanced"), "balance was isf and is balanced"),
+        (sampler(made(1002), "isf"), "samples was 1003 and is 1002"),
+        (sampler(made(seed=1), "isf"), "checksum of the lengths was"),
+        (sampler(made(), "isf", replace(LAYOUT, micro_batches=2)), "rows was 6 and is 4"),
+        (sampler(made(), "isf", text=5000), "limits was"),
+        (RandomSampler(1003, LAYOUT, 7, True), "balance was isf and is random"),
+    ):
+        with pytest.raises(DataError, match=told):
+            other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_bad_samples_are_named_once_an_epoch_and_move_no_other_out(window: int | None) -> None:
+    bad = (3, 500, 501, 1002)
+    source = sampler(made(bad=bad), "balanced", skip=True, window=window)
+    batches = [source.batch(step) for step in range(source.steps(1))]
+    assert sorted(index for batch in batches for index in seen(batch)) == sorted(set(range(1003)) - set(bad))
+    assert sorted(text for batch in batches for text in batch.defects) == sorted(f"sample {i} is bad" for i in bad)
+    with pytest.raises(DataError, match=r"^sample (3|500|501|1002) is bad$"):
+        sampler(made(bad=bad), "balanced").steps(1)
+
+
+@pytest.mark.parametrize("bad", [20, 40])  # of 50 samples, in three windows: all of the last one, of the last two
+def test_windows_of_bad_samples_at_the_end_of_an_epoch(bad: int) -> None:
+    layout = BatchLayout(1, 1, 2)
+    last = tuple(epoch_order(50, 7, 0, True)[-bad:].tolist())
+    source = sampler(made(50, bad=last), "length_group", layout, skip=True, window=20)
+    batches = [source.batch(step) for step in range((50 - bad) // 2 + 1)]
+    assert [batch.epoch for batch in batches] == [0] * (len(batches) - 1) + [1]
+    assert batches[-2].done == 1 and sum(len(batch.defects) for batch in batches[:-1]) == bad
+    again = sampler(made(50, bad=last), "length_group", layout, skip=True, window=20)
+    again.batch(len(batches))
+    assert [again.batch(step) for step in range(len(batches))] == batches  # whatever is planned already
+
+
+def test_a_state_of_other_rows_of_the_same_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = sampler(made(), "isf").state_dict()
+    fewer = lambda loads, limits, *more: isf(loads, replace(limits, passes=3), *more)
+    monkeypatch.setitem(methods.METHODS, "isf", fewer)
+    with pytest.raises(DataError, match=r"checksum of the rows was \d+ and is \d+ \(another release of dhp"):
+        sampler(made(), "isf").load_state_dict(state)
+
+
+def test_nothing_but_bad_samples() -> None:
+    nothing = Made(np.zeros(5, np.int64), np.zeros(5, np.int64))
+    with pytest.raises(DataError, match="not one sample of the datasets can be used"):
+        sampler(nothing, "isf", skip=True).batch(0)
+
+
+def test_a_window_is_measured_while_the_one_before_it_is_trained_on() -> None:
+    """And no window earlier. With every step comes an equal share."""
+    dataset = made()
+    source = sampler(dataset, "balanced", window=240)
+    order = epoch_order(1003, 7, 0, True)
+    for step in range(8):  # of about 24 samples
+        source.batch(step)
+        known = set(np.concatenate(dataset.asked).tolist())
+        assert known >= set(order[: 240 + 24 * step].tolist())
+        assert known <= set(order[: 240 + 24 * (step + 2)].tolist())
+    source.batch(11)
+    assert set(np.concatenate(dataset.asked).tolist()) <= set(order[:720].tolist())
+
+
+@pytest.mark.parametrize("number", [5, 300])  # in the first window, in the second; the checkpoint is in the third
+def test_lengths_that_changed_in_any_window_seen_are_noticed(number: int) -> None:
+    """Such a run would lose samples and repeat others."""
+    dataset, other = made(), made()
+    source = sampler(dataset, "balanced", window=240)
+    early = [next(source) for _ in range(3)] and source.state_dict()
+    late = [next(source) for _ in range(20)] and source.state_dict()
+    assert (early["step"], late["step"]) == (3, 23)
+    other.text[epoch_order(1003, 7, 0, True)[number]] += 1
+    if number > 240:
+        sampler(other, "balanced", window=240).load_state_dict(early)
+    with pytest.raises(DataError, match="checksum of the lengths was .* .images, the tokenizer or what decides"):
+        sampler(other, "balanced", window=240).load_state_dict(late)
+    again = sampler(dataset, "balanced", window=240)
+    again.load_state_dict(late)
+    assert seen(next(again)) == seen(source.batch(23))
+
+
+def test_what_a_resumed_run_needs_first() -> None:
+    source = sampler(made(), "balanced", window=240)
+    order = epoch_order(1003, 7, 0, True)
+    assert source.first(0).tolist() == order[:240].tolist()
+    assert source.first(20).tolist() == order[:720].tolist()
+    assert source.first(10**6).tolist() == order.tolist()
+    assert sampler(made(), "balanced").first(0).tolist() == order.tolist()
+
+
+def test_a_resumed_run_catches_up_with_the_window_it_is_in() -> None:
+    dataset = made()
+    source = sampler(dataset, "balanced", window=240)
+    source.batch(8)  # without the eight before it
+    order = epoch_order(1003, 7, 0, True)
+    assert set(np.concatenate(dataset.asked).tolist()) >= set(order[: 240 + 24 * 7].tolist())
+
+
+def test_a_step_asked_for_again_asks_for_the_same_lengths() -> None:
+    """A step depends on its number alone, and so does what it looks up: not on which steps came before."""
+    dataset = made()
+    source = sampler(dataset, "balanced", window=240)
+    asked = []
+    for step in (3, 5, 3):
+        source.batch(step)
+        asked.append(dataset.asked[-1].tolist())
+    assert asked[0] == asked[2] and asked[0] == asked[1][: len(asked[0])] != asked[1]
+
+
+def test_what_is_planned_is_balanced() -> None:
+    """Against random rows of as many samples: less text on the longest rank of a step."""
+    dataset = made(20_000)
+
+    def idle(source: Sampler) -> float:
+        found = []
+        for step in range(200):
+            loads = [dataset.text[list(slot)].sum() for slot in rows(source.batch(step))]
+            found.append(1 - np.mean(loads) / np.max(loads))
+        return float(np.mean(found))
+
+    random = idle(RandomSampler(20_000, LAYOUT, 7, True))
+    assert random > 0.2
+    assert idle(sampler(dataset, "isf")) < 0.08
+    assert idle(sampler(dataset, "balanced")) < 0.01
+
+
+def test_limits_come_from_the_lengths_or_are_given() -> None:
+    loads = Loads(np.array([0, 100, 200]), np.array([10, 150, 290]))
+    assert BalanceSettings("isf").limits(loads, 4) == Limits(800, 600, 4, 775, 582, soft=True)
+    assert BalanceSettings("balanced").limits(loads, 4) == Limits(400, 600, 4, 388, 582, soft=True)
+    given = BalanceSettings("isf", vision=9, text=8192, full_vision=8, full_text=8000)
+    assert given.limits(loads, 4) == Limits(9, 8192, 4, 8, 8000)
+    assert BalanceSettings("isf", vision=9, text=4096).limits(loads, 4).full == (9, 3968)  # as published
+
+
+@pytest.mark.parametrize(("method", "least"), [("balanced", 3.95), ("isf", 3.6)])
+def test_rows_hold_about_so_many_samples_in_the_mean(method: str, least: float) -> None:
+    """As docs/data.md says: isf a little less."""
+    dataset = made(20_000)
+    loads = Loads(dataset.vision, dataset.text)
+    packs = methods.METHODS[method](loads, BalanceSettings(method).limits(loads, 4), 2, 0)
+    assert least <= len(dataset) / len(packs) <= 4
+
+
+def test_limits_by_the_papers_rule() -> None:
+    loads = Loads(np.array([9, 0, 18, 9]), np.array([600, 296, 4096, 1000]))  # 36 tiles of 5,992 tokens
+    paper = BalanceSettings("isf", rule="paper", isf_passes=3)
+    assert paper.limits(loads, 4) == Limits(25, 4096, 4, 25, 3968, passes=3)
+    assert replace(paper, text=2996).limits(loads, 4) == Limits(18, 2996, 4, 18, 2868, passes=3)
+    assert replace(paper, vision=7, full_vision=6, full_text=9).limits(loads, 1) == Limits(7, 4096, 1, 6, 9, passes=3)
+    few = Loads(np.zeros(2, np.int64), np.array([20, 30]))
+    assert paper.limits(few, 4) == Limits(1, 30, 4, 1, 1, passes=3)
+    assert Limits(9, 4096).full == (9, 3968)
+
+
+def test_each_window_of_each_epoch_is_dealt_from_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def method(loads: Loads, limits: Limits, rows: int, seed: int) -> object:
+        seeds.append(seed)
+        return isf(loads, limits, rows, seed)
+
+    monkeypatch.setattr("dhp.data.sampling.balanced_sampler.choose_method", lambda *_: method)
+    source = sampler(made(300), "isf", window=100)
+    for step in range(source.steps(2)):
+        source.batch(step)
+    assert len(set(seeds)) == len(seeds) == 6

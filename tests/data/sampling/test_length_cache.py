@@ -1,0 +1,366 @@
+"""Lengths from headers are those of the samples themselves, and a cache gives them back or nothing."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    LlavaConfig,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2VLImageProcessorPil,
+)
+
+from dhp.core.errors import ConfigError, DataError
+from dhp.data.media.frames import FrameSampling
+from dhp.data.read.annotations import Annotations, read_annotations
+from dhp.data.sample.pictures import Videos
+from dhp.data.sample.preprocess import Preprocessor
+from dhp.data.sampling.length_cache import LengthCache, Lengths, key_of, measure_lengths
+from dhp.models.families.llava import llava as llava_family
+from dhp.models.families.qwen_vl import qwen2_5_vl
+from dhp.tiny.model import tiny_config
+from dhp.tiny.pictures import ANNOTATIONS, make_dataset
+from tests.data.sample.test_bad_input import GOOD, LINES, shown, talk, write
+
+Make = Callable[..., Preprocessor]
+
+# What only decoding tells: these have a good header.
+DAMAGED_PIXELS = {"an image cut off", "data address with half an image"}
+
+
+def qwen(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Preprocessor:
+    family = qwen2_5_vl(tiny_config(tokenizer)).processor
+    videos = Videos(
+        family.video_token_id, FrameSampling(2.0, 768, 2), family.video_patches, changes.pop("video_pixels", None)
+    )
+    processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
+    return Preprocessor(
+        tokenizer, processor, family.image_token_id, family.image_tokens, family.patches, videos=videos, **changes
+    )
+
+
+def llava(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Preprocessor:
+    vision = CLIPVisionConfig(image_size=56, patch_size=14)
+    token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    config = LlavaConfig(text_config=Qwen2Config(), vision_config=vision, image_token_index=token)
+    family = llava_family(config).processor
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    return Preprocessor(tokenizer, processor, token, family.image_tokens, family.patches, **changes)
+
+
+@pytest.fixture(params=[qwen, llava], ids=["qwen", "llava"])
+def make(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -> Make:
+    """make(**changes) -> a preprocessor of either family."""
+    return lambda **changes: request.param(tokenizer, **changes)
+
+
+@pytest.fixture
+def undecodable(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """undecodable() makes whatever decodes an image file fail from then on."""
+
+    def fail(self: Image.Image) -> None:
+        raise AssertionError("an image is decoded")
+
+    def forbid() -> None:
+        for kind in [ImageFile.ImageFile, *ImageFile.ImageFile.__subclasses__()]:
+            monkeypatch.setattr(kind, "load", fail)
+
+    return forbid
+
+
+def of_samples(annotations: Annotations, preprocess: Preprocessor) -> Lengths:
+    """By decoding every one."""
+    vision, text, defects = [], [], {}
+    for row in range(len(annotations)):
+        try:
+            sample = preprocess(annotations.record(row))
+        except DataError as error:
+            defects[row] = str(error)
+        vision.append(0 if row in defects else int((sample.mm_token_type_ids > 0).sum()))
+        text.append(0 if row in defects else len(sample.input_ids))
+    return Lengths(np.array(vision, dtype=np.int32), np.array(text, dtype=np.int32), defects)
+
+
+def check_same(one: Lengths, other: Lengths) -> None:
+    for name in ("vision", "text"):
+        left, right = getattr(one, name), getattr(other, name)
+        assert left.dtype == right.dtype == np.int32
+        assert left.tolist() == right.tolist()
+    assert dict(one.defects) == dict(other.defects)
+
+
+def saved(folder: Path, name: str, size: tuple[int, int], mode: str = "RGB", **options: Any) -> str:
+    Image.new(mode, size).save(folder / name, **options)
+    return name
+
+
+def turned(orientation: int = 6) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def test_the_generated_dataset(tmp_path, make, undecodable):
+    folder = make_dataset(tmp_path / "data", samples=64)
+    annotations = read_annotations("shapes", folder / ANNOTATIONS, folder)
+    expected = of_samples(annotations, make())
+    assert expected.vision.min() == 0 < expected.vision.max() and not expected.defects
+    undecodable()
+    check_same(measure_lengths(annotations, make(), range(64)), expected)
+
+
+SIZES = [
+    (1, 1), (1, 3), (3, 1), (3, 3), (4, 100), (100, 1), (13, 14), (15, 29), (41, 43), (42, 42), (56, 56), (57, 55),
+    (70, 98), (84, 84), (99, 301), (140, 140), (168, 168), (169, 167), (200, 1), (201, 1), (250, 50), (301, 99),
+    (333, 77), (400, 400), (512, 100), (640, 480), (700, 20), (999, 5), (1000, 6), (1024, 768),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make, bounds",
+    [
+        (llava, {}),
+        (qwen, {}),
+        (qwen, {"min_pixels": 100 * 100}),
+        (qwen, {"max_pixels": 60 * 60}),
+        (qwen, {"min_pixels": 28 * 28, "max_pixels": 999 * 999}),
+    ],
+)
+def test_many_sizes(tmp_path, tokenizer, undecodable, make, bounds, write_json):
+    names = [saved(tmp_path, f"{width}x{height}.png", (width, height)) for width, height in SIZES]
+    annotations = read_annotations("set", write_json([shown(name) for name in names]), tmp_path)
+    expected = of_samples(annotations, make(tokenizer, **bounds))
+    undecodable()
+    check_same(measure_lengths(annotations, make(tokenizer, **bounds), range(len(SIZES))), expected)
+
+
+def test_every_kind_of_sample(tmp_path, make, undecodable, write_json, images):
+    names = [
+        saved(images, "turned.jpg", (200, 90), exif=turned()),
+        saved(images, "turned.png", (200, 90), exif=turned(8)),
+        saved(images, "palette.gif", (100, 60), "P"),
+        saved(images, "grey.png", (57, 130), "I;16"),
+        saved(images, "clear.webp", (57, 130), "RGBA"),
+        saved(images, "turned.tif", (200, 90), exif=turned()),
+    ]
+    samples = [shown(name) for name in names] + [
+        talk({"from": "human", "value": "What?"}, {"from": "gpt", "value": "A circle."}),
+        talk(
+            {"from": "human", "value": "<image>What?<image>"},
+            {"from": "gpt", "value": "A circle."},
+            {"from": "human", "value": "<image>And now?"},
+            {"from": "gpt", "value": "A square."},
+            image=["a.png", "turned.jpg", "b.jpg"],
+        ),
+    ]
+    annotations = read_annotations("set", write_json(samples), images)
+    expected = of_samples(annotations, make())
+    assert not expected.defects
+    undecodable()
+    check_same(measure_lengths(annotations, make(), range(len(samples))), expected)
+
+
+@pytest.mark.parametrize("video_pixels", [None, 60 * 60])
+def test_videos(tokenizer, write_json, images, write_video, video_pixels):
+    for name, frames, size in (("a.mp4", 12, (112, 56)), ("b.mkv", 9, (200, 98)), ("c.avi", 1, (56, 70))):
+        write_video(images / name, frames=frames, size=size)
+    samples = [shown(name, "video") for name in ("a.mp4", "b.mkv", "c.avi")]
+    annotations = read_annotations("set", write_json(samples), images)
+    preprocess = qwen(tokenizer, video_pixels=video_pixels)
+    expected = of_samples(annotations, preprocess)
+    assert not expected.defects and expected.vision.min() > 0
+    check_same(measure_lengths(annotations, preprocess, range(3)), expected)
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_defects_are_told_in_the_same_words(tmp_path, images, tokenizer, kind):
+    path = write(tmp_path / "a.jsonl", LINES[kind][0], GOOD, images)
+    annotations = read_annotations("set", path, images)
+    preprocess = qwen(tokenizer, max_tokens=500)
+    expected, found = of_samples(annotations, preprocess), measure_lengths(annotations, preprocess, range(3))
+    assert list(expected.defects) == [1] and expected.defects[1].startswith(f"dataset 'set', line 2 of {path}: ")
+    if kind in DAMAGED_PIXELS:
+        assert not found.defects and found.text.min() > 0
+    else:
+        check_same(found, expected)
+
+
+def test_a_video_for_a_model_without(tmp_path, images, tokenizer, write_video):
+    write_video(images / "v.mp4")
+    annotations = read_annotations("set", write(tmp_path / "a.jsonl", shown("v.mp4", "video"), GOOD, images), images)
+    preprocess = llava(tokenizer)
+    expected = of_samples(annotations, preprocess)
+    assert "sees images only" in expected.defects[1]
+    check_same(measure_lengths(annotations, preprocess, range(3)), expected)
+
+
+@pytest.fixture
+def annotations(tmp_path: Path, images: Path) -> Annotations:
+    """Three samples, the second of them defective."""
+    return read_annotations("set", write(tmp_path / "a.jsonl", [1], GOOD, images), images)
+
+
+def test_rows_in_any_order(annotations, preprocessor):
+    whole = measure_lengths(annotations, preprocessor(), range(3))
+    assert len(whole) == 3 and list(whole.defects) == [1]
+    turned = measure_lengths(annotations, preprocessor(), np.array([2, 1]))
+    assert turned.text.tolist() == [whole.text[2], 0] and turned.defects == {1: whole.defects[1]}
+    check_same(
+        measure_lengths(annotations, preprocessor(), []), Lengths(np.zeros(0, np.int32), np.zeros(0, np.int32), {})
+    )
+
+
+LENGTHS = Lengths(np.array([4, 0, 8], np.int32), np.array([20, 0, 30], np.int32), {1: "line 2 of \udcff: “no”"})
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    cache = LengthCache(tmp_path / "not" / "there")
+    assert cache.load("key") is None
+    cache.check()
+    cache.save("key", LENGTHS)
+    check_same(cache.load("key"), LENGTHS)
+    cache.load("key").text[0] = 5  # an array of one's own
+    assert cache.load("other") is None
+    assert [path.name for path in (tmp_path / "not" / "there").iterdir()] == ["key.npz"]
+
+
+def test_a_damaged_file_is_passed_over(tmp_path):
+    cache = LengthCache(tmp_path)
+    cache.save("key", LENGTHS)
+    whole = (tmp_path / "key.npz").read_bytes()
+    for stop in range(0, len(whole), 7):
+        (tmp_path / "key.npz").write_bytes(whole[:stop])
+        assert cache.load("key") is None
+    for place in range(len(whole)):
+        (tmp_path / "key.npz").write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        found = cache.load("key")
+        if found is not None:  # a byte that says nothing, such as a date
+            check_same(found, LENGTHS)
+    cache.save("key", LENGTHS)
+    check_same(cache.load("key"), LENGTHS)
+
+
+def test_arrays_that_are_cut_by_a_damaged_head_are_no_lengths(tmp_path):
+    many = np.ones(100_000, dtype=np.int32)
+    cache = LengthCache(tmp_path)
+    cache.save("key", Lengths(many, many, {}))
+    whole = (tmp_path / "key.npz").read_bytes()
+    assert len(cache.load("key")) == 100_000 and whole.count(b"(100000,)") == 2
+    (tmp_path / "key.npz").write_bytes(whole.replace(b"(100000,)", b"(10000 ,)"))
+    assert cache.load("key") is None
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"vision": LENGTHS.vision, "text": LENGTHS.text},
+        {"vision": LENGTHS.vision, "text": LENGTHS.text.astype(np.int64), "defects": np.zeros(0, np.uint8)},
+        {"vision": LENGTHS.vision[:2], "text": LENGTHS.text, "defects": np.frombuffer(b"{}", np.uint8)},
+        {"vision": np.array([None]), "text": np.array([None]), "defects": np.frombuffer(b"{}", np.uint8)},
+    ],
+)
+def test_a_file_of_another_kind_is_passed_over(tmp_path, arrays):
+    np.savez(tmp_path / "key.npz", **arrays)
+    assert LengthCache(tmp_path).load("key") is None
+
+
+@pytest.mark.parametrize("act", ["check", "save"])
+def test_a_folder_that_cannot_be_written_to(tmp_path, act):
+    (tmp_path / "file").write_text("")
+    cache = LengthCache(tmp_path / "file" / "cache")
+    with pytest.raises(ConfigError, match="file/cache: Not a directory. Set data.cache_dir to a folder"):
+        cache.check() if act == "check" else cache.save("key", LENGTHS)
+    assert cache.load("key") is None
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    cache = LengthCache(tmp_path)
+    cache.save("key", LENGTHS)
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match="No space left on device"):
+        cache.save("key", LENGTHS)
+    check_same(cache.load("key"), LENGTHS)
+    assert [path.name for path in tmp_path.iterdir()] == ["key.npz"]
+
+
+def test_the_key_stays_the_same(annotations, tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    key = key_of(annotations, qwen(tokenizer), path)
+    used = qwen(tokenizer)
+    measure_lengths(annotations, used, range(3))
+    again = read_annotations("set", path, annotations.data_path)
+    assert key_of(again, used, path) == key
+    assert key_of(again, used, Path(os.path.relpath(path))) == key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"min_pixels": 60 * 60}, {"max_pixels": 60 * 60}, {"max_tokens": 500}, {"video_pixels": 60 * 60}],
+    ids=str,
+)
+def test_the_key_changes_with_the_preprocessor(annotations, tokenizer, tmp_path, changes):
+    path = tmp_path / "a.jsonl"
+    assert key_of(annotations, qwen(tokenizer, **changes), path) != key_of(annotations, qwen(tokenizer), path)
+
+
+def test_the_key_changes_with_the_model(annotations, tokenizer, tmp_path):
+    path, keys = tmp_path / "a.jsonl", set()
+    keys |= {key_of(annotations, make(tokenizer), path) for make in (qwen, llava)}
+    other = copy.deepcopy(tokenizer)
+    other.chat_template += "."
+    keys.add(key_of(annotations, qwen(other), path))
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["circle"])
+    keys.add(key_of(annotations, qwen(other), path))
+    assert len(keys) == 4
+
+
+def test_the_key_changes_with_the_annotations(annotations, tokenizer, tmp_path, images):
+    path, preprocess = tmp_path / "a.jsonl", qwen(tokenizer)
+    keys = {key_of(annotations, preprocess, path)}
+    content = path.read_bytes()
+    os.utime(path, ns=(0, 1))
+    keys.add(key_of(annotations, preprocess, path))
+    path.write_bytes(content + b"\n")
+    os.utime(path, ns=(0, 1))
+    keys.add(key_of(annotations, preprocess, path))
+    for form, data_path, allow_http in (("openai", images, False), ("auto", tmp_path, False), ("auto", images, True)):
+        keys.add(key_of(read_annotations("set", path, data_path, form, allow_http), preprocess, path))
+    keys.add(key_of(read_annotations("other", path, images), preprocess, path))
+    keys.add(key_of(read_annotations("set", path, images, columns={"image": "image"}), preprocess, path))
+    copied = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-copy")) / "a.jsonl"
+    keys.add(key_of(annotations, preprocess, copied))
+    assert len(keys) == 9
+
+
+def test_the_key_of_a_folder_changes_with_each_of_its_files(annotations, tokenizer, tmp_path):
+    folder, preprocess = tmp_path / "shards", qwen(tokenizer)
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "0.tar").write_bytes(b"0")
+    (folder / "link").symlink_to("nowhere")
+    keys = [key_of(annotations, preprocess, folder)]
+    assert keys[0] == key_of(annotations, preprocess, folder)
+    (folder / "sub" / "1.tar").write_bytes(b"1")
+    keys.append(key_of(annotations, preprocess, folder))
+    os.utime(folder / "sub" / "0.tar", ns=(0, 1))
+    keys.append(key_of(annotations, preprocess, folder))
+    (folder / "sub" / "1.tar").rename(folder / "sub" / "2.tar")
+    keys.append(key_of(annotations, preprocess, folder))
+    assert len(set(keys)) == 4
+
+
+def test_messages_may_hold_anything(tmp_path):
+    messages = {0: '{"a": "\\n"}', 2: "é\0\n\u2028"}
+    LengthCache(tmp_path).save("key", Lengths(LENGTHS.vision, LENGTHS.text, messages))
+    assert LengthCache(tmp_path).load("key").defects == messages

@@ -1,0 +1,196 @@
+"""The doctor on a tiny configuration of each declared family, on those that cannot be trained, and from the shell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from dhp.__main__ import main
+from dhp.core.generation import LogitRule
+from dhp.doctor.diagnose import EXACT, Diagnosis, examine
+from dhp.doctor.trial import Outcome
+from dhp.models.contract import rows as declared
+from dhp.models.contract.contract import Handover
+from dhp.models.registry import FAMILIES as REGISTERED
+from dhp.models.registry import load_family
+from tests.helpers.tiny_families import FAMILIES, SLIDING, make_config
+
+# Text layouts that a family has not, because its plan is not known to be exact, or because its layers need more than
+# the states of the one before.
+WITHOUT_PIPELINE = {"gemma4", "paligemma2"}
+
+
+def save(folder: Path, name: str, **changes: Any) -> str:
+    """config.json alone. changes: of the text section."""
+    config = make_config(name)
+    config.text_config.update(changes)
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_declared_family_equals_the_whole_model_in_two_parts(name: str, tmp_path: Path) -> None:
+    found = examine(save(tmp_path, name))
+    assert found.family == FAMILIES[name][0]
+    assert found.trainable, found.as_table()
+    assert found.split_error is not None and found.split_error < EXACT
+    assert found.packed_error is not None and found.packed_error < EXACT
+    assert {"none", "data", "sequence"} <= set(found.vision)
+    assert {"none", "data"} <= set(found.text)
+    assert ("pipeline" in found.text) == (name not in WITHOUT_PIPELINE), found.refused
+    assert found.audio == (("none", "data", "sequence", "deepspeed") if name == "qwen3_omni" else ())
+    assert ("\naudio         none, data" in found.as_table()) == ("audio" in found.as_json()) == (name == "qwen3_omni")
+
+
+def test_a_tower_of_sound_that_is_not_trained_is_told(tmp_path: Path) -> None:
+    config = make_config("gemma4").to_dict()
+    config["audio_config"] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config["audio_config"] |= {"output_proj_dims": 32}
+    CONFIG_MAPPING["gemma4"](**{k: v for k, v in config.items() if k != "model_type"}).save_pretrained(tmp_path)
+    found = examine(str(tmp_path))
+    assert found.trainable and found.audio == (), found.as_table()
+    assert (
+        found.refused["audio"] == "the model's audio tower stays as it is: it is not trained here, and no sound is read"
+    )
+
+
+def test_families_of_the_matrix_are_declared_and_others_carry_a_note(tmp_path: Path) -> None:
+    without_adapter = {model_type for model_type, _ in FAMILIES.values()} - REGISTERED.keys() | {"llava"}
+    assert without_adapter == declared._DECLARED
+    assert load_family(save(tmp_path / "internvl", "internvl")).note == ""
+    tiny = make_config("llava_clip").to_dict()
+    sections = {name: tiny[name] for name in ("text_config", "vision_config")}
+    CONFIG_MAPPING["vipllava"](**sections, image_token_id=301, vision_feature_layers=[-2, -1]).save_pretrained(tmp_path)
+    note = load_family(str(tmp_path)).note
+    assert "vipllava runs by transformers' contract" in note and f"doctor model {tmp_path}" in note
+
+
+def test_rows_that_are_not_masked_as_the_model_asks_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the rule of its blocks, tokens of an image would not see each other."""
+    monkeypatch.setattr("dhp.models.contract.decoder.block_rule", lambda config: None)
+    found = examine(save(tmp_path, "gemma3"))
+    assert not found.trainable
+    assert found.split_error is not None and found.split_error > 1e-3
+    assert {"padded rows", "packing"} <= set(found.refused)
+
+
+def test_state_that_runs_from_sample_to_sample_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp.engine.text.run_by_segment", lambda model, names: 0)
+    found = examine(save(tmp_path, "qwen3_5"))
+    assert found.trainable  # a padded row is a sample's own
+    assert found.packed_error is not None and found.packed_error > 1e-3 and "packing" in found.refused
+
+
+def test_layers_of_an_unknown_kind_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp.models.contract.structure._MIXERS", ("no such class",))
+    found = examine(save(tmp_path, "qwen3_5"))
+    assert not found.trainable and "layers of the kind linear_attention" in found.refused["family"]
+
+
+def test_a_gradient_that_is_not_handed_back_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give = Handover.give
+    detached = lambda self, rows: give(self, {name: tensor.detach() for name, tensor in rows.items()})
+    monkeypatch.setattr(Handover, "give", detached)
+    found = examine(save(tmp_path, "gemma3"))
+    assert not found.trainable and found.split_error is not None and found.split_error > 0.1
+
+
+def test_a_cap_on_the_logits_is_part_of_the_loss(tmp_path: Path) -> None:
+    assert examine(save(tmp_path, "gemma4", final_logit_softcapping=2.0)).trainable
+
+
+def test_a_cap_that_is_left_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dhp.models.contract.twin_model.ProbeModel._find_logits", lambda self: LogitRule())
+    found = examine(save(tmp_path, "gemma4", final_logit_softcapping=2.0))
+    assert not found.trainable and found.split_error is not None and found.split_error > 1e-3
+
+
+def test_layers_that_draw_random_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    text = {**make_config("internvl").text_config.to_dict(), "model_type": "qwen3"}
+    vision = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    tower = {**vision, "image_size": [28, 28], "patch_size": [7, 7]}
+    CONFIG_MAPPING["qianfan_ocr"](text_config=text, vision_config=tower, image_token_id=301).save_pretrained(tmp_path)
+    found = examine(str(tmp_path))
+    assert not found.trainable and "random numbers" in found.refused["family"]
+
+
+def test_a_large_configuration_is_examined_by_a_small_twin(tmp_path: Path) -> None:
+    """Sizes of seven billion parameters, of which nobody has the memory."""
+    config = make_config("qwen2_vl")
+    config.text_config.update(
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 152064,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+            "layer_types": None,
+        }
+    )
+    config.vision_config.update({"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16})
+    config.image_token_id, config.vision_start_token_id = 151655, 151652
+    config.save_pretrained(tmp_path)
+    found = examine(str(tmp_path))
+    assert found.trainable, found.as_table()
+    assert "tensor" in found.text
+
+
+def test_windows_shorter_than_a_sample_are_honoured(tmp_path: Path) -> None:
+    assert examine(save(tmp_path, "internvl", sliding_window=4, use_sliding_window=True, layer_types=SLIDING)).trainable
+
+
+def test_the_command_prints_one_object_and_exits_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", "model", save(tmp_path, "internvl"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told) == ["family", "trainable", "split_error", "packed_error", "vision", "text", "refused"]
+    assert told["family"] == "internvl" and told["trainable"] is True and told["split_error"] < EXACT
+    assert "vision.tensor" in told["refused"]
+
+
+def test_the_command_names_the_nearest_family_that_has_the_contract(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mllama"}))
+    assert main(["doctor", "model", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert (
+        "trainable     no" in shown and "takes no mm_encoder_outputs" in shown and "nearest by name is llama4" in shown
+    )
+
+
+def test_a_directory_without_a_configuration_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "model", str(tmp_path)]) == 1
+    assert "no usable model configuration" in capsys.readouterr().err
+
+
+def test_examining_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    found: Diagnosis = examine(save(tmp_path, "llava_siglip"))
+    assert found.trainable
+    assert not torch.distributed.is_initialized()
+    assert torch.tensor(1.0).float().dtype == torch.float32 and torch.ones(2).double().float().dtype == torch.float32
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_no_number_deviates_without_bound(where: str) -> None:
+    nan = float("nan")
+    wanted = Outcome(1.0, {"a": torch.ones(2), "b": torch.ones(2)})
+    gradients = {"a": torch.full((2,), nan if where == "gradient" else 1.0), "b": torch.ones(2)}
+    found = Outcome(nan if where == "loss" else 1.0, gradients)
+    assert found.deviation(wanted) == float("inf")
+    assert wanted.deviation(wanted) == 0.0
+    assert Outcome(1.0, {"a": torch.ones(2)}).deviation(wanted) == pytest.approx(1.0)  # one that is missing

@@ -1,0 +1,146 @@
+"""Adapters in every layout equal peft's own in the plain model, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from dhp.core.graph import Degrees
+from dhp.core.parameters import AdapterSettings, GroupRule, Selector
+from dhp.engine.settings import StageSettings
+from dhp.models import lora as adapters
+from dhp.parallel.tensor import slices as cutting
+from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
+from tests.helpers.batches import awkward_steps
+from tests.helpers.layouts import (
+    FIRST_OUT,
+    Case,
+    Fault,
+    InspectedText,
+    InspectedVision,
+    compare,
+    compare_rounding,
+    train,
+)
+
+ONE = Degrees()
+TEXT = (("text", AdapterSettings(4, 8.0)),)
+BOTH = (("vision", AdapterSettings(3, 6.0, rslora=True)), ("text", AdapterSettings(4, 4.0)))
+SOME = (("text", AdapterSettings(2, 8.0, targets=("q_proj", "v_proj", "down_proj"))),)
+DORA = (("text", AdapterSettings(2, 2.0, dora=True)),)
+LAST = (("text", AdapterSettings(2, 4.0, targets=("layers.[23]",))),)
+FASTER = (GroupRule("out", (Selector("lora_B"),), 5e-3, 0.0),)
+CASES = [
+    Case(ONE, ONE, 2, lora=TEXT, frozen=("vision", "projector")),
+    Case(Degrees(ulysses=2), Degrees(tensor=2), 2, lora=BOTH, packing=True),
+    Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, lora=TEXT, frozen=("vision",), groups=FASTER),
+    Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=BOTH, packing=True),  # more ranks than key and value heads
+    Case(ONE, Degrees(tensor=2), 2, lora=SOME, trainable=("projector", "layers.1"), checkpointing=True),
+    Case(Degrees(ring=2), Degrees(data=2), 2, lora=BOTH, zero_stage=2, text_zero_stage=3, fsdp=True),
+    Case(ONE, Degrees(data=2, tensor=2), 2, lora=TEXT, text_zero_stage=3, fsdp=True, recompute="mlp"),
+    Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=1, text_zero_stage=2, dtype="float32"),
+    Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=3, text_zero_stage=3, dtype="float32"),
+    Case(ONE, Degrees(ring=2, tensor=2), 2, lora=BOTH, packing=True),
+    Case(ONE, Degrees(data=2), 2, lora=DORA, packing=True),
+]
+STAGED = [
+    Case(ONE, Degrees(tensor=2), 4, stages=2, schedule="1f1b", lora=TEXT, frozen=("vision", "projector"), packing=True),
+    Case(ONE, Degrees(data=2), 2, stages=2, chunks=2, schedule="interleaved", lora=TEXT, trainable=("embed_tokens",)),
+    Case(ONE, ONE, 2, stages=2, lora=LAST, frozen=("vision",)),
+]
+
+
+@pytest.fixture(autouse=True)
+def from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B begins with something in the plain model, as it does on the ranks: A has a gradient in the first step, too."""
+    monkeypatch.setattr(adapters, "FIRST_OUT", FIRST_OUT)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_peft_on_the_plain_model(case: Case, four_layers_model: str) -> None:
+    exact = assert_exact if case.dtype == "float64" else assert_exact_in_single_precision
+    exact(compare(four_layers_model, case, awkward_steps()))
+
+
+@pytest.mark.parametrize("case", STAGED, ids=str)
+def test_stages_with_adapters(case: Case, tied_model: str) -> None:
+    assert_exact(compare(tied_model, case, awkward_steps()))
+
+
+def test_adapters_in_bfloat16(four_layers_model: str) -> None:
+    case = Case(ONE, Degrees(data=2, tensor=2), 2, "bfloat16", lora=TEXT, frozen=("vision", "projector"), packing=True)
+    ratios = compare_rounding(four_layers_model, case, awkward_steps())
+    assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
+
+
+class CompiledVision(InspectedVision):
+    def __init__(self, settings: StageSettings):
+        super().__init__(_compiled(settings))
+
+
+class CompiledText(InspectedText):
+    def __init__(self, settings: StageSettings):
+        super().__init__(_compiled(settings))
+
+
+def _compiled(settings: StageSettings) -> StageSettings:
+    """For a rank's process: graphs are made, and run operation by operation; kernels of them would take minutes."""
+    torch.compile = partial(torch.compile, backend="eager")
+    return replace(settings, compiled=True)
+
+
+COMPILED = [
+    Case(ONE, ONE, 2, lora=TEXT, frozen=("vision", "projector"), packing=True),
+    *(pytest.param(Case(ONE, Degrees(data=2), 2, lora=own), marks=pytest.mark.families) for own in (BOTH, SOME, DORA)),
+]
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_layers_with_adapters(case: Case, four_layers_model: str) -> None:
+    assert_exact(compare(four_layers_model, case, awkward_steps()[:1], Fault(CompiledVision, CompiledText)))
+
+
+class OutputNotSummed(InspectedText):
+    """What a slice of A makes is taken for the whole."""
+
+    def adapt(self) -> None:
+        with patch.object(cutting, "_sum_output", lambda *_: None):
+            super().adapt()
+
+
+class InputNotEntered(InspectedText):
+    """Each rank has the gradient of A, and of what enters it, that its own rows give."""
+
+    def adapt(self) -> None:
+        with patch.object(cutting, "_enter", lambda *_: None):
+            super().adapt()
+
+
+@pytest.mark.parametrize("fault", [OutputNotSummed, InputNotEntered], ids=lambda kind: kind.__name__)
+def test_an_adapter_that_is_not_cut_as_its_matrix_shows(fault: type[InspectedText], four_layers_model: str) -> None:
+    case = Case(ONE, Degrees(tensor=2), 2, lora=TEXT)
+    found = compare(four_layers_model, case, awkward_steps(), Fault(text=fault))
+    assert found.gradient > 1e-2, found
+
+
+def test_what_is_recomputed_drops_out_what_it_dropped_before(four_layers_model: str) -> None:
+    dropping = (("text", AdapterSettings(4, 8.0, dropout=0.3)),)
+    choices = ("none", "all", "linear", "mlp", "light")
+    cases = [Case(ONE, Degrees(tensor=2), 2, lora=dropping, recompute=choice) for choice in choices]
+    plain, *again = (train(four_layers_model, case, awkward_steps()[:1]) for case in cases)
+    for other in again:
+        assert other.losses == pytest.approx(plain.losses, rel=1e-12)
+        for mine, theirs in zip(other.gradients[0], plain.gradients[0], strict=True):
+            for name, gradient in theirs.items():
+                torch.testing.assert_close(mine[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_what_adapters_begin_with_is_the_models_own_output() -> None:
+    values = adapters.first_values("a.lora_A", (4, 9), 1)
+    assert values.abs().max() <= 1 / 3 and values.std() > 0.15
+    assert not torch.equal(values, adapters.first_values("b.lora_A", (4, 9), 1))
+    assert not torch.equal(values, adapters.first_values("a.lora_A", (4, 9), 2))

@@ -1,0 +1,181 @@
+"""Bytes that the ranks of a part send in one step, verb by verb, against what each layout should cost.
+
+Letters as in docs/operations.md. The model: 2 of 4 vision blocks have full attention (4 heads of 8), 2 decoder layers
+of width 64; one image of 16 × 16 patches (256), which makes 64 rows, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dhp.core.graph import Degrees
+from dhp.core.tracing import take_sent
+from dhp.data.sample.sample import Sample
+from dhp.parallel.attention.segment_plan import GATHER_TOKENS
+from dhp.step.schedule import Forward, last_backwards
+from dhp.step.stages import Batch, InFlight
+from experiments.two_hosts.formula import Shape
+from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_reader
+from tests.helpers.tiny import IMAGE_TOKEN, make_sample
+
+VISION, TEXT = "vision", "text"
+ONE = Degrees()
+PATCHES, FULL_LAYERS, VISION_WIDTH, BLOCKS = 256, 2, 32, 4
+LAYERS, WIDTH, TARGETS = 2, 64, 10
+TOKENS = 64 + 23  # the image's rows and the text around them
+VISION_PARAMETERS, TEXT_PARAMETERS = 98528, 127552
+NORM = 8  # bytes, float64
+
+Sent = dict[str, int]
+
+
+class _Counted:
+    def sent(self) -> Sent:
+        return take_sent()
+
+    def parameters(self) -> int:
+        return sum(math.prod(p.shape) for p in self.model.parameters())
+
+
+class _Vision(_Counted, InspectedVision):
+    pass
+
+
+class _Text(_Counted, InspectedText):
+    pass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """By stage, what each rank sent."""
+
+    forward: dict[str, list[Sent]]
+    backward: dict[str, list[Sent]]
+    update: dict[str, list[Sent]]
+    parameters: dict[str, int]
+
+
+def large_image(patches: int = PATCHES) -> Sample:
+    return make_sample([(1, 16, patches // 16)], 20, TARGETS, 1, IMAGE_TOKEN)
+
+
+def traffic(model: str, case: Case, samples: list[Sample]) -> Traffic:
+    """What one step sends: forward and backward of the only micro-batch, and what follows."""
+    found: dict[str, dict[str, list[Sent]]] = {"forward": {}, "backward": {}}
+    with Running(model, case, Fault(_Vision, _Text)) as running:
+        data = make_reader(model, case, [samples]).step(0)
+        batch = Batch(data.info, data.work, data.routes)
+        in_flight, last = InFlight(batch), last_backwards(running.schedule)
+        for at, action in enumerate(running.schedule):
+            stage = action.node.stage
+            running.stages[stage].run(action, at in last, in_flight)
+            running.stages[stage].flush()  # nothing waits for the next action
+            direction = "forward" if isinstance(action, Forward) else "backward"
+            found[direction][stage] = running.groups[stage].execute_all("sent")
+        _, reports = running.update(batch)
+        update: Any = {stage: [report.sent_bytes for report in of_ranks] for stage, of_ranks in reports.items()}
+        parameters = {stage: group.execute_all("parameters")[0] for stage, group in running.groups.items()}
+    return Traffic(found["forward"], found["backward"], update, parameters)
+
+
+def _by_kind(*sent: dict[str, float]) -> Counter[str]:
+    return +sum(map(Counter, sent), Counter())  # those of which something was sent
+
+
+def all_reduced(ranks: int, nbytes: int) -> int:
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "patches"), [(1, 4, PATCHES), (2, 2, PATCHES), (4, 1, PATCHES), (2, 2, 3 * PATCHES)]
+)
+def test_a_divided_image_is_sent_in_full_attention_layers_only(
+    made_model: str, ring: int, ulysses: int, patches: int
+) -> None:
+    """Around the ring, or gathered by an all-to-all, as the image is large or small."""
+    found = traffic(made_model, Case(Degrees(ring=ring, ulysses=ulysses), ONE, 1), [large_image(patches)])
+    gather = patches <= GATHER_TOKENS
+    shape = Shape(patches, 4, 4, 8, ring, ulysses, 8, exact_bytes=8, gather=gather)
+    around = "all_to_all" if gather else "ring"
+    exchanged = {"all_to_all": FULL_LAYERS * shape.exchange()}
+    there = _by_kind(exchanged, {around: FULL_LAYERS * shape.ring_forward()})
+    back = _by_kind(exchanged, {around: FULL_LAYERS * shape.ring_backward()})
+    assert found.parameters[VISION] == VISION_PARAMETERS
+    gradients = {"all_reduce": all_reduced(4, VISION_PARAMETERS * 8)}
+    assert found.forward[VISION] == [there] * 4
+    assert found.backward[VISION] == [back | gradients] * 4
+    assert found.update[VISION] == [{}] * 4  # every rank knows the norm of gradients that all have
+    assert found.forward[TEXT] == found.backward[TEXT] == found.update[TEXT] == [{}]
+
+
+def test_whole_images_are_not_sent_at_all(made_model: str) -> None:
+    small = make_sample([(1, 8, 8)] * 4, 20, TARGETS, 1, IMAGE_TOKEN)
+    found = traffic(made_model, Case(Degrees(ulysses=4), ONE, 1), [small])
+    assert found.forward[VISION] == [{}] * 4
+    assert found.backward[VISION] == [{"all_reduce": all_reduced(4, VISION_PARAMETERS * 8)}] * 4
+
+
+def test_data_replicas_sum_their_gradients_once(made_model: str) -> None:
+    found = traffic(made_model, Case(Degrees(data=2), Degrees(data=2), 1), [large_image()] * 2)
+    for part, parameters in ((VISION, VISION_PARAMETERS), (TEXT, TEXT_PARAMETERS)):
+        assert found.forward[part] == [{}] * 2
+        assert found.backward[part] == [{"all_reduce": all_reduced(2, parameters * 8)}] * 2
+
+
+@pytest.mark.parametrize("autotp", [False, True], ids=["tensor", "autotp"])
+def test_the_tensor_plan_of_the_decoder(made_model: str, autotp: bool) -> None:
+    """Forward, a layer sums two outputs [tokens, hidden] over the ranks; backward, the gradients of two inputs, that of
+    query, key and value and that of gate and up. DeepSpeed's layers sum for each of the five by itself. The embedding
+    sums its output; the head, for each target, a maximum, a sum and a logit, and backward the gradient of its rows."""
+    case = Case(ONE, Degrees(tensor=4), 1, autotp=autotp)
+    found = traffic(made_model, case, [large_image()])
+    states, rows = TOKENS * WIDTH * 8, TARGETS * 8
+    forward = all_reduced(4, (2 * LAYERS + 1) * states + 3 * rows)
+    backward = all_reduced(4, (5 if autotp else 2) * LAYERS * states + rows * WIDTH)
+    assert found.forward[TEXT] == [{"all_reduce": forward}] * 4
+    assert found.backward[TEXT] == [{"all_reduce": backward}] * 4
+    assert found.update[TEXT] == [{"all_reduce": all_reduced(4, NORM)}] * 4
+
+
+def test_the_tensor_plan_of_the_tower(made_model: str) -> None:
+    """Two sums a block in each direction; the merger adds one of its output forward, and of its input backward."""
+    found = traffic(made_model, Case(Degrees(tensor=2), ONE, 1), [large_image()])
+    states, merged = PATCHES * VISION_WIDTH * 8, PATCHES // 4 * WIDTH * 8
+    assert found.forward[VISION] == [{"all_reduce": all_reduced(2, 2 * BLOCKS * states + merged)}] * 2
+    assert found.backward[VISION] == [{"all_reduce": all_reduced(2, 2 * BLOCKS * states + states)}] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_sums_gradients_and_gathers_weights(made_model: str, stage: int) -> None:
+    """DeepSpeed sums whole buckets on all ranks where scattering them would do: twice the bytes of the formula."""
+    case = Case(Degrees(data=2), Degrees(data=2), 1, "float32", stage, text_zero_stage=stage)
+    found = traffic(made_model, case, [large_image()] * 2)
+    for part, parameters in ((VISION, VISION_PARAMETERS), (TEXT, TEXT_PARAMETERS)):
+        assert found.forward[part] == [{}] * 2
+        assert found.backward[part] == [{"all_reduce": all_reduced(2, parameters * 4)}] * 2
+        assert [sent["all_gather"] for sent in found.update[part]] == [parameters * 4 // 2] * 2
+
+
+def test_zero_3_gathers_weights_twice_and_scatters_gradients(made_model: str) -> None:
+    case = Case(Degrees(data=2), Degrees(data=2), 1, "float32", 3, text_zero_stage=3)
+    found = traffic(made_model, case, [large_image()] * 2)
+    for part, parameters in ((VISION, VISION_PARAMETERS), (TEXT, TEXT_PARAMETERS)):
+        half = parameters * 4 // 2
+        assert [sent["all_gather"] for sent in found.forward[part]] == [half] * 2
+        assert found.backward[part] == [{"all_gather": half, "reduce_scatter": half}] * 2
+        assert all("all_gather" not in sent for sent in found.update[part])
+
+
+def test_stages_of_a_pipeline_sum_only_what_they_hold(made_model: str) -> None:
+    """Hidden states and their gradients go from hand to hand, not through the ranks' links."""
+    found = traffic(made_model, Case(ONE, Degrees(tensor=2), 1, stages=2), [large_image()])
+    states, rows = TOKENS * WIDTH * 8, TARGETS * 8
+    assert found.forward["text.0"] == [{"all_reduce": all_reduced(2, (LAYERS + 1) * states)}] * 2
+    assert found.forward["text.1"] == [{"all_reduce": all_reduced(2, LAYERS * states + 3 * rows)}] * 2
+    assert found.backward["text.0"] == [{"all_reduce": all_reduced(2, LAYERS * states)}] * 2
+    assert sum(found.parameters[stage] for stage in ("text.0", "text.1")) < TEXT_PARAMETERS

@@ -1,0 +1,249 @@
+"""Decoders with experts: sharded equals plain, with the same routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dhp.core.graph import Degrees
+from dhp.data.sample.sample import Sample
+from dhp.parallel.expert import shares
+from tests.engine.test_families import steps
+from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
+from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare, compare_rounding, train
+from tests.helpers.norms import ROUTERS, exact_norms, use_exact_norms
+from tests.helpers.oracle import Oracle
+from tests.helpers.tiny import IMAGE_TOKEN, make_sample
+
+ONE = Degrees()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact() -> Iterator[None]:
+    with exact_norms():
+        yield
+
+
+class ExactText(InspectedText):
+    """On ranks, without the float32 of norms and routers."""
+
+    def __init__(self, *given: Any):
+        use_exact_norms(setattr)
+        super().__init__(*given)
+
+
+EXACT = [
+    Case(Degrees(ulysses=2), Degrees(data=2), packing=True),
+    Case(ONE, Degrees(data=2), micro_batches=2, text_zero_stage=3, fsdp=True),
+    Case(ONE, Degrees(tensor=2), micro_batches=2),
+    Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, recompute="light"),
+    Case(ONE, Degrees(data=2, expert=2), micro_batches=2),
+    Case(ONE, Degrees(data=4, expert=2), micro_batches=1, packing=True, checkpointing=True),
+    Case(Degrees(data=2), Degrees(data=4, expert=4), micro_batches=2, packing=True),  # replicas without any sample
+    Case(ONE, Degrees(data=2, expert=2), micro_batches=2, schedule="1f1b", stages=2, recompute="light"),
+    Case(ONE, Degrees(ring=2, tensor=2), micro_batches=2, mlp_chunks=5),
+    Case(ONE, Degrees(data=2, expert=2), micro_batches=2, frozen=("text",)),  # a replica without image goes back too
+]
+SINGLE = [
+    Case(ONE, Degrees(data=2), dtype="float32", text_zero_stage=2),
+    Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=3, packing=True),
+    Case(ONE, Degrees(data=2, expert=2), dtype="float32", packing=True),  # products in groups
+]
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_equals_the_plain_model_in_double_precision(case: Case, experts_model: str) -> None:
+    assert_exact(compare(experts_model, case, steps(), Fault(text=ExactText)))
+
+
+@pytest.mark.parametrize("case", SINGLE, ids=str)
+def test_equals_the_plain_model_in_single_precision(case: Case, experts_model: str) -> None:
+    assert_exact_in_single_precision(compare(experts_model, case, steps(), Fault(text=ExactText)))
+
+
+@pytest.mark.parametrize("text", [Degrees(data=2, expert=2), Degrees(tensor=2)], ids=str)
+def test_16_bits_round_as_one_process_does(text: Degrees, experts_model: str) -> None:
+    case = Case(ONE, text, dtype="bfloat16", packing=True)
+    ratios = compare_rounding(experts_model, case, steps(), together=True)
+    assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
+
+
+def test_the_same_run_twice_is_the_same_to_the_bit(experts_model: str) -> None:
+    """However rows arrive; and ranks with the same experts have the same weights."""
+    case = Case(ONE, Degrees(data=4, expert=2), dtype="float32", micro_batches=1)
+    first, second = (train(experts_model, case, steps()) for _ in range(2))
+    assert first.losses == second.losses and first.norms == second.norms
+    for ours, theirs in zip(first.weights, second.weights, strict=True):
+        for name, weight in ours[0].items():
+            assert all(torch.equal(weight, of_rank[name]) for of_rank in (*ours, *theirs)), name
+
+
+def qwen_steps() -> list[list[Sample]]:
+    """Images of several sizes, two in a sample, none; a step without any."""
+    make = lambda *given: make_sample(*given, IMAGE_TOKEN)
+    return [
+        [
+            make([(1, 4, 6)], 9, 4, 1),
+            make([(1, 4, 4), (1, 6, 2)], 7, 5, 2),
+            make([], 8, 5, 3),
+            make([(1, 4, 4)], 8, 5, 4),
+        ],
+        [make([], 5 + seed, 3, seed) for seed in (31, 32, 33, 34)],
+    ]
+
+
+QWEN = [
+    Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=2, stages=2),
+    Case(Degrees(data=2), Degrees(data=2, expert=2), packing=True),
+]
+
+
+@pytest.mark.parametrize("case", QWEN, ids=str)
+def test_qwen3_vl_with_experts_equals_the_plain_model(case: Case, qwen3_vl_moe_model: str) -> None:
+    assert_exact(compare(qwen3_vl_moe_model, case, qwen_steps(), Fault(text=ExactText)))
+
+
+def bias_routers(model: nn.Module) -> None:
+    """Nobody visits the second half of the experts."""
+    for module in model.modules():
+        if isinstance(module, ROUTERS):
+            module.forward = partial(_biased, module, module.forward)
+
+
+def _biased(router: Any, forward: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits, _, _ = forward(states)
+    weights, visited = torch.topk(logits[:, : router.num_experts // 2].softmax(-1), router.top_k, dim=-1)
+    return logits, weights, visited
+
+
+class BiasedText(ExactText):
+    def load_slice(self) -> Any:
+        model = super().load_slice()
+        bias_routers(model)
+        return model
+
+
+class BiasedOracle(Oracle):
+    def prepare(self, model_name: str) -> None:
+        bias_routers(self.model)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_rank_whose_experts_nobody_visits(packing: bool, experts_model: str) -> None:
+    case = Case(ONE, Degrees(data=2, expert=2), packing=packing)
+    assert_exact(compare(experts_model, case, steps(), Fault(text=BiasedText), BiasedOracle))
+
+
+class SummedOverAll(ExactText):
+    """Gradients of experts summed over all replicas, though these hold different ones."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        for bucket in self.optimizer._gradients._buckets:
+            bucket.group = None
+
+
+class NotSummed(ExactText):
+    """Gradients of experts that no other copy of them adds to."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        for bucket in self.optimizer._gradients._buckets:
+            if bucket.group is not None:
+                bucket.group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+class _Stays(torch.autograd.Function):
+    """Of the rows that should go to other ranks and come from them, own ones alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+        ctx.send, ctx.receive, ctx.own = send, receive, dist.get_rank(group)
+        return _own_block(rows, send, receive, ctx.own)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _own_block(grad, ctx.receive, ctx.send, ctx.own), None, None, None
+
+
+def _own_block(rows: Tensor, send: list[int], receive: list[int], own: int) -> Tensor:
+    blocks = [rows.new_zeros(count, *rows.shape[1:]) for count in receive]
+    blocks[own] = rows.split(send)[own]
+    return torch.cat(blocks)
+
+
+class NoReturn(ExactText):
+    """What experts of other ranks answer does not come back."""
+
+    def __init__(self, *given: Any):
+        goes, calls = shares.AllToAll, iter(range(10**9))
+
+        class Way:
+            @staticmethod
+            def apply(*arguments: Any) -> Tensor:
+                return (_Stays if next(calls) % 2 else goes).apply(*arguments)
+
+        shares.AllToAll = Way
+        super().__init__(*given)
+
+
+class NoGradientBack(ExactText):
+    """Rows go and come, and their gradients stay with the experts of other ranks."""
+
+    def __init__(self, *given: Any):
+        shares.AllToAll.backward = staticmethod(_Stays.backward)
+        goes = shares.AllToAll.forward
+
+        def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+            ctx.own = dist.get_rank(group)
+            return goes(ctx, rows, send, receive, group)
+
+        shares.AllToAll.forward = staticmethod(forward)
+        super().__init__(*given)
+
+
+def _only_gradients(errors: Errors) -> bool:
+    return errors.loss < 1e-9 < 0.1 < errors.gradient
+
+
+FAULTS = {
+    "experts summed over all replicas": (4, SummedOverAll, _only_gradients),
+    "experts not summed over their copies": (4, NotSummed, _only_gradients),
+    "no way back": (2, NoReturn, lambda errors: errors.loss > 1e-6 and errors.gradient > 0.1),
+    "no gradients back": (2, NoGradientBack, _only_gradients),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_mistake_is_seen(fault: str, experts_model: str) -> None:
+    replicas, text, seen = FAULTS[fault]
+    case = Case(ONE, Degrees(data=replicas, expert=2), micro_batches=1, packing=True)
+    errors = compare(experts_model, case, steps()[:1], Fault(text=text))
+    assert seen(errors), errors
+
+
+GRID = [
+    pytest.param(text, packing, micro, again, stages, id=f"{text}-{packing}-{micro}-{again}-{stages}".replace(" ", ""))
+    for text, packing, micro, again, stages in product(
+        (
+            Degrees(data=2), Degrees(tensor=2), Degrees(data=2, tensor=2), Degrees(data=2, expert=2),
+            Degrees(data=4, expert=2), Degrees(data=4, expert=4),
+        ),
+        (True, False), (1, 3), ("none", "all"), (1, 2),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("text", "packing", "micro", "again", "stages"), GRID)
+def test_the_grid(text: Degrees, packing: bool, micro: int, again: str, stages: int, experts_model: str) -> None:
+    schedule = "1f1b" if stages > 1 else "sequential"
+    case = Case(ONE, text, micro, schedule=schedule, packing=packing, recompute=again, stages=stages)
+    assert_exact(compare(experts_model, case, steps(), Fault(text=ExactText)))

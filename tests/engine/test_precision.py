@@ -1,0 +1,113 @@
+"""16-bit training: as good as one plain 16-bit process with float32 master weights, in every layout."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dhp.core.graph import Degrees
+from dhp.models.weights import stored_dtype
+from tests.helpers import layouts
+from tests.helpers.batches import awkward_steps, mixed_step
+from tests.helpers.layouts import Case, InspectedText, InspectedVision, compare_rounding, graph_of, settings
+from tests.helpers.ranks import LocalGroup
+
+ONE = Degrees()
+CASES = [
+    Case(ONE, ONE, dtype="bfloat16"),
+    Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="bfloat16", checkpointing=True),
+    Case(Degrees(data=2), Degrees(data=2, tensor=2), 3, dtype="bfloat16", packing=True),
+    Case(Degrees(data=2, ulysses=2), Degrees(tensor=4), 4, dtype="bfloat16", schedule="vision_ahead"),
+    Case(Degrees(data=2), Degrees(data=2), 3, dtype="bfloat16", zero_stage=1, text_zero_stage=1, packing=True),
+    Case(Degrees(ulysses=2), Degrees(data=2), 4, "bfloat16", 2, schedule="vision_ahead", text_zero_stage=2),
+    Case(Degrees(data=2), Degrees(data=2), 3, "bfloat16", 3, checkpointing=True, text_zero_stage=3),
+    Case(ONE, Degrees(data=2, tensor=2), 2, dtype="bfloat16", packing=True, autotp=True),
+    Case(Degrees(data=2), Degrees(data=2, tensor=2), 4, "bfloat16", 3, text_zero_stage=3, packing=True, fsdp=True),
+    Case(ONE, Degrees(data=3, tensor=2), 2, "bfloat16", 0, True, "vision_ahead", text_zero_stage=2, fsdp=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rounding_is_that_of_one_process(case: Case, made_model: str) -> None:
+    ratios = compare_rounding(made_model, case, awkward_steps())
+    assert ratios.loss < 2.5, ratios
+    assert ratios.gradient < 2.5, ratios
+    assert ratios.update < 2.5, ratios
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[8]], ids=str)
+def test_weights_stored_in_16_bits_are_read_as_they_are(case: Case, made_model: str, tmp_path: Path) -> None:
+    """And widened where they are cut: every rank's masters begin as the same numbers as those of one process."""
+    folder = Path(shutil.copytree(made_model, tmp_path / "rounded"))
+    for file in folder.glob("*.safetensors"):
+        save_file({n: w.bfloat16() for n, w in load_file(file).items()}, file, {"format": "pt"})
+    assert stored_dtype(str(folder)) is torch.bfloat16
+    ratios = compare_rounding(str(folder), case, awkward_steps())
+    assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
+
+
+class Watched:
+    """What a rank's module and optimizer hold."""
+
+    def formats(self: Any) -> dict[str, set[torch.dtype]]:
+        return {
+            "parameters": {p.dtype for p in self.model.parameters()},
+            "frequencies": {b.dtype for n, b in self.model.named_buffers() if "inv_freq" in n},
+            "masters": {m.dtype for m in self.optimizer._masters},
+            "moments": {s["exp_avg"].dtype for s in self.optimizer.optimizer.state.values()},
+        }
+
+    def frequencies(self: Any) -> dict[str, Tensor]:
+        return {n: b.clone() for n, b in self.model.named_buffers() if "inv_freq" in n}
+
+
+class WatchedVision(Watched, InspectedVision):
+    pass
+
+
+class WatchedText(Watched, InspectedText):
+    pass
+
+
+@pytest.mark.parametrize(("part", "trainer"), [("vision", WatchedVision), ("text", WatchedText)])
+def test_weights_are_rounded_and_rotary_frequencies_are_not(part: str, trainer: type, made_model: str) -> None:
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        case = Case(ONE, ONE, dtype=dtype)
+        graph = graph_of(made_model, case)
+        with LocalGroup(trainer, 1, settings(graph.stage(part), graph, made_model, case)) as group:
+            (formats,), (frequencies,) = group.execute_all("formats"), group.execute_all("frequencies")
+            assert group.execute_all("rounded") == [True]
+        assert formats["parameters"] == {getattr(torch, dtype)}
+        assert formats["frequencies"] == formats["masters"] == {torch.float32}
+        found[dtype] = frequencies
+    assert found["float32"]
+    assert all(torch.equal(found["bfloat16"][name], exact) for name, exact in found["float32"].items())
+
+
+def test_weights_move_at_a_rate_that_bfloat16_alone_would_lose(made_model: str, monkeypatch: Any) -> None:
+    """At 5e-5 an update is below half of bfloat16's spacing for most weights: without masters they stand still."""
+    slow = replace(layouts.UPDATE, learning_rate=5e-5, lr_scheduler_type="constant", weight_decay=0.0)
+    monkeypatch.setattr(layouts, "UPDATE", slow)
+    case = Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="bfloat16")
+    steps = [mixed_step()] * 3
+    trained = layouts.train(made_model, case, steps)
+    start = layouts.Oracle(made_model, torch.float32, slow).weights()
+    still = moved = 0
+    for of_rank in (rank for part in trained.weights for rank in part):
+        for name, weight in of_rank.items():
+            # Tokens that no sample holds have no gradient, and so no update.
+            seen = trained.gradients[-1]
+            touched = next(g[name] for g in seen if name in g) != 0
+            still += int(((weight == start[name]) & touched).sum())
+            moved += int(((weight != start[name]) & touched).sum())
+    assert moved > 100_000
+    assert still < 0.001 * moved
+    assert trained.losses[-1] < trained.losses[0]

@@ -1,0 +1,169 @@
+"""FSDP2 behind the update's verbs: which blocks a rank holds, and a canary for each behaviour that dhp relies on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from dhp.parallel.optim.fsdp import FullySharded
+from dhp.parallel.optim.fsdp_parts import held_blocks, shard_rows
+from dhp.parallel.tensor.slices import Cut
+from tests.parallel.conftest import RunOnRanks
+
+
+def _blocks(shape: tuple[int, ...], placement: Placement) -> dict[tuple[int, ...], Tensor]:
+    """What this rank of data × tensor holds of arange, by where it begins in the whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    own = distribute_tensor(whole, mesh["tensor"], [placement]).to_local()
+    rows = shard_rows(own.shape, mesh["data"])
+    held = own[rows.start : rows.stop]
+    cut = Cut(mesh["tensor"], (placement,), whole.shape)
+    return {b.offset: held[b.first : b.first + b.rows] for b in held_blocks(rows, own.shape, cut)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "placement"),
+    [
+        ((8, 6), Shard(0)),
+        ((7, 6), Shard(0)),  # uneven over tensor ranks, and again over replicas
+        ((5, 8), Shard(1)),
+        ((12, 4), _StridedShard(0, split_factor=3)),
+        ((18,), _StridedShard(0, split_factor=3)),
+        ((1, 4), Shard(1)),  # no row is left for the second replica
+    ],
+)
+def test_blocks_of_all_ranks_are_the_whole(shape: tuple[int, ...], placement: Placement, on_ranks: RunOnRanks) -> None:
+    whole = torch.full(shape, -1)
+    for of_rank in on_ranks(_blocks, 4, shape, placement):
+        for offset, values in of_rank.items():
+            block = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+            assert bool((whole[block] == -1).all())
+            whole[block] = values
+    assert torch.equal(whole, torch.arange(whole.numel()).view(shape))
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 3, bias=False)
+
+    def states(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def _update(stage: int, dtype: torch.dtype = torch.float32) -> tuple[_Net, FullySharded]:
+    net, mesh = _Net(), init_device_mesh("cpu", (dist.get_world_size(),))
+    made = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+    return net, FullySharded(net, list(net.layers), made, mesh, 0, stage, dtype)
+
+
+def _masters() -> list[tuple[torch.dtype, float]]:
+    """Of a module that comes in 16 bits: the format of each master weight, and how far it is from what came."""
+    net, mesh = _Net().to(torch.bfloat16), init_device_mesh("cpu", (dist.get_world_size(),))
+    came = {name: parameter.detach().float() for name, parameter in net.named_parameters()}
+    made = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+    update = FullySharded(net, list(net.layers), made, mesh, 0, 3, torch.bfloat16)
+    (loss := update.forward(lambda: net.head(net.states(torch.ones(1, 4).bfloat16())).float().sum())).backward()
+    assert loss.isfinite()
+    whole = {shard.name: shard.parameter.full_tensor() for shard in update._shards}
+    return [(shard.weight.dtype, float((whole[shard.name] - came[shard.name]).abs().max())) for shard in update._shards]
+
+
+def test_what_comes_in_16_bits_is_widened_before_it_is_cut(on_ranks: RunOnRanks) -> None:
+    for of_rank in on_ranks(_masters, 2):
+        assert of_rank == [(torch.float32, 0.0)] * 5
+
+
+def _divided() -> tuple[float, float]:
+    """A gradient of ones on each of two ranks: as FSDP leaves it by itself, and as the adapter does."""
+    mesh, alone = init_device_mesh("cpu", (2,)), nn.Linear(4, 4, bias=False)
+    fully_shard(alone, mesh=mesh)
+    alone(torch.ones(1, 4)).sum().backward()
+    net, update = _update(3)
+    update.backward(update.forward(lambda: net.head(torch.ones(1, 4)).sum()), last=True)
+    update._take_sums()
+    own = next(s for s in update._trained if s.name == "head.weight").weight.grad
+    return float(alone.weight.grad.to_local().max()), float(own.max())
+
+
+def test_gradients_are_divided_unless_told_otherwise(on_ranks: RunOnRanks) -> None:
+    assert on_ranks(_divided, 2) == [(1.0, 2.0)] * 2
+
+
+def _outside_of_the_roots_forward() -> str:
+    net, update = _update(3)
+    try:
+        (net.states(torch.ones(1, 4)) @ net.head.weight.T).sum()
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def test_weights_are_whole_in_the_roots_forward_alone(on_ranks: RunOnRanks) -> None:
+    assert all(on_ranks(_outside_of_the_roots_forward, 2))
+    assert on_ranks(_inside_of_the_roots_forward, 2) == [(3, 4)] * 2
+
+
+def _inside_of_the_roots_forward() -> tuple[int, ...]:
+    net, update = _update(3)
+    found: list[Any] = []
+
+    def compute() -> Tensor:
+        found.append(tuple(net.head.weight.shape))
+        return (net.states(torch.ones(1, 4)) @ net.head.weight.T).sum()
+
+    update.backward(update.forward(compute), last=True)
+    return found[0]
+
+
+def _same_memory(stage: int) -> list[bool]:
+    """Whether after each of three steps the optimizer's weights are FSDP's, and the module computes with them."""
+    net, update = _update(stage)
+    found = []
+    for _ in range(3):
+        compute = lambda: net.head(net.states(torch.ones(1, 4))).square().sum()
+        loss = update.forward(compute)
+        update.backward(loss, last=True)
+        norm_sq = update.norm_sq()
+        update.step(1e-2, 1.0)
+        moved = abs(float(update.forward(compute).detach()) - float(loss.detach())) > 1e-6
+        update.drop()
+        aliased = all(s.weight.data_ptr() == s.parameter.to_local().data_ptr() for s in update._trained)
+        found.append(aliased and moved and norm_sq > 0)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_optimizers_weights_are_those_that_are_gathered(stage: int, on_ranks: RunOnRanks) -> None:
+    assert on_ranks(_same_memory, 2, stage) == [[True] * 3] * 2
+
+
+def _held(stage: int) -> tuple[int, int]:
+    """Bytes of the layers' weights on this rank between forward and backward, and after the step."""
+    net, update = _update(stage)
+    loss = update.forward(lambda: net.head(net.states(torch.ones(1, 4))).sum())
+    count = lambda: sum(getattr(p, "_local_tensor", p).nbytes for layer in net.layers for p in layer.parameters())
+    between = count()
+    update.backward(loss, last=True)
+    update.norm_sq()
+    update.step(1e-2, 1.0)
+    return between, count()
+
+
+def test_stage_2_keeps_gathered_weights_until_the_step_and_stage_3_does_not(on_ranks: RunOnRanks) -> None:
+    whole = 2 * 4 * (4 * 4 + 4)
+    assert on_ranks(_held, 2, 2) == [(whole, whole // 2)] * 2
+    assert on_ranks(_held, 2, 3) == [(whole // 2, whole // 2)] * 2

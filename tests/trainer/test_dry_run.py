@@ -1,0 +1,184 @@
+"""A dry run: numbers held against hand-computed ones, every ready-made configuration, and nothing left behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dhp.config.command_line import compose_config
+from dhp.config.part import LoraConfig, PartConfig
+from dhp.config.schema import Config
+from dhp.core.errors import ConfigError
+from dhp.core.graph import Degrees, StageSpec
+from dhp.models.registry import load_family
+from dhp.models.shape import PartShape
+from dhp.trainer.dry_run import dry_run, stage_shapes
+from dhp.trainer.graph import make_graph
+from dhp.trainer.memory import RankBytes, by_zero_stage, gathered_bytes, rank_bytes, runtime_bytes
+from dhp.trainer.preflight import prepare
+from tests.helpers.runs import tiny, train
+
+VISION, TEXT, TEXT_RANK = 98_528, 127_552, 63_936  # parameters; tests/models/test_shape.py adds them up
+
+
+def spec(**degrees: int) -> StageSpec:
+    split = Degrees(**degrees)
+    return StageSpec("text", "text", (range(4),), split, True, range(split.world))
+
+
+def prepared(name: str, *overrides: str) -> Config:
+    return prepare(compose_config(name, overrides=["training.dry_run=true", *overrides]))
+
+
+def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path: Path) -> None:
+    models = (f"vision.model_name={made_model}", f"text.model_name={made_model}")
+    config = prepared(
+        "tiny", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "cluster.device=cpu", *models
+    )
+    graph = make_graph(config, load_family(made_model), made_model)
+    shapes = stage_shapes(config, graph, made_model)
+    assert shapes == {"vision": PartShape(VISION, VISION, VISION), "text": PartShape(TEXT, TEXT_RANK, 320)}
+    vision, text = (rank_bytes(getattr(config, s.part), s, shapes[s.name]) for s in graph.stages)
+    assert vision == RankBytes(4 * VISION, 4 * VISION, 4 * 3 * VISION // 2)  # ZeRO-1 over two ranks
+    assert text == RankBytes(4 * TEXT_RANK, 4 * TEXT_RANK, 4 * 2 * TEXT_RANK)
+    printed = dry_run(config)
+    for row in (
+        ["vision", "ulysses", "2,", "zero_stage", "1,", "float32", "2", "98,528", "98,528", "98,528"],
+        ["text", "tensor", "2,", "float32", "2", "127,552", "63,936", "320"],
+    ):
+        (line,) = (line.split() for line in printed.splitlines() if line.startswith(row[0] + " ") and "float" in line)
+        assert line[: len(row)] == row
+    states = 14 * VISION + 16 * TEXT_RANK
+    loss = 256 * (2048 * 16 + 64 * 8)  # half the vocabulary: logits and slopes of a chunk, the head's gradient twice
+    assert f"fullest device {(states + loss) / 1e6:.3f} MB; activations not included" in printed
+    assert "[1.379 MB]" in printed and "[1.023 MB]" in printed  # the chosen stage of each part
+    assert "8 samples = text.data 1 × micro_batch_size 4 × 2 micro-batches" in printed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "expected"),
+    [
+        ("float32", 0, (400, 400, 800)),
+        ("float32", 1, (400, 400, 300)),
+        ("float32", 2, (400, 100, 300)),
+        ("float32", 3, (100, 100, 200)),  # a rank's share of the weights is what the optimizer updates
+        ("bfloat16", 0, (200, 400, 1200)),
+        ("bfloat16", 1, (200, 400, 300)),
+        ("bfloat16", 2, (200, 100, 300)),
+        ("bfloat16", 3, (50, 100, 300)),
+    ],
+)
+def test_what_each_zero_stage_cuts(dtype: str, stage: int, expected: tuple[int, int, int]) -> None:
+    part = PartConfig(num_actors=4, tensor=1, dtype=dtype, zero_stage=stage)
+    assert rank_bytes(part, spec(data=4), PartShape(100, 100, 100)) == RankBytes(*expected)
+
+
+def test_torch_keeps_a_share_of_the_weights_in_the_optimizers_format_alone() -> None:
+    part = PartConfig(num_actors=8, tensor=2, data=4, dtype="bfloat16", zero_stage=3, zero_engine="fsdp")
+    assert rank_bytes(part, spec(data=4, tensor=2), PartShape(200, 100, 0)) == RankBytes(
+        0, 100, 300
+    )  # 16 bytes of each of 25 elements
+    assert gathered_bytes(part, PartShape(200, 100, 0), 10, None) == 2 * 10 * 2 + 10 * 2 + 10 * 4
+
+
+def test_matrices_in_four_bits_take_a_quarter_and_no_zero_stage_cuts_them() -> None:
+    part = PartConfig(num_actors=4, tensor=1, dtype="bfloat16", lora=LoraConfig(rank=8, quantization="nf4"))
+    shape = PartShape(1 << 16, 1 << 16, 1 << 16, trained=0, quantized=1 << 15)
+    # Four bits a value, 8 for each block of 64 values, 32 for 256 of these.
+    weights = 2 * (1 << 15) + (1 << 14) + (1 << 9) + 4 * 2
+    assert rank_bytes(part, spec(data=4), shape) == RankBytes(weights, 0, 0)
+    assert by_zero_stage(part, spec(data=4), shape) == {0: weights, 1: None, 2: None, 3: None}
+
+
+def test_every_stage_is_told_and_stage_1_of_slices_has_no_engine() -> None:
+    part = PartConfig(num_actors=8, tensor=2, data=4, ulysses=1, ring=1, dtype="bfloat16", zero_stage=3)
+    split = spec(data=4, tensor=2)
+    assert by_zero_stage(part, split, PartShape(200, 100, 0)) == {0: 1800, 1: None, 2: 600, 3: 400}
+    assert runtime_bytes(split) > runtime_bytes(spec())
+
+
+def test_what_is_not_trained_keeps_its_weights_alone() -> None:
+    part = PartConfig(num_actors=1, tensor=1, dtype="bfloat16")
+    assert rank_bytes(part, spec(), PartShape(100, 100, 100, trained=10)) == RankBytes(200, 40, 120)
+    frozen = replace(spec(), trains=False)
+    assert rank_bytes(part, frozen, PartShape(100, 100, 100)) == RankBytes(200, 0, 0)
+    assert by_zero_stage(part, frozen, PartShape(100, 100, 100)) == {0: 200, 1: None, 2: None, 3: None}
+
+
+def test_a_float64_value_takes_eight_bytes_and_an_unknown_format_is_refused() -> None:
+    part = PartConfig(num_actors=1, tensor=1, dtype="float64")
+    assert rank_bytes(part, spec(), PartShape(10, 10, 10)) == RankBytes(80, 80, 160)
+    with pytest.raises(ConfigError, match="dtype=int3"):
+        rank_bytes(PartConfig(dtype="int3"), spec(), PartShape(10, 10, 10))
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [("3b", "33.6 GB"), ("7b", "51.4 GB"), ("32b", "57.4 GB"), ("72b", "29.5 GB")]
+)
+def test_each_ready_made_configuration_passes_without_a_download(name: str, device: str, tmp_path: Path) -> None:
+    printed = dry_run(prepared(f"qwen2_5_vl_{name}", f"run_dir={tmp_path / 'run'}"))
+    assert f"fullest device {device}; activations not included" in printed
+    assert float(device.split()[0]) <= 58.0  # of 80, so that activations have the rest, which each file counts
+    assert "data.data_registry.train.annotation_path=" in printed
+    assert printed.endswith("every check but these of the data passed; nothing was started")
+
+
+def test_degrees_are_checked_against_the_shipped_shape() -> None:
+    with pytest.raises(ConfigError, match=r"heads\(28\) % tensor\(8\)"):
+        prepared(
+            *("qwen2_5_vl_7b", "text=tensor", "text.zero_stage=0", "text.data=1", "text.num_actors=8"),
+            *("vision.num_actors=8", "vision.data=2"),
+        )
+
+
+def test_parts_on_devices_of_their_own(tiny_assets: Path, tmp_path: Path) -> None:
+    overrides = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "cluster.collocate=false")
+    printed = dry_run(prepared("tiny", *overrides))
+    assert "devices        4: one rank each" in printed
+
+
+def test_stages_of_a_pipeline_and_their_clock(tiny_assets: Path, made_model: str, tmp_path: Path) -> None:
+    models = (f"vision.model_name={made_model}", f"text.model_name={made_model}")
+    assets = (f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}")
+    cut = ("text.parallelism=pipeline", "text.num_actors=2", "training.schedule=1f1b", "training.batch_size=16")
+    printed = dry_run(
+        prepared("tiny", *assets, *models, *cut, "training.frozen=[vision,projector]", "vision.zero_stage=0")
+    )
+    assert "text layers    text.0 0-0; text.1 1-1" in printed
+    assert "devices        2: 2 with a rank of both parts, 0 with one rank" in printed
+    (tower,) = (line for line in printed.splitlines() if line.startswith("vision ") and "float" in line)
+    assert "frozen" in tower and tower.split()[-4:] == ["0.000", "MB", "0.000", "MB"]
+    assert "  text.0 . 0 1 .  0' 2  1' 3  2' .  3'" in printed
+
+
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        (["text.num_actors=3"], r"pipeline\(3\) × virtual_stages\(1\) = 3 > layers\(2\)"),
+        (
+            ["text.num_actors=2", "text.cuts=[2]"],
+            r"text.cuts=\[2\] cannot cut the text decoder's 2 layers: 0 < 2 < layers",
+        ),
+        (
+            ["text.num_actors=2", "text.virtual_stages=2", "training.schedule=interleaved"],
+            r"pipeline\(2\) × virtual_stages\(2\) = 4 > layers\(2\)",
+        ),
+    ],
+)
+def test_cuts_that_the_layers_do_not_admit(
+    cut: list[str], told: str, tiny_assets: Path, made_model: str, tmp_path: Path
+) -> None:
+    own = (f"text.model_name={made_model}", f"vision.model_name={made_model}", f"run_dir={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match=told):
+        prepared("tiny", f"tiny_assets={tiny_assets}", *own, "text.parallelism=pipeline", *cut)
+
+
+def test_the_entry_prints_it_and_leaves_nothing(tiny_assets: Path, tmp_path: Path) -> None:
+    outcome = train(*tiny(tiny_assets, tmp_path / "run", "training.dry_run=true"))
+    assert (outcome.status, outcome.left) == (0, ())
+    assert outcome.stdout.startswith("dry run of tiny\n")
+    assert outcome.stdout.endswith("every check passed; nothing was started\n")
+    assert "checking the model" in outcome.stderr and "counting what it would take" in outcome.stderr
+    assert not (tmp_path / "run").exists()

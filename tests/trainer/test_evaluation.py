@@ -1,0 +1,324 @@
+"""When a run is evaluated, what it makes of the batches, and which checkpoints it keeps for it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dhp.__main__ import main
+from dhp.checkpoint.folder import ABOUT, checkpoints
+from dhp.config.command_line import compose_config
+from dhp.config.resolve import resolve
+from dhp.config.schema import Config
+from dhp.core.batch import StepInfo
+from dhp.core.errors import ConfigError, DataError
+from dhp.core.reports import EvaluatedShare
+from dhp.data.sampling.sampler import BatchLayout, RandomSampler
+from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_metrics
+from dhp.trainer.evaluation import _Done, _metrics, due, misses, of_evaluation
+from dhp.trainer.preflight import prepare
+from dhp.trainer.saving import KeptCheckpoints, saves_after
+from dhp.trainer.session import DataPlan, Session
+from dhp.trainer.settings import feed_settings
+from tests.helpers.runs import ONE_ACTOR_EACH, tiny, train
+
+
+def answer(step: int, dataset: str) -> AnswerMetrics:
+    return AnswerMetrics(step=step, dataset=dataset, number=1, prompt="", reference="", answer="", tokens=1)
+
+
+def config_of(*overrides: str) -> Config:
+    return resolve(compose_config("tiny", overrides=["data.eval_datasets=['shapes%50']", *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "evaluated", "saved"),
+    [
+        ([], [10], [5, 10]),
+        (["training.eval_steps=4"], [4, 8, 10], [5, 10]),
+        (["training.eval_steps=4", "training.save_steps=3"], [4, 8, 10], [3, 5, 6, 9, 10]),
+        (["training.save_steps=3", "training.best_metric=eval_loss"], [3, 5, 6, 9, 10], [3, 5, 6, 9, 10]),
+        (["training.save_final=false"], [10], [5]),
+        (["training.save_final=false", "training.save_steps=5"], [10], [5, 10]),
+    ],
+)
+def test_when(overrides: list[str], evaluated: list[int], saved: list[int]) -> None:
+    config, plan = config_of(*overrides), DataPlan(10, frozenset({5}), {}, 0, 0)
+    assert [step for step in range(1, 11) if saves_after(config, step, plan)] == saved
+    assert [step for step in range(1, 11) if due(config, step, 10, step in saved)] == evaluated
+    assert not due(resolve(compose_config("tiny")), 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "ends"), [(1, 52, {13, 26, 39}), (2, 52, {26}), (1, 13, set()), (4, 53, {52})]
+)
+def test_epochs_that_end_with_a_checkpoint(every: int, steps: int, ends: set[int]) -> None:
+    """Of 100 samples in steps of 8; the run's own end is no such one."""
+    sampler = RandomSampler(100, BatchLayout(2, 2, 2), 0, True)
+    session = Session.__new__(Session)
+    session.config, session._timeout_s = config_of(f"training.save_epochs={every}"), 1.0
+    session.data = SimpleNamespace(ask=lambda verb, epochs, timeout_s: getattr(sampler, verb)(epochs))
+    assert set(session._epoch_ends(steps)) == ends
+
+
+def test_a_run_leaves_the_checkpoints_of_its_epochs_alone(tiny_assets: Path, tmp_path: Path) -> None:
+    asked = ["data.datasets=['shapes%5']", "training.max_steps=null", "training.num_epochs=3", "training.save_epochs=2"]
+    ended = train(*tiny(tiny_assets, tmp_path / "run", *ONE_ACTOR_EACH, *asked, "training.save_final=false"))
+    assert ended.status == 0 and ended.left == (), ended.stderr
+    steps = len(read_metrics(tmp_path / "run"))
+    assert steps % 3 == 0 and "saving the final checkpoint" not in ended.stdout + ended.stderr
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == [f"step_{steps // 3 * 2}"]
+
+
+def test_best_of_no_checkpoint_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no checkpoint that could be the best"):
+        config_of("training.save_final=false", "training.best_metric=eval_loss")
+    config_of("training.save_final=false", "training.best_metric=eval_loss", "training.save_epochs=1")
+
+
+def test_each_sample_once_in_the_files_order() -> None:
+    asked = ["data.balance=isf", "data.shuffle=true", "data.max_pixels=3136", "data.data_registry.shapes.weight=3"]
+    config = config_of(*asked)
+    settings = feed_settings(of_evaluation(config, "shapes%50"))
+    assert settings.registry["shapes"].weight == 1 and config.data.data_registry["shapes"].weight == 3
+    assert (settings.datasets, settings.shuffle, settings.balancing.method) == (("shapes%50",), False, "random")
+    assert settings.max_pixels == 3136 and config.data.shuffle
+
+
+def test_of_batches_each_token_counts_alike() -> None:
+    counts = {
+        "images": 0,
+        "tokens": 50,
+        "vision_tokens": 0,
+        "padded_tokens": 0,
+        "dist_ratio": {},
+        "flops": {},
+        "data_s": 0.0,
+        "measure_s": 0.0,
+    }
+    done = [
+        _Done(
+            StepInfo(
+                step=0,
+                epoch=0,
+                done=0.0,
+                samples=2,
+                target_tokens=targets,
+                total_weight=targets,
+                skipped=("bad",),
+                **counts,
+            ),
+            (EvaluatedShare(loss / 2, 1, targets), EvaluatedShare(loss / 2, 2, 0)),
+        )
+        for targets, loss in ((10, 4.0), (30, 2.0))
+    ]
+    assert _metrics(7, "a", done, 1.5) == EvalMetrics(
+        step=7, dataset="a", loss=2.5, accuracy=6 / 40, target_tokens=40, tokens=100, samples=4, skipped_samples=2,
+        seconds=1.5,
+    )  # fmt: skip
+    assert _metrics(7, "a", [], 0.0).loss is None
+
+
+def test_of_batches_each_weight_counts_alike() -> None:
+    """Of an objective whose N is no number of tokens."""
+    info = SimpleNamespace(target_tokens=9, tokens=9, samples=1, skipped=())
+    weights = {1.5: 4.0, 0.5: 8.0}
+    infos = [SimpleNamespace(**vars(info), total_weight=weight) for weight in weights]
+    done = [_Done(of, (EvaluatedShare(loss, 1, 9),)) for of, loss in zip(infos, weights.values(), strict=True)]
+    assert _metrics(7, "a", done, 0.0).loss == 5.0
+
+
+def kept(parent: Path, limit: int, metric: str | None) -> KeptCheckpoints:
+    asked = [f"training.checkpoint_dir={parent}", f"training.save_total_limit={limit}"]
+    return KeptCheckpoints(config_of(*asked, *([f"training.best_metric={metric}"] if metric else [])), lambda _: None)
+
+
+def finish(parent: Path, step: int) -> None:
+    folder = parent / f"step_{step}"
+    folder.mkdir()
+    (folder / ABOUT).write_text(json.dumps({"step": step}))
+
+
+def evaluated(step: int, loss: float | None) -> list[EvalMetrics]:
+    return [EvalMetrics(step=step, dataset="shapes", loss=loss)]
+
+
+def test_the_best_checkpoint_is_not_the_one_that_goes(tmp_path: Path) -> None:
+    of_run = kept(tmp_path, 1, "eval_loss")
+    for step, loss in ((1, math.nan), (2, 1.0), (3, 2.0), (4, None), (5, 4.0)):
+        finish(tmp_path, step)
+        of_run.finished(step)
+        of_run.evaluated(evaluated(step, loss))
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_5", "step_2"]
+    assert (tmp_path / "best").resolve().name == "step_2"
+    assert of_run.best == kept(tmp_path, 1, "eval_loss").best == "step_2: eval_loss 1.0000"
+    assert kept(tmp_path, 1, None).best is None
+    again = kept(tmp_path, 1, "eval_loss")  # as a resumed run
+    finish(tmp_path, 6)
+    again.evaluated(evaluated(6, 1.5))
+    assert (tmp_path / "best").resolve().name == "step_2"
+    again.evaluated(evaluated(7, 0.5))  # a step without a checkpoint
+    assert (tmp_path / "best").resolve().name == "step_2"
+
+
+def test_what_the_disk_refuses_is_told_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("dhp.trainer.saving.mark_best", refuse)
+    monkeypatch.setattr("dhp.trainer.saving.remove_old", refuse)
+    told: list[str] = []
+    asked = [f"training.checkpoint_dir={tmp_path}", "training.save_total_limit=1", "training.best_metric=eval_loss"]
+    of_run = KeptCheckpoints(config_of(*asked), told.append)
+    finish(tmp_path, 1)
+    of_run.evaluated(evaluated(1, 1.0))
+    assert [text.split(":")[0] for text in told] == ["warning", "warning"]
+    assert f"{tmp_path / 'best'} cannot be made to lead to step_1: Permission denied" in told[0]
+    assert f"an old checkpoint in {tmp_path} cannot be removed: Permission denied" in told[1]
+
+
+def test_a_damaged_record_of_the_best_is_told(tmp_path: Path) -> None:
+    (tmp_path / "best.json").write_text('{"step": 3}')
+    told: list[str] = []
+    of_run = KeptCheckpoints(
+        config_of(f"training.checkpoint_dir={tmp_path}", "training.best_metric=eval_loss"), told.append
+    )
+    assert len(told) == 1 and told[0].startswith(f"warning: {tmp_path / 'best.json'} is damaged")
+    finish(tmp_path, 4)
+    of_run.evaluated(evaluated(4, 9.0))
+    assert (tmp_path / "best").resolve().name == "step_4"
+
+
+def test_without_a_metric_old_ones_go_as_soon_as_a_newer_one_is_whole(tmp_path: Path) -> None:
+    of_run = kept(tmp_path, 2, None)
+    for step in (1, 2, 3):
+        finish(tmp_path, step)
+        of_run.finished(step)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_3", "step_2"]
+
+
+def test_a_run_tells_of_its_evaluations(tiny_assets: Path, tmp_path: Path) -> None:
+    asked = ["data.eval_datasets=['shapes%10']", "training.eval_steps=1", "training.best_metric=eval_loss"]
+    run = ["training.max_steps=2", "training.save_steps=1", "training.save_total_limit=1"]
+    ended = train(*tiny(tiny_assets, tmp_path / "run", *ONE_ACTOR_EACH, *asked, *run))
+    assert ended.status == 0, ended.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["kind"] == "eval"]
+    assert [(line["step"], line["dataset"]) for line in found] == [(1, "shapes"), (2, "shapes")]
+    assert len({line["target_tokens"] for line in found}) == 1 and found[0]["loss"] != found[1]["loss"]
+    assert len(read_metrics(tmp_path / "run")) == 2
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["eval_loss"] == {"shapes": found[1]["loss"]}
+    assert summary["eval_accuracy"] == {"shapes": found[1]["accuracy"]}
+    best = min(found, key=lambda line: line["loss"])["step"]
+    best_one = tmp_path / "run" / "checkpoints" / "best"
+    assert best_one.resolve().name == f"step_{best}"
+    rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if line.startswith(("held out ", "best ")))
+    assert rows["held out"].split() == f"shapes {found[1]['loss']:.4f} (accuracy {found[1]['accuracy']:.1%})".split()
+    assert rows["best"].split() == f"step_{best}: eval_loss {found[best - 1]['loss']:.4f}".split()
+    again = train("evaluate", "loss", str(best_one), "--json", module="dhp")
+    assert again.status == 0, again.stderr
+    told = json.loads(again.stdout)
+    assert (told["step"], told["loss"]) == (best, found[best - 1]["loss"]) and again.left == ()
+    assert_an_evaluation_that_a_fault_ended_is_made(tiny_assets, tmp_path, [*asked, *run], lines)
+
+
+def assert_an_evaluation_that_a_fault_ended_is_made(
+    assets: Path, tmp_path: Path, asked: list[str], lines: list[dict]
+) -> None:
+    """The run as it is when killed in the evaluation after its last step, resumed."""
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "run", killed, symlinks=True)
+    (killed / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]) + '{"kind": "ev')
+    for file in ("summary.json", "checkpoints/best", "checkpoints/best.json"):
+        (killed / file).unlink()
+    ended = train(*tiny(assets, killed, *ONE_ACTOR_EACH, *asked, "training.resume=auto"))
+    assert ended.status == 0, ended.stderr
+    assert "the evaluation after step 2 was not finished: it is made now" in ended.stdout + ended.stderr
+    again = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert again[:-1] == lines[:-1]
+    assert {**again[-1], "seconds": 0} == {**lines[-1], "seconds": 0}
+    summary = json.loads((killed / "summary.json").read_text())
+    assert (summary["status"], summary["eval_loss"]) == ("completed", {"shapes": lines[-1]["loss"]})
+    assert (killed / "checkpoints" / "best").resolve().name == "step_2"
+
+
+STEP = StepMetrics(step=4)
+
+
+ONE = EvalMetrics(step=4, dataset="a")
+BOTH = [EvalMetrics(step=4, dataset=name) for name in ("a", "b", "")]
+
+
+@pytest.mark.parametrize(
+    ("datasets", "prompts", "record", "missed"),
+    [
+        ("a", {}, [STEP], True),
+        ("a", {}, [STEP, EvalMetrics(step=2, dataset="a")], True),  # of an earlier step
+        ("a", {}, [STEP, ONE], False),
+        ("a", {}, [], False),  # the record of another run: step 4 is not its own
+        ("a", {}, [StepMetrics(step=3)], False),
+        ("ab", {}, [STEP, ONE, EvalMetrics(step=4, dataset="b")], True),
+        ("ab", {}, [STEP, *BOTH], False),
+        ("a", {"a": 1}, [STEP, ONE], True),
+        ("a", {"a": 1}, [STEP, ONE, answer(4, "a")], False),
+        ("a", {"a": 1}, [STEP, ONE, answer(2, "a")], True),
+        ("a", {"a": 3}, [STEP, ONE, answer(4, "a"), answer(4, "a")], True),  # it ended between two answers
+        ("a", {"a": 0}, [STEP, ONE], False),  # none of its samples asks anything
+        ("ab", {"a": 2, "b": 1}, [STEP, *BOTH, answer(4, "a"), answer(4, "a")], True),
+        ("ab", {"a": 2, "b": 1}, [STEP, *BOTH, answer(4, "a"), answer(4, "a"), answer(4, "b")], False),
+    ],
+)
+def test_an_evaluation_is_missed_where_the_record_lacks_lines_of_it(
+    datasets: str, prompts: dict[str, int], record: list[Line], missed: bool
+) -> None:
+    config = Config()
+    config.data.eval_datasets = [f"{name}%50" for name in datasets]
+    assert misses(config, 4, record, Counter(prompts)) is missed
+
+
+def test_images_are_exchanged_in_one_start(tiny_assets: Path) -> None:
+    given = [str(tiny_assets / "model"), "--config-name=tiny", f"tiny_assets={tiny_assets}", *ONE_ACTOR_EACH]
+    asked = ["data.eval_datasets=['shapes%5']", "exchange=images", "--json"]
+    ended = train("evaluate", "loss", *given, *asked, module="dhp")
+    assert ended.status == 0 and ended.left == (), ended.stderr
+    own, others = map(json.loads, ended.stdout.splitlines())
+    assert (own["images"], others["images"]) == ("own", "others")
+    assert [own[key] for key in ("samples", "target_tokens")] == [others[key] for key in ("samples", "target_tokens")]
+    assert own["loss"] != others["loss"] and own["samples"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["{model}"], "is a model: name a FILE.yaml or --config-name=NAME"),
+        (["{model}", "--config-name=tiny"], "data.eval_datasets is empty"),
+        (["{model}", "--config-name=tiny", "data.eval_datasets=[shape]"], "did you mean shapes?"),
+        (["nowhere"], "nowhere is no directory"),
+        (["{model}", "exchange=words"], "exchange=words: images alone can be exchanged; write exchange=images"),
+        (
+            ["{model}", "training.eval_answers=4"],
+            "nothing is answered. Leave it out, and ask by `python -m dhp generate",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    arguments: list[str], told: str, made_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "loss", *(one.format(model=made_model) for one in arguments)]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_an_empty_dataset_is_refused_before_anything_starts(tmp_path: Path, tiny_assets: Path) -> None:
+    (tmp_path / "none.json").write_text("[]")
+    entry = f"+data.data_registry.none={{annotation_path: {tmp_path / 'none.json'}}}"
+    asked = [f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", entry, "data.eval_datasets=[none]"]
+    with pytest.raises(DataError, match="none.json holds no sample"):
+        prepare(compose_config("tiny", overrides=asked))

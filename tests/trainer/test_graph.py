@@ -1,0 +1,77 @@
+"""From a configuration and a model's shape to the graph of stages."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from dhp.config.command_line import compose_config
+from dhp.config.resolve import resolve
+from dhp.core.graph import Tie
+from dhp.models.registry import load_family
+from dhp.models.shape import DecoderSizes
+from dhp.trainer.graph import even_cuts, make_graph
+
+SIZES = [
+    DecoderSizes(0, (1,) * 8, 0, 0, False),
+    DecoderSizes(30, (10,) * 6, 1, 30, False),
+    DecoderSizes(30, (10,) * 6, 1, 30, True),
+    DecoderSizes(5, (3, 9, 2, 7, 7, 1, 4), 1, 12, False),
+]
+
+
+def largest(sizes: DecoderSizes, cuts: list[int]) -> int:
+    bounds = [0, *cuts, len(sizes.layers)]
+    own = [sum(sizes.layers[a:b]) for a, b in zip(bounds, bounds[1:])]
+    own[0] += sizes.embedding
+    own[-1] += sizes.norm + sizes.head
+    return max(own)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 6])
+@pytest.mark.parametrize("sizes", SIZES, ids=range(len(SIZES)))
+def test_no_cut_has_a_smaller_largest_stage(sizes: DecoderSizes, stages: int) -> None:
+    found = even_cuts(sizes, stages)
+    every = [list(cuts) for cuts in combinations(range(1, len(sizes.layers)), stages - 1)]
+    best = min(largest(sizes, cuts) for cuts in every)
+    assert largest(sizes, found) == best
+    assert found == min(cuts for cuts in every if largest(sizes, cuts) == best)  # the smallest first stages
+
+
+def graph_of(model: str, *overrides: str):
+    names = [f"{part}.model_name={model}" for part in ("vision", "text")]
+    config = resolve(compose_config("tiny", overrides=[*names, *overrides]))
+    return make_graph(config, load_family(model), model)
+
+
+def test_a_pair_on_shared_devices(made_model: str) -> None:
+    graph = graph_of(made_model)
+    assert [(s.name, s.chunks, list(s.devices), s.trains) for s in graph.stages] == [
+        ("vision", (range(4),), [0, 1], True),
+        ("text", (range(2),), [0, 1], True),
+    ]
+    assert graph.ties == ()
+
+
+def test_apart_each_stage_has_devices_of_its_own(four_layers_model: str) -> None:
+    cut = ("text.parallelism=tensor", "text.pipeline=2", "text.num_actors=4", "cluster.collocate=false")
+    graph = graph_of(four_layers_model, *cut)
+    assert [list(stage.devices) for stage in graph.stages] == [[0, 1], [2, 3], [4, 5]]
+    assert graph.sharing() == 1
+
+
+def test_cuts_as_they_are_given_and_tied_ends(tied_model: str) -> None:
+    cut = ("text.parallelism=pipeline", "text.num_actors=3", "text.cuts=[1,2]", "training.frozen=[vision,projector]")
+    graph = graph_of(tied_model, *cut, "vision.zero_stage=0")
+    assert [stage.chunks for stage in graph.of_part("text")] == [(range(0, 1),), (range(1, 2),), (range(2, 4),)]
+    assert graph.ties == (Tie("text.0", "text.2"),)
+    assert [edge.gradients for edge in graph.edges] == [False, True, True]
+
+
+def test_features_of_the_tower_go_to_the_stage_of_their_layer(qwen3_vl_model: str) -> None:
+    graph = graph_of(qwen3_vl_model, "text.parallelism=pipeline", "text.num_actors=2", "text.cuts=[2]")
+    assert [edge.tensors for edge in graph.edges[:2]] == [
+        ("embeddings", "deepstack.0", "deepstack.1"),
+        ("deepstack.2",),
+    ]

@@ -1,0 +1,226 @@
+"""What is wrong before any actor starts is found there, with the field, the values and a way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dhp.config.command_line import compose_config, to_yaml
+from dhp.core.batch import PositionRange
+from dhp.core.errors import ConfigError, DataError, DhpError, ModelError
+from dhp.trainer.preflight import check_row_length, prepare
+
+
+def check(assets: Path, *overrides: str) -> None:
+    prepare(compose_config("tiny", overrides=[f"tiny_assets={assets}", *overrides]))
+
+
+def test_the_embedded_default_passes(tiny_assets: Path, tmp_path: Path) -> None:
+    check(tiny_assets, f"run_dir={tmp_path / 'new'}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["vision.num_actors=3"], ["heads(4) % ulysses(3) = 1 != 0", "vision.ulysses to one of [1, 2, 4]"]),
+        (["text.num_actors=16"], ["heads(8) % tensor(16) = 8 != 0", "text.tensor to one of [1, 2, 4, 8]"]),
+        (["vision.ulysses=3"], ["ulysses(3)", "num_actors(2)"]),
+        (["training.batch_size=6"], ["batch_size(6)", "micro_batch_size(4)"]),
+        (["vision.model_name=/nowhere/model", "text.model_name=/nowhere/model"], ["/nowhere/model"]),
+        (["data.data_registry.shapes.annotation_path=/nowhere/a.json"], ["annotation_path=/nowhere/a.json"]),
+        (["data.data_registry.shapes.data_path=/nowhere"], ["data_path=/nowhere"]),
+        ([f"data.data_registry.shapes.annotation_path=/{'x' * 300}"], ["annotation_path=/xxx", "does not exist"]),
+        (["data.datasets=['shapes%50']", "data.data_registry.shapes.data_path=/nowhere"], ["data_path=/nowhere"]),
+        (["data.datasets=[shape]"], ["shape is not in data.data_registry", "shapes"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_a_mistake_is_told_with_its_values(
+    tiny_assets: Path, tmp_path: Path, overrides: list[str], told: list[str]
+) -> None:
+    with pytest.raises(DhpError) as caught:
+        check(tiny_assets, f"run_dir={tmp_path / 'new'}", *overrides)
+    for part in told:
+        assert part in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_two_mistakes_are_told_at_once(made_model: str, tiny_assets: Path, tmp_path: Path) -> None:
+    """Degrees that ZeRO refuses, and heads that they do not divide; the second one came when the first was mended."""
+    own = [f"vision.model_name={made_model}", f"text.model_name={made_model}", f"run_dir={tmp_path / 'new'}"]
+    zero = ["text.parallelism=deepspeed", "text.zero_stage=2", "text.num_actors=3", "text.tensor=3"]
+    with pytest.raises(ConfigError) as caught:
+        check(tiny_assets, *own, *zero, "vision.num_actors=3")
+    told = str(caught.value)
+    assert told.startswith("3 things are wrong:")
+    for mistake in ("text.tensor=3 makes FSDP2 the engine", "heads(8) % tensor(3)", "heads(4) % ulysses(3)"):
+        assert told.count(mistake) == 1
+
+
+def test_rows_beyond_the_positions_of_the_model_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="data.max_tokens=9000 is more than the 4096 positions .* Set data.max_tokens=40"
+    ):
+        check_row_length(9000, PositionRange(4096, of_pictures=True))
+    check_row_length(4096, PositionRange(4096, of_pictures=True))
+    check_row_length(9000, PositionRange(4096, of_pictures=False))  # tokens of a picture share some
+    check_row_length(9000, None)
+    check_row_length(None, PositionRange(4096, of_pictures=True))
+
+
+def test_a_directory_that_holds_a_run_is_refused(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({}))
+    (tmp_path / "config.yaml").write_text(to_yaml(compose_config("tiny")))
+    with pytest.raises(ConfigError, match="overwrite"):
+        check(tiny_assets, f"run_dir={tmp_path}")
+    check(tiny_assets, f"run_dir={tmp_path}", "overwrite=true")
+
+
+def mine(folder: Path, images: list[str], data_path: Path, *more: str) -> list[str]:
+    """Overrides for a dataset of one sample an image."""
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A square."}]
+    file = folder / "mine.jsonl"
+    file.write_text("".join(json.dumps({"image": image, "conversations": turns}) + "\n" for image in images))
+    registry = f"+data.data_registry.mine={{annotation_path: {file}, data_path: {data_path}}}"
+    return [registry, "data.datasets=[shapes,mine]", f"run_dir={folder / 'new'}", *more]
+
+
+def test_missing_images_are_found_before_anything_starts(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"x")
+    overrides = mine(tmp_path, ["a.png"] * 99 + ["b.png"], tmp_path)
+    with pytest.raises(DataError, match=r"dataset 'mine', line 100 of .*b\.png does not exist$"):
+        check(tiny_assets, *overrides)
+    check(tiny_assets, *overrides, "data.on_bad_sample=skip")
+    check(tiny_assets, *overrides, "training.dry_run=true")
+    prepare(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", *overrides]), new_run=False)
+
+
+def test_a_folder_that_is_named_twice_is_told(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "set" / "images").mkdir(parents=True)
+    (tmp_path / "set" / "images" / "a.png").write_bytes(b"x")
+    meant = tmp_path / "set" / "images" / "a.png"
+    for folder in ("images", "set/images"):
+        told = f"/a.png does not exist, but {meant} does: .* path name {folder}; leave it out of data_path"
+        with pytest.raises(DataError, match=told):
+            check(tiny_assets, *mine(tmp_path, [f"{folder}/a.png"], meant.parent))
+
+
+def test_large_annotations_are_left_for_later(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dhp.data.sampling.probe._CHEAP_BYTES", 10)
+    check(tiny_assets, *mine(tmp_path, ["b.png"], tmp_path))
+
+
+def test_unknown_keys_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="training.batch_size"):
+        compose_config("tiny", overrides=["training.batchsize=3"])
+
+
+def test_a_plan_with_unknown_gradients_is_refused_before_any_actor(
+    head_norms_model: str, tiny_assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dhp.parallel.tensor import plan
+
+    names = (f"vision.model_name={head_norms_model}", f"text.model_name={head_norms_model}", "training.dry_run=true")
+    overrides = [*names, "vision.ulysses=1", "vision.num_actors=1", "vision.zero_stage=0", "text.tensor=2"]
+    prepare(compose_config("tiny", overrides=overrides), new_run=False)
+    monkeypatch.delitem(plan.OURS, "replicated_with_grad_allreduce")
+    with pytest.raises(ModelError, match="style 'replicated_with_grad_allreduce' for model.language_model.layers.0"):
+        prepare(compose_config("tiny", overrides=overrides), new_run=False)
+    one = [*overrides[:-1], "text.tensor=1", "text.num_actors=1"]
+    prepare(compose_config("tiny", overrides=one), new_run=False)
+
+
+def test_autotp_of_a_decoder_without_a_plan_of_the_library_is_refused(
+    tiny_assets: Path, qwen3_vl_model: str, tmp_path: Path
+) -> None:
+    own = [f"text.model_name={qwen3_vl_model}", f"vision.model_name={qwen3_vl_model}", f"run_dir={tmp_path / 'run'}"]
+    autotp = ["text.parallelism=autotp", "text.num_actors=2", f"tiny_assets={tiny_assets}"]
+    with pytest.raises(ConfigError, match="autotp with a qwen3_vl model: .* Set text.parallelism=tensor"):
+        prepare(compose_config("tiny", overrides=[*own, *autotp]))
+
+
+def test_a_step_that_has_no_whole_groups_of_micro_batches_cannot_be_interleaved(
+    tiny_assets: Path, four_layers_model: str, tmp_path: Path
+) -> None:
+    own = [f"{part}.model_name={four_layers_model}" for part in ("vision", "text")]
+    cut = ["text.parallelism=pipeline", "text.num_actors=2", "text.virtual_stages=2", "training.schedule=interleaved"]
+    few = ["training.batch_size=3", "training.micro_batch_size=1", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(ConfigError, match=r"micro-batches\(3\) % pipeline\(2\) = 1 != 0"):
+        prepare(compose_config("tiny", overrides=[*own, *cut, *few, f"tiny_assets={tiny_assets}"]))
+
+
+def test_a_tied_weight_may_be_cut_by_any_engine(tiny_assets: Path, tied_model: str, tmp_path: Path) -> None:
+    own = [f"{part}.model_name={tied_model}" for part in ("vision", "text")]
+    cut = ["text.pipeline=2", "text.parallelism=data", "text.num_actors=4", "text.zero_stage=1"]
+    overrides = [*own, *cut, f"run_dir={tmp_path / 'run'}", f"tiny_assets={tiny_assets}"]
+    assert prepare(compose_config("tiny", overrides=overrides)).text.zero_engine == "deepspeed"
+
+
+def test_a_package_that_ranks_here_would_miss_is_told_before_they_start(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["text.attention_backend=flash_attention_2", "text.dtype=bfloat16", "text.zero_stage=0"]
+    overrides = [*asked, f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}"]
+    from dhp.parallel import optional_packages
+
+    monkeypatch.setattr(optional_packages, "_installed", lambda package, module: None)
+    with pytest.raises(ConfigError, match="flash-attn is not installed. Set text.attention_backend=auto"):
+        prepare(compose_config("tiny", overrides=overrides))
+    prepare(compose_config("tiny", overrides=[*overrides, "cluster.address=auto"]))  # whose nodes look for themselves
+    monkeypatch.setattr(optional_packages, "_installed", lambda package, module: "2.8.3")
+    prepare(compose_config("tiny", overrides=overrides))
+
+
+def test_four_bits_without_their_package_are_told_before_ranks_start(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["text.lora.rank=2", "text.lora.quantization=nf4", "text.tensor=1", "text.num_actors=1"]
+    asked += ["text.parallelism=none", "cluster.device=cuda", f"tiny_assets={tiny_assets}"]
+    overrides = [*asked, f"run_dir={tmp_path / 'run'}"]
+    from dhp.models import quantized
+
+    monkeypatch.setattr(quantized, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match="text.lora.quantization=nf4: bitsandbytes, .* is not installed"):
+        prepare(compose_config("tiny", overrides=overrides))
+    prepare(compose_config("tiny", overrides=[*overrides, "cluster.address=auto"]))  # whose nodes look for themselves
+    prepare(compose_config("tiny", overrides=[*overrides, "training.dry_run=true"]))
+
+
+def test_a_logger_that_is_not_installed_is_refused_with_the_command(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["training.loggers=[swanlab]", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}"]
+    from dhp.parallel import optional_packages
+
+    monkeypatch.setattr(optional_packages, "_installed", lambda package, module: None)
+    with pytest.raises(ConfigError, match="swanlab is not installed here.* `pip install swanlab`"):
+        prepare(compose_config("tiny", overrides=[*asked, "cluster.address=auto"]))
+    prepare(compose_config("tiny", overrides=asked), new_run=False)
+    prepare(compose_config("tiny", overrides=[*asked, "training.dry_run=true"]))
+
+
+def test_a_variable_of_another_trainer_and_keys_that_are_not_read_are_named(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_PIXELS", "1003520")
+    rows = [{"query": "What?", "response": "A.", "topic": "a"}, {"query": "", "response": "A."}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [f"data.data_registry.mine.annotation_path={tmp_path / 'rows.jsonl'}", "data.datasets=[mine]"]
+    own += [f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "data.eval_datasets=[]"]
+    said: list[str] = []
+    prepare(compose_config("tiny", overrides=[*own, "data.on_bad_sample=skip"]), say=said.append)
+    assert said[1].startswith("MAX_PIXELS is set in the environment and has no effect; here it is data.max_pixels")
+    assert said[-1] == "mine: keys that are not read, of 2 samples: topic (1)"
+    with pytest.raises(DataError, match="the question is empty"):
+        prepare(compose_config("tiny", overrides=own))
+
+
+def test_what_takes_time_is_told_when_it_begins(tiny_assets: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    prepare(compose_config("tiny", overrides=[f"tiny_assets={tiny_assets}", f"run_dir={tmp_path}"]), say=said.append)
+    model = f"checking the model {tiny_assets}/model"
+    assert said == ["checking the configuration", model, "looking at some samples of shapes"]

@@ -1,0 +1,191 @@
+"""A run whose plan is made while it trains: real entry, real actors, a budget that admits some of the layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhp.config.command_line import compose_config
+from dhp.core.errors import ConfigError
+from dhp.core.graph import Degrees
+from dhp.core.reports import StageReport, StageUsage
+from dhp.models.registry import load_family
+from dhp.planner.planner import PATIENCE
+from dhp.step.schedule import make_schedule
+from dhp.step.stages import make_stages
+from dhp.trainer.graph import make_graph as graph_of
+from dhp.trainer.preflight import prepare
+from dhp.trainer.recompute import Recomputing, arrange, room
+from tests.helpers.graphs import make_graph
+from tests.helpers.runs import tiny, train
+from tests.planner.made import MIB, costs, usage
+
+BUDGET_GIB = 0.008  # between what all of it takes and what inputs of layers alone take
+SETTINGS = [
+    "training.warmup_ratio=0",
+    "training.log_interval=1",
+    "data.min_pixels=12544",  # all pictures alike
+    "data.max_pixels=12544",
+    "vision.recompute=auto",
+    "text.recompute=auto",
+    f"memory.budget_gib={BUDGET_GIB}",
+]
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_plan_is_measured_tried_and_kept_for_the_next_run(tiny_assets: Path, tmp_path: Path) -> None:
+    own = [*SETTINGS, f"memory.cache_dir={tmp_path / 'cache'}"]
+    measured = train(*tiny(tiny_assets, tmp_path / "measured", *own, "training.max_steps=15"))
+    assert measured.status == 0, measured.stderr
+    said = measured.stdout + measured.stderr
+    assert "expected on the fullest device" in said and "text.recompute=" in said
+    last = metrics(tmp_path / "measured")[-1]["activation_bytes"]
+    assert max(last.values()) <= BUDGET_GIB * 2**30
+    assert (tmp_path / "cache" / "recompute.json").is_file()
+
+    known = train(*tiny(tiny_assets, tmp_path / "known", *own, "training.max_steps=3"))
+    assert known.status == 0, known.stderr
+    assert "measured before" in known.stdout + known.stderr
+    # One recomputed everything and the other what the plan says: the same to the bit, but other bytes.
+    for theirs, ours in zip(metrics(tmp_path / "measured"), metrics(tmp_path / "known"), strict=False):
+        assert (ours["step"], ours["loss"], ours["grad_norm"]) == (theirs["step"], theirs["loss"], theirs["grad_norm"])
+        assert ours["activation_bytes"] != theirs["activation_bytes"]
+
+
+def test_what_is_alive_together() -> None:
+    pair = make_graph()
+    one, two = make_schedule("sequential", pair, 4), make_schedule("vision_ahead", pair, 4)
+    assert arrange(pair, one, "cpu").holding["text"] == {"vision": 1, "text": 1}
+    assert arrange(pair, two, "cpu").holding["text"] == {"vision": 2, "text": 1}
+    assert not arrange(pair, one, "cpu").together and arrange(pair, two, "cpu").together
+    assert arrange(pair, one, "cuda").together  # freed memory stays with the process that had it
+    assert arrange(pair, one, "cpu").sharing == (frozenset({"vision", "text"}),)
+
+
+def test_stages_of_a_pipeline_share_devices_with_vision_and_not_with_one_another() -> None:
+    graph = make_graph(Degrees(data=2), stages=2, chunks=2)
+    found = arrange(graph, make_schedule("interleaved", graph, 4), "cpu")
+    assert found.sharing == (frozenset({"vision", "text.0"}), frozenset({"vision", "text.1"}))
+    assert found.holding["text.0"]["text.0"] == 2.5  # five chunks of two layers each at most
+
+
+class Told:
+    """A stage whose ranks report what the plan they were told would take."""
+
+    size = 1
+
+    def __init__(self, kinds: tuple[str, ...], beside: int | None = None):
+        """beside: bytes of the device that are no activations."""
+        self.beside = beside
+        self.known, self.choices = costs(len(kinds), kinds=kinds), ("all",) * len(kinds)
+
+    def execute_all_async(self, method: Any, choices: Any, returns: int = 1) -> list:
+        assert (method.__name__, returns) == ("set_recompute", 0)
+        self.choices = choices
+        return [[]]
+
+    def report(self) -> list[StageReport]:
+        took = usage(self.known, self.choices)
+        memory = None if self.beside is None else self.beside + took.peak_bytes
+        return [StageReport(0, 1.0, 1.0, {"text": 1e-3}, memory, {}, took)]
+
+
+def plan(
+    assets: Path,
+    folder: Path,
+    budget_mib: float | None,
+    late: int = 0,
+    memory: int | None = None,
+    beside: int | None = None,
+    short: bool = False,
+) -> tuple[str, dict[str, Told]]:
+    """What a run of 20 steps says, and its parts at the end. late: steps before them in which vision has no work.
+    memory: bytes of the device. beside: those of each part that are no activations.
+    short: in the last step, a rank of text has no room."""
+    budget = f"memory.budget_gib={'null' if budget_mib is None else budget_mib * MIB / 2**30}"
+    overrides = [*tiny(assets, folder / "run")[1:], *SETTINGS, budget, f"memory.cache_dir={folder}"]
+    config = prepare(compose_config("tiny", overrides=overrides))
+    family = load_family(config.text.model_name)
+    parts = {"vision": Told(family.tower.layers.kinds, beside), "text": Told(family.decoder.layers.kinds, beside)}
+    said: list[str] = []
+    graph = graph_of(config, family, config.text.model_name)
+    stages = make_stages(graph, parts)
+    recomputing = Recomputing(config, graph, stages, "cpu", make_schedule("sequential", graph, 4), said.append, memory)
+    for step in range(late + 20):
+        reports = {name: part.report() for name, part in parts.items()}
+        if step < late:
+            reports["vision"] = [replace(report, usage=None) for report in reports["vision"]]
+        recomputing.learn(reports)
+    if short:
+        fine, (report,) = parts["vision"].report(), parts["text"].report()
+        recomputing.learn({"vision": fine, "text": [report, replace(report, usage=None, short=True)]})
+    return "\n".join(said), parts
+
+
+def test_a_plan_is_said_and_told_and_found_again(tiny_assets: Path, tmp_path: Path) -> None:
+    said, parts = plan(tiny_assets, tmp_path, 100)
+    assert "expected on the fullest device" in said and "does not fit" not in said
+    assert all(set(part.choices) != {"all"} for part in parts.values())
+    again, same = plan(tiny_assets, tmp_path, 100)
+    assert "measured before" in again
+    assert {name: part.choices for name, part in same.items()} == {name: part.choices for name, part in parts.items()}
+    assert again.partition("\n")[2] == said.partition("\n")[2]
+
+
+def reserved(usages: dict[str, StageUsage | None], **most: int) -> dict[str, list[StageReport]]:
+    report = StageReport(0, 1.0, 1.0, {}, None, {})
+    of = {stage: replace(report, usage=usage, memory_bytes=most[stage]) for stage, usage in usages.items()}
+    return {stage: [replace(one, memory_bytes=7, usage=None), one] for stage, one in of.items()}
+
+
+def test_what_is_left_of_the_fullest_device() -> None:
+    known = {stage: usage(costs(2), ("all",) * 2) for stage in ("vision", "text.0", "text.1")}
+    peak = known["vision"].peak_bytes
+    sharing = (frozenset({"vision", "text.0"}), frozenset({"vision", "text.1"}))
+    told = reserved(known, **{"vision": peak + 100, "text.0": peak + 300, "text.1": peak + 50})
+    assert room(10_000, sharing, told) == 9_000 - 400
+    idle = reserved(known | {"vision": None}, **{"vision": 90, "text.0": peak + 300, "text.1": peak + 50})
+    assert room(10_000, sharing, idle) == 9_000 - 390  # a stage without work has no activations
+    assert room(400, sharing, told) == 0
+
+
+def test_without_a_budget_it_is_read_from_the_steps_that_recompute_everything(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    beside, size = 3 * MIB, int((100 + 6) * MIB / 0.9)
+    said, parts = plan(tiny_assets, tmp_path, None, memory=size, beside=beside)
+    given, same = plan(tiny_assets, tmp_path / "given", 100)
+    assert {name: part.choices for name, part in same.items()} == {name: part.choices for name, part in parts.items()}
+    assert "of 100.0 MiB expected" in said and "of 100.0 MiB expected" in given
+    with pytest.raises(ConfigError, match="recompute=auto without memory.budget_gib"):
+        plan(tiny_assets, tmp_path, None)
+
+
+def test_a_step_that_ran_out_of_memory_is_said_and_all_ranks_recompute_more(tiny_assets: Path, tmp_path: Path) -> None:
+    """The rank that did recomputes everything by itself, and gets a plan again with the others."""
+    said, parts = plan(tiny_assets, tmp_path, 100)
+    again, same = plan(tiny_assets, tmp_path, 100, short=True)
+    assert "text ran out of memory, so more is recomputed from now on" in again and "ran out" not in said
+    held = [sum(part.known.held_bytes(part.choices) for part in of.values()) for of in (parts, same)]
+    assert held[1] < held[0]
+
+
+def test_a_budget_that_nothing_fits_is_said(tiny_assets: Path, tmp_path: Path) -> None:
+    said, parts = plan(tiny_assets, tmp_path, 5)
+    assert "it does not fit even so" in said
+    assert all(set(part.choices) == {"offload"} for part in parts.values())  # the least there is
+
+
+def test_a_part_whose_first_work_comes_late_is_told_as_that(tiny_assets: Path, tmp_path: Path) -> None:
+    said, parts = plan(tiny_assets, tmp_path, 100, late=PATIENCE + 10)
+    assert said.count("a stage has its first work") == 1 and "more than the budget" not in said
+    assert all(set(part.choices) != {"all"} for part in parts.values())

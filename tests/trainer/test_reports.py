@@ -1,0 +1,61 @@
+"""What the ranks report of a step, put together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dhp.core.batch import StepInfo
+from dhp.core.reports import StageReport
+from dhp.observe.metrics import StepMetrics
+from dhp.trainer.reports import NO_MFU, Timing, notes, step_metrics
+
+COUNTS: dict[str, Any] = {
+    **{
+        "samples": 2,
+        "images": 1,
+        "tokens": 90,
+        "target_tokens": 30,
+        "total_weight": 30,
+        "vision_tokens": 64,
+        "padded_tokens": 100,
+    },
+    **{"dist_ratio": {"text": 0.0}, "flops": {"text": 50}, "skipped": (), "data_s": 0.1, "measure_s": 0.0},
+}
+INFO = StepInfo(step=3, epoch=0, done=0.5, **COUNTS)
+STAGES: Any = {name: SimpleNamespace(leaders=lambda of: list(of)) for name in ("vision", "text")}
+
+
+def report(rank: int, busy_s: float | None, loss: float | None = None) -> StageReport:
+    return StageReport(rank, loss, 2.5, {"vision": 1e-3}, None, {"handoff": 8}, busy_s=busy_s)
+
+
+def told(vision: list[StageReport], text: list[StageReport]) -> StepMetrics:
+    return step_metrics(INFO, {"vision": vision, "text": text}, Timing(2.0, 0.5, 100.0), STAGES, 4)
+
+
+def test_a_stage_is_as_busy_as_its_ranks_in_the_mean() -> None:
+    metrics = told([report(0, 0.25), report(1, 0.75)], [report(0, 1.25, loss=1.0), report(1, 1.25, loss=0.5)])
+    assert metrics.busy_s == {"vision": 0.5, "text": 1.25}
+    assert (metrics.kind, metrics.step, metrics.epoch, metrics.loss, metrics.grad_norm) == ("train", 4, 0.5, 1.5, 2.5)
+    assert (metrics.step_s, metrics.data_s, metrics.tokens_per_s, metrics.mfu) == (2.0, 0.5, 45.0, 0.25)
+    assert metrics.comm_bytes == {"vision": {"handoff": 16}, "text": {"handoff": 16}}
+    assert (metrics.pad_ratio, metrics.skipped_samples) == (pytest.approx(0.1), 4)
+
+
+def test_busy_is_not_told_where_a_stage_was_not_measured() -> None:
+    assert told([report(0, None)], [report(0, 1.0)]).busy_s is None
+
+
+@pytest.mark.parametrize(
+    ("peak", "mfu", "said"), [(100.0, 0.25, []), (25.0, 1.0, []), (20.0, None, [NO_MFU]), (None, None, [])]
+)
+def test_why_a_step_has_no_mfu_is_said(peak: float | None, mfu: float | None, said: list[str]) -> None:
+    reports = {"vision": [report(0, 0.25)], "text": [replace(report(0, 1.25, loss=1.0), notes=("of a rank",))]}
+    timing = Timing(2.0, 0.5, peak)
+    metrics = step_metrics(INFO, reports, timing, STAGES, 4)
+    assert metrics.mfu == mfu
+    assert list(notes(reports, metrics, timing)) == ["of a rank", *said]
