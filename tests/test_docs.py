@@ -78,7 +78,7 @@ def test_the_wheel_holds_every_package_and_the_configs() -> None:
 
 def test_the_adapter_that_is_shown_is_one() -> None:
     shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adapters.md").read_text(), re.DOTALL)
-    adapter = (ROOT / "dhp" / "models" / "qwen2_vl.py").read_text()
+    adapter = (ROOT / "dhp" / "models" / "families" / "qwen2_vl.py").read_text()
     assert shown[0] == adapter and len(adapter.splitlines()) < 40
     assert shown[1] in (ROOT / "dhp" / "models" / "registry.py").read_text()
 

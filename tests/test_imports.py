@@ -16,52 +16,53 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-EVERYONE = {"base", "version", "config"}  # what any file may import
+EVERYONE = {"core", "version", "config"}  # what any file may import
 # They meet as values only.
-SIBLINGS = ("models", "parallel", "planner", "data", "checkpoint", "observe", "cluster", "features")
+SIBLINGS = ("models", "parallel", "planner", "data", "checkpoint", "observe", "cluster", "step")
 
 # Folder or top-level file of dhp → what it may import besides itself and EVERYONE: a folder, or one file of it.
 TABLE: dict[str, set[str]] = {
-    "base": set(),
+    "core": set(),
     "version": set(),
-    "config": {"base"},
+    "config": {"core"},
     **{sibling: set() for sibling in SIBLINGS},
-    "objectives": {"data.sample", "parallel.tensor.loss"},
-    "trainers": {"models", "objectives", "parallel", "checkpoint", "features"},
-    # Joiners at the top: each says what it joins.
-    "step": {"cluster.dispatch"},
-    "batching": {
-        "data", "features", "models", "objectives", "parallel.attention.image_sharding", "parallel.attention.locality",
-        "parallel.attention.sequence_groups", "parallel.attention.shard_plan", "parallel.attention.visibility",
+    "objectives": {"data.sample.sample", "parallel.tensor.loss"},
+    # Joiners: each says what it joins.
+    "tiny": {"data.media", "models.pretrained"},
+    "engine": {"checkpoint", "models", "objectives", "parallel"},
+    "batch": {
+        "checkpoint.feature_folder", "data", "models", "objectives", "parallel.attention.shard_plan",
+        "parallel.attention.visibility",
     },
-    "run": {
-        "batching", "checkpoint", "cluster", "data", "features", "models", "objectives", "observe", "parallel",
-        "planner", "step", "trainers",
+    "trainer": {
+        "batch", "checkpoint", "cluster", "data", "engine", "models", "objectives", "observe", "parallel", "planner",
+        "step", "tiny",
     },
-    "train_ray": {"run"},
-    "doctor": {"batching", "data", "models", "parallel.extras", "run", "trainers"},
-    "cli": {"doctor", "batching", "checkpoint", "data", "models", "observe", "parallel.attention", "planner", "run"},
+    "train_ray": {"trainer"},
+    "doctor": {"batch", "data", "engine", "models", "parallel.optional_packages", "trainer"},
+    "cli": {"batch", "checkpoint", "data", "doctor", "models", "observe", "tiny", "trainer"},
     "__main__": {"cli"},
 }  # fmt: skip
-SELF_CONTAINED = {"base", "version"}  # not even EVERYONE
+SELF_CONTAINED = {"core", "version"}  # not even EVERYONE
+MOST_LINES = 300  # of a file
 
 # Library → the only folders and files of dhp that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"cluster", "train_ray"},
-    "deepspeed": {"parallel.optimizer.zero", "parallel.tensor.autotp"},
+    "deepspeed": {"parallel.deepspeed", "parallel.optim.zero", "parallel.tensor.autotp"},
     "hydra": {"config"},
     "omegaconf": {"config"},
     "numba": {"data.balance"},
-    "peft": {"models.adapters", "models.adapted"},
+    "peft": {"models.lora", "models.lora_export"},
     "bitsandbytes": {"models.quantized"},
-    **{logger: {"observe.loggers.adapters"} for logger in ("wandb", "mlflow", "swanlab")},
+    **{logger: {"observe.logger_process"} for logger in ("wandb", "mlflow", "swanlab")},
     "transformers": {
-        "models", "data", "trainers", "doctor", "run.tiny_assets", "parallel.decode.cache", "parallel.experts",
+        "models", "data", "engine", "doctor", "tiny", "parallel.attention.decode", "parallel.expert",
         "parallel.tensor.styles",
     },
     "torch": {
-        "base.calls", "base.features", "base.generation", "base.messages", "models", "parallel", "data", "features",
-        "checkpoint", "cluster", "objectives", "trainers", "batching", "cli", "doctor", "planner.profile",
+        "core.batch", "core.collectives", "core.generation", "models", "parallel", "data", "checkpoint", "cluster",
+        "objectives", "engine", "batch", "cli", "doctor", "planner.profile", "tiny",
     },
 }  # fmt: skip
 
@@ -154,7 +155,7 @@ def test_siblings_are_mutually_blind() -> None:
         ("dhp.models.made_up", "from dhp.parallel.comm import Degrees\n", "dhp.parallel.comm"),
         ("dhp.data.made_up", "def f():\n    from dhp import cluster\n", "dhp.cluster"),
         ("dhp.data.made_up", "from ..cluster import worker\n", "dhp.cluster.worker"),
-        ("dhp.trainers.made_up", "import ray.util\n", "ray.util"),
+        ("dhp.engine.made_up", "import ray.util\n", "ray.util"),
         ("dhp.trainer.trainer", "def f():\n    import torch\n", "torch"),
         ("dhp.config.made_up", "from torch import Tensor\n", "torch.Tensor"),
         ("dhp.config.made_up", "if TYPE_CHECKING:\n    from dhp.core.errors import A\n    import torch\n", "torch"),
@@ -177,6 +178,56 @@ def test_allowed_imports_are_not_reported() -> None:
     )
     assert violations(source, "dhp.data.made_up") == []
     assert violations("from . import mesh\nfrom .mesh import Degrees\n", "dhp.parallel.made_up") == []
+
+
+def test_no_file_imports_itself_on_the_way() -> None:
+    """Imports inside functions too: two files that need each other are one, or share a third."""
+    names = {module for module, _ in modules()}
+    files = {module: _of_dhp(file, module, names) for module, file in modules()}
+    assert circles(files) == []
+
+
+def test_no_folder_imports_itself_on_the_way() -> None:
+    names = {module for module, _ in modules()}
+    folders: dict[str, set[str]] = {}
+    for module, file in modules():
+        for target in _of_dhp(file, module, names):
+            here, there = module.rpartition(".")[0], target.rpartition(".")[0]
+            if not _inside(here, {there}) and not _inside(there, {here}):  # a folder and its own parts are one
+                folders.setdefault(here, set()).add(there)
+    assert circles(folders) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    long = {module: len(file.read_text().splitlines()) for module, file in modules()}
+    assert {module: lines for module, lines in long.items() if lines > MOST_LINES} == {}
+
+
+def _of_dhp(file: Path, module: str, names: set[str]) -> set[str]:
+    """The modules of dhp that a file imports, itself not among them."""
+    targets = (entry.target for entry in imports_of(file.read_text(), module) if entry.target.startswith("dhp."))
+    found = {target if target in names else target.rpartition(".")[0] for target in targets}
+    return found - {module}
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of names that reach one another, each sorted."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [start]
+        while ahead:
+            ahead.extend(new := imports.get(ahead.pop(), set()) - seen)
+            seen |= new
+        return seen
+
+    reach = {name: reached(name) for name in imports}
+    groups = {tuple(sorted(other for other in reach[name] if name in reach.get(other, ()))) for name in imports}
+    return [list(group) for group in sorted(groups) if group]
 
 
 @pytest.mark.parametrize("module", ["dhp.train_ray", "dhp.config.command_line", "dhp.observe.recorder", "dhp.__main__"])

@@ -1,4 +1,4 @@
-"""How samples are read, beyond what the model's processors say."""
+"""Builds a reader of steps from datasets, a sampler, the model's processors and a sharder, without Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from dhp.data.sample.audio import NO_ACTORS, NO_TOWER, AudioPreprocessing
 from dhp.data.sample.cached_features import CachedPictures
 from dhp.data.sample.lengths import tile_arguments
 from dhp.data.sample.pictures import Videos
-from dhp.data.sample.preprocess import Preprocessor, Prompts
+from dhp.data.sample.preprocess import Preprocessor
+from dhp.data.sample.tokens import Prompts
 from dhp.data.sampling.dataset import BatchSource, Dataset, open_dataset
 from dhp.data.sampling.exchanged import Exchanged, Records
 from dhp.data.sampling.length_cache import LengthCache
@@ -69,7 +70,8 @@ class BatchReaderSettings:
 
     text: degrees of the decoder. sequence_groups, even_calls: see `dhp.batch.shard.BatchSharder`.
 
-    exchange: OWN or OTHERS of `dhp.data.sampling.exchanged`: samples with images that can be exchanged; "": all, as they are.
+    exchange: OWN or OTHERS of `dhp.data.sampling.exchanged`: samples with images that can be exchanged; "": all, as
+    they are.
 
     objective: the name of what a step minimizes (`dhp.objectives.objective.find_objective`).
     """

@@ -1,4 +1,4 @@
-"""Blocks of tokens with bidirectional attention: those of an image, or of a prompt, as the model's family has it."""
+"""Samples of a text replica as the arguments of the model: rows padded on the right, or packed into one."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CALLERS = 3  # functions on the stack that name a call's origin, the innermost f
 _KEPT = 64  # calls of a group that stay in the store: no rank is further behind
 # Whose functions name the origin; this file's and those of the kernel in front of each collective do not.
 _ORIGINS = ("/dhp/", "/_fully_shard/", "/deepspeed/runtime/")
-_NO_ORIGIN = ("/base/calls.py", "/comm/traffic.py")
+_NO_ORIGIN = ("/core/collectives.py", "/parallel/traffic.py")
 _MESSAGES = {"send", "recv_"}  # between two ranks of a group: the others have no part in them
 _UNEVEN = {"alltoall_base_", "alltoall_"}  # whose ranks may send and receive differing numbers of rows
 

@@ -1,7 +1,8 @@
 """Which parameters are trained, and how fast: rules over their names; settings of adapters.
 
-A run makes them once from its configuration (`dhp.trainer.trainable`); every rank applies them to the parameters it holds.
-Names are those of the whole model's parameters in transformers, as `model.language_model.layers.0.mlp.up_proj.weight`.
+A run makes them once from its configuration (`dhp.trainer.trainable`); every rank applies them to the parameters that
+it holds. Names are those of the whole model's parameters in transformers, as
+`model.language_model.layers.0.mlp.up_proj.weight`.
 """
 
 from __future__ import annotations

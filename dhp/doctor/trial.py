@@ -1,4 +1,4 @@
-"""Samples for a model of which only the configuration is known, with pictures as its encoder takes them."""
+"""One step of a tiny model, by one plain process and by the engines of all parts: losses and gradients of each."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dhp.core.parameters import Group
 from dhp.core.reports import KernelUse
-from dhp.engine.settings import StageSettings
+from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.lora import adapted_modules, add_adapters, find_targets
 from dhp.models.part import Part
 from dhp.models.types import LayerParts
@@ -22,7 +22,7 @@ from dhp.parallel.attention.choose import segment_kernel
 from dhp.parallel.comm import replicas_mesh
 from dhp.parallel.expert.modules import GATE_UP, takes_groups
 from dhp.parallel.kernels.replace import left_to_compiler, replace_kernels
-from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, make_adamw
+from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, exact_dtype, learning_rate_at, make_adamw
 from dhp.parallel.optim.frozen import Frozen
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.optim.replicated import MakeOptimizer, Replicated
@@ -120,6 +120,12 @@ def default_group(settings: StageSettings) -> Group:
     """The group of parameters that no rule is about, by the part's name."""
     update = settings.update
     return Group(settings.spec.part, update.learning_rate, update.weight_decay, update.warmup_steps)
+
+
+def rates_at(step: int, groups: Sequence[Group], update: OptimizerSettings) -> dict[str, float]:
+    """The learning rate of each group at a step, by name."""
+    total, kind = update.total_steps, update.lr_scheduler_type
+    return {of.name: learning_rate_at(step, total, of.learning_rate, of.warmup_steps, kind) for of in groups}
 
 
 def place_kernels(

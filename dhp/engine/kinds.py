@@ -27,4 +27,4 @@ def make_rank(settings: StageSettings) -> StageEngine:
 
             return TextEngine(settings)
         case part:
-            raise ValueError(f"stage {settings.spec.name} is of part {part!r}, which no trainer runs")
+            raise ValueError(f"stage {settings.spec.name} is of part {part!r}, which no engine runs")

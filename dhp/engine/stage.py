@@ -32,6 +32,7 @@ from dhp.engine.build import (
     place_kernels,
     put_adapters,
     quantize_frozen,
+    rates_at,
     tie_weight,
     trained_groups,
 )
@@ -46,7 +47,7 @@ from dhp.parallel.comm import build_mesh
 from dhp.parallel.device import compute_alike, describe_device
 from dhp.parallel.kernels.compile import compile_layers, eager
 from dhp.parallel.kernels.replace import require_compiler
-from dhp.parallel.optim.base import StageOptimizer, clip_coefficient, exact_dtype, learning_rate_at, widen
+from dhp.parallel.optim.base import StageOptimizer, clip_coefficient, exact_dtype, widen
 from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers, tile_mlps
 from dhp.parallel.recompute.meter import ActivationMeter
 from dhp.parallel.recompute.saved_calls import save_output
@@ -149,7 +150,7 @@ class StageEngine(EvaluatingEngine):
         """
         update = self.settings.update
         norm, coefficient = clip_coefficient([self._norm_sq, *other_norms_sq], update.max_grad_norm)
-        rates = self._rates_at(info.step)
+        rates = rates_at(info.step, self._groups, update)
         if not math.isfinite(norm):
             raise PartFailed(
                 f"the gradient norm of step {info.step + 1} is {norm}; the step was not taken. "
@@ -217,15 +218,6 @@ class StageEngine(EvaluatingEngine):
     def edges_out(self, chunk: int) -> tuple[Edge, ...]:
         """Edges that begin at a chunk of this stage."""
         return self.settings.graph.outputs(Node(self.spec.name, chunk))
-
-    def _rates_at(self, step: int) -> dict[str, float]:
-        update = self.settings.update
-        return {
-            of.name: learning_rate_at(
-                step, update.total_steps, of.learning_rate, of.warmup_steps, update.lr_scheduler_type
-            )
-            for of in self._groups
-        }
 
     def _set_up_torch(self) -> None:
         torch.manual_seed(self.settings.seed)

@@ -6,9 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig
-
 from dhp.config.shipped import shipped_directory
 from dhp.core.errors import ModelError
 
@@ -38,6 +35,8 @@ def config_source(model_name: str) -> str:
 
 def _readable(model_name: str, local_files_only: bool = False) -> str | None:
     """None when transformers can read the model's configuration, else the first line of its error."""
+    from transformers import AutoConfig
+
     try:
         AutoConfig.from_pretrained(model_name, local_files_only=local_files_only, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -53,6 +52,8 @@ def shapes_directory() -> Path:
 def name_accelerator() -> None:
     """Set DeepSpeed's accelerator to the CPU where there is no GPU. accelerate, which transformers and peft call to
     save or adapt a model, imports DeepSpeed, whose own search would print a warning."""
+    import torch
+
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -10,8 +10,8 @@ from dhp.core.errors import ModelError
 if TYPE_CHECKING:
     from dhp.models.family import Family
 
-# Model type → the module of dhp.models that has its adapter, and its name there. Imported when asked for, as modeling
-# code takes a second.
+# Model type → the module of dhp.models.families that has its adapter, and its name there. Imported when asked for, as
+# modeling code takes a second.
 FAMILIES: dict[str, tuple[str, str]] = {
     "glm46v": ("glm4v", "glm4v"),
     "glm4v": ("glm4v", "glm4v"),
@@ -31,8 +31,8 @@ FAMILIES: dict[str, tuple[str, str]] = {
 def load_family(model_name: str) -> Family:
     """The family of a Hugging Face directory or hub id.
 
-    A family without an adapter of its own is run by transformers' contract (dhp/models/generic). Raises ModelError when
-    there is no readable config.json, and for a family that cannot be run so.
+    A family without an adapter of its own is run by transformers' contract (dhp/models/contract). Raises ModelError
+    when there is no readable config.json, and for a family that cannot be run so.
     """
     from transformers import AutoConfig
 
@@ -44,7 +44,7 @@ def load_family(model_name: str) -> Family:
         if config.model_type in FAMILIES and not _is_unusual(config):
             _refuse_dropout(config)
             module, name = FAMILIES[config.model_type]
-            family: Family = getattr(import_module(f"dhp.models.{module}"), name)(config)
+            family: Family = getattr(import_module(f"dhp.models.families.{module}"), name)(config)
             return family
         from dhp.models.contract.family import generic
         from dhp.models.contract.structure import family_class

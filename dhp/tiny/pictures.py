@@ -12,7 +12,6 @@ from PIL import Image, ImageDraw
 
 from dhp.core.errors import DataError
 from dhp.core.files import new_folder
-from dhp.tiny import pictures as drawing
 
 PALETTE = {
     "red": (215, 30, 35),
@@ -38,7 +37,7 @@ _STROKES = ((0, 0, 1, 0), (1, 0, 1, 1), (1, 1, 1, 2), (0, 2, 1, 2), (0, 1, 0, 2)
 _DIGITS = ("012345", "12", "01643", "01623", "5612", "05623", "056234", "012", "0123456", "012356")
 
 
-def shapes(random: Random, shape: str, colours: Sequence[str]) -> Image.Image:
+def draw_shapes(random: Random, shape: str, colours: Sequence[str]) -> Image.Image:
     """One shape of each colour, side by side on a light background."""
     image, draw = _canvas(random, min_width=28 * len(colours))
     cell = image.width / len(colours)
@@ -50,7 +49,7 @@ def shapes(random: Random, shape: str, colours: Sequence[str]) -> Image.Image:
     return image
 
 
-def digit(random: Random, value: int, colour: str) -> Image.Image:
+def draw_digit(random: Random, value: int, colour: str) -> Image.Image:
     """A digit (0..9) in seven strokes."""
     image, draw = _canvas(random)
     unit = min(image.width / 2, image.height / 3) * random.uniform(0.8, 1.0)
@@ -62,7 +61,7 @@ def digit(random: Random, value: int, colour: str) -> Image.Image:
     return image
 
 
-def bars(random: Random, colours: Sequence[str], heights: Sequence[int]) -> Image.Image:
+def draw_bars(random: Random, colours: Sequence[str], heights: Sequence[int]) -> Image.Image:
     """A bar chart. heights: tenths of the picture's height, one a colour."""
     image, draw = _canvas(random, min_width=24 * len(colours))
     cell = image.width / len(colours)
@@ -188,44 +187,44 @@ def _sample(folder: Path, number: int, random: Random) -> dict[str, object]:
 
 
 def _colour(random: Random) -> Draft:
-    colour, shape = random.choice(drawing.COLOURS), random.choice(drawing.SHAPES)
-    return Draft([drawing.shapes(random, shape, [colour])], [(f"What colour is the {shape}?", colour)])
+    colour, shape = random.choice(COLOURS), random.choice(SHAPES)
+    return Draft([draw_shapes(random, shape, [colour])], [(f"What colour is the {shape}?", colour)])
 
 
 def _shape(random: Random) -> Draft:
-    colour, shape = random.choice(drawing.COLOURS), random.choice(drawing.SHAPES)
-    return Draft([drawing.shapes(random, shape, [colour])], [(f"Which shape is {colour}?", shape)])
+    colour, shape = random.choice(COLOURS), random.choice(SHAPES)
+    return Draft([draw_shapes(random, shape, [colour])], [(f"Which shape is {colour}?", shape)])
 
 
 def _count(random: Random) -> Draft:
-    count, shape = random.randint(1, 5), random.choice(drawing.SHAPES)
-    picture = drawing.shapes(random, shape, [random.choice(drawing.COLOURS)] * count)
+    count, shape = random.randint(1, 5), random.choice(SHAPES)
+    picture = draw_shapes(random, shape, [random.choice(COLOURS)] * count)
     return Draft([picture], [("How many shapes are there?", NUMBER_WORDS[count])])
 
 
 def _digit(random: Random) -> Draft:
-    digit, colour = random.randint(0, 9), random.choice(drawing.COLOURS)
-    return Draft([drawing.digit(random, digit, colour)], [("Which digit is this?", NUMBER_WORDS[digit])])
+    digit, colour = random.randint(0, 9), random.choice(COLOURS)
+    return Draft([draw_digit(random, digit, colour)], [("Which digit is this?", NUMBER_WORDS[digit])])
 
 
 def _chart(random: Random) -> Draft:
-    colours = random.sample(drawing.COLOURS, random.randint(2, 4))
+    colours = random.sample(COLOURS, random.randint(2, 4))
     heights = random.sample(range(2, 11), len(colours))
     tallest = colours[heights.index(max(heights))]
-    return Draft([drawing.bars(random, colours, heights)], [("Which bar is the tallest?", f"the {tallest} bar")])
+    return Draft([draw_bars(random, colours, heights)], [("Which bar is the tallest?", f"the {tallest} bar")])
 
 
 def _pair(random: Random) -> Draft:
-    colours = random.sample(drawing.COLOURS, 2)
-    pictures = [drawing.shapes(random, random.choice(drawing.SHAPES), [colour]) for colour in colours]
+    colours = random.sample(COLOURS, 2)
+    pictures = [draw_shapes(random, random.choice(SHAPES), [colour]) for colour in colours]
     return Draft(pictures, [("What colours are the two pictures?", " and ".join(colours))])
 
 
 def _dialogue(random: Random) -> Draft:
-    colour, shape = random.choice(drawing.COLOURS), random.choice(drawing.SHAPES)
+    colour, shape = random.choice(COLOURS), random.choice(SHAPES)
     questions = ["Which shape is this?", "What is its colour?", "How many are there?"]
     answers = [shape, colour, "one"]
-    return Draft([drawing.shapes(random, shape, [colour])], list(zip(questions, answers))[: random.randint(2, 3)])
+    return Draft([draw_shapes(random, shape, [colour])], list(zip(questions, answers))[: random.randint(2, 3)])
 
 
 def _arithmetic(random: Random) -> Draft:

@@ -31,7 +31,7 @@ _HEADINGS = ("stage", "layout", "ranks", "parameters", "a rank", "of these whole
 
 
 def dry_run(config: Config) -> str:
-    """The table and notes to print. `config` went through `dhp.trainer.preflight.prepare`. Starts and writes nothing."""
+    """The table and notes to print. `config` has been through `dhp.trainer.preflight.prepare`. Writes nothing."""
     name = model_name(config)
     source = config_source(name)
     graph = make_graph(config, load_family(source), source)

@@ -1,4 +1,4 @@
-"""Answers prompts of a dataset with the ranks of a session."""
+"""The loss on held-out data, and answers to its prompts: every so many steps, on each dataset in a fixed order."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def evaluate(config: Config, checkpoint: Path | None, say: Callable[[str], None]
 def evaluate_exchanged(
     config: Config, checkpoint: Path | None, say: Callable[[str], None]
 ) -> dict[str, list[EvalMetrics]]:
-    """As `evaluate`, of the samples with images that can be exchanged: by OWN and OTHERS of `dhp.data.sampling.exchanged`."""
+    """As `evaluate`, of the samples with images that can be exchanged: by OWN and by OTHERS."""
     with _loaded(config, checkpoint, say) as (session, step):
         return {images: Evaluation(session, images).run(step) for images in (OWN, OTHERS)}
 

@@ -1,7 +1,7 @@
-"""Prefetching of the next step's data by the encoders' ranks, during the step that runs.
+"""Starts and ends what a run needs: the cluster, the actors that read its data, the groups of its stages.
 
-A session trains nothing. `dhp.trainer.trainer` submits steps to it; after a failure another session can be started in its
-place.
+A session trains nothing. `dhp.trainer.trainer` submits steps to it; after a failure another session can be started in
+its place.
 """
 
 from __future__ import annotations

@@ -8,4 +8,4 @@ import experiments.gpu_check.ray_stand_in  # noqa: F401
 # isort: split
 import dhp.cluster.worker
 import dhp.engine.encoder  # noqa: F401
-import dhp.engine.text
+import dhp.engine.text  # noqa: F401

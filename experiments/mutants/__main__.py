@@ -12,7 +12,7 @@ from experiments.mutants.mutations import KINDS, Mutation, find_mutations
 from experiments.mutants.trial import KILLED, copy_tree, try_mutation
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("data", "config", "checkpoint", "planner", "batching", "trainers")
+ROOMS = ("data", "config", "checkpoint", "planner", "batch", "engine")
 
 
 def draw(seed: int, count: int, rooms: list[str]) -> list[Mutation]:

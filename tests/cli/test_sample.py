@@ -37,7 +37,7 @@ from dhp.data.sample.sample import Sample
 from dhp.models.contract.pictures import pack
 from dhp.models.contract.processor import ContractProcessor
 from dhp.models.families.llava import LlavaProcessor
-from dhp.models.families.qwen_vl import qwen2_5_vl
+from dhp.models.families.qwen2_5_vl import qwen2_5_vl
 from dhp.models.processor import Processor
 from dhp.tiny.model import make_tokenizer, tiny_config
 

@@ -12,7 +12,7 @@ from dhp.config.schema import Config
 from dhp.core.errors import PartFailed
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = "from dhp.config.command_line import hydra_entry; hydra_entry(lambda config: print('ran', config.name, config.seed))"
+SCRIPT = "from dhp.config.command_line import hydra_entry as run; run(lambda c: print('ran', c.name, c.seed))"
 
 
 @pytest.fixture(autouse=True)

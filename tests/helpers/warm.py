@@ -23,7 +23,7 @@ import dhp.batch.build
 import dhp.engine.encoder  # noqa: F401
 import dhp.engine.text
 import dhp.models.families.llava
-import dhp.models.families.qwen_vl
+import dhp.models.families.qwen2_5_vl  # noqa: F401
 from dhp.parallel.deepspeed import import_deepspeed
 
 import_deepspeed()

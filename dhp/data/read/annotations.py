@@ -116,8 +116,8 @@ _PROBED_SAMPLES = 100  # samples whose keys may tell the format
 class Annotations:
     """One dataset.
 
-    form: a name of `dhp.data.read.annotations.FORMATS`. data_path: where image paths start; None: no files. path: the file, or the
-    folder of shards. columns: our names of keys → the samples'."""
+    form: a name of `FORMATS`. data_path: where image paths start; None: no files. path: the file, or the folder of
+    shards. columns: our names of keys → the samples'."""
 
     dataset: str
     rows: RawSamples

@@ -1,4 +1,4 @@
-"""Plans a window of samples: rows by one of the methods, and a digest of all that decided them."""
+"""Steps of balanced rows: an epoch is planned as a whole or window by window, by the lengths of its samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The properties of a family without code of its own, and the tensors that its encoder sends."""
+"""The properties of a family without code of its own, as values, and the tensors that its encoder sends."""
 
 from __future__ import annotations
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from dhp.models.contract.decoder import ContractDecoder
-from dhp.models.contract.find import find_contract
 from dhp.models.decoder import PATH, Decoder
 from dhp.models.families.grid import GridProcessor, GridTower, patch_values
 from dhp.models.family import Family
@@ -138,10 +136,3 @@ def _count_work(vision: Any) -> VisionWork:
         segment_pair=vision.depth * 2 * width,
         embedding=mergers * merged * (merged + vision.out_hidden_size),
     )
-
-
-def qwen3_5(config: Any) -> Family:
-    """Qwen3.5 of that configuration."""
-    contract = find_contract(config)
-    processor = Qwen3VlProcessor(config, contract.base)
-    return Family(config, processor, Qwen3VlTower(config), ContractDecoder(config, contract))

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dhp.core.errors import ConfigError
-from dhp.parallel.attention import choose as flash_attention_2
 from dhp.parallel.attention.kernels import AUTO, CpuFlash, CudaFlash, Dense, Kernel
 from dhp.parallel.optional_packages import FLASH_ATTENTION, find_extra, flash_attention_package
 
@@ -181,7 +180,7 @@ def attend_varlen(
     unlike cuDNN it builds no plan for each new length, and nothing is sorted.
     """
     if backend == FLASH_ATTENTION_2:
-        return flash_attention_2.attend(query, key, value, bounds, longest, causal, scale, window)
+        return attend(query, key, value, bounds, longest, causal, scale, window)
     sizes = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
     grouped = query.shape[1] != key.shape[1]
     return varlen_attn(

@@ -1,18 +1,11 @@
-"""MLPs that compute some tokens at a time, from outside an unmodified model.
+"""Activation checkpointing: parts of layers are recomputed in backward, from outside an unmodified model.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", by torch's non-reentrant checkpointing of each layer.
+What is not worth recomputing is kept: see `dhp.parallel.recompute.saved_calls`.
 
 A row's longest tensors are inside of its MLPs, several times as wide as the states, though no token needs another there
 (Bekman et al. 2025, "Arctic Long Sequence Training", section 3.1). Here an MLP runs chunk by chunk, each under torch's
 checkpointing: memory holds the intermediate states of one chunk, forward and backward, and keeps the MLP's input alone.
-
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", by torch's non-reentrant checkpointing of each layer.
-What is not worth recomputing (matrix products, attention) is *kept*: its output is saved, and the layer's second run
-takes it from there. What a kept call saves for its own backward is either one of its inputs, which the second run
-recomputes, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run once;
-all others run again in backward, on every rank in the same order. Dropout of adapters draws the same random numbers
-again: after a call that is skipped, the generator continues from the state in which that call left it.
-
-torch's own selective checkpointing (`create_selective_checkpoint_contexts`) decides operator by operator. Here a whole
-call is kept or not: an attention that is an autograd function of many kernels and collectives, or a module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""Calls in a recomputed layer whose outputs are saved, and the random numbers that it draws."""
+"""Calls in a recomputed layer whose outputs are saved, and the random numbers that the layer draws.
+
+What is not worth recomputing (matrix products, attention) is *kept*: its output is saved, and the layer's second run
+takes it from there. What a kept call saves for its own backward is either one of its inputs, which the second run
+recomputes, or stays saved. So collectives inside a kept call, such as those of Ulysses and ring attention, run once;
+all others run again in backward, on every rank in the same order. Dropout of adapters draws the same random numbers
+again: after a call that is skipped, the generator continues from the state in which that call left it.
+
+torch's own selective checkpointing (`create_selective_checkpoint_contexts`) decides operator by operator. Here a whole
+call is kept or not: an attention that is an autograd function of many kernels and collectives, or a module.
+"""
 
 from __future__ import annotations
 

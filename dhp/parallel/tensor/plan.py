@@ -54,10 +54,10 @@ _CUTS_OUTPUTS = ("dhp_colwise", "dhp_fused_", "dhp_shared_heads_")  # what such 
 def local_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """`plan` (style by the full name of a module or parameter) with our styles for the library's.
 
-    Experts are read by shares, for `dhp.parallel.tensor.expert_widths` to cut. Projections that stand side by side will enter
-    their input together. Raises ModelError for a style whose gradients are not known to be exact, and for a parameter
-    next to cut projections that the plan does not name: each rank would hold another part of its gradient, and they
-    would not be summed.
+    Experts are read by shares, for `dhp.parallel.tensor.expert_widths` to cut. Projections that stand side by side
+    will enter their input together. Raises ModelError for a style whose gradients are not known to be exact, and for
+    a parameter next to cut projections that the plan does not name: each rank would hold another part of its gradient,
+    and they would not be summed.
     """
     head, modules = _head_names(model), dict(model.named_modules())
     plan = _without_gathering(plan, head)

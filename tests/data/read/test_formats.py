@@ -12,7 +12,7 @@ from dhp.core.errors import DataError
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.read.annotations import detect, parse_record
 from dhp.data.read.records import Record
-from dhp.data.sample.preprocess import Prompts
+from dhp.data.sample.tokens import Prompts
 from tests.data.sample.made import make_preprocessor
 
 WALLS = "Walls are painted red, green or blue. " * 20

@@ -9,7 +9,7 @@ from transformers import Qwen2VLImageProcessorPil
 from dhp.data.media.frames import FrameSampling
 from dhp.data.sample.pictures import Videos
 from dhp.data.sample.preprocess import Preprocessor
-from dhp.models.families.qwen_vl import qwen2_5_vl
+from dhp.models.families.qwen2_5_vl import qwen2_5_vl
 from dhp.tiny.model import tiny_config
 
 CORPUS = ["What colour is the circle?", "Is it blue or red?", "You are a helpful assistant.", "user system"]

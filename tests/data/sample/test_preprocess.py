@@ -13,7 +13,7 @@ from dhp.core.errors import ConfigError, DataError, ModelError
 from dhp.data.read.records import Record, Turn
 from dhp.data.sample.audio import NO_ACTORS, NO_TOWER
 from dhp.data.sample.lengths import Length
-from dhp.data.sample.preprocess import Prompts
+from dhp.data.sample.tokens import Prompts
 
 END = "<|im_end|>"
 HEAD = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"

@@ -28,7 +28,7 @@ from dhp.data.sample.pictures import Videos
 from dhp.data.sample.preprocess import Preprocessor
 from dhp.data.sampling.length_cache import LengthCache, Lengths, key_of, measure_lengths
 from dhp.models.families.llava import llava as llava_family
-from dhp.models.families.qwen_vl import qwen2_5_vl
+from dhp.models.families.qwen2_5_vl import qwen2_5_vl
 from dhp.tiny.model import tiny_config
 from dhp.tiny.pictures import ANNOTATIONS, make_dataset
 from tests.data.sample.test_bad_input import GOOD, LINES, shown, talk, write

@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: native-resolution towers, one with window attention; decoders with three-axis positions."""
+"""Qwen2.5-VL: a native-resolution tower with window attention, and a decoder with three-axis rotary positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dhp.core.batch import Grid, ProcessorOutput
-from dhp.models.contract.find import find_contract
 from dhp.models.decoder import Decoder
 from dhp.models.families.grid import GridProcessor, GridTower, patch_values
 from dhp.models.family import Family
@@ -94,22 +93,3 @@ def _count_work(vision: Any) -> VisionWork:
         segment_pair=full * 2 * width,
         embedding=merged * (merged + vision.out_hidden_size),
     )
-
-
-def qwen2_vl(config: Any) -> Family:
-    """Qwen2-VL of that configuration."""
-    contract = find_contract(config)
-    tower = Qwen2VlTower(config, contract.vision_work)
-    return Family(config, GridProcessor(config, contract.base), tower, Decoder(config))
-
-
-class Qwen2VlTower(GridTower):
-    """It learns no positions: of a patch it takes row and column alone."""
-
-    tensor_plan = {
-        "model.visual.blocks.*.attn.proj": "rowwise",
-        "model.visual.blocks.*.mlp.fc1": "colwise",
-        "model.visual.blocks.*.mlp.fc2": "rowwise",
-        "model.visual.merger.mlp.0": "colwise",
-        "model.visual.merger.mlp.2": "rowwise",
-    }

@@ -1,0 +1,178 @@
+"""Tokenizes conversations by the model's chat template, with the answers as targets."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dhp.core.batch import PositionRange
+from dhp.core.errors import DataError, ModelError
+from dhp.data.media.frames import FrameTimes
+from dhp.data.read.records import Record
+from dhp.data.sample.audio import NO_ACTORS, AudioPreprocessing, Clip
+from dhp.data.sample.chat import Rendered, render, replace_each, to_messages
+from dhp.data.sample.lengths import check_characters, longest_token
+from dhp.data.sample.pictures import Outline, PicturePatches, Videos
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BESIDE_A_CUT = 64  # tokens: where a text is cut, its last word may become other tokens
+_DECOMPOSED = 4  # characters at most that normal form C makes one of
+Written = tuple[str, Callable[[Any], str]]  # an image's placeholder in a prompt, and what goes there for its form
+
+# Templates are compiled once and then shared, and one that tracks its answers is not reentrant.
+# A lock of the module leaves the preprocessor itself picklable. Images are decoded outside of it.
+_TEXT = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised conversation with one token for each image, and which of its tokens are targets."""
+
+    ids: np.ndarray  # int64 [tokens]
+    target: np.ndarray  # bool [tokens]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """How conversations are written, beyond what the model's chat template says.
+
+    system: text of those that have none; None: nothing is added. learn_empty_thoughts: see
+    `dhp.data.sample.chat.render`. no_audio: why a run takes no audio, for errors.
+    """
+
+    system: str | None = None
+    learn_empty_thoughts: bool = False
+    no_audio: str = NO_ACTORS
+
+
+AS_THE_TEMPLATE = Prompts()
+
+
+class ConversationTokenizer:
+    """Tokenizes the conversations of one model. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Prompts,
+        max_tokens: int | None,
+        positions: PositionRange | None,
+        written: Written | None,
+        videos: Videos | None,
+        sounds: AudioPreprocessing | None,
+    ) -> None:
+        """See `dhp.data.sample.preprocess.Preprocessor`. Raises ModelError for a tokenizer that cannot give labels."""
+        if not tokenizer.is_fast:
+            raise ModelError(f"tokenizer {tokenizer.name_or_path!r} gives no offsets; a fast tokenizer is needed")
+        if tokenizer.chat_template is None:
+            raise ModelError(f"tokenizer {tokenizer.name_or_path!r} has no chat template, so answers have no place")
+        self._tokenizer, self._prompts, self._max_tokens, self._positions = tokenizer, prompts, max_tokens, positions
+        self._written, self._videos, self._sounds = written, videos, sounds
+        self._longest = longest_token(json.loads(tokenizer.backend_tokenizer.to_str()))
+        self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+    def tokenize(
+        self,
+        record: Record,
+        clips: Sequence[Clip],
+        paces: Sequence[FrameTimes],
+        shown: Sequence[PicturePatches | Outline],
+    ) -> Tokens:
+        """clips: of its audio. paces: of the videos whose times the prompt has. shown: pictures that the prompt shows
+        in their own way. Raises DataError."""
+        if record.written is not None:
+            return self._plain_tokens(record.written)
+        with _TEXT:
+            messages = to_messages(record.turns, self._prompts.system)
+            rendered = render(self._tokenizer, messages, self._prompts.learn_empty_thoughts, record.learned)
+            check_characters(rendered.text, len(record.media), self._longest, self._max_tokens, self._positions)
+            rendered = self._with_times(rendered, paces) if paces else rendered
+            rendered = self._with_pictures(rendered, shown) if shown else rendered
+            rendered = self._with_sounds(rendered, clips) if self._sounds is not None else rendered
+            encoding = self._tokenizer(
+                rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+        ids = np.array(encoding["input_ids"], dtype=np.int64)
+        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return Tokens(ids, self._targets(ids, offsets, rendered))
+
+    def _plain_tokens(self, text: str) -> Tokens:
+        """Plain text between the tokens that the tokenizer begins a text with and the one that ends it, cut after
+        max_tokens; all of it is learned."""
+        most, end = self._max_tokens, self._tokenizer.eos_token_id
+        if most is not None and self._longest is not None:  # what is cut anyway would take memory as tokens
+            text = text[: _DECOMPOSED * self._longest * (most + _BESIDE_A_CUT)]
+        with _TEXT:
+            ids = self._tokenizer(text, verbose=False)["input_ids"]
+        if end is not None and ids[-1:] != [end]:
+            ids = [*ids, end]
+        return Tokens(np.array(ids[:most], dtype=np.int64), np.ones(len(ids[:most]), dtype=bool))
+
+    def _with_pictures(self, rendered: Rendered, shown: Sequence[PicturePatches | Outline]) -> Rendered:
+        """Replace the placeholder of each image by what the family's processor writes for it: in the text, as that
+        processor does, because tokens are not always those of the pieces."""
+        placeholder, text_of = self._written
+        found = rendered.text.count(placeholder)
+        if found != len(shown):
+            raise miscounted("image", found, len(shown), placeholder)
+        return replace_each(rendered, placeholder, [text_of(one.grid) for one in shown])
+
+    def _with_sounds(self, rendered: Rendered, clips: Sequence[Clip]) -> Rendered:
+        """Repeat the placeholder of each clip to its length."""
+        placeholder = self._tokenizer.convert_ids_to_tokens(self._sounds.token_id)
+        found = rendered.text.count(placeholder)
+        if found != len(clips):
+            raise miscounted("audio clip", found, len(clips), placeholder)
+        return replace_each(rendered, placeholder, [placeholder * clip.form.tokens for clip in clips])
+
+    def _with_times(self, rendered: Rendered, paces: Sequence[FrameTimes]) -> Rendered:
+        """Replace the placeholder of each video by one for each step in time. This is done in the text, not among its
+        tokens, because the text before a time may share a token with it."""
+        videos, name = self._videos, self._tokenizer.convert_ids_to_tokens
+        token, first, last = map(name, (videos.token_id, *videos.step_tokens))
+        found = rendered.text.count(token)
+        if found != len(paces):
+            raise miscounted("video", found, len(paces), token)
+
+        def show(pace: FrameTimes) -> str:
+            texts = (videos.step_text(*times) for times in zip(pace.times, pace.firsts, strict=True))
+            return "".join(f"{before}{first}{token}{last}{behind}" for before, behind in texts)
+
+        return replace_each(rendered, token, [show(pace) for pace in paces])
+
+    def _targets(self, ids: np.ndarray, offsets: np.ndarray, rendered: Rendered) -> np.ndarray:
+        """bool [tokens]: tokens that begin inside an answer, up to and with its end-of-turn token."""
+        target = np.zeros(len(ids), dtype=bool)
+        for start, stop in rendered.spans:
+            first, last = np.searchsorted(offsets[:, 0], (start, stop))
+            last = self._end_of_turn(ids, offsets, rendered.text[:stop], first, last)
+            target[first:last] = True
+        return target
+
+    def _end_of_turn(self, ids: np.ndarray, offsets: np.ndarray, text: str, first: int, last: int) -> int:
+        """Move `last` (exclusive) so that the answer ends with its end-of-turn token.
+
+        Templates write a newline after that token, which nothing should learn to say; and some leave
+        the token itself outside their generation block, which would teach the model never to stop.
+        """
+        special = [i for i in range(first, last) if ids[i] in self._special]
+        if special and not text[offsets[special[-1], 1] :].strip():
+            return special[-1] + 1
+        if last < len(ids) and ids[last] == self._tokenizer.eos_token_id:
+            return last + 1
+        return last
+
+
+def miscounted(kind: str, placeholders: int, wanted: int, token: str) -> DataError:
+    """The error for a text whose placeholders are not as many as its pictures or clips."""
+    return DataError(
+        f"{placeholders} {kind} placeholder tokens for {wanted} {kind}s: the text itself holds {token!r}, or the chat "
+        f"template drops {kind}s"
+    )

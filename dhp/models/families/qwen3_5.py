@@ -1,0 +1,18 @@
+"""Qwen3.5, with or without experts: the tower of Qwen3-VL without DeepStack features, and a decoder most of whose
+layers are gated delta nets (Yang et al. 2025)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dhp.models.contract.decoder import ContractDecoder
+from dhp.models.contract.find import find_contract
+from dhp.models.families.qwen3_vl import Qwen3VlProcessor, Qwen3VlTower
+from dhp.models.family import Family
+
+
+def qwen3_5(config: Any) -> Family:
+    """Qwen3.5 of that configuration."""
+    contract = find_contract(config)
+    processor = Qwen3VlProcessor(config, contract.base)
+    return Family(config, processor, Qwen3VlTower(config), ContractDecoder(config, contract))
