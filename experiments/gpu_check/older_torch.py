@@ -73,7 +73,7 @@ def _provide() -> str:
     if not missing:
         return "torch's own"
     # A fork server may have imported the second before.
-    for module in (varlen, sys.modules.get("dhp.parallel.attention.kernels")):
+    for module in (varlen, sys.modules.get("dhp.parallel.attention.choose")):
         if module is not None:
             module.varlen_attn = varlen_attn
     return f"a stand-in for torch's, which lacks {', '.join(sorted(missing))}"

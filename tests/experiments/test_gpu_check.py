@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from dhp.parallel.attention import kernels
+from dhp.parallel.attention import choose as kernels
 from experiments.gpu_check import older_torch, parity, probe, profile
 from experiments.gpu_check.__main__ import NO_DEVICE, PATIENCE, WRONG, Results, check_sections, choose, last_run, main
 from experiments.gpu_check.parity import read_layout

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dhp.config.recompute import CHOICES
-from dhp.parallel.recompute import layers as checkpointing
 from dhp.parallel.recompute import meter as meter_module
+from dhp.parallel.recompute import saved_calls
 from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers
 from dhp.parallel.recompute.meter import ActivationMeter
 from dhp.parallel.recompute.saved_calls import device_of_draws, save_output
@@ -96,7 +96,7 @@ def test_what_was_left_out_at_random_is_left_out_again(choice: str) -> None:
 
 
 def test_a_generator_that_does_not_go_on_behind_a_kept_call_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointing, "go_on_from", lambda *_: None)
+    monkeypatch.setattr(saved_calls, "go_on_from", lambda *_: None)
     assert not torch.allclose(dropped("light")[1], dropped("none")[1])
 
 
