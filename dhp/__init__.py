@@ -1,1 +1,32 @@
-"""Training of vision-language models, each part with its own parallelism."""
+"""Training of vision-language models, each part with its own parallelism.
+
+What a program of one's own may import from here (docs/own-loop.md); each name is loaded when it is first used, as
+PyTorch and Ray take seconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dhp.config.schema import Config as Config
+    from dhp.core.errors import DhpError as DhpError
+    from dhp.objectives.objective import Objective as Objective
+    from dhp.trainer.own_loop import Run as Run
+    from dhp.trainer.own_loop import load_config as load_config
+    from dhp.trainer.own_loop import train as train
+
+_HOMES = {
+    "Config": "dhp.config.schema",
+    "DhpError": "dhp.core.errors",
+    "Objective": "dhp.objectives.objective",
+    "Run": "dhp.trainer.own_loop",
+    "load_config": "dhp.trainer.own_loop",
+    "train": "dhp.trainer.own_loop",
+}
+__all__ = [*_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dhp' has no attribute {name!r}; it has {', '.join(_HOMES)}")
+    return getattr(import_module(_HOMES[name]), name)

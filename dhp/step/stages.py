@@ -15,13 +15,13 @@ from dhp.core.dispatch import Call, PerRank, Several, per_rank, several
 from dhp.core.generation import Answer, PromptInput
 from dhp.core.graph import Edge, Node, Route, StageGraph, StageSpec, straight
 from dhp.core.reports import EvaluatedShare, RecomputePolicies, StageReport
-from dhp.step.schedule import Action, Forward
+from dhp.step.schedule import Action, Backward, Forward
 
 Ref = Any  # an ObjectRef, or the value itself where a group runs in the test process
 
 
 class EngineProtocol(Protocol):
-    """One rank of a stage: plain torch, the same methods for every stage. `dhp.trainers` implements it."""
+    """One rank of a stage: plain torch, the same methods for every stage. `dhp.engine` implements it."""
 
     def forward_step(self, micro_batch: int, chunk: int, work: Any, *received: Bundle) -> tuple[Bundle, ...]:
         """A chunk's forward. work: this shard's data of the micro-batch. received: by edge that ends here, a bundle
@@ -136,6 +136,45 @@ class Stage:
             self._run_forward(action.node, action.micro_batch, in_flight)
         else:
             self._run_backward(action.node, action.micro_batch, last, in_flight)
+
+    def forward(self, batch: Batch, micro_batch: int, received: Sent | None = None, chunk: int = 0) -> Sent:
+        """Submit a micro-batch's forward, for a loop of one's own: refs of what this stage sends.
+
+        received: what the forward of the stage before returned. A stage that sends nothing on waits for its backward.
+        Raises ValueError where something is missing of what it takes.
+        """
+        in_flight, action = (
+            InFlight(batch, forward=dict(received or {})),
+            Forward(Node(self.spec.name, chunk), micro_batch),
+        )
+        self._require(self._inputs[action.node], micro_batch, batch, in_flight.forward, "forward")
+        if not self.is_idle(action, batch):
+            self.run(action, False, in_flight)
+        return in_flight.forward
+
+    def backward(self, batch: Batch, micro_batch: int, received: Sent | None = None, chunk: int = 0) -> Sent:
+        """Submit a micro-batch's backward: refs of the gradients that this stage sends. received: what the backward of
+        the stage behind returned. Micro-batches go back in their order: the last one of the step is known by its
+        number. Raises as `forward`."""
+        in_flight, action = (
+            InFlight(batch, backward=dict(received or {})),
+            Backward(Node(self.spec.name, chunk), micro_batch),
+        )
+        edges = [edge for edge in self._outputs[action.node] if edge.gradients]
+        self._require(edges, micro_batch, batch, in_flight.backward, "backward")
+        if not self.is_idle(action, batch):
+            later = (replace(action, micro_batch=m) for m in range(micro_batch + 1, len(batch.work[self.spec.part])))
+            self.run(action, all(self.is_idle(one, batch) for one in later), in_flight)
+        return in_flight.backward
+
+    def _require(self, edges: Sequence[Edge], m: int, batch: Batch, sent: Sent, what: str) -> None:
+        for edge in edges:
+            if self._route(edge, m, batch).pairs and (edge, m) not in sent:
+                other = edge.source if what == "forward" else edge.target
+                raise ValueError(
+                    f"{self.spec.name}.{what} of micro-batch {m} lacks what {other.stage}.{what} returned; "
+                    "pass it as `received`"
+                )
 
     def _run_forward(self, node: Node, m: int, in_flight: InFlight) -> None:
         call, sent = self._forward_call(EngineProtocol.forward_step, node, m, in_flight)

@@ -130,8 +130,13 @@ class Saver:
 
         The calls queue behind the step's own, so the next step may be submitted at once and still comes after them.
         """
-        if not saves_after(self._config, step, plan):
-            return None
+        return self._begin(step) if saves_after(self._config, step, plan) else None
+
+    def save(self, step: int, plan: DataPlan, skipped: int) -> Path:
+        """Write a checkpoint after `step` optimizer steps, and wait for it; its path."""
+        return self.finish(self._begin(step), plan, skipped)
+
+    def _begin(self, step: int) -> Saving:
         folder = self._unfinished.add(open_checkpoint(self._parent, step))
         for stage in self._session.stages.values():
             stage.group.execute_all_async(EngineProtocol.save, str(folder / stage.spec.part), returns=0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from dhp.checkpoint.folder import Unfinished, check_writable
-from dhp.checkpoint.resume import find_start
+from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.command_line import to_yaml
 from dhp.config.parts import model_name
@@ -74,14 +75,7 @@ class Pending:
 def run(config: Config, say: Callable[[str], None] = say_line) -> None:
     """Train as configured. `config` went through `dhp.trainer.preflight.prepare`. say: prints a line before there is
     progress. Raises DhpError; leaves no process."""
-    checkpoint_dir = Path(str(config.training.checkpoint_dir))
-    with interruptible(), run_directory(config, say) as run_dir:
-        start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
-        start.check(kept_settings(config))
-        make_run_dir(config)
-        check_writable(checkpoint_dir)
-        for line in [*start.quarantine(), *start.changes(recipe(config))]:
-            say(line)
+    with open_run(config, say) as (run_dir, start):
         begun, resume = (start.checkpoint, start.step), partial(resume_line, config)
         interval, degrees, text = config.training.log_interval, world(config), to_yaml(config)
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)
@@ -96,6 +90,21 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
             with unfinished, session, recorder.before_teardown(), unfinished, ending():
                 Trainer(session, recorder, unfinished).run()
+
+
+@contextmanager
+def open_run(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, Start]]:
+    """Hold the run's directory, made anew or continued: the directory, and the checkpoint that it starts from. Signals
+    raise KeyboardInterrupt meanwhile. Raises ConfigError and CheckpointError."""
+    checkpoint_dir = Path(str(config.training.checkpoint_dir))
+    with interruptible(), run_directory(config, say) as run_dir:
+        start = find_start(config.training.resume, checkpoint_dir, replaces_checkpoints(config))
+        start.check(kept_settings(config))
+        make_run_dir(config)
+        check_writable(checkpoint_dir)
+        for line in [*start.quarantine(), *start.changes(recipe(config))]:
+            say(line)
+        yield run_dir, start
 
 
 class Trainer:
