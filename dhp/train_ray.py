@@ -23,14 +23,17 @@ def main(config: Config) -> None:
     # What a dry run prints may go into a file; progress goes to stderr.
     say = StartUp(BEGUN, partial(say_line, file=sys.stderr) if config.training.dry_run else say_line)
     try:
-        if config.stages:
-            from dhp.trainer.curriculum import run_curriculum
+        from dhp.trainer.preload import preloaded
 
-            run_curriculum(config, lambda stage: _train(stage, say), say)
-        else:
-            from dhp.trainer.preflight import prepare
+        with preloaded(config):
+            if config.stages:
+                from dhp.trainer.curriculum import run_curriculum
 
-            _train(prepare(config, say=say), say)
+                run_curriculum(config, lambda stage: _train(stage, say), say)
+            else:
+                from dhp.trainer.preflight import prepare
+
+                _train(prepare(config, say=say), say)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)

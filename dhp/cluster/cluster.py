@@ -15,13 +15,14 @@ import torch
 from ray.util.placement_group import remove_placement_group
 
 from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.address import LOCAL
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.gpus import HERE, check_gpus, read_gpus
 from dhp.cluster.host import beacon, require_own_gpu
 from dhp.cluster.placement.nodes import own_node, read_nodes
 from dhp.cluster.placement.rank_mapping import TENSOR, describe_straddle, find_straddles, map_ranks, refuse_straddle
 from dhp.cluster.placement.reservation import Slot, Topology, bundle_nodes, find_topology, plan_placement, reserve
-from dhp.cluster.ray_session import LOCAL, cluster_gpus, ray_session
+from dhp.cluster.ray_session import cluster_gpus, ray_session
 from dhp.cluster.transport.shared_memory import CUDA_IPC, OBJECT_STORE, SHARED_MEMORY, available
 from dhp.cluster.worker import GroupSettings
 from dhp.core.errors import ConfigError

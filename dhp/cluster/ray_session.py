@@ -20,9 +20,12 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants, services, utils
+from ray._private.node import Node
 from ray.exceptions import AuthenticationError
 
-from dhp.cluster.own_ray import TOKEN, on_loopback, own_ray
+from dhp.cluster.address import CLIENT, LOCAL
+from dhp.cluster.forks.start_server import environment
+from dhp.cluster.own_ray import TOKEN, changed_environment, on_loopback, own_ray
 from dhp.cluster.processes import descendants, end_descendants, has_ended, is_named
 from dhp.core.errors import ClusterError, ConfigError, DhpError
 from dhp.core.process import end, was_interrupted
@@ -75,6 +78,22 @@ def _patient(get_node: Callable[[str, str], Any], timeout_s: float) -> Callable[
     return ask
 
 
+@contextmanager
+def without_helpers() -> Iterator[None]:
+    """`ray.init` in here starts no API server and no autoscaler's monitor: a Ray of our own has neither a dashboard nor
+    nodes to add, and each takes seconds of a core to start."""
+    before = {name: getattr(Node, name) for name in _HELPERS}
+    for name in _HELPERS:
+        setattr(Node, name, lambda _node, **_options: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
+
+
+_HELPERS = ("start_api_server", "start_monitor")
+
 PATH = "RAY_AUTH_TOKEN_PATH"
 
 
@@ -94,8 +113,6 @@ def check_token_file() -> None:
         )
 
 
-LOCAL, RUNNING, CLIENT = "local", "auto", "ray://"
-SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for what `ray job submit` starts
 PROBE_TIMEOUT_S = 5.0
 
 # Tensors go through shared memory and are read in place; without this each is copied and pickled in-band.
@@ -126,7 +143,8 @@ def ray_session(address: str, cpus: int, gpus: int | None = None, timeout_s: flo
     with own_ray() if address == LOCAL else nullcontext() as folder:
         with _whole_or_none(address, folder, timeout_s), within(timeout_s):
             if folder is not None:
-                with on_loopback():  # workers inherit the environment; a runtime_env would only delay them
+                # Workers inherit the environment; a runtime_env would only delay them.
+                with on_loopback(), without_helpers(), changed_environment(environment()):
                     own = {"include_dashboard": False, "_system_config": OWN_SYSTEM, "_temp_dir": str(folder)}
                     ray.init(address=LOCAL, num_cpus=cpus, num_gpus=gpus, **own, **common)
             else:
@@ -169,11 +187,6 @@ def _not_started(error: Exception, address: str, folder: Path | None, timeout_s:
         f"busy machine (raise cluster.start_timeout_s={timeout_s:g}), no room in /tmp or "
         "/dev/shm, or a low limit of processes or open files (`ulimit -u`, `ulimit -n`)"
     )
-
-
-def chosen_address(asked: str) -> str:
-    """`asked`, but for a run submitted as a Ray job the cluster that it was submitted to in place of one of its own."""
-    return RUNNING if asked == LOCAL and SUBMITTED in os.environ else asked
 
 
 def cluster_gpus() -> float:

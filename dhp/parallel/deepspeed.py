@@ -37,3 +37,11 @@ def _import_muon() -> None:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     finally:
         compiler.compile = compiling
+
+
+def preload_deepspeed() -> None:
+    """Import the package, and what its engine imports when it is made."""
+    import_deepspeed()
+    import deepspeed.module_inject.auto_ep_layer
+    import deepspeed.ops.op_builder.all_ops
+    import deepspeed.runtime.superoffload  # noqa: F401

@@ -16,10 +16,10 @@ from dhp.batch.build import make_reader
 from dhp.batch.prompts import PromptReader
 from dhp.checkpoint.resume import RECIPE, Start
 from dhp.cluster.actor_group import ActorGroup
+from dhp.cluster.address import chosen_address
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.data_actor import DataRefs, DatasetActor
 from dhp.cluster.gpus import least_memory, read_gpus
-from dhp.cluster.ray_session import chosen_address
 from dhp.cluster.remote_values import RemoteValue
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.parts import DECODER, model_name, parts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dhp.cluster.address import LOCAL
 from dhp.cluster.cluster import Cluster, Layout
-from dhp.cluster.ray_session import LOCAL
 from dhp.core.graph import StageGraph
 from tests.helpers.graphs import make_graph
 

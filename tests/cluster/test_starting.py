@@ -13,8 +13,9 @@ import ray
 from ray._private import node, services, utils, worker
 
 from dhp.cluster import ray_session as starting
+from dhp.cluster.address import LOCAL
 from dhp.cluster.processes import descendants, has_ended
-from dhp.cluster.ray_session import LOCAL, ray_session, within
+from dhp.cluster.ray_session import ray_session, within
 from dhp.core.errors import ClusterError
 from dhp.core.process import interruptible
 
@@ -27,6 +28,8 @@ def test_ray_still_asks_what_is_replaced_for_the_time_of_its_start() -> None:
     assert "ray._private.services.get_node(" in start and "except RuntimeError" in start
     assert inspect.getsource(worker.init).count("ray._private.utils.set_sigterm_handler(") == 1
     assert "RAY_gcs_server_port_wait_time_s" in inspect.getsource(node)
+    head = inspect.getsource(node.Node.start_head_processes)
+    assert "self.start_api_server(\n" in head and "self.start_monitor()" in head
 
 
 def test_the_node_is_waited_for_as_long_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:

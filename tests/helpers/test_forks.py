@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dhp.cluster.forks.start.sitecustomize import SERVER
 from tests.helpers import forks
 from tests.helpers.marks import MARK, mark_of
 from tests.helpers.runs import processes_of
@@ -94,6 +95,6 @@ def test_a_fork_and_whoever_waits_may_be_killed_at_once(tmp_path: Path) -> None:
 def test_a_line_that_ends_early_ends_nothing_else(tmp_path: Path) -> None:
     for sent in (b"", b"\n", b"\n{"):
         with socket.socket(socket.AF_UNIX) as line:
-            line.connect(forks.environment()["DHP_TEST_FORKS"])
+            line.connect(forks.environment()[SERVER])
             line.sendall(sent)
     test_its_status_is_the_forks(tmp_path, "", 0)

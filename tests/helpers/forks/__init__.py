@@ -1,7 +1,4 @@
-"""Drivers and Ray workers of tests as forks of one process with the imports done, which are most of a short run.
-
-What a process computes does not depend on whether it imports its modules or finds them imported.
-"""
+"""Drivers and Ray workers of tests as forks of one process with the imports done, which are most of a short run."""
 
 from __future__ import annotations
 
@@ -17,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-_START = Path(__file__).parent / "start"
+from dhp.cluster.forks.start.sitecustomize import MODULES, SERVER
+from dhp.cluster.forks.start_server import START
+
 _ROOT = Path(__file__).parents[3]
 _ADDRESS = "server"
 _LIMIT_S = 120
@@ -31,8 +30,8 @@ def environment() -> dict[str, str]:
     server."""
     if not _SERVER:
         _SERVER.append(_start())
-    path = os.pathsep.join(filter(None, [os.fspath(_START), os.environ.get("PYTHONPATH")]))
-    return {"DHP_TEST_FORKS": os.fspath(_SERVER[0] / _ADDRESS), "PYTHONPATH": path}
+    path = os.pathsep.join(filter(None, [os.fspath(START), os.environ.get("PYTHONPATH")]))
+    return {SERVER: os.fspath(_SERVER[0] / _ADDRESS), MODULES: "dhp.train_ray dhp", "PYTHONPATH": path}
 
 
 def folder() -> Path | None:

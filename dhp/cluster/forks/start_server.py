@@ -1,0 +1,55 @@
+"""Starts the fork server of this process: Ray's workers on this machine as forks of one process with the imports done.
+
+PyTorch and transformers take five seconds of a core to import, in each rank. What a process computes does not depend on
+whether it imports its modules or finds them imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dhp.cluster.forks.start.sitecustomize import SERVER
+
+START = Path(__file__).parent / "start"  # Python's hook for the processes that Ray starts
+
+
+@contextmanager
+def fork_server(modules: Sequence[str]) -> Iterator[None]:
+    """A Ray that is started in here has forks for workers. modules: what they find imported, see `dhp.cluster.forks.
+    server`; the server imports them while this process goes on.
+
+    Nothing is started beside GPUs, where CUDA must not have been touched before a fork, nor where there is a server.
+    """
+    if SERVER in os.environ or not sys.platform.startswith("linux") or has_gpus():
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="dhp-forks-") as folder:  # this user's alone
+        address = Path(folder) / "server"
+        command = [sys.executable, "-m", "dhp.cluster.forks.server", str(address), *modules]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        os.environ[SERVER] = str(address)
+        try:
+            yield
+        finally:
+            del os.environ[SERVER]
+            server.kill()  # its forks end with it
+            server.communicate()
+
+
+def has_gpus() -> bool:
+    """Whether the machine has NVIDIA's devices; asking CUDA itself would initialize it."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def environment() -> dict[str, str]:
+    """What the environment of a Ray must say besides, for its workers to be forks; nothing where there is no server."""
+    if SERVER not in os.environ:
+        return {}
+    folders = [str(START), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}
