@@ -1,5 +1,7 @@
 """A training loop of one's own: two groups of actors, refs between them, an optimizer step of both."""
 
+import sys
+
 import dhp
 
 
@@ -15,11 +17,10 @@ def main(overrides: list[str]) -> list[float]:
                 text.forward(batch, micro_batch, features)
                 gradients = text.backward(batch, micro_batch)
                 vision.backward(batch, micro_batch, gradients)
-            reports = run.reports(run.update(batch))  # clipped by the norm of both; waits
-            losses.append(sum(rank.loss for rank in reports["text"]))
+            losses.append(run.wait(run.update(batch)).loss)  # clipped by the norm of both parts' gradients
             print(f"step {step + 1}: loss {losses[-1]:.4f}")
     return losses
 
 
 if __name__ == "__main__":
-    main(["training.max_steps=3", "run_dir=runs/own-loop", "overwrite=true"])
+    main(sys.argv[1:] or ["training.max_steps=3", "run_dir=runs/own-loop", "overwrite=true"])

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
+from transformers.utils import CONFIG_NAME
 
 from dhp.core.parameters import AdapterSettings, is_adapter, is_inside, plain_name
 from dhp.models.family import VISION, Family
@@ -190,11 +194,19 @@ def check_tensor_plan(
 
 
 def _without_weights(source: str, dropped: Sequence[str]) -> Any:
-    with torch.device("meta"):
-        model = model_class(source)(AutoConfig.from_pretrained(source, trust_remote_code=False))
+    """The model on the meta device, to be changed at will."""
+    file = Path(source) / CONFIG_NAME if Path(source).is_dir() else Path(source)
+    model = deepcopy(_empty(source, file.stat().st_mtime_ns if file.is_file() else 0))
     drop_modules(model, dropped)
     drop_parameters(model, dropped)
     return model
+
+
+@lru_cache(maxsize=1)
+def _empty(source: str, written_ns: int) -> Any:
+    """A run asks for the same model some eight times before it starts. written_ns: when its configuration was."""
+    with torch.device("meta"):
+        return model_class(source)(AutoConfig.from_pretrained(source, trust_remote_code=False))
 
 
 def _sharded(model: nn.Module, name: str, plan: dict[str, str], mesh: DeviceMesh) -> nn.Parameter:

@@ -15,15 +15,14 @@ from dhp.core.text import aligned
 from dhp.models.family import Family
 from dhp.models.pretrained import config_source
 from dhp.models.quantized import find_quantized
-from dhp.models.registry import load_family
-from dhp.models.shape import Adapters, PartShape, adapt, part_shape
+from dhp.models.shape import PartShape, adapt, part_shape
 from dhp.models.types import chunks_of
 from dhp.parallel.tensor.styles import with_fused
 from dhp.step.schedule import draw, make_schedule
-from dhp.trainer.graph import make_graph
 from dhp.trainer.memory import Footprint, RankBytes, by_zero_stage, footprint, rank_bytes
+from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import missing_data
-from dhp.trainer.trainable import adapters_of, table_of_training, training_rules
+from dhp.trainer.table import table_of_training
 
 CLOCK_MICRO_BATCHES = 8  # of a step that the clock table shows at most
 
@@ -33,10 +32,10 @@ _HEADINGS = ("stage", "layout", "ranks", "parameters", "a rank", "of these whole
 def dry_run(config: Config) -> str:
     """The table and notes to print. `config` has been through `dhp.trainer.preflight.prepare`. Writes nothing."""
     name = model_name(config)
-    source = config_source(name)
-    graph = make_graph(config, load_family(source), source)
-    shapes = stage_shapes(config, graph, source)
-    memory = footprints(config, graph, source, shapes)
+    plan = plan_run(config, config_source(name))
+    source, graph = plan.source, plan.graph
+    shapes = stage_shapes(plan)
+    memory = footprints(plan, shapes)
     rows = [_row(config, stage, shapes[stage.name], memory[stage.name].states) for stage in graph.stages]
     lines = [f"dry run of {config.name}", f"model          {name}"]
     if source != name:
@@ -49,7 +48,7 @@ def dry_run(config: Config) -> str:
         "",
         *_devices(graph, memory),
         "",
-        *table_of_training(config, source),
+        *table_of_training(plan),
         "",
     ]
     lines += _pipeline(config, graph)
@@ -64,38 +63,34 @@ def dry_run(config: Config) -> str:
     return "\n".join([*lines, "", f"{passed}; nothing was started"])
 
 
-def stage_shapes(config: Config, graph: StageGraph, source: str) -> dict[str, PartShape]:
-    """Parameters of each stage; `source` as `config_source` gives it."""
-    sections = parts(config)
-    family = load_family(source).having(sections)
-    adapters = adapters_of(config)
-    rules = training_rules(config.training, family, adapters)
-    return {stage.name: _shape(stage, source, family, rules, adapters) for stage in graph.stages}
+def stage_shapes(plan: RunPlan) -> dict[str, PartShape]:
+    """Parameters of each stage."""
+    return {stage.name: _shape(stage, plan) for stage in plan.graph.stages}
 
 
-def _shape(stage: StageSpec, source: str, family: Family, rules: TrainingRules, adapters: Adapters) -> PartShape:
+def _shape(stage: StageSpec, plan: RunPlan) -> PartShape:
+    family, rules, adapters = plan.family, plan.rules, plan.adapters
     part, tensor, expert = family.parts[stage.part], stage.degrees.tensor, stage.degrees.expert
     dropped = (*family.outside(stage.part), *part.absent(chunks_of(stage.chunks, part.whole)))
     trained = partial(_is_trained, rules, family) if rules.selects or family.idle else None
-    plan = with_fused(part.tensor_plan, part.fused)
+    styles = with_fused(part.tensor_plan, part.fused)
     put = partial(adapt, family=family, adapters={name: own for name, own in adapters.items() if name == stage.part})
     whole, asked = part.kept_whole(tensor), adapters.get(stage.part)
     rounded = asked is not None and asked.quantization is not None
     quantized = partial(find_quantized, layers=part.layers, trains=rules.trains) if rounded else lambda _: ()
-    return part_shape(source, dropped, tensor, whole, plan, trained, part.shared, expert, put, quantized)
+    return part_shape(plan.source, dropped, tensor, whole, styles, trained, part.shared, expert, put, quantized)
 
 
 def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:
     return rules.trains(name) and not is_inside(name, family.idle)
 
 
-def footprints(config: Config, graph: StageGraph, source: str, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
+def footprints(plan: RunPlan, shapes: dict[str, PartShape]) -> dict[str, Footprint]:
     """The footprint of a rank of each stage, by stage."""
-    sections, cuda = parts(config), config.cluster.device != "cpu"
-    family = load_family(source).having(sections)
+    sections, cuda = parts(plan.config), plan.config.cluster.device != "cpu"
     found = {}
-    for stage in graph.stages:
-        part = family.parts[stage.part]
+    for stage in plan.graph.stages:
+        part = plan.family.parts[stage.part]
         head = part.head_shape(chunks_of(stage.chunks, part.whole))
         found[stage.name] = footprint(sections[stage.part], stage, shapes[stage.name], head, cuda)
     return found
@@ -176,7 +171,7 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
 
 
-def require_room(config: Config, graph: StageGraph, memory: int | None) -> None:
+def require_room(plan: RunPlan, memory: int | None) -> None:
     """Raise ConfigError where the stages on one GPU keep more than its `memory` bytes; None: not known.
 
     Weights, gradients, the optimizer and contexts alone count, which a run cannot do without. What a step takes besides
@@ -184,13 +179,12 @@ def require_room(config: Config, graph: StageGraph, memory: int | None) -> None:
     """
     if memory is None:
         return
-    source = config_source(model_name(config))
-    taken = footprints(config, graph, source, stage_shapes(config, graph, source))
+    taken, graph = footprints(plan, stage_shapes(plan)), plan.graph
     for device in range(graph.device_count()):
-        _require(config, {stage.name: taken[stage.name] for stage in graph.stages if device in stage.devices}, memory)
+        _require({stage.name: taken[stage.name] for stage in graph.stages if device in stage.devices}, memory)
 
 
-def _require(config: Config, taken: dict[str, Footprint], memory: int) -> None:
+def _require(taken: dict[str, Footprint], memory: int) -> None:
     kept = {name: one.states.total + one.runtime for name, one in taken.items()}
     if sum(kept.values()) <= memory:
         return

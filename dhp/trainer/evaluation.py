@@ -16,7 +16,7 @@ from dhp.checkpoint.resume import Start
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.generation import unbalanced
-from dhp.config.parts import model_name, split_share
+from dhp.config.parts import split_share
 from dhp.config.schema import Config
 from dhp.core.batch import StepInfo
 from dhp.core.errors import ConfigError
@@ -24,11 +24,11 @@ from dhp.core.generation import Answer, Sampling
 from dhp.core.process import ending
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sampling.exchanged import OTHERS, OWN
-from dhp.models.registry import load_family
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, Line, StepMetrics, read_evaluations
 from dhp.step.step import EvaluationRefs, answer_batch, evaluate_batch
-from dhp.trainer.graph import make_graph
+from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
+from dhp.trainer.preload import preloaded
 from dhp.trainer.session import Session
 
 
@@ -248,11 +248,14 @@ def opened(config: Config, checkpoint: Path | None, say: Callable[[str], None]) 
 
 @contextmanager
 def _loaded(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[tuple[Session, int]]:
-    config = prepare(config, new_run=False, say=say)
-    name = model_name(config)
-    graph = make_graph(config, load_family(name), name)
+    with preloaded(config), _started(prepare(config, new_run=False, say=say), checkpoint, say) as started:
+        yield started
+
+
+@contextmanager
+def _started(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[tuple[Session, int]]:
     start = Start() if checkpoint is None else Start(checkpoint.absolute(), read_about(checkpoint)["step"])
-    with Session(config, graph, Path(config.run_dir), start, say) as session, ending():
+    with Session(plan_run(config), Path(config.run_dir), start, say) as session, ending():
         say(session.describe_loading())
         session.start_stages(_NEVER)
         say(f"evaluating {', '.join(config.data.eval_datasets)}")

@@ -16,7 +16,7 @@ from dhp.checkpoint.resume import Start
 from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.watch import wait_all
 from dhp.config.generation import GenerateRequest
-from dhp.config.parts import model_name, parts
+from dhp.config.parts import parts
 from dhp.config.schema import Config
 from dhp.core.errors import CheckpointError
 from dhp.core.generation import Answer, Sampling
@@ -24,16 +24,14 @@ from dhp.core.process import ending
 from dhp.data.media.resolver import MediaResolver
 from dhp.data.media.sources import File, Video
 from dhp.data.read.records import Part, Record, Turn
-from dhp.models.family import Family
-from dhp.models.registry import load_family
 from dhp.observe.metrics import AnswerMetrics
 from dhp.step.step import answer_batch
 from dhp.trainer.evaluation import HeldOut, of_evaluation
-from dhp.trainer.graph import make_graph
+from dhp.trainer.plan import RunPlan, plan_run
 from dhp.trainer.preflight import prepare
+from dhp.trainer.preload import preloaded
 from dhp.trainer.session import Session
 from dhp.trainer.settings import feed_settings
-from dhp.trainer.trainable import adapters_of
 
 ROUNDS = 3  # of a benchmark, after one that does not count
 PROMPT = "the prompt"
@@ -72,13 +70,21 @@ def generate(
     The prompt is read before anything is started, and so is what of the checkpoint does not fit. Nothing is written but
     logs, in run_dir. Raises DhpError; leaves no process.
     """
-    config, family = _checked(config, checkpoint, say, reads=False)
+    with preloaded(config):
+        return _generate(config, checkpoint, request, say, rounds)
+
+
+def _generate(
+    config: Config, checkpoint: Path | None, request: GenerateRequest, say: Callable[[str], None], rounds: int
+) -> Generated:
+    plan = _checked(config, checkpoint, say, reads=False)
+    config = plan.config
     sampling = _sampling(config, request)
     records = [read_record(request, config.data.allow_http)]
     say("reading the prompt")
     feed = make_prompt_feed(feed_settings(config), records, sampling)
     feed.read(feed.batch(0))
-    with _session(config, family, checkpoint, say) as session:
+    with _session(plan, checkpoint, say) as session:
         prompts = session.open_prompts(make_prompt_feed, config, records, sampling)
         _load(session, say)
         say("answering")
@@ -95,26 +101,33 @@ def generate_all(
     The first prompt is read before anything is started; media of the others are read when they are answered. Raises
     DhpError; leaves no process once it is exhausted or closed.
     """
-    config, family = _checked(config, checkpoint, say, reads=True)
+    with preloaded(config):
+        yield from _generate_all(config, checkpoint, request, say)
+
+
+def _generate_all(
+    config: Config, checkpoint: Path | None, request: GenerateRequest, say: Callable[[str], None]
+) -> Iterator[AnswerMetrics]:
+    plan = _checked(config, checkpoint, say, reads=True)
+    config = plan.config
     sampling, name = _sampling(config, request), request.dataset
     say(f"reading the first prompt of {name}")
     make_held_out_feed(feed_settings(of_evaluation(config, name)), 1, sampling)
     step = 0 if checkpoint is None else read_about(checkpoint)["step"]
-    with _session(config, family, checkpoint, say) as session:
+    with _session(plan, checkpoint, say) as session:
         asked = HeldOut(session, name, None, sampling)
         _load(session, say)
         say(f"answering {len(asked):,} prompts of {name}")
         yield from asked.answers(step)
 
 
-def _checked(config: Config, checkpoint: Path | None, say: Callable[[str], None], reads: bool) -> tuple[Config, Family]:
-    """The resolved configuration, whose model can answer and fits the checkpoint. Raises DhpError."""
-    config = prepare(config, new_run=False, say=say, reads=reads)
-    family = load_family(model_name(config)).having(parts(config))
-    family.check_answers()
+def _checked(config: Config, checkpoint: Path | None, say: Callable[[str], None], reads: bool) -> RunPlan:
+    """The plan of a model that can answer and fits the checkpoint. Raises DhpError."""
+    plan = plan_run(prepare(config, new_run=False, say=say, reads=reads), trains=False)
+    plan.family.check_answers()
     if checkpoint is not None:
-        check_weights(config, checkpoint)
-    return config, family
+        check_weights(plan, checkpoint)
+    return plan
 
 
 def _sampling(config: Config, request: GenerateRequest) -> Sampling:
@@ -128,11 +141,10 @@ def _sampling(config: Config, request: GenerateRequest) -> Sampling:
 
 
 @contextmanager
-def _session(config: Config, family: Family, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[Session]:
+def _session(plan: RunPlan, checkpoint: Path | None, say: Callable[[str], None]) -> Iterator[Session]:
     """A session whose stages are not loaded yet."""
-    graph = make_graph(config, family, model_name(config), trains=False)
     start = Start() if checkpoint is None else Start(checkpoint.absolute(), read_about(checkpoint)["step"])
-    with Session(config, graph, Path(config.run_dir), start, say) as session, ending():
+    with Session(plan, Path(plan.config.run_dir), start, say) as session, ending():
         yield session
 
 
@@ -149,19 +161,16 @@ def read_record(request: GenerateRequest, allow_http: bool = False) -> Record:
     return Record(PROMPT, 1, PROMPT, (Turn("user", (*images, *videos, *text)),))
 
 
-def check_weights(config: Config, checkpoint: Path) -> None:
-    """Raises CheckpointError where a checkpoint's weights are not those of the configuration's model and adapters."""
-    from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
-
-    source = model_name(config)
-    family, adapters = load_family(source).having(parts(config)), adapters_of(config)
-    for part in parts(config):
+def check_weights(plan: RunPlan, checkpoint: Path) -> None:
+    """Raises CheckpointError where a checkpoint's weights are not those of the run's model and adapters."""
+    source, adapters = plan.source, plan.adapters
+    for part in parts(plan.config):
         held = {
             name: tuple(extent["shape"])
             for file in sorted((checkpoint / part).glob("rank_*.json"))
             for name, extent in read_extents(file).items()
         }
-        wanted = {one.name: one.shape for one in list_parameters(source, family, adapters) if one.part == part}
+        wanted = {one.name: one.shape for one in plan.parameters if one.part == part}
         for name, shape in wanted.items():
             if held.get(name, shape) != shape:
                 raise CheckpointError(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dhp.checkpoint.folder import Unfinished
 from dhp.cluster.watch import wait_all
 from dhp.config.command_line import compose_config, to_yaml
-from dhp.config.parts import model_name
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
@@ -20,12 +20,12 @@ from dhp.core.errors import ConfigError
 from dhp.core.files import write_whole
 from dhp.core.process import ending, say_line, say_nothing
 from dhp.core.reports import StageReport
-from dhp.models.registry import load_family
 from dhp.step.stages import Batch, Ref, Stage
 from dhp.step.step import update_weights
 from dhp.trainer.curriculum import run_curriculum
-from dhp.trainer.graph import make_graph
+from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
+from dhp.trainer.preload import preloaded
 from dhp.trainer.saving import Saver
 from dhp.trainer.session import Session
 from dhp.trainer.trainer import open_run, run
@@ -55,18 +55,29 @@ def train(config: Config, say: Callable[[str], None] = say_line) -> dict[str, An
         done.append(Path(prepared.run_dir))
         run(prepared, say)
 
-    if config.stages:
-        run_curriculum(config, run_one, say)
-    else:
-        run_one(prepare(config, say=say))
+    with preloaded(config):
+        if config.stages:
+            run_curriculum(config, run_one, say)
+        else:
+            run_one(prepare(config, say=say))
     found = [folder / "summary.json" for folder in done]
     return dict(json.loads(found[-1].read_text())) if found else {}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. loss: of the whole batch, the mean over its weighted target tokens. grad_norm: of all
+    gradients, before clipping. reports: of each rank, by stage."""
+
+    loss: float
+    grad_norm: float
+    reports: Mapping[str, list[StageReport]]
 
 
 class Run:
     """A run's actors, from entering to leaving: a group for each stage of each part, and those that read the data.
 
-    It trains nothing by itself. Each call submits work and returns refs at once; `reports` waits. Raises DhpError when
+    It trains nothing by itself. Each call submits work and returns refs at once; `wait` waits. Raises DhpError when
     it is entered or a call fails, and leaves no process. Of training.* it takes what says how steps and weights are
     made (batch size, rates, trainable, resume …); saving, evaluation and the schedule are the loop's own.
     """
@@ -76,13 +87,13 @@ class Run:
         self.config, self._say = config, say
 
     def __enter__(self) -> Run:
-        self.config = config = prepare(self.config, say=self._say)
         with ExitStack() as exits:
+            exits.enter_context(preloaded(self.config))
+            self.config = config = prepare(self.config, say=self._say)
             run_dir, start = exits.enter_context(open_run(config, self._say))
             write_whole(run_dir / "config.yaml", to_yaml(config))
-            graph = make_graph(config, load_family(model_name(config)), model_name(config))
             unfinished = exits.enter_context(Unfinished())
-            self._session = exits.enter_context(Session(config, graph, run_dir, start, self._say))
+            self._session = exits.enter_context(Session(plan_run(config), run_dir, start, self._say))
             exits.enter_context(ending())
             self._plan = self._session.open_data(lambda done, parts: None)
             self._session.start_stages(self._plan.steps)
@@ -117,10 +128,14 @@ class Run:
         """Submit the norm of all gradients, and each stage's optimizer step clipped by it: reports by stage."""
         return update_weights(dict(self.stages), self._session.graph.ties, batch).reports
 
-    def reports(self, refs: Mapping[str, list[Ref]]) -> dict[str, list[StageReport]]:
-        """Wait until all that was submitted is done; what the ranks report. Raises the first failure of any rank."""
+    def wait(self, refs: Mapping[str, list[Ref]]) -> StepResult:
+        """Wait until all that was submitted is done. refs: as `update` returns them. Raises the first failure of any
+        rank."""
         wait_all(self._session.take_watched(), self.config.cluster.step_timeout_s)
-        return {name: self._session.values(of_stage) for name, of_stage in refs.items()}
+        reports = {name: self._session.values(of_stage) for name, of_stage in refs.items()}
+        shares = [one.loss for name, of in reports.items() for one in self.stages[name].leaders(of)]
+        norm = next(iter(reports.values()))[0].grad_norm
+        return StepResult(sum(share for share in shares if share is not None), norm, reports)
 
     def counts(self, batch: Batch) -> StepInfo:
         """The samples, tokens and useful operations of a batch."""

@@ -26,6 +26,7 @@ from dhp.trainer.reports import require_loggers
 
 if TYPE_CHECKING:
     from dhp.models.family import Family
+    from dhp.trainer.plan import RunPlan
 
 
 def prepare(
@@ -169,6 +170,10 @@ def _check_model(config: Config, saves: bool) -> None:
     from dhp.models.positions import find_positions
     from dhp.models.registry import load_family
     from dhp.objectives.registry import find_objective
+    from dhp.step.schedule import make_schedule
+    from dhp.trainer.features import check_features
+    from dhp.trainer.plan import plan_run
+    from dhp.trainer.trainable import check_frozen_states
 
     find_objective(config.training.objective)
     source = model_name(config)
@@ -191,8 +196,11 @@ def _check_model(config: Config, saves: bool) -> None:
     for name, part in parts(config).items():
         check_plan(name, part, source, family)
     check_row_length(config.data.max_tokens, find_positions(family.config))
-    _check_rules(config, family, source)
-    _check_stages(config, family, source)
+    plan = plan_run(config, source)
+    _check_rules(plan)
+    check_frozen_states(config, plan.graph)
+    check_features(config, plan.graph)
+    make_schedule(config.training.schedule, plan.graph, micro_batches(config))
     if saves and Path(model_name(config)).is_dir():
         from dhp.models.pretrained import auxiliary_files
 
@@ -237,33 +245,16 @@ def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None
     check_tensor_plan(source, family.outside(name), local_plan, with_fused(own.tensor_plan, own.fused))
 
 
-def _check_stages(config: Config, family: Family, source: str) -> None:
-    """Raises ConfigError where layers cannot be cut as asked, or the schedule not be kept."""
-    from dhp.step.schedule import make_schedule
-    from dhp.trainer.features import check_features
-    from dhp.trainer.graph import make_graph
-    from dhp.trainer.trainable import check_frozen_states
-
-    graph = make_graph(config, family, source)
-    check_frozen_states(config, graph)
-    check_features(config, graph)
-    make_schedule(config.training.schedule, graph, micro_batches(config))
-
-
-def _check_rules(config: Config, family: Family, source: str) -> None:
+def _check_rules(plan: RunPlan) -> None:
     """Raises ConfigError for rules of training that match nothing in the model, or leave nothing to train."""
-    from dhp.trainer.trainable import adapters_of
+    from dhp.trainer.trainable import check_rules, part_names
 
-    training, adapters = config.training, adapters_of(config)
-    if adapters:
+    if plan.adapters:
         from dhp.models.quantized import check_quantized
         from dhp.models.shape import check_adapters
 
-        check_adapters(source, family, adapters)
-        check_quantized(family, adapters)
+        check_adapters(plan.source, plan.family, plan.adapters)
+        check_quantized(plan.family, plan.adapters)
+    training = plan.config.training
     if training.trainable or training.frozen or training.groups:
-        from dhp.models.shape import list_parameters
-        from dhp.trainer.trainable import check_rules, part_names, training_rules
-
-        rules = training_rules(training, family, adapters)
-        check_rules(rules, list_parameters(source, family, adapters), part_names(family))
+        check_rules(plan.rules, plan.parameters, part_names(plan.family))

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dhp.config.parts import model_name, parts, resolved
+from dhp.config.parts import parts, resolved
 from dhp.config.rules import no_budget
 from dhp.config.schema import Config
 from dhp.core.graph import StageGraph
 from dhp.core.reports import StageReport, StageUsage
-from dhp.models.registry import load_family
 from dhp.planner.costs import Arrangement, Plan, mebibytes, plan_table, read_costs, write_costs
 from dhp.planner.planner import Planner, as_text
 from dhp.planner.profile import fullest
 from dhp.step.schedule import Schedule, outstanding
 from dhp.step.stages import EngineProtocol, Stages
+from dhp.trainer.plan import RunPlan
 from dhp.trainer.settings import stage_choices, world
 
 GIB = 2**30
@@ -39,8 +39,7 @@ class Recomputing:
 
     def __init__(
         self,
-        config: Config,
-        graph: StageGraph,
+        plan: RunPlan,
         stages: Stages,
         device: str,
         schedule: Schedule,
@@ -49,8 +48,8 @@ class Recomputing:
     ):
         """device: cpu | cuda. memory_bytes: of each device; None: not known. Raises ConfigError where there is neither
         that nor memory.budget_gib."""
+        config, graph, family = plan.config, plan.graph, plan.family
         self._stages, self._graph, self._say = stages, graph, say
-        family = load_family(model_name(config)).having(parts(config))
         of_part = {name: part.layers.kinds for name, part in family.parts.items()}
         written = {name: resolved(part.recompute) for name, part in parts(config).items()}
         kept = [stage for stage in graph.stages if any(graph.goes_back(node) for node in stage.nodes)]

@@ -22,7 +22,7 @@ from dhp.cluster.data_actor import DataRefs, DatasetActor
 from dhp.cluster.gpus import least_memory, read_gpus
 from dhp.cluster.remote_values import RemoteValue
 from dhp.cluster.watch import Watched, wait_all
-from dhp.config.parts import DECODER, model_name, parts
+from dhp.config.parts import DECODER, model_name
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.core.batch import StepInfo
@@ -30,15 +30,14 @@ from dhp.core.graph import StageGraph
 from dhp.core.process import say_nothing
 from dhp.engine.kinds import make_rank
 from dhp.engine.settings import StageSettings
-from dhp.models.registry import load_family
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.step.stages import Batch, EngineProtocol, Stages, make_stages
 from dhp.trainer.dry_run import require_room
 from dhp.trainer.features import feature_settings, keep_settings
 from dhp.trainer.graph import find_localities
+from dhp.trainer.plan import RunPlan
 from dhp.trainer.resume import held_files, recipe
 from dhp.trainer.settings import feed_settings, kept_settings, needed_paths, passes_of, stage_settings
-from dhp.trainer.trainable import adapters_of, training_rules
 
 Work = Mapping[str, Sequence[Sequence[Any]]]  # refs by part, [micro-batch][shard]
 
@@ -84,13 +83,11 @@ class Session:
     data: DatasetActor
     stages: Stages
 
-    def __init__(
-        self, config: Config, graph: StageGraph, run_dir: Path, start: Start, say: Callable[[str], None] = say_nothing
-    ):
+    def __init__(self, plan: RunPlan, run_dir: Path, start: Start, say: Callable[[str], None] = say_nothing):
         """say: what is being started."""
-        self.config, self.graph, self.start, self._say = config, graph, start, say
-        self._cluster = Cluster(_layout(config, graph, run_dir, start), say)
-        self._timeout_s = config.cluster.step_timeout_s
+        self.plan, self.config, self.graph, self.start, self._say = plan, plan.config, plan.graph, start, say
+        self._cluster = Cluster(_layout(plan.config, plan.graph, run_dir, start), say)
+        self._timeout_s = plan.config.cluster.step_timeout_s
         self._held: frozenset[Any] = frozenset()  # refs of the next step's work that ranks fetch during this one
 
     def __enter__(self) -> Session:
@@ -138,7 +135,7 @@ class Session:
         near = find_localities(self.graph, self._cluster.devices, config.data.locality_slack)
         self.data = self._cluster.dataset_actor(
             make_reader,
-            feed_settings(config, near, passes_of(config), features),
+            feed_settings(config, near, passes_of(self.plan), features),
             micro_batches=micro_batches(config),
             **reading,
         )
@@ -170,13 +167,11 @@ class Session:
     def start_stages(self, steps: int, states: bool = True) -> None:
         """Load every stage on its actors, for a run of that many steps. states: a checkpoint's optimizer states too."""
         if self.device == "cuda":
-            require_room(self.config, self.graph, least_memory(read_gpus()))
+            require_room(self.plan, least_memory(read_gpus()))
         make: Callable[[StageSettings], EngineProtocol] = make_rank  # every kind of rank has the methods of the step
-        family = load_family(model_name(self.config)).having(parts(self.config))
-        rules = training_rules(self.config.training, family, adapters_of(self.config))
         kept = keep_settings(self.config, self.graph)
         for spec in self.graph.stages:
-            given = (self.start.checkpoint, rules, kept.get(spec.part), states)
+            given = (self.start.checkpoint, self.plan.rules, kept.get(spec.part), states)
             settings = stage_settings(self.config, self.graph, spec, self.device, steps, *given)
             self.groups[spec.name].start(make, settings)
         wait_all(self.take_watched(), self._cluster.build_timeout_s)

@@ -26,10 +26,10 @@ from dhp.data.sample.chat import read_template
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.flops import TrainedShare
-from dhp.models.registry import load_family
 from dhp.models.trained_flops import find_passes
 from dhp.trainer.graph import degrees
-from dhp.trainer.trainable import adapters_of, training_rules
+from dhp.trainer.plan import RunPlan
+from dhp.trainer.trainable import adapters_of
 
 
 def feed_settings(
@@ -84,17 +84,11 @@ def feed_settings(
     )
 
 
-def passes_of(config: Config) -> dict[str, TrainedShare]:
+def passes_of(plan: RunPlan) -> dict[str, TrainedShare]:
     """The share that a step computes of each part; none where all of them are trained."""
-    adapters = adapters_of(config)
-    if not (config.training.trainable or config.training.frozen or adapters):
+    if not (plan.config.training.trainable or plan.config.training.frozen or plan.adapters):
         return {}
-    from dhp.models.shape import list_parameters  # imports modeling code, which takes a second
-
-    source = model_name(config)
-    family = load_family(source).having(parts(config))
-    rules = training_rules(config.training, family, adapters)
-    return find_passes(family, list_parameters(source, family, adapters), rules)
+    return find_passes(plan.family, plan.parameters, plan.rules)
 
 
 def _split(part: PartConfig, locality: Locality | None) -> Split:

@@ -1,8 +1,7 @@
-"""What a run trains: the rules of its configuration, checked against the model's parameters; and a table of it."""
+"""What a run trains: the rules of its configuration, checked against the model's parameters."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -14,17 +13,13 @@ from dhp.config.suggestions import did_you_mean, nearest
 from dhp.config.training import TrainingConfig
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageGraph
-from dhp.core.parameters import AdapterSettings, Group, GroupRule, Selector, TrainingRules, is_adapter, is_inside
-from dhp.core.text import aligned
+from dhp.core.parameters import AdapterSettings, GroupRule, Selector, TrainingRules, is_inside
 from dhp.models.family import Family
-from dhp.models.registry import load_family
 
 if TYPE_CHECKING:
     from dhp.models.shape import Parameter
 
-ADAPTERS = " adapters"  # after the name of their part, in the table
 PROJECTOR = "projector"  # of all encoders: what leads from them to the decoder
-_HEADINGS = ("part", "group", "parameters", "learning rate", "weight decay", "warm-up")
 
 
 def adapters_of(config: Config) -> dict[str, AdapterSettings]:
@@ -97,38 +92,6 @@ def check_frozen_states(config: Config, graph: StageGraph) -> None:
 def part_names(family: Family) -> list[str]:
     """Names that stand for parts in the rules of a run."""
     return [*family.parts, PROJECTOR]
-
-
-def table_of_training(config: Config, source: str) -> list[str]:
-    """Lines that say what is trained and how: a row for each group of each part, one for what of it is frozen. source:
-    as `dhp.models.pretrained` gives it."""
-    from dhp.models.shape import list_parameters
-
-    training, family = config.training, load_family(source).having(parts(config))
-    adapters = adapters_of(config)
-    rules, parameters = training_rules(training, family, adapters), list_parameters(source, family, adapters)
-    rows, counts, trained = Counter[tuple[str, Group | None]](), 0, 0
-    for one in parameters:
-        label = PROJECTOR if is_inside(one.name, family.parts[one.part].projector) else one.part
-        label += ADAPTERS if is_adapter(one.name) else ""
-        default = Group(one.part, training.learning_rate, training.weight_decay, -1)
-        on = one.used and rules.trains(one.name)
-        rows[label, rules.group(one.name, default) if on else None] += one.size
-        counts += one.size
-        trained += one.size if on else 0
-    order = [name + kind for name in part_names(family) for kind in ("", ADAPTERS)]
-    lines = sorted(rows.items(), key=lambda item: (order.index(item[0][0]), item[0][1] is None))
-    body = [_row(label, group, size, training) for (label, group), size in lines]
-    total = f"{trained:,} of {counts:,} parameters are trained ({100 * trained / max(counts, 1):.3g}%)"
-    return [*aligned([_HEADINGS, *body], left=2), total]
-
-
-def _row(label: str, group: Group | None, size: int, training: TrainingConfig) -> tuple[str, ...]:
-    if group is None:
-        return (label, "frozen", f"{size:,}", "-", "-", "-")
-    warmup = group.warmup_steps if group.warmup_steps >= 0 else training.warmup_steps
-    warmup_text = f"{training.warmup_ratio:.3g} of all steps" if warmup is None else f"{warmup} steps"
-    return (label, group.name, f"{size:,}", f"{group.learning_rate:.3g}", f"{group.weight_decay:.3g}", warmup_text)
 
 
 def _select(family: Family, said: Iterable[str]) -> tuple[Selector, ...]:

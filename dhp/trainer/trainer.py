@@ -14,20 +14,18 @@ from dhp.checkpoint.folder import Unfinished, check_writable
 from dhp.checkpoint.resume import Start, find_start
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.command_line import to_yaml
-from dhp.config.parts import model_name
 from dhp.config.resolve import micro_batches
 from dhp.config.run_dir import make_run_dir, replaces_checkpoints, run_directory
 from dhp.config.schema import Config
 from dhp.core.batch import StepInfo
 from dhp.core.process import ending, ending_on_error, interruptible, say_line
-from dhp.models.registry import load_family
 from dhp.observe.metrics import EvalMetrics, read_evaluations
 from dhp.observe.recorder import Recorder
 from dhp.observe.summary import DataStall
 from dhp.step.schedule import make_schedule
 from dhp.step.step import StepRefs, train_step
 from dhp.trainer.evaluation import Evaluation, due, misses
-from dhp.trainer.graph import make_graph
+from dhp.trainer.plan import plan_run
 from dhp.trainer.recompute import Recomputing, plans_any
 from dhp.trainer.reports import Refs as SpanRefs
 from dhp.trainer.reports import (
@@ -45,7 +43,7 @@ from dhp.trainer.resume import recipe
 from dhp.trainer.saving import Saver, Saving, saves_after
 from dhp.trainer.session import DataPlan, Session
 from dhp.trainer.settings import kept_settings, resume_line, world
-from dhp.trainer.trainable import table_of_training
+from dhp.trainer.table import table_of_training
 
 SKIPPED_SHOWN = 20  # messages of skipped samples in one step
 STEPS_AHEAD = 1  # submitted beyond the one that runs: no rank waits for the run loop
@@ -81,12 +79,10 @@ def run(config: Config, say: Callable[[str], None] = say_line) -> None:
         loggers = make_loggers(config, run_dir, start.checkpoint is not None)
         recorder = Recorder(run_dir, interval, degrees, text, *begun, resume, say, loggers)
         with recorder, ending_on_error():
-            name = model_name(config)
-            family = load_family(name)
-            if family.note:
-                say(family.note)
-            graph = make_graph(config, family, name)
-            session, unfinished = Session(config, graph, run_dir, start, say), Unfinished()
+            plan = plan_run(config)
+            if plan.family.note:
+                say(plan.family.note)
+            session, unfinished = Session(plan, run_dir, start, say), Unfinished()
             # Unfinished checkpoints go before the record is written, and what ranks added to them after these ended.
             with unfinished, session, recorder.before_teardown(), unfinished, ending():
                 Trainer(session, recorder, unfinished).run()
@@ -183,7 +179,7 @@ class Trainer:
 
     def _start_stages(self, plan: DataPlan, evaluates: bool) -> None:
         config, session = self.config, self.session
-        *table, total = table_of_training(config, model_name(config))
+        *table, total = table_of_training(session.plan)
         self.recorder.say("\n".join([total, *(f"{'':9}{line}" for line in table)]))
         self.recorder.say(session.describe_loading())
         session.start_stages(plan.steps)
@@ -198,7 +194,7 @@ class Trainer:
             if config.memory.budget_gib is None:
                 memory = device_memory(session.groups, config.cluster.start_timeout_s)
             self.recomputing = Recomputing(
-                config, self.graph, session.stages, session.device, self.schedule, self.recorder.say, memory
+                session.plan, session.stages, session.device, self.schedule, self.recorder.say, memory
             )
         self.tracing = None
         if config.training.trace:

@@ -29,6 +29,7 @@ from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
 from dhp.step.step import evaluate_batch, train_step
 from dhp.trainer.graph import make_graph
+from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings, passes_of, stage_settings
 from dhp.trainer.trainable import adapters_of, training_rules
@@ -154,7 +155,7 @@ class _Found:
 
 def _run(config: Config, graph: StageGraph, schedule: Any, steps: list[list[Sample]], dtype: str) -> _Found:
     family = load_family(parts(config)["text"].model_name).having(parts(config))
-    settings = feed_settings(config, None, passes_of(config))
+    settings = feed_settings(config, None, passes_of(plan_run(config)))
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
     packing = settings.packing or settings.text.sequence > 1
     dealer = BatchSharder(family, Collator(family, 0, packing), *division)

@@ -11,8 +11,10 @@ import pytest
 from dhp.checkpoint.resume import Start
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
+from dhp.core.parameters import TrainingRules
 from dhp.models.weights import start_limit_s, weight_bytes
 from dhp.trainer import session as session_module
+from dhp.trainer.plan import RunPlan
 from dhp.trainer.session import Session
 from tests.helpers.graphs import make_graph
 
@@ -62,7 +64,8 @@ def test_a_run_waits_for_its_parts_by_the_size_of_its_model(
     config.text.model_name = str(model)
     config.cluster.start_timeout_s, config.cluster.step_timeout_s = 40.0, 50.0
     graph = make_graph()
-    session = Session(config, graph, tmp_path, Start())
+    plan = RunPlan(config, str(model), SimpleNamespace(), TrainingRules(), {}, graph)
+    session = Session(plan, tmp_path, Start())
     cluster = session._cluster
     assert (cluster._layout.start_timeout_s, cluster._layout.build_timeout_s) == (40.0, 110.0)
     cluster.device = "cpu"
@@ -75,8 +78,6 @@ def test_a_run_waits_for_its_parts_by_the_size_of_its_model(
         raise InterruptedError
 
     monkeypatch.setattr(session_module, "wait_all", waits)
-    family = SimpleNamespace(having=lambda parts: None)
-    monkeypatch.setattr(session_module, "load_family", lambda _: family)
     with pytest.raises(InterruptedError):
         session.start_stages(1)
     assert waited == [110.0]

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from dhp.core.dispatch import Call as Verb
 from dhp.core.dispatch import PerRank, spread
 from dhp.core.graph import Degrees, Route, StageGraph, dense
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Batch, Group, make_stages
+from dhp.step.stages import Batch, Group, Stage, make_stages
 from dhp.step.step import StepRefs, train_step
 from tests.helpers.graphs import make_graph
 
@@ -221,3 +223,32 @@ def test_a_backward_that_needs_nothing_from_others_goes_with_the_forward_before_
     }
     frozen = step(make_graph(vision_trains=False), three).turns
     assert frozen == {"vision": ["F0", "F1", "F2"], "text": ["F0 B0", "F1 B1", "F2 B2"]}
+
+
+def by_hand(recorded_like: StageGraph, routes: Sequence[Route]) -> tuple[list[Call], Batch, dict[str, Stage]]:
+    calls: list[Call] = []
+    groups = {s.name: FakeGroup(s.name, s.degrees.world, calls) for s in recorded_like.stages}
+    shards = {part: recorded_like.of_part(part)[0].degrees.shards for part in recorded_like.parts()}
+    work = {part: [[f"{part}{m}:{k}" for k in range(n)] for m in range(len(routes))] for part, n in shards.items()}
+    return calls, Batch("info", work, {"vision": routes}), dict(make_stages(recorded_like, groups))
+
+
+def test_a_loop_of_ones_own_makes_the_schedules_calls() -> None:
+    graph, routes = make_graph(Degrees(ulysses=2), Degrees(tensor=2)), [dense(2, 1)] * 2
+    calls, batch, stages = by_hand(graph, routes)
+    vision, text = stages["vision"], stages["text"]
+    for m in (0, 1):
+        features = vision.forward(batch, m)
+        assert text.forward(batch, m, features) == {}
+        assert vision.backward(batch, m, text.backward(batch, m)) == {}
+    wanted = [call for call in step(graph, routes).calls if call.method in ("forward_step", "backward_step")]
+    assert calls == wanted
+
+
+def test_what_a_stage_lacks_is_named_before_it_is_called() -> None:
+    calls, batch, stages = by_hand(make_graph(Degrees(ulysses=2), Degrees(tensor=2)), [dense(2, 1)])
+    with pytest.raises(ValueError, match="text.forward of micro-batch 0 lacks what vision.forward returned"):
+        stages["text"].forward(batch, 0)
+    with pytest.raises(ValueError, match="vision.backward of micro-batch 0 lacks what text.backward returned"):
+        stages["vision"].backward(batch, 0)
+    assert calls == []

@@ -17,6 +17,7 @@ from dhp.models.shape import PartShape
 from dhp.trainer.dry_run import dry_run, stage_shapes
 from dhp.trainer.graph import make_graph
 from dhp.trainer.memory import RankBytes, by_zero_stage, gathered_bytes, rank_bytes, runtime_bytes
+from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
 from tests.helpers.runs import tiny, train
 
@@ -38,7 +39,7 @@ def test_bytes_of_each_rank_by_hand(tiny_assets: Path, made_model: str, tmp_path
         "tiny", f"tiny_assets={tiny_assets}", f"run_dir={tmp_path / 'run'}", "cluster.device=cpu", *models
     )
     graph = make_graph(config, load_family(made_model), made_model)
-    shapes = stage_shapes(config, graph, made_model)
+    shapes = stage_shapes(plan_run(config, made_model))
     assert shapes == {"vision": PartShape(VISION, VISION, VISION), "text": PartShape(TEXT, TEXT_RANK, 320)}
     vision, text = (rank_bytes(getattr(config, s.part), s, shapes[s.name]) for s in graph.stages)
     assert vision == RankBytes(4 * VISION, 4 * VISION, 4 * 3 * VISION // 2)  # ZeRO-1 over two ranks

@@ -13,11 +13,10 @@ from dhp.config.command_line import compose_config
 from dhp.core.errors import ConfigError
 from dhp.core.graph import Degrees
 from dhp.core.reports import StageReport, StageUsage
-from dhp.models.registry import load_family
 from dhp.planner.planner import PATIENCE
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import make_stages
-from dhp.trainer.graph import make_graph as graph_of
+from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.recompute import Recomputing, arrange, room
 from tests.helpers.graphs import make_graph
@@ -114,12 +113,12 @@ def plan(
     budget = f"memory.budget_gib={'null' if budget_mib is None else budget_mib * MIB / 2**30}"
     overrides = [*tiny(assets, folder / "run")[1:], *SETTINGS, budget, f"memory.cache_dir={folder}"]
     config = prepare(compose_config("tiny", overrides=overrides))
-    family = load_family(config.text.model_name)
+    made = plan_run(config)
+    family, graph = made.family, made.graph
     parts = {"vision": Told(family.tower.layers.kinds, beside), "text": Told(family.decoder.layers.kinds, beside)}
     said: list[str] = []
-    graph = graph_of(config, family, config.text.model_name)
     stages = make_stages(graph, parts)
-    recomputing = Recomputing(config, graph, stages, "cpu", make_schedule("sequential", graph, 4), said.append, memory)
+    recomputing = Recomputing(made, stages, "cpu", make_schedule("sequential", graph, 4), said.append, memory)
     for step in range(late + 20):
         reports = {name: part.report() for name, part in parts.items()}
         if step < late:

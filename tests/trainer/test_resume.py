@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from dhp.checkpoint.resume import find_start
 from dhp.config.command_line import compose_config
 from dhp.core.errors import CheckpointError, ConfigError
 from dhp.train_ray import main
+from dhp.trainer.plan import plan_run
 from dhp.trainer.preflight import prepare
 from dhp.trainer.session import Session
 from tests.helpers.graphs import make_graph
@@ -185,7 +187,8 @@ def test_other_data_under_the_same_name(stopped: Path, tmp_path: Path, tiny_asse
     """How many samples there are is known only when the dataset actor has read them: refused before any rank starts."""
     data = SimpleNamespace(take_watched=list, ask=lambda _, timeout_s: 7)
     config = prepare(compose_config("tiny", overrides=tiny(tiny_assets, tmp_path / "next", *SETTINGS)[1:]))
-    session = Session(config, make_graph(), tmp_path, find_start("auto", stopped / "checkpoints"))
+    plan = replace(plan_run(config), graph=make_graph())
+    session = Session(plan, tmp_path, find_start("auto", stopped / "checkpoints"))
     session._cluster = SimpleNamespace(dataset_actor=lambda *_, **__: data, devices={})
     with pytest.raises(CheckpointError, match=r"data\.samples was \d+ and is 7\. Reason: .* the data's order"):
         session.open_data(lambda done, parts: None)

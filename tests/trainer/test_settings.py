@@ -21,6 +21,7 @@ from dhp.models.registry import load_family
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.recorder import Recorder
 from dhp.trainer.graph import make_graph as of_config
+from dhp.trainer.plan import plan_run
 from dhp.trainer.settings import feed_settings, kept_settings, passes_of, resume_line, stage_settings
 from tests.helpers.graphs import make_graph
 
@@ -179,7 +180,7 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
 
 def test_what_is_computed_follows_from_what_is_trained(made_model: str) -> None:
     names = [f"{part}.model_name={made_model}" for part in ("vision", "text")]
-    made = lambda *own: passes_of(resolve(compose_config("tiny", overrides=[*names, *own])))
+    made = lambda *own: passes_of(plan_run(resolve(compose_config("tiny", overrides=[*names, *own]))))
     assert made() == {}
     found = made("training.frozen=[vision,projector]")
     assert found == {"vision": NO_BACKWARD, "text": TrainedShare(entering=MatmulShare(inputs=0.0))}

@@ -14,7 +14,9 @@ from dhp.core.parameters import TrainingRules
 from dhp.models.registry import load_family
 from dhp.models.shape import list_parameters
 from dhp.trainer.graph import make_graph
-from dhp.trainer.trainable import check_frozen_states, check_rules, part_names, table_of_training, training_rules
+from dhp.trainer.plan import plan_run
+from dhp.trainer.table import table_of_training
+from dhp.trainer.trainable import check_frozen_states, check_rules, part_names, training_rules
 
 LAYERS = "model.language_model.layers"
 
@@ -110,7 +112,7 @@ def test_the_table_says_how_much_is_trained_and_how_fast(made_model: str) -> Non
         "training.groups={projector: {learning_rate: 1e-3, warmup_steps: 7}, gentle: {parameters: ['*norm*'], "
         "weight_decay: 0}}",
     )
-    lines = table_of_training(config, made_model)
+    lines = table_of_training(plan_run(config, made_model))
     cells = {tuple(line.split()[:2]): line.split()[2:] for line in lines[1:-1]}
     sizes = {"projector": 0, "norms": 0, "text": 0, "tower": 0}
     for one in list_parameters(made_model, load_family(made_model)):
