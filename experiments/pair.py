@@ -11,9 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from dhp.config.recompute import read_choices
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.dispatch import PerRank, spread
-from dhp.core.graph import Degrees, Edge, Node, StageGraph, StageSpec
+from dhp.core.graph import Edge, Node, StageGraph, StageSpec
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.family import Family
 from dhp.step.stages import Batch, Group

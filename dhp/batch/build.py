@@ -12,9 +12,9 @@ from dhp.batch.reader import BatchReader
 from dhp.batch.shard import ONE, ONE_GROUP
 from dhp.checkpoint.feature_folder import FeatureFolder
 from dhp.config.data import DatasetEntry
+from dhp.core.axes import Degrees
 from dhp.core.batch import FeatureSettings
 from dhp.core.errors import ModelError
-from dhp.core.graph import Degrees
 from dhp.data.media.frames import FrameSampling
 from dhp.data.sample.audio import NO_ACTORS, NO_TOWER, AudioPreprocessing
 from dhp.data.sample.cached_features import CachedPictures

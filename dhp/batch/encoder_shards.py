@@ -13,6 +13,7 @@ from torch import Tensor
 from dhp.batch.assign_images import ImageWork, Locality, Pieces, shard_images
 from dhp.batch.collate import Row
 from dhp.batch.patches import count_patches, lay_out
+from dhp.core import kinds
 from dhp.core.batch import Features, Grid, PictureRows, ProcessorOutput, RowRun, UnreadPatches, VisionInput
 from dhp.core.graph import Route
 from dhp.data.media.frames import LongVideo
@@ -20,7 +21,7 @@ from dhp.data.sample.sample import Sample
 from dhp.models.tower import Tower
 from dhp.models.types import ImageLayout
 
-VISION, AUDIO = "vision", "audio"  # the encoders that samples have inputs for
+VISION, AUDIO = kinds.VISION.part, kinds.AUDIO.part  # the encoders that samples have inputs for
 Shown = Iterable[tuple[np.ndarray | LongVideo, Grid | ProcessorOutput, Features | None]]
 _SHOWN: Mapping[str, Callable[[Sample], Shown]] = {
     VISION: lambda sample: zip(

@@ -15,8 +15,8 @@ from dhp.batch.collate import Collator, pixels_by_argument, sounds_by_argument
 from dhp.batch.encoder_shards import Split
 from dhp.batch.patches import ReadPatches, fill, nothing_unread
 from dhp.batch.shard import ONE, ONE_GROUP, ONE_RANK, BatchSharder
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepData, VisionInput
-from dhp.core.graph import Degrees
 from dhp.data.media.sources import File
 from dhp.data.read.records import Record
 from dhp.data.sample.sample import Sample

@@ -11,12 +11,13 @@ import numpy as np
 from torch import Tensor
 
 from dhp.batch.collate import BY_PICTURE, Collator, Row, find_blocks
-from dhp.batch.encoder_shards import AUDIO, VISION, Encoder, EncoderShards, Split
+from dhp.batch.encoder_shards import VISION, Encoder, EncoderShards, Split
 from dhp.batch.row_shards import SharedRow, choose_groups, count_divided, divide_all, grouped_plan, share_row
-from dhp.core.batch import SOUND, StepData, StepInfo, TextInput, VisionInput
+from dhp.core.axes import Degrees
+from dhp.core.batch import StepData, StepInfo, TextInput, VisionInput
 from dhp.core.errors import DataError
 from dhp.core.generation import PromptInput, Sampling
-from dhp.core.graph import Degrees
+from dhp.core.kinds import tokens_of
 from dhp.data.balance.metrics import dist_ratio
 from dhp.data.sampling.dataset import StepSamples
 from dhp.models.family import Family
@@ -120,14 +121,14 @@ class BatchSharder:
     def _make_prompt(self, row: Row, whole: Mapping[str, Tensor]) -> _Made:
         """All tokens but the last. A single rank has them as ranks that share them do, so that there may be none."""
         tensors = {name: values if name in BY_PICTURE else values[..., :-1] for name, values in whole.items()}
-        lengths, mesh = (tensors["input_ids"].shape[-1],), (self._degrees.ring, self._degrees.ulysses)
+        lengths, mesh = (tensors["input_ids"].shape[-1],), self._degrees.rows
         shared = share_row(grouped_plan(lengths, *mesh, divide_all(lengths, *mesh)))
         blocks = find_blocks(self._family.decoder, tensors, lengths)
         return _Made(tensors, lengths, blocks, tuple(len(sample.input_ids) for sample in row), shared)
 
     def _plan(self, lengths: Sequence[int]) -> ShardPlan:
         """How ranks share a row."""
-        mesh = self._degrees.ring, self._degrees.ulysses
+        mesh = self._degrees.rows
         if not self._auto_groups:
             return grouped_plan(lengths, *mesh, divide_all(lengths, *mesh))
         work = self._family.decoder.work
@@ -140,11 +141,7 @@ class BatchSharder:
 
     def _inside(self, name: str, made: _Made) -> Tensor:
         """Which tokens of a row are an encoder's."""
-        kinds = made.tensors["mm_token_type_ids"].flatten()
-        audio = kinds == SOUND
-        if name == AUDIO:
-            return audio
-        return (kinds > 0) & ~audio if AUDIO in self._encoders else kinds > 0
+        return tokens_of(name, made.tensors["mm_token_type_ids"].flatten(), self._encoders)
 
     def _text(
         self, made: _Made, replica: int, sharded: Mapping[str, EncoderShards], total: float
@@ -156,10 +153,9 @@ class BatchSharder:
             yield TextInput(
                 made.tensors if shared is None else shared.cut(made.tensors, rank, self._collator.objective.columns),
                 made.lengths if shared is None else shared.lengths,
-                sharded[VISION].placement(target),
+                {name: rows for name, own in sharded.items() if (rows := own.placement(target)) is not None},
                 total,
                 made.samples,
-                sharded[AUDIO].placement(target) if AUDIO in sharded else None,
                 sharded[VISION].cached_rows(target),
                 () if shared is None else shared.shards,
                 made.blocks if shared is None else shared.with_dummies(made.blocks),

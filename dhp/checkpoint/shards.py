@@ -28,6 +28,9 @@ PieceExtent = dict[str, Any]
 FILE_BYTES = 256 << 20  # of pieces that a rank collects in host memory before it writes a file
 
 
+EXTENTS = "rank_*.json"  # which pieces each rank wrote, beside a file of their values
+
+
 class ShardWriter:
     """Writes what one rank holds into `rank_NNNNN.safetensors`, further ones `rank_NNNNN_NNN.safetensors`, and next to
     each a `.json` with the extent of each piece. No more than about `FILE_BYTES` is in host memory at a time, whatever
@@ -99,18 +102,20 @@ class ShardReader:
     """The tensors that the ranks of a part wrote into `folder`, read piece by piece as they are asked for."""
 
     def __init__(self, folder: Path):
-        """Raises CheckpointError when the directory is no part of a checkpoint, or a file is missing or damaged."""
+        """Raises CheckpointError when a file is missing or damaged."""
         self._folder = folder
         self._pieces: dict[str, list[tuple[Path, PieceExtent]]] = {}
-        extent_files = sorted(folder.glob("rank_*.json"))
-        if not extent_files:
-            raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint")
-        for file in extent_files:
+        for file in sorted(folder.glob(EXTENTS)):
             weights = file.with_suffix(".safetensors")
             if not weights.is_file():
                 raise CheckpointError(f"{weights} is missing beside {file.name}: the checkpoint is incomplete")
             for name, extent in read_extents(file).items():
                 self._pieces.setdefault(name, []).append((weights, extent))
+
+    @staticmethod
+    def holds(folder: Path) -> bool:
+        """Whether the folder has files of this form."""
+        return next(folder.glob(EXTENTS), None) is not None
 
     @property
     def names(self) -> list[str]:
@@ -225,24 +230,6 @@ def save_shards(weights: Mapping[str, Tensor], folder: Path, rank: int) -> tuple
     for name, weight in weights.items():
         writer.add(name, weight)
     return writer.write()
-
-
-def load_shards(weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Give a part the weights that `save_shards` wrote. Raises CheckpointError when they are not this model's."""
-    reader = ShardReader(folder)
-    with torch.no_grad():
-        for name, weight in weights.items():
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            local.copy_(reader.like(name, weight))
-
-
-def read_shards(folder: Path) -> Mapping[str, Tensor]:
-    """The whole tensors of a part by name.
-
-    Raises CheckpointError when a piece is missing or does not fit.
-    """
-    reader = ShardReader(folder)
-    return {name: reader.whole(name) for name in reader.names}
 
 
 def _is_sharded(tensor: Tensor) -> bool:

@@ -225,9 +225,8 @@ class TextInput:
     shards: where ranks share the row, for each of them (Ulysses innermost), what it holds of the samples, in the order
     of its tokens: (sample, first token, tokens).
 
-    placement: for each image token of the rows, in order, its row among those received from the vision shards, one
-    shard after another, and then those of `cached`; None where the rows hold no image. audio_placement: the
-    same of sound and the audio shards.
+    placements: by encoder of which the rows hold anything: for each of its tokens, in order, its row among those
+    received from the encoder's shards, one shard after another, and then those of `cached`.
 
     total_weight: N of the step's objective, not of these rows.
 
@@ -243,10 +242,9 @@ class TextInput:
 
     tensors: dict[str, Tensor]
     lengths: tuple[int, ...] | None
-    placement: Tensor | None
+    placements: Mapping[str, Tensor]
     total_weight: float
     samples: tuple[int, ...] = ()
-    audio_placement: Tensor | None = None
     cached: Mapping[str, Tensor] = field(default_factory=dict)
     shards: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     blocks: Tensor | None = None

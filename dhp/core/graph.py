@@ -1,4 +1,4 @@
-"""The model as a graph of stages: nodes, edges, the degrees of a stage's mesh, routes between shards.
+"""The model as a graph of stages: nodes, edges, routes between shards.
 
 A *part* is what the user configures (vision, text). A *stage* is what one group of actors runs: all of a part, or some
 of its layers. A *chunk* is a run of neighbouring layers that a stage computes at a time; a stage of an interleaved
@@ -12,59 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-AXES = ("data", "ring", "ulysses", "tensor")
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """Ranks along each axis; tensor ranks are consecutive. expert: so many consecutive data ranks share out the experts
-    of a decoder; no axis of its own."""
-
-    data: int = 1
-    ring: int = 1
-    ulysses: int = 1
-    tensor: int = 1
-    expert: int = 1
-
-    @property
-    def world(self) -> int:
-        """All ranks."""
-        return self.shards * self.tensor
-
-    @property
-    def sequence(self) -> int:
-        """Ranks that share one sequence."""
-        return self.ring * self.ulysses
-
-    @property
-    def shards(self) -> int:
-        """How many ways the tokens are split: tensor ranks of one mesh position compute with the same ones."""
-        return self.data * self.ring * self.ulysses
-
-    @property
-    def holders(self) -> int:
-        """Ranks that hold all weights together: consecutive ones, the first group from rank 0 on."""
-        return self.tensor * self.expert
-
-    def by_axis(self) -> dict[str, int]:
-        """Ranks along each axis, outermost first; those that share out experts are an axis inside of data, so that the
-        product stays that of all ranks."""
-        axes = {axis: getattr(self, axis) for axis in AXES}
-        if self.expert == 1:
-            return axes
-        return {"data": self.data // self.expert, "expert": self.expert, **{axis: axes[axis] for axis in AXES[1:]}}
-
-    def __str__(self) -> str:
-        split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        shared = f" (expert {self.expert})" if self.expert > 1 else ""
-        return (" × ".join(split) or "one rank") + shared
+from dhp.core.axes import Degrees
 
 
 @dataclass(frozen=True)
 class Route:
     """pairs: (shard of the source, shard of the target) wherever there are rows to send, sorted.
 
-    A shard is a position of the stage's mesh but for tensor: see `dhp.core.graph.Degrees.shards`.
+    A shard is a position of the stage's mesh but for tensor: see `dhp.core.axes.Degrees.shards`.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -213,6 +168,11 @@ class StageGraph:
     def ranks_of(self, part: str) -> int:
         """Ranks of all stages of a part."""
         return sum(stage.degrees.world for stage in self.of_part(part))
+
+    def rank_in_part(self, stage: str, rank: int) -> int:
+        """The number of a stage's rank among those of all stages of its part."""
+        own = self.of_part(self.stage(stage).part)
+        return rank + sum(one.degrees.world for one in own[: [one.name for one in own].index(stage)])
 
     def goes_back(self, node: Node) -> bool:
         """Whether backward visits a node: it, or a node before it, is trained."""

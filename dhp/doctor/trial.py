@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from dhp.batch.collate import Collator, sounds_by_argument
 from dhp.batch.encoder_shards import VISION, Split
 from dhp.batch.shard import BatchSharder
+from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, ProcessorOutput
-from dhp.core.graph import Degrees, Edge, Node, StageGraph, StageSpec
+from dhp.core.graph import Edge, Node, StageGraph, StageSpec
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.kinds import make_rank

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.core.batch import Bundle, StepInfo, VisionInput
 from dhp.core.errors import CheckpointError
+from dhp.core.kinds import KINDS
 from dhp.core.parameters import is_inside
 from dhp.core.reports import KernelUse
 from dhp.engine.build import freeze, place_kernels
@@ -82,7 +83,7 @@ class EncoderEngine(StageEngine):
         return place_kernels(self.model, self.settings, self.dtype, self.tower.takes_attention)
 
     def is_active(self, info: StepInfo) -> bool:
-        return info.images > 0 and info.total_weight > 0
+        return getattr(info, KINDS[self.spec.part].counted) > 0 and info.total_weight > 0
 
     def forward_step(self, micro_batch: int, chunk: int, work: VisionInput, *received: Bundle) -> tuple[Bundle, ...]:
         """Encode: for each edge, and each text replica that gets any, its rows of the edge's tensors."""
@@ -150,14 +151,7 @@ class EncoderEngine(StageEngine):
                 yield Bundle(dict(zip(edge.tensors, of_target, strict=True)))
 
     def _plan_frames(self, work: VisionInput, varlen: bool) -> SegmentPlan:
-        shards = plan_of_shards(work.segment_lengths, work.shards, self.spec.degrees.ulysses)
+        shards = plan_of_shards(work.segment_lengths, work.shards, self.spec.degrees.ring)
         few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
         backend = self.settings.attention_backend
         return plan_shard(shards, self._position, CPU, gather=few, varlen=varlen, backend=backend)
-
-
-class AudioEngine(EncoderEngine):
-    """The same of an audio tower: its patches are frames of sound."""
-
-    def is_active(self, info: StepInfo) -> bool:
-        return info.clips > 0 and info.total_weight > 0

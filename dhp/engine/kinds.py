@@ -1,9 +1,11 @@
-"""The engine of each part's stages, by the part's name."""
+"""The engine of a stage, by its part's record."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dhp.core.kinds import KINDS
 from dhp.engine.settings import StageSettings
 
 if TYPE_CHECKING:
@@ -11,20 +13,8 @@ if TYPE_CHECKING:
 
 
 def make_rank(settings: StageSettings) -> StageEngine:
-    """One rank of a stage, in its own process. Kinds are imported here: a driver, which makes none, starts seconds
-    sooner without them. Raises what the kind's constructor raises."""
-    match settings.spec.part:
-        case "vision":
-            from dhp.engine.encoder import EncoderEngine
-
-            return EncoderEngine(settings)
-        case "audio":
-            from dhp.engine.encoder import AudioEngine
-
-            return AudioEngine(settings)
-        case "text":
-            from dhp.engine.text import TextEngine
-
-            return TextEngine(settings)
-        case part:
-            raise ValueError(f"stage {settings.spec.name} is of part {part!r}, which no engine runs")
+    """One rank of a stage, in its own process. Engines are imported here: a driver, which makes none, starts seconds
+    sooner without them. Raises what the engine's constructor raises."""
+    module, name = KINDS[settings.spec.part].engine.split(":")
+    engine: StageEngine = getattr(import_module(module), name)(settings)
+    return engine

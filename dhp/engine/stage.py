@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from dhp.checkpoint.folder import OPTIMIZER, RANDOM
 from dhp.checkpoint.random_state import load_random_state, save_random_state
-from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards
+from dhp.checkpoint.shards import ShardWriter
+from dhp.checkpoint.source import load_shards, open_source
 from dhp.core.batch import Bundle, StepInfo
 from dhp.core.collectives import RECORD, watch_layers
 from dhp.core.errors import PartFailed
@@ -250,8 +251,8 @@ class StageEngine(EvaluatingEngine):
     def _resume_optimizer(self) -> None:
         if self.settings.resume_from is not None and self.settings.resume_states:
             folder = Path(self.settings.resume_from)
-            self.optimizer.load_state(ShardReader(folder / OPTIMIZER))
-            load_random_state(folder / RANDOM, self._part_rank())
+            self.optimizer.load_state(open_source(folder / OPTIMIZER))
+            load_random_state(folder / RANDOM, self.settings.graph.rank_in_part(self.spec.name, self.rank))
 
     def _watch_layers(self) -> None:
         """Let layers recompute what they should, and measure what they take."""
@@ -273,7 +274,7 @@ class StageEngine(EvaluatingEngine):
         return [self.model.get_submodule(f"{path}.{layer}") for layer in self.spec.layers]
 
     def _write(self, folder: Path) -> tuple[str, ...]:
-        number = self._part_rank()
+        number = self.settings.graph.rank_in_part(self.spec.name, self.rank)
         save_random_state(folder / RANDOM, number)
         if not self.settings.zero_stage and self.rank >= self.spec.degrees.holders:
             return ()  # the first ones write what all of them hold
@@ -285,12 +286,6 @@ class StageEngine(EvaluatingEngine):
         for name, buffer in self._buffers.items():
             weights.add(name, buffer)
         return weights.write()
-
-    def _part_rank(self) -> int:
-        """This rank's number among those of all stages of its part."""
-        stages = self.settings.graph.of_part(self.spec.part)
-        before = stages[: [stage.name for stage in stages].index(self.spec.name)]
-        return sum(stage.degrees.world for stage in before) + self.rank
 
     def _peak_memory(self) -> int | None:
         if self.device.type != "cuda":

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 
-from dhp.core.batch import SOUND, Bundle, StepInfo, TextInput
+from dhp.core.axes import EXPERTS
+from dhp.core.batch import Bundle, StepInfo, TextInput
 from dhp.core.generation import Answer, PromptInput
 from dhp.core.graph import HIDDEN_STATES
+from dhp.core.kinds import tokens_of
 from dhp.core.reports import KernelUse
 from dhp.engine.build import DEEPSPEED, place_kernels
 from dhp.engine.generate import Generator
 from dhp.engine.stage import StageEngine
 from dhp.engine.transfer import gradient_of, joined, move_with_plans, to_device
-from dhp.models.audio import AUDIO_EMBEDDINGS
+from dhp.models.family import VISION
 from dhp.models.load import ReadPlan, load_part
 from dhp.models.lora import without_dropout
 from dhp.models.types import DecoderInputs, LayerParts, chunks_of
@@ -30,7 +32,7 @@ from dhp.parallel.attention.segment_plan import GATHER_TOKENS, MeshPosition, Seg
 from dhp.parallel.attention.segments import packed_attention
 from dhp.parallel.attention.shard_plan import plan_of_shards
 from dhp.parallel.attention.stateful_layers import run_by_segment
-from dhp.parallel.comm import experts_mesh
+from dhp.parallel.comm import neighbours_mesh
 from dhp.parallel.expert.modules import Routers, balance_losses, choose_product, sample_ranges
 from dhp.parallel.expert.shares import share_out, share_plan
 from dhp.parallel.tensor.autotp import split_by_autotp
@@ -178,7 +180,7 @@ class TextEngine(StageEngine):
         return share_of_balance(losses, weights, experts.balance, work.total_weight)
 
     def _split(self) -> PreTrainedModel:
-        if self.spec.degrees.expert > 1:
+        if self.spec.degrees.shares_experts:
             return self._split_by_experts()
         decoder, ranks = self.family.decoder, self.spec.degrees.tensor
         plan = dict(decoder.tensor_plan)
@@ -193,10 +195,10 @@ class TextEngine(StageEngine):
         return model
 
     def _split_by_experts(self) -> PreTrainedModel:
-        mesh = experts_mesh(self.mesh, self.spec.degrees.expert)
-        model = self._load({}, mesh["expert"], share_plan)
+        mesh = neighbours_mesh(self.mesh, self.spec.degrees.holders, EXPERTS)
+        model = self._load({}, mesh[EXPERTS], share_plan)
         use_local_slices(model)
-        share_out(model, mesh.get_group("expert"), mesh.get_group("copies"))
+        share_out(model, mesh.get_group(EXPERTS), mesh.get_group("copies"))
         return model
 
     def _split_by_deepspeed(self) -> PreTrainedModel:
@@ -230,18 +232,22 @@ class TextEngine(StageEngine):
         named = work.tensors
         plan = self._plan(work)
         tokens = (named["input_ids"], named["position_ids"], named["mm_token_type_ids"])
-        sound = tokens[-1] == SOUND
-        seen = tokens[-1] if work.audio_placement is None else (tokens[-1] > 0) & ~sound
-        places = (_places(work.placement, seen), _places(work.audio_placement, sound))
+        encoders = self.settings.graph.parts()[:-1]
+        places = (_places(work.placements.get(one), tokens_of(one, tokens[-1], encoders)) for one in encoders)
         given = (*tokens, *(self._objective.choose(named) if judges else ()), *places)
-        (input_ids, position_ids, kinds, *chosen, image_rows, sound_rows), (segments,) = move_with_plans(
-            given, [plan], self.device
-        )
-        seen_now = [bundle for bundle in received if AUDIO_EMBEDDINGS not in bundle]
-        images = self._joined([*seen_now, *self._cached(chunk, work)])
-        sounds = self._joined([bundle for bundle in received if AUDIO_EMBEDDINGS in bundle])
-        inputs = DecoderInputs(input_ids, position_ids, images, image_rows, hidden, kinds, sounds, sound_rows)
+        (input_ids, position_ids, kinds, *rest), (segments,) = move_with_plans(given, [plan], self.device)
+        chosen, rows = rest[: -len(encoders)], dict(zip(encoders, rest[-len(encoders) :], strict=True))
+        made = {one: self._joined(self._from(one, received, chunk, work)) for one in encoders}
+        inputs = DecoderInputs(input_ids, position_ids, made.pop(VISION), rows.pop(VISION), hidden, kinds, made, rows)
         return inputs, tuple(chosen), {"segments": segments}
+
+    def _from(
+        self, encoder: str, received: Sequence[dict[str, Tensor]], chunk: int, work: TextInput
+    ) -> list[dict[str, Tensor]]:
+        """The bundles of an encoder's shards, and the rows of cached pictures behind those of the tower."""
+        own = set(self.family.parts[encoder].tensors)
+        cached = self._cached(chunk, work) if encoder == VISION else []
+        return [bundle for bundle in received if own & bundle.keys()] + cached
 
     def _cached(self, chunk: int, work: TextInput) -> list[dict[str, Tensor]]:
         """Rows of pictures that no tower encoded: of the tensors that enter this chunk."""
@@ -261,7 +267,7 @@ class TextEngine(StageEngine):
         varlen = backend == FLASH_ATTENTION_2
         varlen = varlen or (work.lengths is not None and has_varlen(self.device, self.dtype))
         if work.shards:
-            shards = plan_of_shards(work.lengths or (), work.shards, self.spec.degrees.ulysses)
+            shards = plan_of_shards(work.lengths or (), work.shards, self.spec.degrees.ring)
             few = shards.without_whole_segments().count_tokens() <= GATHER_TOKENS
             return plan_shard(shards, self._position, CPU, True, few, varlen, blocks, rule, backend)
         rows, tokens = work.tensors["input_ids"].shape

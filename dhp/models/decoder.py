@@ -212,15 +212,16 @@ class Decoder(Part):
 def embed(model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
     """The first layer's states, [rows, tokens, hidden].
 
-    Features of pictures and audio are scattered by their positions: the model's own code searches the tokens for
+    Features of encoders are scattered by their positions: the model's own code searches the tokens for
     placeholders on the device, and waits for the result.
     """
     states = model.get_input_embeddings()(inputs.input_ids)
     flat = states.flatten(0, 1)
     if EMBEDDINGS in inputs.images:
         flat = flat.index_copy(0, inputs.image_positions, inputs.images[EMBEDDINGS].to(flat.dtype))
-    for sounds in inputs.sounds.values():
-        flat = flat.index_copy(0, inputs.sound_positions, sounds.to(flat.dtype))
+    for part, tensors in inputs.others.items():
+        for rows in tensors.values():
+            flat = flat.index_copy(0, inputs.other_positions[part], rows.to(flat.dtype))
     return flat.view_as(states)
 
 

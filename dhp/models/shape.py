@@ -55,7 +55,7 @@ def part_shape(
     added_plan: Mapping[str, str] = MappingProxyType({}),
     trained: Callable[[str], bool] | None = None,
     shared: Sequence[str] = (),
-    expert: int = 1,
+    sharing: int = 1,
     put_adapters: Callable[[nn.Module], None] = lambda _: None,
     find_quantized: Callable[[nn.Module], Collection[str]] = lambda _: (),
 ) -> PartShape:
@@ -63,7 +63,7 @@ def part_shape(
 
     whole_modules: modules (`*` for layer numbers) that every rank keeps whole, whatever the plan says. added_plan:
     transformers' style of further modules. trained: whether the parameter of a name is trained; None: all are.
-    shared: modules whose experts so many ranks (expert) share out. put_adapters: puts adapters into a model, which are
+    shared: modules whose experts so many ranks (sharing) share out. put_adapters: puts adapters into a model, which are
     counted as if each rank held them whole. find_quantized: names of modules whose weight is kept in four bits.
     """
     model = _without_weights(source, dropped)
@@ -76,8 +76,8 @@ def part_shape(
         split = isinstance(held, DTensor) and not all(placement.is_replicate() for placement in held.placements)
         total += parameter.numel()
         own = held.to_local().numel() if isinstance(held, DTensor) else held.numel()
-        if expert > 1 and is_inside(name, shared):
-            split, own = True, own // expert
+        if sharing > 1 and is_inside(name, shared):
+            split, own = True, own // sharing
         per_rank += own
         of_trained += own if trained is None or trained(name) else 0
         replicated += 0 if split else parameter.numel()

@@ -145,11 +145,13 @@ class DecoderInputs:
 
     input_ids: [rows, tokens], which a first chunk reads; position_ids: as the family makes them.
 
-    kinds: of each token, [rows, tokens]: 0 text, 1 of an image, 2 of a video, 3 of sound.
+    kinds: of each token, [rows, tokens]: 0 text, 1 of an image, 2 of a video, others of further encoders
+    (`dhp.core.kinds`).
 
     images: the tower's features of images and videos, [n, hidden] each, by the name of the tower's tensor: those that
     enter here, none where there are no images. image_positions: of each of the n among the flattened rows × tokens;
-    int64 [n]. sounds and sound_positions: the same of the audio tower's tensors.
+    int64 [n]. others and other_positions: the same of further encoders' tensors, which all enter the first layer, by
+    part.
 
     hidden: states from the chunk before, [rows, tokens, hidden]; None for a first chunk.
     """
@@ -160,8 +162,8 @@ class DecoderInputs:
     image_positions: Tensor | None = None
     hidden: Tensor | None = None
     kinds: Tensor | None = None
-    sounds: Mapping[str, Tensor] = field(default_factory=dict)
-    sound_positions: Tensor | None = None
+    others: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    other_positions: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from dhp.core.axes import AXES
 from dhp.core.reports import KernelUse
 from dhp.core.text import harmless, shown
 from dhp.observe.metrics import AnswerMetrics, EvalMetrics, StepMetrics
@@ -195,7 +196,7 @@ def _learning_rates(metrics: StepMetrics) -> str:
     return " ".join(f"{part} {rate:.1e}" for part, rate in rates.items())
 
 
-_DEGREES = ("data", "expert", "ulysses", "ring", "tensor")
+_DEGREES = tuple(axis.name for axis in AXES)
 
 
 def closing_table(

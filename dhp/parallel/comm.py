@@ -11,21 +11,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dhp.core.graph import AXES, Degrees
+from dhp.core.axes import MESH, OF_ROWS, OF_TOKENS, Degrees
 from dhp.core.tracing import COLLECTIVE, EXCHANGE_TAG, span
 
 
 def build_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
-    """Mesh over all ranks of the default process group, with the axes of `AXES`.
+    """Mesh over all ranks of the default process group, with the dimensions `MESH`.
 
     Raises ValueError when the group has another number of ranks than the degrees multiply to.
     """
     world = dist.get_world_size()
     if world != degrees.world:
-        raise ValueError(f"data × ring × ulysses × tensor = {degrees.world} ranks, but the process group has {world}")
-    shape = tuple(getattr(degrees, axis) for axis in AXES)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-    for axis in AXES:
+        raise ValueError(f"{' × '.join(MESH)} = {degrees.world} ranks, but the process group has {world}")
+    mesh = init_device_mesh(device_type, degrees.along(*MESH), mesh_dim_names=MESH)
+    for axis in MESH:
         _wait_as_long(mesh.get_group(axis))
     return mesh
 
@@ -34,27 +33,26 @@ def replicas_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks that hold the same slices as this one, those that differ from it in any axis but tensor: one axis."""
     if mesh["tensor"].size() == 1:
         return DeviceMesh.from_group(dist.group.WORLD, mesh.device_type, mesh_dim_names=("replicas",))
-    replicas = mesh["data", "ring", "ulysses"]._flatten("replicas")
+    replicas = mesh[OF_TOKENS]._flatten("replicas")
     _wait_as_long(replicas.get_group())
     return replicas
 
 
 def sequence_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The ranks that share a sequence with this one, Ulysses innermost."""
-    return _wait_as_long(mesh["ring", "ulysses"]._flatten("sequence").get_group())
+    return _wait_as_long(mesh[OF_ROWS]._flatten("sequence").get_group())
 
 
 def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The ranks that work on the same samples as this one, tensor innermost."""
-    return _wait_as_long(mesh["ring", "ulysses", "tensor"]._flatten("replica").get_group())
+    return _wait_as_long(mesh[*OF_ROWS, "tensor"]._flatten("replica").get_group())
 
 
-def experts_mesh(mesh: DeviceMesh, expert: int) -> DeviceMesh:
-    """The ranks of a stage that is split by data alone: copies × expert. Neighbours share out the experts; those of one
-    place among them hold the same ones."""
-    shape = (mesh.size() // expert, expert)
-    found = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "expert"))
-    for axis in ("copies", "expert"):
+def neighbours_mesh(mesh: DeviceMesh, size: int, name: str) -> DeviceMesh:
+    """All ranks as copies × so many neighbours, which share something out: those of one place among them hold the
+    same. name: of the second dimension."""
+    found = init_device_mesh(mesh.device_type, (mesh.size() // size, size), mesh_dim_names=("copies", name))
+    for axis in ("copies", name):
         _wait_as_long(found.get_group(axis))
     return found
 

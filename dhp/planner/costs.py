@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +65,16 @@ class StageCosts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `from_json`."""
-        layers = {
-            kind: {choice: [cost.held_bytes, cost.replay_bytes, cost.replay_s] for choice, cost in costs.items()}
-            for kind, costs in self.layers.items()
-        }
-        outside = {"before_bytes": self.before_bytes, "after_bytes": self.after_bytes}
-        return {"rows": self.rows, "kinds": list(self.kinds), **outside, "layers": layers}
+        return {**asdict(self), "kinds": list(self.kinds)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StageCosts:
         """The inverse of `to_json`."""
         layers = {
-            kind: {choice: LayerCost(*cost) for choice, cost in costs.items()}
+            kind: {choice: LayerCost(**cost) for choice, cost in costs.items()}
             for kind, costs in values["layers"].items()
         }
-        return cls(values["rows"], tuple(values["kinds"]), values["before_bytes"], values["after_bytes"], layers)
+        return cls(**{**values, "kinds": tuple(values["kinds"]), "layers": layers})
 
 
 @dataclass(frozen=True)

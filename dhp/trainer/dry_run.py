@@ -70,15 +70,27 @@ def stage_shapes(plan: RunPlan) -> dict[str, PartShape]:
 
 def _shape(stage: StageSpec, plan: RunPlan) -> PartShape:
     family, rules, adapters = plan.family, plan.rules, plan.adapters
-    part, tensor, expert = family.parts[stage.part], stage.degrees.tensor, stage.degrees.expert
+    part, tensor = family.parts[stage.part], stage.degrees.tensor
     dropped = (*family.outside(stage.part), *part.absent(chunks_of(stage.chunks, part.whole)))
     trained = partial(_is_trained, rules, family) if rules.selects or family.idle else None
     styles = with_fused(part.tensor_plan, part.fused)
     put = partial(adapt, family=family, adapters={name: own for name, own in adapters.items() if name == stage.part})
+    sharing = stage.degrees.holders // tensor
     whole, asked = part.kept_whole(tensor), adapters.get(stage.part)
     rounded = asked is not None and asked.quantization is not None
     quantized = partial(find_quantized, layers=part.layers, trains=rules.trains) if rounded else lambda _: ()
-    return part_shape(plan.source, dropped, tensor, whole, styles, trained, part.shared, expert, put, quantized)
+    return part_shape(
+        plan.source,
+        dropped,
+        tensor,
+        whole,
+        styles,
+        trained,
+        part.shared,
+        sharing,
+        put,
+        quantized,
+    )
 
 
 def _is_trained(rules: TrainingRules, family: Family, name: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp.checkpoint.folder import MODEL, read_about
-from dhp.checkpoint.shards import read_shards
+from dhp.checkpoint.source import read_shards
 from dhp.core.errors import CheckpointError
 from dhp.core.parameters import AdapterSettings
 from dhp.models.export import save_whole

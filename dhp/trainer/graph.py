@@ -13,7 +13,8 @@ from dhp.config.model_rules import check_cuts, check_stages
 from dhp.config.part import PartConfig
 from dhp.config.parts import parts, resolved
 from dhp.config.schema import Config
-from dhp.core.graph import HIDDEN_STATES, Degrees, Edge, Node, StageGraph, StageSpec, Tie
+from dhp.core.axes import Degrees
+from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
 from dhp.models.family import Family
 from dhp.models.types import chunks_of
 from dhp.trainer.trainable import adapters_of, trained_stage, training_rules
@@ -57,8 +58,7 @@ def _sizes(source: str) -> DecoderSizes:
 
 def degrees(part: PartConfig) -> Degrees:
     """The degrees of each stage of a resolved part."""
-    found = (part.data, part.ring, part.ulysses, part.tensor, part.expert)
-    return Degrees(*map(resolved, found))
+    return Degrees.read(lambda axis: resolved(getattr(part, axis)))
 
 
 def even_cuts(sizes: DecoderSizes, stages: int) -> list[int]:

@@ -118,8 +118,7 @@ def gathered_bytes(part: PartConfig, shape: PartShape, layers: int, head: HeadSh
 def runtime_bytes(stage: StageSpec) -> int:
     """The process's context, and a communicator for each group of ranks that talk."""
     own, world = stage.degrees, stage.degrees.world
-    split = sum(degree > 1 for degree in (own.data, own.ring, own.ulysses, own.tensor, own.expert))
-    groups = split + (1 < own.tensor < world) + (world > 1)
+    groups = own.divided + (1 < own.tensor < world) + (world > 1)
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * min(groups, 3)
 
 
@@ -128,7 +127,7 @@ def by_zero_stage(part: PartConfig, stage: StageSpec, shape: PartShape) -> dict[
     found: dict[int, int | None] = {}
     for zero in range(4):
         engine = FSDP if resolved(part.tensor) > 1 else DEEPSPEED
-        alone = not stage.trains or part.expert > 1 or part.lora.quantization is not None
+        alone = not stage.trains or stage.degrees.shares_experts or part.lora.quantization is not None
         missing = (zero == 1 and engine == FSDP) or (zero > 0 and alone)
         other = replace(part, zero_stage=zero, zero_engine=engine)
         found[zero] = None if missing else rank_bytes(other, stage, shape).total

@@ -222,8 +222,10 @@ def check_row_length(max_tokens: int | None, positions: PositionRange | None) ->
 def check_plan(name: str, part: PartConfig, source: str, family: Family) -> None:
     """Raises ConfigError where DeepSpeed would have no plan to cut the part by, ModelError where it would be cut by
     styles whose gradients are not known to be exact."""
+    from dhp.trainer.graph import degrees
+
     own = family.parts[name]
-    if part.expert > 1:
+    if degrees(part).shares_experts:
         from dhp.models.shape import check_tensor_plan
         from dhp.parallel.expert.shares import check_shares
 

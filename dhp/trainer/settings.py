@@ -129,8 +129,6 @@ def _pipeline(part: PartConfig) -> dict[str, Any]:
 def kept_settings(config: Config) -> dict[str, Any]:
     """Settings that must stay when a run is resumed, by key: all that decides which rank sees and holds what."""
     of_parts = {f"{name}.{key}": value for name, values in world(config).items() for key, value in values.items()}
-    # Checkpoints of before there were experts do not have the key.
-    of_parts = {key: value for key, value in of_parts.items() if not key.endswith(".expert") or value > 1}
     for name, part in parts(config).items():
         of_parts |= {f"{name}.dtype": part.dtype}
     return {

@@ -11,7 +11,7 @@ import torch
 
 from dhp.batch.build import make_reader
 from dhp.checkpoint.folder import find_checkpoint
-from dhp.checkpoint.shards import read_shards
+from dhp.checkpoint.source import read_shards
 from dhp.config.schema import Config
 from dhp.models.registry import load_family
 from dhp.observe.metrics import read_metrics

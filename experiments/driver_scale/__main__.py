@@ -26,8 +26,9 @@ from dhp.batch.assign_images import assign_longest_first, assign_near
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.ray_session import OWN_SYSTEM
 from dhp.cluster.watch import wait_all
+from dhp.core.axes import Degrees
 from dhp.core.dispatch import Call, per_rank, spread
-from dhp.core.graph import Degrees, Edge, Route, StageGraph, StageSpec, dense
+from dhp.core.graph import Edge, Route, StageGraph, StageSpec, dense
 from dhp.step.schedule import make_schedule
 from dhp.step.stages import Batch, make_stages
 from dhp.step.step import train_step

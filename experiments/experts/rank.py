@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, StepData
-from dhp.core.graph import Degrees
 from dhp.core.reports import StageReport
 from dhp.core.tracing import ALL_REDUCE, ALL_TO_ALL
 from dhp.data.sample.sample import Sample

@@ -75,7 +75,7 @@ def _micro_batch(trainer: Any, stage: StageSpec, work: Any, number: int, last: b
 
 def _handed_over(trainer: Any, work: Any, edge: Edge) -> Bundle:
     """What crosses an edge to the decoder, on the host."""
-    ids, placement = work.tensors["input_ids"], work.placement
+    ids, placement = work.tensors["input_ids"], work.placements.get("vision")
     rows = ids.shape if edge.tensors == (HIDDEN_STATES,) else (0 if placement is None else len(placement),)
     hidden = trainer.family.config.get_text_config().hidden_size
     return Bundle({name: torch.empty(*rows, hidden, dtype=trainer.dtype) for name in edge.tensors})

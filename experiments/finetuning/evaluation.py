@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from experiments.finetuning.frozen import SIDE, WIDTHS, WORDS
 from experiments.finetuning.ways import Trained, Way
 from experiments.pair import join_alone

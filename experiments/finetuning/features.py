@@ -15,8 +15,8 @@ from PIL import Image
 
 from dhp.batch.reader import BatchReader
 from dhp.checkpoint.feature_folder import FeatureFolder
+from dhp.core.axes import Degrees
 from dhp.core.batch import Features, KeepSettings, StepData
-from dhp.core.graph import Degrees
 from dhp.data.sample.cached_features import CachedPictures, seen_to_json
 from dhp.data.sample.sample import Sample
 from dhp.models.registry import load_family

@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any
 
 from dhp.config.training import TrainingConfig
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
-from dhp.core.graph import Degrees
 from dhp.models.flops import NO_BACKWARD
 from dhp.models.registry import load_family
 from dhp.models.shape import list_parameters

@@ -17,8 +17,9 @@ from dhp.batch.reader import BatchReader
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.layout import DEEPSPEED, FSDP
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
-from dhp.core.graph import Degrees, StageGraph
+from dhp.core.graph import StageGraph
 from dhp.core.reports import StageReport, StageUsage
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples

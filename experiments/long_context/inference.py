@@ -20,8 +20,8 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 
 from dhp.batch.collate import Collator
 from dhp.batch.shard import BatchSharder
+from dhp.core.axes import Degrees
 from dhp.core.generation import Answer, Sampling
-from dhp.core.graph import Degrees
 from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.text import TextEngine
 from dhp.models.decoder import having, unchanged

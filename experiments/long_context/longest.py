@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.parallel.recompute.saved_tensors import SavedTensors, noting
 from experiments.long_context.ranks import Decoder, on_ranks
 from experiments.long_context.work import make_row

@@ -15,8 +15,8 @@ import torch.multiprocessing as multiprocessing
 from transformers.utils import logging
 
 from dhp.batch.reader import BatchReader
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
-from dhp.core.graph import Degrees
 from dhp.core.reports import StageReport
 from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.settings import OptimizerSettings

@@ -12,8 +12,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from dhp.batch.row_shards import SequenceGroups
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
-from dhp.core.graph import Degrees
 from dhp.parallel.attention.shard_plan import ShardPlan, contiguous_plan
 from experiments.long_context.peer import Peer
 from experiments.long_context.ranks import Decoder, on_ranks

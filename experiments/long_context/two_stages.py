@@ -20,8 +20,8 @@ import ray
 from dhp.batch.assign_images import ImageWork, Piece, Pieces
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.watch import wait_all
+from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, StepData
-from dhp.core.graph import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine

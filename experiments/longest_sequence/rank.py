@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle, StepData
-from dhp.core.graph import Degrees, Route
+from dhp.core.graph import Route
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family

@@ -14,8 +14,9 @@ import ray
 from dhp.cluster.cluster import Cluster
 from dhp.cluster.cluster import Layout as Actors
 from dhp.cluster.watch import wait_all
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
-from dhp.core.graph import Degrees, StageGraph
+from dhp.core.graph import StageGraph
 from dhp.core.reports import StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import OptimizerSettings, StageSettings

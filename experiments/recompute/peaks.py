@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.planner.costs import predicted_bytes
 from dhp.planner.planner import Planner, as_text
 from experiments.recompute.layout import Layout, Run, as_actors

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle, VisionInput
-from dhp.core.graph import Degrees
 from dhp.engine.encoder import EncoderEngine
 from experiments.pair import VISION
 from experiments.recompute.layout import Layout

@@ -13,8 +13,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from dhp.batch.encoder_shards import Split
 from dhp.batch.reader import BatchReader
+from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, StepData
-from dhp.core.graph import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots

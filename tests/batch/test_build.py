@@ -18,9 +18,10 @@ from dhp.batch.build import make_reader as make_real_feed
 from dhp.batch.encoder_shards import Split
 from dhp.batch.row_shards import SequenceGroups, choose_groups
 from dhp.config.data import DatasetEntry
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.errors import ModelError
-from dhp.core.graph import Degrees, Route
+from dhp.core.graph import Route
 from dhp.data.sampling.sampler import BatchLayout
 from dhp.models.registry import load_family
 from dhp.tiny.model import make_tiny_model
@@ -76,9 +77,9 @@ def test_rows_come_back_in_the_order_of_the_placeholders(made_model: str, case: 
             expected = [torch.from_numpy(p)[::4, 0] for s in own for p in s.pixels]
             received = torch.cat([sent[v, d] for v in route.sources.get(d, ())] or [torch.empty(0)])
             if expected:
-                assert torch.equal(received[work.placement], torch.cat(expected))
+                assert torch.equal(received[work.placements["vision"]], torch.cat(expected))
             else:
-                assert work.placement is None
+                assert work.placements == {}
 
 
 def test_a_rank_without_work_gets_one_window_of_its_own(made_model: str) -> None:
@@ -143,10 +144,10 @@ def test_rows_and_positions_of_videos_come_back_in_order(made_model: str, vision
     works, (text,) = data.work["vision"][0], data.work["text"][0]
     patches = torch.cat([torch.from_numpy(p) for p in sample.pixels])
     received = torch.cat([work.pixels[: 4 * sum(work.rows)].unflatten(0, (-1, 4)) for work in works])
-    assert torch.equal(received[text.placement].flatten(0, 1), patches)
+    assert torch.equal(received[text.placements["vision"]].flatten(0, 1), patches)
     positions = torch.cat([work.positions[: 4 * sum(work.rows)].unflatten(0, (-1, 4)) for work in works])
     expected = [get_vision_position_ids(torch.tensor([grid]), 2) for grid in sample.grids]
-    assert torch.equal(positions[text.placement].flatten(0, 1), torch.cat(expected))
+    assert torch.equal(positions[text.placements["vision"]].flatten(0, 1), torch.cat(expected))
 
 
 def test_a_step_without_images_sends_nothing(made_model: str) -> None:

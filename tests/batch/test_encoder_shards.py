@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import SOUND, Features, StepData
-from dhp.core.graph import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.models.registry import load_family
 from tests.helpers.families import Maker
@@ -47,7 +47,7 @@ def test_clips_go_to_ranks_by_their_work(audio: Degrees, folder: str, samples: l
     tokens = sum(form.tokens for sample in samples for form in sample.clip_forms)
     assert sum(sum(rank.rows) for rank in ranks) == tokens
     kinds = data.work["text"][0][0].tensors["mm_token_type_ids"]
-    assert int((kinds == SOUND).sum()) == tokens == len(data.work["text"][0][0].audio_placement)
+    assert int((kinds == SOUND).sum()) == tokens == len(data.work["text"][0][0].placements["audio"])
 
 
 def test_rows_go_where_their_placeholders_are(folder: str, samples: list[Sample]) -> None:
@@ -69,7 +69,7 @@ def test_rows_go_where_their_placeholders_are(folder: str, samples: list[Sample]
             for form in sample.clip_forms
             for row in range(form.tokens)
         ]
-        assert [(received[n][0].rows, received[n][1]) for n in work.audio_placement] == wanted
+        assert [(received[n][0].rows, received[n][1]) for n in work.placements["audio"]] == wanted
 
 
 def test_a_rank_without_sound_has_a_dummy(folder: str, samples: list[Sample]) -> None:
@@ -77,7 +77,7 @@ def test_a_rank_without_sound_has_a_dummy(folder: str, samples: list[Sample]) ->
     (ranks,), (route,) = data.work["audio"], data.routes["audio"]
     dummy = load_family(folder).parts["audio"].dummy_form
     assert [(rank.forms, rank.rows, tuple(rank.pixels.shape)) for rank in ranks] == [((dummy,), (), (8, 16))] * 2
-    assert route.pairs == () and data.work["text"][0][0].audio_placement is None
+    assert route.pairs == () and data.work["text"][0][0].placements.get("audio") is None
     assert (data.info.clips, data.info.flops["audio"]) == (0, 0)
 
 
@@ -101,4 +101,4 @@ def test_pictures_that_are_there_have_their_places_among_the_others(made_model: 
     data = deal(made_model, [replace(sample, features=tuple(found), pixels=pixels)], Case(ONE, ONE, 1))
     (text,) = data.work["text"][0]
     assert torch.equal(text.cached["embeddings"], torch.cat([rows[0], rows[1], rows[3]]))
-    assert text.placement.tolist() == [*range(4, 12), *range(4), *range(12, 16)]
+    assert text.placements["vision"].tolist() == [*range(4, 12), *range(4), *range(12, 16)]

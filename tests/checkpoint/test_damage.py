@@ -16,7 +16,8 @@ from dhp.__main__ import main as dhp
 from dhp.checkpoint.folder import Unfinished, check_checkpoint, finish_checkpoint, open_checkpoint, quarantine
 from dhp.checkpoint.random_state import load_random_state, save_random_state
 from dhp.checkpoint.resume import find_start
-from dhp.checkpoint.shards import ShardReader, ShardWriter, read_shards
+from dhp.checkpoint.shards import ShardReader, ShardWriter
+from dhp.checkpoint.source import read_shards
 from dhp.core.errors import CheckpointError
 
 ABOUT = {"parts": ["vision", "text"], "skipped_samples": 0, "settings": {}, "data": {}}

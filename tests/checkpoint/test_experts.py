@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from dhp.checkpoint.files import check_part
-from dhp.checkpoint.shards import read_shards
-from dhp.core.graph import Degrees
+from dhp.checkpoint.source import read_shards
+from dhp.core.axes import Degrees
 from dhp.models.export import save_whole
 from tests.engine.test_experts import ONE, ExactText
 from tests.engine.test_families import steps

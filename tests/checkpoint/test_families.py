@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from dhp.checkpoint.shards import read_shards
-from dhp.core.graph import Degrees
+from dhp.checkpoint.source import read_shards
+from dhp.core.axes import Degrees
 from dhp.doctor.doubles import staying_double
 from dhp.models.export import persistent_buffers, save_whole
 from tests.helpers.families import Maker

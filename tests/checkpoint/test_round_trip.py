@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp.checkpoint.shards import read_shards
+from dhp.checkpoint.source import read_shards
+from dhp.core.axes import Degrees
 from dhp.core.errors import CheckpointError
-from dhp.core.graph import Degrees
 from dhp.core.parameters import AdapterSettings
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, Running, Trained, make_reader

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dhp.checkpoint.shards import ShardReader, ShardWriter, load_shards, read_shards, save_shards
+from dhp.checkpoint.shards import ShardReader, ShardWriter, save_shards
+from dhp.checkpoint.source import load_shards, read_shards
 from dhp.core.errors import CheckpointError
 from tests.helpers.ranks import run_on_ranks
 

@@ -63,7 +63,7 @@ def test_a_sample_is_found_where_all_of_its_targets_are(monkeypatch: pytest.Monk
 
 
 def _degrees() -> Any:
-    from dhp.core.graph import Degrees
+    from dhp.core.axes import Degrees
 
     return Degrees(data=2, ring=2)
 

@@ -132,7 +132,7 @@ def test_all_to_all_of_differing_numbers_of_rows_agrees() -> None:
 
 def _in_subgroups() -> int:
     """Groups that share no rank may make as many calls as they like."""
-    from dhp.core.graph import Degrees
+    from dhp.core.axes import Degrees
 
     mesh = build_mesh("cpu", Degrees(data=2, tensor=2))
     for _ in range(1 + mesh.get_local_rank("data")):

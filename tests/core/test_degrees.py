@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 
 
 def test_ranks_that_share_out_experts_are_an_axis_inside_of_data() -> None:

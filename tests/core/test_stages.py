@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dhp.core.graph import Degrees, Node, Route, dense, part_of, straight
+from dhp.core.axes import Degrees
+from dhp.core.graph import Node, Route, dense, part_of, straight
 from tests.helpers.graphs import make_graph
 
 

@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 import torch
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle
-from dhp.core.graph import Degrees
 from dhp.core.reports import StageUsage
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine

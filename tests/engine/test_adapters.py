@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings, GroupRule, Selector
 from dhp.engine.settings import StageSettings
 from dhp.models import lora as adapters

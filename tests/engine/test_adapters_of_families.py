@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings
 from dhp.models import lora as adapters
 from tests.engine.test_declared_families import Made, made, run

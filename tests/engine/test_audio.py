@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepData, TextInput
-from dhp.core.graph import Degrees
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sample.sample import Sample
 from dhp.doctor.doubles import staying_double
@@ -107,12 +107,12 @@ def exchange_clips(data: StepData) -> StepData:
     """Rows of the first two clips of a replica, in each other's places."""
 
     def edit(work: TextInput) -> TextInput:
-        if work.audio_placement is None:
+        if "audio" not in work.placements:
             return work
-        first, second = (rows.clone() for rows in (work.audio_placement[:4], work.audio_placement[-4:]))
-        audio_placement = work.audio_placement.clone()
+        first, second = (rows.clone() for rows in (work.placements["audio"][:4], work.placements["audio"][-4:]))
+        audio_placement = work.placements["audio"].clone()
         audio_placement[:4], audio_placement[-4:] = second, first
-        return replace(work, audio_placement=audio_placement)
+        return replace(work, placements={**work.placements, "audio": audio_placement})
 
     text = tuple(tuple(edit(work) for work in row) for row in data.work["text"])
     return replace(data, work={**data.work, "text": text})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.parallel.expert.modules import balance_losses
 from tests.engine.test_experts import ONE, ExactText

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dhp.cluster.transport import shared_memory
 from dhp.cluster.worker import GIVEN, GroupSettings, Worker
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.engine.settings import StageSettings
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import mixed_step, step_with_one_window

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dhp.checkpoint.feature_folder import FeatureFolder
+from dhp.core.axes import Degrees
 from dhp.core.batch import Features, KeepSettings, StepData
-from dhp.core.graph import Degrees
 from dhp.data.sample.sample import Sample
 from tests.helpers.batches import mixed_step, step_with_one_window, step_without_image
 from tests.helpers.layouts import Case, Running, make_reader
@@ -204,7 +204,9 @@ def test_what_is_there_is_dealt_to_nobody(made_model: str, tmp_path: Path) -> No
     ]  # fmt: skip
     (text,) = data.work["text"][0]
     assert torch.equal(text.cached["embeddings"], torch.cat([rows["embeddings"]] * 2))
-    firsts = text.placement[::16].tolist()  # of the 1st and 4th picture from the ranks, of the others behind them
+    firsts = text.placements["vision"][
+        ::16
+    ].tolist()  # of the 1st and 4th picture from the ranks, of the others behind them
     assert firsts[1:3] == [32, 48] and sorted((firsts[0] // 16, firsts[3] // 16)) == [0, 1]
     assert (data.info.cached_images, data.info.images, data.info.vision_tokens) == (2, 4, 256)
     assert data.info.dist_ratio["vision"] == 0

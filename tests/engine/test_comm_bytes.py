@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.core.tracing import take_sent
 from dhp.data.sample.sample import Sample
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS

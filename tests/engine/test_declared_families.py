@@ -15,8 +15,8 @@ import pytest
 from dhp.config.layout import resolve_part
 from dhp.config.part import PartConfig
 from dhp.config.recompute import check_mlp_chunks
+from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
-from dhp.core.graph import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.doctor.doubles import staying_double
 from dhp.engine.settings import StageSettings

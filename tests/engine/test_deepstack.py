@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle
-from dhp.core.graph import Degrees
 from dhp.data.sample.sample import Sample
 from tests.engine.test_parity import assert_exact
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare

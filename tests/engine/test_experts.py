@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.parallel.expert import shares
 from tests.engine.test_families import steps

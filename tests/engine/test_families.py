@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.layouts import Case, Fault, InspectedText, compare, compare_rounding

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, Bundle
 from dhp.core.generation import Answer, PromptInput, Sampling
-from dhp.core.graph import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.parallel.attention.decode import ShardedCacheIndex, ShardedKVCache
 from tests.helpers.answers import (

@@ -12,10 +12,10 @@ import pytest
 
 from dhp.config.layout import resolve_part
 from dhp.config.part import PartConfig
+from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED
 from dhp.core.errors import ConfigError, ModelError
 from dhp.core.generation import Sampling
-from dhp.core.graph import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.doctor.doubles import staying_double
 from dhp.engine.settings import StageSettings

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, compare, compare_rounding

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers import ranks

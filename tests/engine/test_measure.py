@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
 from tests.helpers.layouts import Case, Fault, Running, make_reader

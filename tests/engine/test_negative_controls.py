@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle, StepData, StepInfo, TextInput, VisionInput
-from dhp.core.graph import Degrees
 from dhp.core.reports import StageReport
 from dhp.parallel.optim import fsdp
 from dhp.parallel.tensor import loss
@@ -57,8 +57,9 @@ class RowsAsTheyCome(InspectedText):
     """Embeddings put in the order in which ranks send them."""
 
     def forward_step(self, micro_batch: int, chunk: int, work: TextInput, *received: Bundle) -> tuple[Bundle, ...]:
-        if work.placement is not None:
-            work = replace(work, placement=torch.arange(len(work.placement)))
+        if "vision" in work.placements:
+            order = torch.arange(len(work.placements["vision"]))
+            work = replace(work, placements={**work.placements, "vision": order})
         return super().forward_step(micro_batch, chunk, work, *received)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Errors, compare, train
 

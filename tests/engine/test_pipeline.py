@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import Bundle, StepInfo
-from dhp.core.graph import Degrees
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.models.weights import stored_dtype
 from tests.helpers import layouts
 from tests.helpers.batches import awkward_steps, mixed_step

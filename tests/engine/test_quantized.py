@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
-from dhp.checkpoint.shards import read_shards
-from dhp.core.graph import Degrees
+from dhp.checkpoint.source import read_shards
+from dhp.core.axes import Degrees
 from dhp.core.parameters import ADAPTER, NF4, AdapterSettings, is_adapter
 from dhp.models import lora as adapters
 from dhp.models.family import Family

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Trained, compare, train

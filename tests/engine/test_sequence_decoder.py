@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED, Bundle, StepData, TextInput
-from dhp.core.graph import Degrees
 from dhp.data.sample.sample import Sample
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.layouts import (
@@ -272,6 +272,6 @@ def test_no_rank_gets_the_whole_row(attending_model: str) -> None:
     assert sum(shares) == total and max(shares) - min(shares) <= len(steps()[0])
     for work, share in zip(data.work["text"][0], shares, strict=True):
         assert {name: values.shape[-1] for name, values in work.tensors.items()} == dict.fromkeys(work.tensors, share)
-    rows = [work.placement for work in data.work["text"][0] if work.placement is not None]
+    rows = [work.placements["vision"] for work in data.work["text"][0] if work.placements]
     assert sum(map(len, rows)) == sum(int(np.count_nonzero(s.mm_token_type_ids)) for s in steps()[0])
     assert sum(sum(work.rows) for work in data.work["vision"][0]) == sum(map(len, rows))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.core.parameters import ALL, GroupRule, Selector, TrainingRules
 from dhp.engine.settings import StageSettings
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision

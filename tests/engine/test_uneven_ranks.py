@@ -12,7 +12,7 @@ import pytest
 
 from dhp.batch import shard
 from dhp.batch.encoder_shards import Encoder
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sample.sample import Sample
 from dhp.models import lora as adapters

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from tests.engine.test_parity import assert_exact
 from tests.helpers.layouts import Case, Fault, compare, make_reader

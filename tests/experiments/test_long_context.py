@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from experiments.long_context import inference
 from experiments.long_context.longest import Way, _longest
 from experiments.long_context.ranks import on_ranks

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from dhp.core.graph import HIDDEN_STATES, Degrees, Edge, Node, StageGraph, StageSpec, Tie
+from dhp.core.axes import Degrees
+from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
 
 ONE = Degrees()
 

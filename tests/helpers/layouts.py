@@ -20,8 +20,9 @@ from dhp.batch.encoder_shards import Split
 from dhp.batch.shard import BatchSharder
 from dhp.config.recompute import read_choices
 from dhp.config.training import TrainingConfig
+from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
-from dhp.core.graph import Degrees, StageGraph, StageSpec
+from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import AdapterSettings, GroupRule, TrainingRules
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample

@@ -13,7 +13,7 @@ import torch
 
 from dhp.batch.collate import Collator
 from dhp.batch.shard import BatchSharder
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.models.flops import EVERYTHING, NO_BACKWARD, MatmulShare, TextWork, TrainedShare, VisionWork

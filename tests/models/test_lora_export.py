@@ -11,9 +11,9 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from dhp.checkpoint.shards import read_shards
+from dhp.checkpoint.source import read_shards
+from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError, ModelError
-from dhp.core.graph import Degrees
 from dhp.core.parameters import AdapterSettings, is_adapter
 from dhp.models.export import save_whole
 from dhp.models.lora_export import merge, save_adapter

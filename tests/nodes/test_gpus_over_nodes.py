@@ -10,8 +10,8 @@ import torch
 
 from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import wait_all
+from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
-from dhp.core.graph import Degrees
 from tests.helpers.graphs import make_graph
 from tests.nodes.conftest import ADDRESSES
 

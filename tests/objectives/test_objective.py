@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dhp.batch.collate import Collator
+from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED
 from dhp.core.errors import ConfigError
 from dhp.core.generation import Sampling
-from dhp.core.graph import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.models.registry import load_family
 from dhp.objectives.cross_entropy import find_targets, next_labels

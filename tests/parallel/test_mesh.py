@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dhp.core.graph import AXES, Degrees
-from dhp.parallel.comm import build_mesh, experts_mesh, replicas_mesh
+from dhp.core.axes import MESH, Degrees
+from dhp.parallel.comm import build_mesh, neighbours_mesh, replicas_mesh
 from tests.helpers.ranks import run_on_ranks
 
 WAIT = timedelta(seconds=77)
@@ -18,7 +18,7 @@ WAIT = timedelta(seconds=77)
 def _ranks_and_timeouts() -> tuple[dict[str, list[int]], set[timedelta]]:
     _set_pg_timeout(WAIT, dist.group.WORLD)
     mesh = build_mesh("cpu", Degrees(data=2, tensor=2))
-    groups = {axis: mesh.get_group(axis) for axis in AXES} | {"replicas": replicas_mesh(mesh).get_group()}
+    groups = {axis: mesh.get_group(axis) for axis in MESH} | {"replicas": replicas_mesh(mesh).get_group()}
     waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups.values()}
     return {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}, waits
 
@@ -35,8 +35,8 @@ def test_axes_join_their_ranks_and_wait_as_long_as_the_whole_part() -> None:
 
 def _expert_ranks() -> tuple[list[list[int]], set[timedelta]]:
     _set_pg_timeout(WAIT, dist.group.WORLD)
-    mesh = experts_mesh(build_mesh("cpu", Degrees(data=4, expert=2)), 2)
-    groups = [mesh.get_group(axis) for axis in ("expert", "copies")]
+    mesh = neighbours_mesh(build_mesh("cpu", Degrees(data=4, expert=2)), 2, "experts")
+    groups = [mesh.get_group(axis) for axis in ("experts", "copies")]
     waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
     return [dist.get_process_group_ranks(group) for group in groups], waits
 

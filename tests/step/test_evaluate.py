@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from dhp.core.axes import Degrees
 from dhp.core.batch import IGNORED
-from dhp.core.graph import Degrees
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sample.sample import Sample
 from tests.helpers.batches import awkward_steps, mixed_step, step_without_image

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dhp.core.axes import Degrees
 from dhp.core.generation import Sampling
-from dhp.core.graph import Degrees
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sampling.dataset import StepSamples
 from dhp.step.stages import Batch

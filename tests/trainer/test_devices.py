@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from dhp.core.axes import Degrees
 from dhp.core.dispatch import spread
-from dhp.core.graph import Degrees
 from dhp.core.reports import DeviceInfo, KernelUse
 from dhp.engine.stage import StageEngine
 from dhp.trainer.reports import find_peak, name_kernels, overlap_warning

@@ -10,8 +10,9 @@ import pytest
 from dhp.config.command_line import compose_config
 from dhp.config.part import LoraConfig, PartConfig
 from dhp.config.schema import Config
+from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
-from dhp.core.graph import Degrees, StageSpec
+from dhp.core.graph import StageSpec
 from dhp.models.registry import load_family
 from dhp.models.shape import PartShape
 from dhp.trainer.dry_run import dry_run, stage_shapes

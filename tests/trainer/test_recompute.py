@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dhp.config.command_line import compose_config
+from dhp.core.axes import Degrees
 from dhp.core.errors import ConfigError
-from dhp.core.graph import Degrees
 from dhp.core.reports import StageReport, StageUsage
 from dhp.planner.planner import PATIENCE
 from dhp.step.schedule import make_schedule

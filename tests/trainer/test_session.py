@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dhp.cluster.remote_values import RemoteValue
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.trainer.session import look_ahead, named_elsewhere
 from tests.helpers.graphs import make_graph
 

@@ -13,7 +13,7 @@ from dhp.batch.encoder_shards import Split
 from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.resolve import resolve
 from dhp.config.run_dir import check_run_dir
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.core.parameters import AdapterSettings, Selector, TrainingRules
 from dhp.data.sampling.sampler import BalanceSettings, BatchLayout
 from dhp.models.flops import NO_BACKWARD, MatmulShare, TrainedShare

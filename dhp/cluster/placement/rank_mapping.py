@@ -10,6 +10,7 @@ from itertools import combinations
 from math import gcd, prod
 
 from dhp.cluster.placement.reservation import Slot
+from dhp.core.axes import EVERY_LAYER
 from dhp.core.graph import part_of
 
 Slots = Mapping[str, Sequence[Slot]]  # of each stage, by rank
@@ -18,7 +19,7 @@ AxisDegrees = Mapping[
 ]  # ranks by axis of a stage's mesh, outermost axis first: the last one's ranks are neighbours
 
 TENSOR = "tensor"
-INNER = (TENSOR, "ulysses")  # axes whose groups communicate several times in every layer
+INNER = EVERY_LAYER[::-1]
 KEPT = 64  # ways to place the first stages that are followed further
 SHOWN_GROUPS = 3  # groups that a warning names
 

@@ -81,10 +81,10 @@ def given_plan(lengths: Sequence[int], rank_tokens: Sequence[int], ring: int) ->
     return ShardPlan(tuple(lengths), tuple(tuple(shards[r * ulysses : (r + 1) * ulysses]) for r in range(ring)))
 
 
-def plan_of_shards(lengths: Sequence[int], shards: Sequence[Sequence[tuple[int, int, int]]], ulysses: int) -> ShardPlan:
-    """The plan of given shards: for each rank (Ulysses innermost), (segment, first token, tokens)."""
-    ranges = [tuple(TokenRange(*span) for span in shard) for shard in shards]
-    rings = (tuple(ranges[first : first + ulysses]) for first in range(0, len(ranges), ulysses))
+def plan_of_shards(lengths: Sequence[int], shards: Sequence[Sequence[tuple[int, int, int]]], ring: int) -> ShardPlan:
+    """The plan of given shards: for each rank (ring outermost), (segment, first token, tokens)."""
+    ranges, each = [tuple(TokenRange(*span) for span in shard) for shard in shards], len(shards) // ring
+    rings = (tuple(ranges[first : first + each]) for first in range(0, len(ranges), each))
     return ShardPlan(tuple(lengths), tuple(rings))
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dhp.parallel.optim.base import STEP, Rates, StateSink, StateSource, cast_parameters, exact_dtype
+from dhp.core.state import StateSink, StateSource
+from dhp.parallel.optim.base import STEP, Rates, cast_parameters, exact_dtype
 from dhp.parallel.tensor.slices import as_dtensors
 
 

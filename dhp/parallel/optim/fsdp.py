@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from dhp.core.state import StateSink, StateSource
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.optim.base import (
     MASTER,
     MOMENTS,
     STEP,
     Rates,
-    StateSink,
-    StateSource,
     clipped_step,
     exact_dtype,
     step_for,

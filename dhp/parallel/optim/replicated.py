@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dhp.core.state import StateSink, StateSource
 from dhp.parallel.comm import sum_in_place
 from dhp.parallel.expert.shares import summed_over
 from dhp.parallel.optim.base import (
@@ -19,8 +20,6 @@ from dhp.parallel.optim.base import (
     MOMENTS,
     STEP,
     Rates,
-    StateSink,
-    StateSource,
     cast_parameters,
     clipped_step,
     exact_dtype,

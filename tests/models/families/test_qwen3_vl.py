@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, AutoConfig, AutoModelForImageTextToText
 
-from dhp.core.graph import Degrees
+from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from dhp.models.family import Family
 from dhp.models.load import load_part, model_class

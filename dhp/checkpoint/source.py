@@ -1,0 +1,55 @@
+"""Opens the saved state of a part, by what lies in its folder: each form of files has a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dhp.checkpoint.shards import ShardReader
+from dhp.core.errors import CheckpointError
+from dhp.core.state import StateSource
+
+
+class Reader(Protocol):
+    """A form of files."""
+
+    @staticmethod
+    def holds(folder: Path) -> bool:
+        """Whether the folder has files of this form."""
+
+    def __call__(self, folder: Path) -> StateSource:
+        """Its tensors. Raises CheckpointError where files are missing or damaged."""
+
+
+READERS: list[Reader] = [ShardReader]  # another form of files is another line
+
+
+def open_source(folder: Path) -> StateSource:
+    """The tensors of a folder. Raises CheckpointError where no reader knows its files, or one finds them damaged."""
+    for reader in READERS:
+        if reader.holds(folder):
+            return reader(folder)
+    raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint")
+
+
+def load_shards(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Give a part the weights that `save_shards` wrote. Raises CheckpointError when they are not this model's."""
+    reader = open_source(folder)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            local.copy_(reader.like(name, weight))
+
+
+def read_shards(folder: Path) -> Mapping[str, Tensor]:
+    """The whole tensors of a part by name.
+
+    Raises CheckpointError when a piece is missing or does not fit.
+    """
+    reader = open_source(folder)
+    return {name: reader.whole(name) for name in reader.names}

@@ -1,0 +1,38 @@
+"""The kinds of stages: a record for each part of a model, from which engines, inputs and counts follow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """part: its section of the configuration. engine: `module:class` of the engine of its ranks.
+
+    tokens: of an encoder, the kinds of tokens (mm_token_type_ids) in whose places its rows go; text has kind 0.
+
+    counted: the field of `dhp.core.batch.StepInfo` that says whether a step has anything for it; "": each step has.
+    """
+
+    part: str
+    engine: str
+    tokens: tuple[int, ...] = ()
+    counted: str = ""
+
+
+VISION = StageKind("vision", "dhp.engine.encoder:EncoderEngine", tokens=(1, 2), counted="images")
+AUDIO = StageKind("audio", "dhp.engine.encoder:EncoderEngine", tokens=(3,), counted="clips")
+DECODER = StageKind("text", "dhp.engine.text:TextEngine")
+KINDS = {kind.part: kind for kind in (VISION, AUDIO, DECODER)}  # in the order of the data flow
+
+
+def tokens_of(part: str, kinds: Any, parts: Collection[str]) -> Any:
+    """Which tokens are an encoder's: those that are no text and no other encoder's of the run. kinds: of each token,
+    an array or a tensor. parts: of the run."""
+    found = kinds > 0
+    for other in KINDS.values():
+        for token in other.tokens if other.part in parts and other.part != part else ():
+            found = found & (kinds != token)
+    return found
