@@ -1,4 +1,4 @@
-"""Write docs/families.md: every family of transformers for image and text, and what of it works here.
+"""Write docs/reference/families.md: every family of transformers for image and text, and what of it works here.
 
 `python -m scripts.families` examines each by `dhp.doctor`: a declared family by its tiny configuration of the tests
 (tests/helpers/tiny_families.py), any other by the defaults of its configuration class, made small. Each runs in a
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FOUND, PAGE = ROOT / "results" / "families.jsonl", ROOT / "docs" / "families.md"
+FOUND, PAGE = ROOT / "results" / "families.jsonl", ROOT / "docs" / "reference" / "families.md"
 LIMIT_S = 300
 MEMORY = 12 << 30  # bytes of a process that examines one
 LAYOUTS = ("data", "sequence", "tensor"), ("data", "sequence", "tensor", "pipeline")
@@ -102,7 +102,7 @@ def _one(name: str) -> None:
 
 
 def page(known: Mapping[str, dict[str, Any]], every: Sequence[str]) -> str:
-    """docs/families.md of what is known of these families."""
+    """docs/reference/families.md of what is known of these families."""
     import transformers
 
     found, unknown = [known[name] for name in every if name in known], [name for name in every if name not in known]

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "LOAD_PRETRAINED_WEIGHTS.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += [ROOT / "experiments" / "EXPERIMENTS.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "experiments" / "EXPERIMENTS.md"]
 
 # Import name → name on the package index, where the two differ.
 DISTRIBUTIONS = {
     "PIL": "pillow", "hydra": "hydra-core", "huggingface_hub": "huggingface-hub", "yaml": "pyyaml", "jinja2": "jinja2",
 }  # fmt: skip
-# Required although no file imports them (yet); docs/architecture.md says why.
+# Required although no file imports them (yet); docs/developers/architecture.md says why.
 NOT_IMPORTED = {"ninja", "pytest-timeout", "pytest-xdist"}
 # Of requirements-gpu.txt, -data.txt, -loggers.txt, or built by the user; imported where a setting or a file asks.
 OPTIONAL = {"flash_attn", "bitsandbytes", "pyarrow", "datasets", "webdataset", "wandb", "mlflow", "swanlab"}
@@ -65,7 +64,7 @@ def test_optional_requirements_are_what_a_setting_or_a_file_asks_for() -> None:
 
 
 def test_every_requirement_has_a_reason() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text().lower()
+    page = (ROOT / "docs" / "developers" / "dependencies.md").read_text().lower()
     assert not [name for name in pins() if f"`{name}`" not in page]
 
 
@@ -77,7 +76,8 @@ def test_the_wheel_holds_every_package_and_the_configs() -> None:
 
 
 def test_the_adapter_that_is_shown_is_one() -> None:
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adapters.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "developers" / "adding-a-family.md").read_text()
+    shown = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     adapter = (ROOT / "dhp" / "models" / "families" / "qwen2_vl.py").read_text()
     assert shown[0] == adapter and len(adapter.splitlines()) < 40
     assert shown[1] in (ROOT / "dhp" / "models" / "registry.py").read_text()
@@ -88,6 +88,25 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     local = [target for target in targets if "://" not in target]
     assert not [target for target in local if not (page.parent / target).exists()]
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", title).lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    found = re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text())
+    pages = [(page.parent / target if target else page, anchor) for target, anchor in found if "://" not in target]
+    assert not [(one.name, anchor) for one, anchor in pages if one.suffix == ".md" and anchor not in headings(one)]
+
+
+def test_the_first_page_and_the_architecture_are_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "docs" / "developers" / "architecture.md").read_text().splitlines()) <= 200
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

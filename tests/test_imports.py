@@ -1,4 +1,4 @@
-"""Who may import whom: the table of docs/architecture.md, held against every import statement below dhp/.
+"""Who may import whom: the table of docs/developers/architecture.md, held against every import statement below dhp/.
 
 Imports inside functions and under `if TYPE_CHECKING` count: a hidden dependency is one all the same.
 """
@@ -62,7 +62,8 @@ LIBRARIES: dict[str, set[str]] = {
         "parallel.tensor.styles",
     },
     "torch": {
-        "core.batch", "core.collectives", "core.generation", "core.state", "models", "parallel", "data", "checkpoint", "cluster",
+        "core.batch", "core.collectives", "core.generation", "core.state", "models", "parallel", "data", "checkpoint",
+        "cluster",
         "objectives", "engine", "batch", "cli", "doctor", "planner.profile", "tiny",
     },
 }  # fmt: skip

@@ -55,7 +55,7 @@ _WIDTH, _INDENT = 110, "    "
 
 
 def key_help(paths: Iterable[str], source: ConfigSource) -> str:
-    """A paragraph a key: what docs/configuration.md says of it. A section has those of all its keys behind its own, and
+    """A paragraph a key, as in docs/reference/configuration.md. A section has those of all its keys behind its own, and
     the choices of the folder of configurations that has its name. Raises ConfigError for what is no key, with the
     nearest one, for all of them at once.
     """

@@ -1,4 +1,4 @@
-"""The table of all keys in docs/configuration.md, made from the schema: `python -m dhp.config.reference` prints it."""
+"""`python -m dhp.config.reference` prints docs/reference/configuration.md's table of all keys, from the schema."""
 
 from dataclasses import is_dataclass
 from typing import Any

@@ -1,7 +1,7 @@
 """The structured configuration of a run: every key, its type, its default, and below each its meaning and unit.
 
 OmegaConf checks types and key names against these classes; what a value must satisfy beyond its type is
-checked in `dhp.config.resolve`. The string under a field is its documentation: `docs/configuration.md` is
+checked in `dhp.config.resolve`. The string under a field is its documentation: `docs/reference/configuration.md` is
 made from it.
 """
 

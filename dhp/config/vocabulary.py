@@ -1,8 +1,8 @@
 """Keys of other trainers: translated where there is one of the same meaning, explained where there is none.
 
-The table is data: `python -m dhp.config.vocabulary` prints it as the one in docs/configuration.md.
+The table is data: `python -m dhp.config.vocabulary` prints it as the one in docs/reference/configuration.md.
 
-`python -m dhp.config.vocabulary` prints the tables of docs/coming-from.md.
+`python -m dhp.config.vocabulary` prints the tables of docs/reference/coming-from.md.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _refuse_quantized(adapters: Adapters) -> None:
         raise ConfigError(
             f"the adapters of {', '.join(rounded)} were trained beside matrices in four bits "
             f"({rounded[0]}.lora.quantization); added to those of the model they would not compute what was trained. "
-            "Export them by --adapter, and load them beside the model in four bits: docs/configuration.md#adapters"
+            "Export them by --adapter, and load them beside the model in four bits: docs/what-is-trained.md#adapters"
         )
 
 

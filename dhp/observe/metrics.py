@@ -26,7 +26,7 @@ TRAIN, EVAL, ANSWER = "train", "eval", "answer"
 class StepMetrics:
     """One optimizer step over the whole run, summed or averaged over all actors. None: not known (yet).
 
-    Each field's string says its unit and when it is null; docs/metrics.md is made from them.
+    Each field's string says its unit and when it is null; docs/reference/metrics.md is made from them.
     """
 
     kind: str = TRAIN

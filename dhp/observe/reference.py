@@ -1,4 +1,4 @@
-"""The tables of fields in docs/metrics.md, made from the dataclasses: `python -m dhp.observe.reference` prints them."""
+"""`python -m dhp.observe.reference` prints docs/reference/metrics.md's tables of fields, from the dataclasses."""
 
 import re
 from dataclasses import fields

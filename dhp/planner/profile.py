@@ -7,12 +7,17 @@ be solved for.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from statistics import median
 
 from dhp.core.reports import LayerUsage, StageUsage
 from dhp.planner.costs import LayerCost, StageCosts
+
+# Costs of a layer that `LayerUsage` reports under the same names: the most of bytes, the median of seconds.
+BYTES = tuple(field.name for field in fields(LayerCost) if field.name.endswith("_bytes"))
+SECONDS = tuple(field.name for field in fields(LayerCost) if field.name.endswith("_s"))
+HELD = "held_bytes"
 
 
 def fullest(usages: Sequence[StageUsage]) -> StageUsage:
@@ -30,8 +35,8 @@ class Profile:
         self._before = 0.0 if known is None else known.before_bytes / known.rows
         self._after = 0.0 if known is None else known.after_bytes / known.rows
         self._kinds: tuple[str, ...] = () if known is None else known.kinds
-        self._bytes: dict[tuple[str, str], tuple[float, float]] = {}
-        self._seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self._seen: dict[tuple[str, str], dict[str, float]] = {}
+        self._seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
 
     def add(self, usage: StageUsage, timed: bool) -> None:
         """A step that ran. timed: its seconds say something, which those of a first step do not."""
@@ -42,11 +47,12 @@ class Profile:
         self._after = max(self._after, usage.after_bytes / usage.rows)
         for index, layer in enumerate(usage.layers):
             key = (layer.kind, layer.choice)
-            held = (layer.held_bytes - (shared if index == 0 else 0)) / usage.rows
-            seen = self._bytes.get(key, (0.0, 0.0))
-            self._bytes[key] = (max(seen[0], held), max(seen[1], layer.replay_bytes / usage.rows))
-            if timed:
-                self._seconds[key].append(layer.replay_s / usage.all_rows)
+            seen, seconds = self._seen.setdefault(key, {}), self._seconds.setdefault(key, {})
+            for name in BYTES:
+                taken = getattr(layer, name) - (shared if index == 0 and name == HELD else 0)
+                seen[name] = max(seen.get(name, 0.0), taken / usage.rows)
+            for name in SECONDS if timed else ():
+                seconds.setdefault(name, []).append(getattr(layer, name) / usage.all_rows)
 
     def costs(self) -> StageCosts | None:
         """Costs of the layers with the largest micro-batch, and the largest step, seen; None before any step."""
@@ -56,14 +62,14 @@ class Profile:
         scale = 1.0 if self._known is None else self._rows / self._known.rows
         for kind, costs in ({} if self._known is None else self._known.layers).items():
             for choice, cost in costs.items():
-                layers[kind][choice] = LayerCost(cost.held_bytes * scale, cost.replay_bytes * scale, cost.replay_s)
-        for (kind, choice), (held, replay) in self._bytes.items():
-            seconds = self._seconds.get((kind, choice))
-            if seconds is None and choice in layers[kind]:
-                known_s = layers[kind][choice].replay_s
-            else:
-                known_s = median(seconds) * self._all_rows if seconds else 0.0
-            layers[kind][choice] = LayerCost(held * self._rows, replay * self._rows, known_s)
+                grown = {name: getattr(cost, name) * scale for name in BYTES}
+                layers[kind][choice] = replace(cost, **grown)
+        for (kind, choice), seen in self._seen.items():
+            known, timed = layers[kind].get(choice), self._seconds[kind, choice]
+            seconds = {name: median(timed[name]) * self._all_rows if name in timed else 0.0 for name in SECONDS}
+            if known is not None:
+                seconds |= {name: getattr(known, name) for name in SECONDS if name not in timed}
+            layers[kind][choice] = LayerCost(**{name: value * self._rows for name, value in seen.items()}, **seconds)
         return StageCosts(self._rows, self._kinds, self._before * self._rows, self._after * self._rows, layers)
 
 

@@ -10,7 +10,7 @@ from dhp.config.resolve import resolve
 from dhp.config.vocabulary import ALIASES, table, translated
 from dhp.core.errors import ConfigError
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "configuration.md"
 
 THEIRS = """\
 vision:

@@ -15,7 +15,7 @@ from dhp.config.vocabulary import HEADING, TRAINERS, environment_notes, foreign_
 from dhp.config.vocabulary_table import ENVIRONMENT, FOREIGN
 from dhp.core.errors import ConfigError
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "coming-from.md"
 ROWS = [row for rows in FOREIGN.values() for row in rows]
 
 # Keys that answers name and that the schema does not have yet. The last test says which have come.

@@ -28,7 +28,7 @@ def test_degrees_model_and_groups(name):
 
 @pytest.mark.parametrize("name", READY)
 def test_states_of_decoders_are_cut_by_torch(name):
-    """As the files and docs/configuration.md say; auto is DeepSpeed where tensor is 1."""
+    """As the files and docs/reference/configuration.md say; auto is DeepSpeed where tensor is 1."""
     assert resolve(compose_config(name)).text.zero_engine == "fsdp"
 
 

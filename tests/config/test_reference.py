@@ -1,4 +1,4 @@
-"""Every key is documented, in the schema and in docs/configuration.md."""
+"""Every key is documented, in the schema and in docs/reference/configuration.md."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from dhp.config.keys import field_docs, schema_keys, type_words
 from dhp.config.part import PartConfig
 from dhp.config.reference import HEADING, reference
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "configuration.md"
 
 
 def test_every_key_has_a_meaning():

@@ -28,7 +28,7 @@ from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.data.sampling.sampler import BatchLayout, slots
-from dhp.engine.encoder import AudioEngine, EncoderEngine
+from dhp.engine.encoder import EncoderEngine
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.engine.text import TextEngine
 from dhp.models import lora as adapters
@@ -192,7 +192,7 @@ class InspectedText(Inspected, TextEngine):
     pass
 
 
-class InspectedAudio(Inspected, AudioEngine):
+class InspectedAudio(Inspected, EncoderEngine):
     pass
 
 

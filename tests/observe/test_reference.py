@@ -1,4 +1,4 @@
-"""docs/metrics.md says of each field of a run's files what it means, its unit, and when it is null."""
+"""docs/reference/metrics.md says of each field of a run's files what it means, its unit, and when it is null."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from dhp.observe.metrics import StepMetrics
 from dhp.observe.reference import HEADING, TABLES, field_meaning, reference
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def test_the_document_holds_the_tables_as_the_dataclasses_have_them() -> None:

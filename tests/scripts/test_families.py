@@ -1,4 +1,4 @@
-"""docs/families.md is what results/families.jsonl says, and blames no family for the machine that looked at it."""
+"""The page of families is what results/families.jsonl says, and blames no family for the machine that looked at it."""
 
 from scripts.families import PAGE, page, read_found
 

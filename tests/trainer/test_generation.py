@@ -20,8 +20,8 @@ NEW = 6
 
 
 def plainly(model: Path, image: Path, question: str = PROMPT) -> str:
-    """What plain transformers answers, by the lines that LOAD_PRETRAINED_WEIGHTS.md shows."""
-    page = (Path(__file__).parents[2] / "LOAD_PRETRAINED_WEIGHTS.md").read_text()
+    """What plain transformers answers, by the lines that docs/checkpoints.md shows."""
+    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
     (lines,) = [one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "generate(" in one]
     own = {"exported/qwen3b": model, "receipt.png": image, "What is on the receipt?": question, "128": NEW}
     for shown, here in own.items():

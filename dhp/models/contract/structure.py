@@ -75,7 +75,7 @@ def _like(model_type: str) -> str:
     """A family with the contract, as near by name as there is one."""
     names = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - WITHOUT_CONTRACT
     (near,) = get_close_matches(model_type, sorted(names), n=1, cutoff=0.0)
-    return f"the nearest by name is {near}; all are in docs/families.md"
+    return f"the nearest by name is {near}; all are in docs/reference/families.md"
 
 
 def find_structure(model: PreTrainedModel) -> Structure:

@@ -1,4 +1,4 @@
-"""`python -m tests.data.rows`: what becomes of each row, as the table of docs/formats.md has it."""
+"""`python -m tests.data.rows`: what becomes of each row, as the table of docs/reference/formats.md has it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.data.rows import ROWS
 from tests.data.rows.outcome import make_media, make_readers, verdict
 from tests.data.rows.table import HEADING, table
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "formats.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "formats.md"
 BY_CASE = {row.case: row for row in ROWS}
 
 
