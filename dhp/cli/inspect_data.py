@@ -114,13 +114,11 @@ def _panels(feed: BatchReader) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _explain(columns: Mapping[str, str]) -> None:
-    """A line a column."""
     for name, text in columns.items():
         print(f"  {name:16}{text}")
 
 
 def _rows(config: Config) -> int:
-    """Packs of a step."""
     return config.text.data * micro_batches(config)
 
 
@@ -190,7 +188,6 @@ def _map(work, chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator:
 
 
 def _defects(feed: BatchReader) -> dict[tuple[str, int], str]:
-    """The defect of each defective sample, by dataset and row."""
     tables = feed.measured.tables.items()
     return {(name, row): text for name, table in tables for row, text in sorted(table.defects.items())}
 

@@ -60,8 +60,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _numbers(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Numbers between commas."""
-
     def numbers(text: str) -> tuple[Any, ...]:
         return tuple(map(kind, text.split(",")))
 

@@ -80,7 +80,6 @@ class Decoder(Part):
         return {EMBEDDINGS: 0, **self.enters}
 
     def check(self, asked: PartConfig) -> None:
-        """See `Part`."""
         tensor = resolved(asked.tensor)
         check_tensor(self.heads, self.kv_heads, tensor)
         self._check_balance(asked)
@@ -157,7 +156,6 @@ class Decoder(Part):
 
     @property
     def tied_weight(self) -> str:
-        """See `Part`."""
         return f"{self.embedding}.weight" if self.tied else ""
 
     def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
@@ -201,7 +199,6 @@ class Decoder(Part):
         return output.last_hidden_state
 
     def _layer(self, decoder: nn.Module, chunk: Chunk, index: int, inputs: DecoderInputs) -> Callable[..., Tensor]:
-        """The layer, or identity if another chunk holds it."""
         if index not in chunk.layers:
             return unchanged
         layer = decoder.layers.get_submodule(str(index))

@@ -134,7 +134,6 @@ class _Nameless(nn.Module):
 
 
 def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:
-    """Linear modules by name, without the head, whose weight the loss reads by itself."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and is_inside(name, part.modules) and name != getattr(part, "head", None):
             yield name

@@ -285,7 +285,6 @@ def _text_event(step: int, tag: str, text: str) -> Event:
 
 
 def _quoted(text: str) -> str:
-    """The text as a code block of Markdown."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 

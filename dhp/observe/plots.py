@@ -71,7 +71,6 @@ def ticks(most: float, wanted: int = 8) -> list[float]:
 
 
 def _most(series: Series) -> float:
-    """The end of the axis."""
     return max(1.0, *(float(np.quantile(numbers, CUT)) for numbers in series.values()))
 
 

@@ -120,7 +120,6 @@ def _even_rows(
 
 
 def _chosen(number: np.ndarray) -> Packs:
-    """The packs of all assigned items."""
     held = np.flatnonzero(number >= 0)
     packs = from_groups(number[held])
     return Packs(held[packs.samples], packs.ends)

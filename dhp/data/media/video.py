@@ -117,7 +117,6 @@ def _frame_size(container: Any, stream: Any, file: File) -> tuple[int, int]:
 
 
 def _count(file: File) -> int:
-    """Frames of a video whose header does not say."""
     with opened_video(file) as (container, stream):
         return sum(1 for _ in container.decode(stream))
 

@@ -269,7 +269,6 @@ class BalancedSampler(Sampler):
         return epoch, step - before
 
     def _finish(self, epoch: int) -> int:
-        """Steps up to the end of an epoch."""
         if epoch == len(self._ends):
             steps = self._epoch(epoch).finish()
             if not steps:

@@ -159,7 +159,6 @@ class ContractProcessor(Processor):
         return put_together(pixels, tuple(whole), merge, channels, frames, side)[:1]
 
     def from_patches(self, grid: Grid | ProcessorOutput) -> bool:
-        """See `Processor`."""
         return isinstance(grid, ProcessorOutput) and any(name == "image_grid_thw" for name, *_ in grid.arrays)
 
     def image_tokens(self, grid: Grid | ProcessorOutput) -> int:
@@ -173,23 +172,19 @@ class ContractProcessor(Processor):
 
     @property
     def placeholder(self) -> str:
-        """See `Processor`."""
         return self._library.placeholder
 
     @property
     def image_arguments(self) -> Mapping[str, Any]:
-        """See `Processor`."""
         return self._library.image_arguments
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `Processor`."""
         kept = {name: tensor for name, tensor in named.items() if name != "mm_token_type_ids"}
         if "mm_token_type_ids" not in named:
             return kept
         return kept | kinds_for(self._contract.base.forward, named["mm_token_type_ids"])
 
     def about(self) -> list[Any]:
-        """See `Processor`."""
         return [self.image_token_id, self._library.about()]
 
     def position_ids(

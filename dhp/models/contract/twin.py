@@ -130,7 +130,6 @@ def _narrow(section: dict[str, Any], cut_layers: bool) -> None:
 
 
 def _narrow_audio(section: dict[str, Any]) -> None:
-    """Shrink an audio encoder, which no picture passes."""
     most = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": INNER, "d_model": 32}
     for name, value in most.items():
         if isinstance(section.get(name), int):

@@ -38,7 +38,6 @@ class GridProcessor(Processor):
         self.patch_dim, self.merge_unit = patch_values(vision), merge_side(vision) ** 2
 
     def load(self) -> None:
-        """See `Processor`."""
         self.model()
 
     def model(self) -> type[nn.Module]:

@@ -53,7 +53,6 @@ class Qwen25VlTower(GridTower):
         super().__init__(config, _count_work(config.vision_config))
 
     def kinds(self, vision: Any) -> tuple[str, ...]:
-        """See `GridTower`."""
         return tuple("full" if layer in vision.fullatt_block_indexes else "window" for layer in range(vision.depth))
 
     def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
@@ -74,7 +73,6 @@ class Qwen25VlTower(GridTower):
         )
 
     def derive(self, tower: Any, positions: Tensor, windows: Any, frames: Any) -> dict[str, Any]:
-        """See `GridTower`."""
         rows = len(positions) // self.merge_unit
         return {
             "window_index": torch.arange(rows, device=positions.device),

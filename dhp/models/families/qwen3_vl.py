@@ -75,12 +75,10 @@ class Qwen3VlTower(GridTower):
         self.tensor_plan = self._plan()
 
     def derive(self, tower: Any, positions: Tensor, windows: Any, frames: Any) -> dict[str, Any]:
-        """See `GridTower`."""
         indices, weights = interpolate(positions, tower.num_grid_per_side, linear)
         return {"interp_indices": indices, "interp_weights": weights}
 
     def leave(self, model: PreTrainedModel, output: Any) -> dict[str, Tensor]:
-        """See `GridTower`."""
         features = output.deepstack_features if len(self.tensors) > 1 else ()
         return dict(zip(self.tensors, (output.pooler_output, *features), strict=True))
 
@@ -122,7 +120,6 @@ def deepstack_names(config: Any) -> tuple[str, ...]:
 
 
 def _deepstack(vision: Any) -> Sequence[int]:
-    """Layers of the tower whose states are outputs."""
     return getattr(vision, "deepstack_visual_indexes", ())
 
 
