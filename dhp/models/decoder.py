@@ -113,27 +113,34 @@ class Decoder(Part):
             )
 
     def _check_balance(self, asked: PartConfig) -> None:
-        if self.experts and self.experts.balance and asked.compile:
-            raise ConfigError(
-                "text.compile=true of a decoder with a load-balancing loss (output_router_logits=true, "
-                f"router_aux_loss_coef={self.experts.balance} in its configuration): its routers are listened to, and "
-                "compiled layers are not known to answer. Set text.compile=false, or output_router_logits to false in "
-                "text_config of the model's config.json to train without it."
-            )
-        if self.experts and self.experts.balance and asked.mlp_chunks > 1:
-            raise ConfigError(
-                f"text.mlp_chunks={asked.mlp_chunks} of a decoder with a load-balancing loss (output_router_logits="
-                f"true, router_aux_loss_coef={self.experts.balance} in its configuration): its routers are recorded, "
-                "and would be recorded again with each chunk. Set text.mlp_chunks=1, or output_router_logits to false "
-                "in text_config of the model's config.json to train without it."
-            )
-        if self.experts and self.experts.balance and resolved(asked.pipeline) > 1:
-            raise ConfigError(
-                f"text.pipeline={asked.pipeline} of a decoder with a load-balancing loss (output_router_logits=true, "
-                f"router_aux_loss_coef={self.experts.balance} in its configuration): it is a product of sums over all "
-                "layers, which lie in several stages. Set text.pipeline=1, or output_router_logits to false in "
-                "text_config of the model's config.json to train without it."
-            )
+        """Raises ConfigError for settings that do not go with a load-balancing loss."""
+        if not self.experts or not self.experts.balance:
+            return
+        refused = {
+            "compile": (
+                asked.compile,
+                "false",
+                "its routers are listened to, and compiled layers are not known to answer",
+            ),
+            "mlp_chunks": (
+                asked.mlp_chunks > 1,
+                "1",
+                "its routers are recorded, and would be recorded again with each chunk",
+            ),
+            "pipeline": (
+                resolved(asked.pipeline) > 1,
+                "1",
+                "it is a product of sums over all layers, which lie in several stages",
+            ),
+        }
+        for key, (given, instead, why) in refused.items():
+            if given:
+                raise ConfigError(
+                    f"text.{key}={str(getattr(asked, key)).lower()} of a decoder with a load-balancing loss "
+                    f"(output_router_logits=true, router_aux_loss_coef={self.experts.balance} in its configuration): "
+                    f"{why}. Set text.{key}={instead}, or output_router_logits to false in text_config of the model's "
+                    "config.json to train without it."
+                )
 
     def _check_cut_experts(self, experts: Experts, asked: PartConfig) -> None:
         check_expert_width(experts.width, resolved(asked.tensor))
