@@ -229,7 +229,6 @@ def embed(model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
-    """Kinds of rotary positions, of all layers or of each type of layers."""
     inner = (value for value in parameters.values() if isinstance(value, Mapping))
     own = {parameters["rope_type"]} if "rope_type" in parameters else set()
     return own.union(*map(_rope_types, inner))

@@ -151,7 +151,6 @@ def draw_heat_map(
 
 
 def _colour(share: float) -> tuple[int, ...]:
-    """From cold over white to warm."""
     far = abs(2 * share - 1)
     end = _WARM if share > 0.5 else _COLD
     return tuple(round(255 + (value - 255) * far) for value in end)

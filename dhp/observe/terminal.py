@@ -179,7 +179,6 @@ def _speed(metrics: StepMetrics) -> list[str]:
 
 
 def _learning_rates(metrics: StepMetrics) -> str:
-    """One number where all parts share it, else each part's."""
     rates = dict(metrics.lr or {})
     if len(set(rates.values())) <= 1:
         return shown(next(iter(rates.values()), None), ".1e")

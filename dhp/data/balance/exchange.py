@@ -228,7 +228,6 @@ def _divide_pairs(order: np.ndarray, bins: _Bins, goal: _Goal, enough: float) ->
 
 @njit(cache=True)
 def _is_even(sums: np.ndarray, one: int, other: int, enough: float) -> bool:  # pragma: no cover - compiled
-    """Whether both bins deviate from 1 by less than `enough` in each feature."""
     for k in range(sums.shape[1]):
         if max(abs(sums[one, k] - 1.0), abs(sums[other, k] - 1.0)) >= enough:
             return False

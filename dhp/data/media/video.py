@@ -107,7 +107,6 @@ def _count_shown(file: File) -> int:
 
 
 def _frame_size(container: Any, stream: Any, file: File) -> tuple[int, int]:
-    """Width and height by the header, else by the first frame."""
     if stream.width and stream.height:
         return stream.width, stream.height
     with decoding(f"video {name_of(file)}"):

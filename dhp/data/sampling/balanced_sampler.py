@@ -231,7 +231,6 @@ class BalancedSampler(Sampler):
         return self._ends[epochs - 1]
 
     def order(self, step: int = 0) -> dict[str, Any]:
-        """As `Sampler.order`."""
         epoch, inside = self._locate(max(step - 1, 0))
         lengths, rows = self._planner.digests(epoch, self._epoch(epoch).window(inside))
         return {
