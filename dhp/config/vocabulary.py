@@ -5,7 +5,7 @@ The tables are data, in vocabulary.yaml beside this file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,7 +35,7 @@ class Alias:
     """
 
     old: str
-    new: tuple[str, ...] = ()
+    new: Sequence[str] = ()
     value: Any = ANY
     to: Any = ANY
     times: str = ""
@@ -48,23 +48,14 @@ class Alias:
 
 @dataclass(frozen=True)
 class Foreign:
-    """One key of other trainers, or several of one meaning. theirs: names, separated by spaces. of: letters of the
-    trainers. here: our keys, separated by spaces; none: there is no such key. say: what to bear in mind, or why there
-    is none.
+    """One key of other trainers, or several of one meaning. names: theirs. of: letters of the trainers. keys: ours;
+    none: there is no such key. say: what to bear in mind, or why there is none.
     """
 
-    theirs: str
+    names: Sequence[str]
     of: str
-    here: str = ""
+    keys: Sequence[str] = ()
     say: str = ""
-
-    @property
-    def names(self) -> list[str]:
-        return self.theirs.split()
-
-    @property
-    def keys(self) -> list[str]:
-        return self.here.split()
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ def vocabulary() -> Vocabulary:
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return Vocabulary(
-        tuple(Alias(**row | {"new": tuple(row.get("new", ()))}) for row in found["aliases"]),
+        tuple(Alias(**row) for row in found["aliases"]),
         {topic: tuple(Foreign(**row) for row in rows) for topic, rows in found["foreign"].items()},
         tuple(Foreign(**row) for row in found["environment"]),
     )

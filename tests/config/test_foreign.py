@@ -143,7 +143,7 @@ def test_each_name_is_told_once_and_by_known_trainers():
     counted = Counter(name.lower() for row in ROWS for name in row.names)
     assert [name for name, times in counted.items() if times > 1] == []
     assert all(set(row.of) <= set(TRAINERS) and row.of for row in ROWS)
-    assert [row.theirs for row in ROWS if not row.keys and not row.say] == []
+    assert [row.names for row in ROWS if not row.keys and not row.say] == []
 
 
 def test_a_name_that_we_have_too_leads_to_ours():
