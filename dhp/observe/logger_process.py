@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 import yaml
 
@@ -69,19 +69,6 @@ def _leaves(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
 Status = Literal["completed", "failed", "interrupted"]
 PARAMETERS = 100  # that MLflow takes in one call
 LONGEST = 500  # characters of a parameter's value that every version of MLflow takes
-
-
-class Logger(Protocol):
-    """One run in one logger."""
-
-    def begin(self, about: About) -> str:
-        """Open the run, or go on in the one it continues; where it can be seen, in words."""
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Numbers of one step, by the names that TensorBoard has."""
-
-    def end(self, status: Status) -> None:
-        """Close the run; what it holds back is written."""
 
 
 class WeightsAndBiases:
@@ -192,7 +179,9 @@ class SwanLab:
         self._run.finish(state=ends[status], error="see summary.json" if status == "failed" else None)
 
 
-ADAPTERS: dict[str, Callable[[], Logger]] = {"wandb": WeightsAndBiases, "mlflow": MLflow, "swanlab": SwanLab}
+# begin: open a run, or go on in the one it continues; where it can be seen, in words. log: numbers of a step, by the
+# names that TensorBoard has. end: close the run, so that what is held back is written.
+ADAPTERS: dict[str, Callable[[], Any]] = {"wandb": WeightsAndBiases, "mlflow": MLflow, "swanlab": SwanLab}
 
 LAST_S = 60.0  # from the end of stdin: a logger that hangs then would outlive its run, which waits for less
 
