@@ -61,7 +61,6 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     degrees = _filled(name, part, {degree: getattr(part, degree) for degree in DEGREES})
     _check_product(name, part.num_actors, degrees)
     _check_existing(name, part, degrees)
-    _check_cuts(name, part, degrees["pipeline"])
     lora = part.lora
     if lora.rank and lora.alpha is None:
         lora = replace(lora, alpha=2.0 * lora.rank)
@@ -70,6 +69,7 @@ def resolve_part(name: str, part: PartConfig) -> PartConfig:
     found = replace(part, recompute=resolve_recompute(name, part), **filled)
     check_lora(name, found)
     check_rules(PART_RULES, name, found)
+    _check_cuts(name, part, degrees["pipeline"])
     if found.zero_stage and engine == FSDP:
         _check_fsdp(name, part, degrees["tensor"])
     return found
