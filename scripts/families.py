@@ -43,7 +43,7 @@ a picture itself is divided, by Ulysses, ring or both; for all other families it
 Ulysses alone.
 
 `qwen3_omni_moe_thinker` has a third part, its audio tower: `audio` with `data` and `sequence` is tested with all of
-the below. Without a section `audio` a run leaves it as it is ([data.md](data.md#sound)). The audio towers of other
+the below. Without a section `audio` a run leaves it as it is ([data.md](../data.md#sound)). The audio towers of other
 families stay as they are, and their sound is not read.
 """
 

@@ -73,6 +73,9 @@ def test_the_wheel_holds_every_package_and_the_configs() -> None:
     folders = {init.parent.relative_to(ROOT) for init in (ROOT / "dhp").rglob("__init__.py")}
     assert set(settings["packages"]) == {".".join(folder.parts) for folder in folders} | {"dhp.configs"}
     assert (ROOT / settings["package-dir"]["dhp.configs"] / "tiny.yaml").is_file()
+    assert {f"dhp/config/{name}" for name in settings["package-data"]["dhp.config"]} == {
+        str(file.relative_to(ROOT)) for file in (ROOT / "dhp" / "config").glob("*.yaml")
+    }
 
 
 def test_the_adapter_that_is_shown_is_one() -> None:

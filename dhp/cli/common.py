@@ -6,7 +6,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +22,50 @@ from dhp.config.yaml_files import named_file
 from dhp.core.errors import ClusterError, ConfigError, DhpError, PartFailed
 
 
+def make_parser(command: str, about: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m dhp command`. about: its help, laid out as it is to be shown."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m dhp {command}", description=about, formatter_class=layout)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """PATH, and where its configuration comes from."""
     parser.add_argument("path", metavar="PATH", type=Path, help="a run, a checkpoint, or a model's directory")
+    add_configuration(parser, "FILE.yaml, overrides")
+
+
+def add_configuration(parser: argparse.ArgumentParser, settings: str) -> None:
+    """Where a configuration comes from. settings: what stands beside the flags, in words."""
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-path", "-cp")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="FILE.yaml, overrides")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
+
+
+def read_configuration(
+    path: Path | None,
+    given: argparse.Namespace,
+    settings: Sequence[str],
+    missing: str,
+    of_run: Callable[[Sequence[str]], Sequence[str]] = list,
+) -> tuple[Config, Path | None]:
+    """The configuration that the flags or a FILE.yaml name, else that of the run at `path`; and the checkpoint there,
+    None for a model's directory, which is the configuration's model then.
+
+    path: a run, a checkpoint or a model; None: the configuration's own model. missing: the error where nothing names a
+    configuration. of_run: overrides of a run's own, from those given. Raises ConfigError, CheckpointError.
+    """
+    checkpoint = None if path is None or (path / "config.json").is_file() else find_checkpoint(path)
+    (name, folder), overrides = named_file(settings, given.config_name, given.config_path)
+    if name is not None:
+        config = compose_config(name, folder, overrides)
+    elif checkpoint is not None:
+        config = compose_recorded(config_of(checkpoint), of_run(overrides))
+    else:
+        raise ConfigError(missing)
+    if path is not None and checkpoint is None:
+        own = {part: replace(section, model_name=str(path)) for part, section in parts(config).items()}
+        config = replace(config, **own)
+    return config, checkpoint
 
 
 def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) -> tuple[Config, Path | None]:
@@ -41,19 +79,10 @@ def find_configuration(given: argparse.Namespace, datasets: Sequence[str] = ()) 
             "training.eval_answers is of training: here the loss is measured, and nothing is answered. Leave it out, "
             f"and ask by `python -m dhp generate checkpoint={given.path} prompt=TEXT`"
         )
-    checkpoint = None if (given.path / "config.json").is_file() else find_checkpoint(given.path)
-    (name, path), overrides = named_file(given.settings, given.config_name, given.config_path)
-    if name is not None:
-        config = compose_config(name, path, overrides)
-    elif checkpoint is not None:
-        config = compose_recorded(config_of(checkpoint), overrides)
-    else:
-        raise ConfigError(f"{given.path} is a model: name a FILE.yaml or --config-name=NAME for data and layout")
+    missing = f"{given.path} is a model: name a FILE.yaml or --config-name=NAME for data and layout"
+    config, checkpoint = read_configuration(given.path, given, given.settings, missing)
     if not (datasets or config.data.eval_datasets):
         raise ConfigError("data.eval_datasets is empty: add data.eval_datasets=[NAME], of data.data_registry")
-    if checkpoint is None:
-        own = {part: replace(section, model_name=str(given.path)) for part, section in parts(config).items()}
-        config = replace(config, **own)
     data = replace(unbalanced(config.data), datasets=list(datasets or config.data.eval_datasets))
     training = replace(config.training, eval_steps=None, eval_answers=0, best_metric=None, trace=False, loggers=[])
     training = replace(training, resume="never", schedule="sequential")  # no backward

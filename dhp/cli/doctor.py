@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+
+from dhp.cli.common import make_parser
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -16,9 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     doctor machine: versions, GPUs, and of each optional package whether it is here, whether it can be used, and what
     for. The exit status is 0: none of them is needed.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m dhp doctor", description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("doctor", main.__doc__)
     subjects = parser.add_subparsers(dest="what", required=True)
     model = subjects.add_parser("model", help="a model, by its configuration")
     model.add_argument("path", help="a model's directory; its config.json is enough")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -10,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from dhp.cli import needle
-from dhp.cli.common import add_options, find_configuration, logs_folder
+from dhp.cli.common import add_options, find_configuration, logs_folder, make_parser
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError
-from dhp.core.process import StartUp, heed, interruptible
+from dhp.core.process import StartUp, heed, interruptible, say_nothing
 from dhp.observe.metrics import EvalMetrics
 
 EXCHANGE = "exchange"  # a setting of the command alone
@@ -41,18 +40,14 @@ def loss(arguments: Sequence[str]) -> int:
     exchange=images measures it twice: as the samples are, and each with the images of another one. A model that looks
     at images loses by that; only samples are counted that show images, and for which another one shows as many others.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m dhp evaluate loss",
-        description=loss.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("evaluate loss", loss.__doc__)
     parser.add_argument("--json", action="store_true", help="a JSON object a dataset, on stdout alone")
     add_options(parser)
     given = parser.parse_intermixed_args(arguments)
     heed()
     exchange, given.settings = _split_exchange(given.settings)
     config, checkpoint = find_configuration(given)
-    say = _silent if given.json else StartUp(time.perf_counter())
+    say = say_nothing if given.json else StartUp(time.perf_counter())
     from dhp.trainer.evaluation import evaluate, evaluate_exchanged  # it imports torch and Ray
 
     with interruptible(), logs_folder("dhp-evaluate-") as logs:
@@ -81,10 +76,6 @@ def _line(metrics: EvalMetrics, images: str) -> str:
         shown += f"loss {metrics.loss:.4f}  accuracy {metrics.accuracy:.1%}"
     counted = f"{metrics.target_tokens:,} target tokens  {metrics.samples:,} samples  {metrics.seconds:.1f} s"
     return f"{shown}  {counted}"
-
-
-def _silent(text: str) -> None:
-    pass
 
 
 EVALUATIONS: dict[str, Callable[[Sequence[str]], int]] = {"loss": loss, "needle": needle.main}

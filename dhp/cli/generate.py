@@ -12,15 +12,9 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dhp.checkpoint.folder import find_checkpoint
-from dhp.cli.common import logs_folder
-from dhp.config.command_line import compose_config
+from dhp.cli.common import add_configuration, logs_folder, make_parser, read_configuration
 from dhp.config.generation import GenerateRequest, answering, laid_out_anew, read_request
-from dhp.config.parts import parts
-from dhp.config.recorded import compose_recorded
-from dhp.config.run_dir import config_of
 from dhp.config.schema import Config
-from dhp.config.yaml_files import named_file
 from dhp.core.errors import ConfigError
 from dhp.core.process import StartUp, heed, interruptible
 from dhp.core.text import harmless
@@ -37,13 +31,9 @@ def main(arguments: Sequence[str]) -> int:
     prompt, reference, answer, whether the two are the same.
     """
     own = ", ".join(f"{one.name}=" for one in fields(GenerateRequest))
-    parser = argparse.ArgumentParser(
-        prog="python -m dhp generate", description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config-name", "-cn")
-    parser.add_argument("--config-path", "-cp")
+    parser = make_parser("generate", main.__doc__)
     parser.add_argument("--benchmark", action="store_true", help="answer several times; tell seconds and bytes as JSON")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help=f"{own} FILE.yaml, overrides")
+    add_configuration(parser, f"{own} FILE.yaml, overrides")
     given = parser.parse_intermixed_args(arguments)
     heed()
     request, settings = read_request(given.settings)
@@ -94,21 +84,10 @@ def _configuration(
     request: GenerateRequest, given: argparse.Namespace, settings: Sequence[str]
 ) -> tuple[Config, Path | None]:
     """The configuration that answers, and the checkpoint; None: the model's own weights. Raises DhpError."""
-    path = Path(request.checkpoint).expanduser()
-    is_model = not request.checkpoint or (path / "config.json").is_file()
-    checkpoint = None if is_model else find_checkpoint(path)
-    (name, folder), overrides = named_file(settings, given.config_name, given.config_path)
-    if name is not None:
-        config = compose_config(name, folder, overrides)
-    elif checkpoint is not None:
-        config = compose_recorded(config_of(checkpoint), laid_out_anew(overrides))
-    else:
-        raise ConfigError(
-            f"{request.checkpoint or 'checkpoint= is not given'}{' is a model' if request.checkpoint else ''}: name a "
-            "FILE.yaml or --config-name=NAME for the layout"
-        )
-    if request.checkpoint and checkpoint is None:
-        config = replace(config, **{part: replace(own, model_name=str(path)) for part, own in parts(config).items()})
+    path = Path(request.checkpoint).expanduser() if request.checkpoint else None
+    what = f"{request.checkpoint} is a model" if request.checkpoint else "checkpoint= is not given"
+    missing = f"{what}: name a FILE.yaml or --config-name=NAME for the layout"
+    config, checkpoint = read_configuration(path, given, settings, missing, laid_out_anew)
     return answering(config, request.dataset), checkpoint
 
 

@@ -3,7 +3,6 @@ data are."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from dhp.batch.build import make_reader
 from dhp.checkpoint.shards import save_tensors
+from dhp.cli.common import add_configuration, make_parser
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
@@ -20,11 +20,8 @@ from dhp.core.process import StartUp, say_line
 from dhp.trainer.preflight import prepare
 from dhp.trainer.settings import feed_settings
 
-_OWN = {
-    "batch": ("step", "out"),
-    "data": ("out", "decode"),
-    "sample": ("index", "out"),
-}  # keys of each, by what it shows
+# Keys of each, by what it shows.
+_OWN = {"batch": ("step", "out"), "data": ("out", "decode"), "sample": ("index", "out")}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,18 +41,15 @@ def main(arguments: Sequence[str]) -> int:
     marked, placeholders counted and lengths by modality. out=FILE.html (default: inspect_sample/K.html in run_dir) gets
     the same with the pictures as the model sees them.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m dhp inspect", description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("inspect", main.__doc__)
     parser.add_argument("what", choices=list(_OWN))
-    parser.add_argument("--config-name", "-cn")
-    parser.add_argument("--config-path", "-cp")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="FILE.yaml, own keys, overrides")
+    add_configuration(parser, "FILE.yaml, own keys, overrides")
     given = parser.parse_intermixed_args(arguments)
     (name, path), settings = named_file(given.settings, given.config_name, given.config_path)
     if name is None:
         raise ConfigError("name a FILE.yaml, or --config-name=NAME, as tiny")
-    own, overrides = _own(settings, _OWN[given.what])
+    own = {key: value for key, _, value in (s.partition("=") for s in settings) if key in _OWN[given.what]}
+    overrides = [setting for setting in settings if setting.partition("=")[0] not in own]
     say = StartUp(time.perf_counter(), partial(say_line, file=sys.stderr))  # stdout may go into a file
     config = prepare(compose_config(name, path, overrides), new_run=False, say=say)
     say("reading the data")
@@ -99,12 +93,6 @@ def _sample(config: Config, own: dict[str, str]) -> int:
         raise ConfigError(f"out={out} is a directory; give a file, for example out={out / 'sample.html'}")
     inspect_sample(config, int(index), out)
     return 0
-
-
-def _own(settings: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """This command's own settings (`keys`), and the overrides that are left."""
-    own = {key: value for key, _, value in (s.partition("=") for s in settings) if key in keys}
-    return own, [s for s in settings if s.partition("=")[0] not in own]
 
 
 def _step(text: str) -> int:

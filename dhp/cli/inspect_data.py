@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -114,13 +115,11 @@ def _panels(feed: BatchReader) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _explain(columns: Mapping[str, str]) -> None:
-    """A line a column."""
     for name, text in columns.items():
         print(f"  {name:16}{text}")
 
 
 def _rows(config: Config) -> int:
-    """Packs of a step."""
     return config.text.data * micro_batches(config)
 
 
@@ -135,20 +134,7 @@ def _locality(config: Config) -> Locality | None:
     return find_localities(graph, devices_as_planned(graph), config.data.locality_slack).get("vision")
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Work on the feed in a worker process."""
-
-    settings: BatchReaderSettings
-
-    def measure(self, chunk: RowChunk) -> Lengths:
-        return _own_feed(self.settings).measure(chunk)
-
-    def decode(self, chunk: RowChunk) -> dict[tuple[str, int], str]:
-        return _own_feed(self.settings).measured.decode(chunk)
-
-
-_feeds: dict[str, BatchReader] = {}  # of this process: the one that it works on
+_feeds: dict[str, BatchReader] = {}  # of a worker process: the one that it works on
 
 
 def _own_feed(settings: BatchReaderSettings) -> BatchReader:
@@ -157,16 +143,24 @@ def _own_feed(settings: BatchReaderSettings) -> BatchReader:
     return _feeds["own"]
 
 
+def _measured(settings: BatchReaderSettings, chunk: RowChunk) -> Lengths:
+    return _own_feed(settings).measure(chunk)
+
+
+def _decoded(settings: BatchReaderSettings, chunk: RowChunk) -> dict[tuple[str, int], str]:
+    return _own_feed(settings).measured.decode(chunk)
+
+
 def _measure(feed: BatchReader, settings: BatchReaderSettings, workers: int) -> None:
     chunks = feed.missing()
-    work = _Work(settings).measure if workers else feed.measure
+    work = partial(_measured, settings) if workers else feed.measure
     for lengths, chunk in zip(_map(work, chunks, workers, "measuring"), chunks):
         feed.learn(chunk, lengths)
 
 
 def _decode(settings: BatchReaderSettings, feed: BatchReader, workers: int) -> dict[tuple[str, int], str]:
     chunks = feed.measured.chunks()
-    work = _Work(settings).decode if workers else feed.measured.decode
+    work = partial(_decoded, settings) if workers else feed.measured.decode
     found: dict[tuple[str, int], str] = {}
     for defects in _map(work, chunks, workers, "decoding"):
         found |= defects
@@ -190,7 +184,6 @@ def _map(work, chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator:
 
 
 def _defects(feed: BatchReader) -> dict[tuple[str, int], str]:
-    """The defect of each defective sample, by dataset and row."""
     tables = feed.measured.tables.items()
     return {(name, row): text for name, table in tables for row, text in sorted(table.defects.items())}
 

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dhp.cli.common import add_options, find_configuration
+from dhp.cli.common import add_options, find_configuration, make_parser
 from dhp.config.data import DatasetEntry
 from dhp.config.schema import Config
 from dhp.core.errors import ConfigError
@@ -32,11 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     Zhang et al. 2024, section 4). PATH as for evaluate loss. Without --haystack and --image: grey noise, plain frames
     of one colour, as --config-name=needle_tiny learns them. Writes needle.json and needle.png to --out.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m dhp evaluate needle",
-        description=main.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("evaluate needle", main.__doc__)
     add_options(parser)
     parser.add_argument("--frames", type=_numbers(int), default=FRAMES, metavar="N,N,…", help="lengths of the videos")
     parser.add_argument(
@@ -60,8 +56,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _numbers(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Numbers between commas."""
-
     def numbers(text: str) -> tuple[Any, ...]:
         return tuple(map(kind, text.split(",")))
 

@@ -155,7 +155,6 @@ def _asked_keys(rest: list[str]) -> list[str]:
 
 
 def _config_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """dhp's reading of the flags that say which YAML, and every other argument, in order."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=None)
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-path", "-cp")

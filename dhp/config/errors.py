@@ -97,7 +97,6 @@ def _innermost(error: BaseException | None) -> OmegaConfBaseException | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, what it was raised from, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -38,7 +38,8 @@ def schema_keys() -> dict[str, Key]:
 def find_key(path: str) -> Key | None:
     """The key at `path`, where a name of the user's choice matches `<name>`; None when there is none. One value of a
     mapping, as `columns.images`, is a key too, and so is a key of a run inside `stages.<name>.settings`."""
-    generic = _generic(path)
+    chosen = _chosen(path)
+    generic = path if chosen is None else ".".join([chosen[0], ANY_NAME, *chosen[1][1:]])
     if generic.startswith(_SETTINGS):
         inner = find_key(generic.removeprefix(_SETTINGS))
         return None if inner is None else replace(inner, path=_SETTINGS + inner.path)
@@ -50,8 +51,8 @@ def find_key(path: str) -> Key | None:
 
 def known_paths(path: str) -> list[str]:
     """All dotted paths, with the name of the user's choice that `path` uses filled in."""
-    chosen = _chosen_name(path) or ANY_NAME
-    return [known.replace(ANY_NAME, chosen) for known in schema_keys()]
+    chosen = _chosen(path)
+    return [known.replace(ANY_NAME, chosen[1][0] if chosen else ANY_NAME) for known in schema_keys()]
 
 
 def type_words(annotation: Any) -> str:
@@ -60,7 +61,8 @@ def type_words(annotation: Any) -> str:
     words = []
     for option in options:
         if get_origin(option) is list:
-            words.append(f"a list such as {_list_example(get_args(option)[0])}")
+            example = "[0.9, 0.999]" if get_args(option)[0] is float else "[first, second]"
+            words.append(f"a list such as {example}")
         elif get_origin(option) is dict and not is_dataclass(get_args(option)[1]):
             words.append("a mapping such as {images: photos}")
         elif get_origin(option) is dict or is_dataclass(option):
@@ -75,10 +77,6 @@ def default_words(key: Key) -> str:
     if key.default == "" and ANY_NAME in key.path:
         return "to be set"
     return f"`{key.default if isinstance(key.default, str) and key.default else json.dumps(key.default)}`"
-
-
-def _list_example(item: type) -> str:
-    return "[0.9, 0.999]" if item is float else "[first, second]"
 
 
 def _walk(made: Any, prefix: str) -> Iterator[Key]:
@@ -100,7 +98,6 @@ def _walk(made: Any, prefix: str) -> Iterator[Key]:
 
 
 def _entry_type(hint: Any) -> type | None:
-    """The section type of a `dict[str, Section]`, or None for anything else."""
     if get_origin(hint) is dict and is_dataclass(get_args(hint)[1]):
         return get_args(hint)[1]
     return None
@@ -119,20 +116,10 @@ def field_docs(section: type) -> dict[str, str]:
     return found
 
 
-def _named_sections() -> list[str]:
-    return [path.removesuffix(f".{ANY_NAME}") for path in schema_keys() if path.endswith(ANY_NAME)]
-
-
-def _chosen_name(path: str) -> str | None:
-    for section in _named_sections():
-        if path.startswith(f"{section}."):
-            return path.removeprefix(f"{section}.").split(".")[0]
+def _chosen(path: str) -> tuple[str, list[str]] | None:
+    """The section in which a path names an entry of the user's, and the names behind it; None for any other path."""
+    for known in schema_keys():
+        section = known.removesuffix(f".{ANY_NAME}")
+        if section != known and path.startswith(f"{section}."):
+            return section, path.removeprefix(f"{section}.").split(".")
     return None
-
-
-def _generic(path: str) -> str:
-    for section in _named_sections():
-        if path.startswith(f"{section}."):
-            rest = path.removeprefix(f"{section}.").split(".")[1:]
-            return ".".join([section, ANY_NAME, *rest])
-    return path

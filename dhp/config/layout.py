@@ -9,7 +9,8 @@ from typing import Any
 from dhp.config.part import PartConfig
 from dhp.config.ranges import require_choice, require_positive
 from dhp.config.recompute import resolve_recompute
-from dhp.config.rules import check_compile, check_formats, check_lora
+from dhp.config.rule import check_rules
+from dhp.config.rules import DEEPSPEED, FSDP, PART_RULES, check_formats, check_lora
 from dhp.core.errors import ConfigError
 
 DEGREES = ("pipeline", "data", "ulysses", "ring", "tensor")
@@ -43,34 +44,34 @@ _NAMED_DEGREE = {
 }
 SEQUENCE_GROUPS = ("auto", "one")
 ZERO_STAGES = ("0", "1", "2", "3")
-DEEPSPEED, FSDP = "deepspeed", "fsdp"
 ZERO_ENGINES = ("auto", DEEPSPEED, FSDP)
 
 
 def resolve_part(name: str, part: PartConfig) -> PartConfig:
     """A copy of the part ("vision", "audio" or "text") with every degree a number. Raises ConfigError."""
     require_choice(f"{name}.parallelism", part.parallelism, PARALLELISMS[name], _MEANT)
-    require_positive(f"{name}.num_actors", part.num_actors)
-    degrees = {degree: getattr(part, degree) for degree in DEGREES}
-    for degree, value in degrees.items():
-        if value is not None:
-            require_positive(f"{name}.{degree}", value)
+    for key in ("num_actors", *DEGREES, "virtual_stages", "expert"):
+        if getattr(part, key) is not None:
+            require_positive(f"{name}.{key}", getattr(part, key))
     check_formats(name, part)
+    require_choice(f"{name}.sequence_groups", part.sequence_groups, SEQUENCE_GROUPS)
+    require_choice(f"{name}.zero_stage", str(part.zero_stage), ZERO_STAGES)
+    require_choice(f"{name}.zero_engine", part.zero_engine, ZERO_ENGINES)
     _check_none(name, part)
-    degrees = _filled(name, part, degrees)
+    degrees = _filled(name, part, {degree: getattr(part, degree) for degree in DEGREES})
     _check_product(name, part.num_actors, degrees)
-    _check_existing(name, degrees)
-    _check_pipeline(name, part, degrees["pipeline"])
-    _check_expert(name, part, degrees)
-    _check_sequence(name, part, degrees)
-    engine = _resolve_engine(name, part, degrees["tensor"])
-    filled: dict[str, Any] = dict(degrees)
+    _check_existing(name, part, degrees)
     lora = part.lora
     if lora.rank and lora.alpha is None:
         lora = replace(lora, alpha=2.0 * lora.rank)
-    found = replace(part, recompute=resolve_recompute(name, part), zero_engine=engine, lora=lora, **filled)
-    check_compile(name, found)
+    engine = part.zero_engine if part.zero_engine != "auto" else FSDP if degrees["tensor"] > 1 else DEEPSPEED
+    filled: dict[str, Any] = {**degrees, "lora": lora, "zero_engine": engine}
+    found = replace(part, recompute=resolve_recompute(name, part), **filled)
     check_lora(name, found)
+    check_rules(PART_RULES, name, found)
+    _check_cuts(name, part, degrees["pipeline"])
+    if found.zero_stage and engine == FSDP:
+        _check_fsdp(name, part, degrees["tensor"])
     return found
 
 
@@ -116,8 +117,8 @@ def _check_none(name: str, part: PartConfig) -> None:
     )
 
 
-def _check_existing(name: str, degrees: dict[str, int]) -> None:
-    """Refuse degrees above 1 that this part does not have."""
+def _check_existing(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
+    """Refuse degrees above 1, and ways to share out, that this part does not have."""
     for degree, value in degrees.items():
         if value != 1 and degree not in OFFERED[name]:
             raise ConfigError(
@@ -125,113 +126,23 @@ def _check_existing(name: str, degrees: dict[str, int]) -> None:
                 f"{degree} = 1. Unset {name}.{degree}, and choose {name}.parallelism from "
                 f"{', '.join(PARALLELISMS[name])}."
             )
-
-
-def _check_pipeline(name: str, part: PartConfig, pipeline: int) -> None:
-    """Refuse runs of layers and cuts that no pipeline has. Their fit to the model's layers is checked where these are
-    known."""
-    require_positive(f"{name}.virtual_stages", part.virtual_stages)
-    if part.virtual_stages > 1 and pipeline == 1:
+    if name != "text" and part.expert > 1:
+        raise ConfigError(f"{name}.expert={part.expert} does not exist: {name} has no experts. Set {name}.expert=1.")
+    if name != "text" and part.sequence_groups != SEQUENCE_GROUPS[0]:
         raise ConfigError(
-            f"{name}.virtual_stages={part.virtual_stages} with {name}.pipeline=1: virtual stages are runs of layers "
-            f"that the stages of a pipeline take in turn. Set {name}.pipeline to 2 or more, or {name}.virtual_stages=1."
+            f"{name}.sequence_groups={part.sequence_groups}: images and clips are always sharded whole as far as "
+            "that is even. Leave it out, or set text.sequence_groups"
         )
+
+
+def _check_cuts(name: str, part: PartConfig, pipeline: int) -> None:
+    """Refuse cuts that no pipeline has. Their fit to the model's layers is checked where these are known."""
     wanted = pipeline * part.virtual_stages - 1
     if part.cuts is not None and len(part.cuts) != wanted:
         raise ConfigError(
             f"{name}.cuts={list(part.cuts)} has {len(part.cuts)} layers, but pipeline({pipeline}) × "
             f"virtual_stages({part.virtual_stages}) - 1 = {wanted} runs of layers begin after the first. Give as many "
             f"cuts, or leave {name}.cuts unset for even ones."
-        )
-    if pipeline > 1 and part.parallelism == "autotp":
-        raise ConfigError(
-            f"{name}.pipeline={pipeline} with {name}.parallelism=autotp: DeepSpeed's layers are not cut into stages. "
-            f"Set {name}.parallelism=tensor or pipeline, or {name}.pipeline=1."
-        )
-
-
-def _check_expert(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
-    """Refuse expert parallelism in layouts that are not known to be exact. The number of experts is checked where it is
-    known."""
-    expert = part.expert
-    require_positive(f"{name}.expert", expert)
-    if expert == 1:
-        return
-    if name != "text":
-        raise ConfigError(f"{name}.expert={expert} does not exist: {name} has no experts. Set {name}.expert=1.")
-    if degrees["tensor"] > 1:
-        raise ConfigError(
-            f"{name}.expert={expert} with {name}.tensor={degrees['tensor']}: experts are either shared out among "
-            f"replicas or cut by their width, not both. Set {name}.tensor=1, or {name}.expert=1: tensor cuts each."
-        )
-    if part.zero_stage:
-        raise ConfigError(
-            f"{name}.expert={expert} with {name}.zero_stage={part.zero_stage}: ZeRO cuts what all replicas hold alike, "
-            f"but expert({expert}) > 1 gives them different experts. Set {name}.zero_stage=0, or {name}.expert=1."
-        )
-
-
-def _check_sequence(name: str, part: PartConfig, degrees: dict[str, int]) -> None:
-    """Refuse a shared sequence in layouts that are not known to be exact."""
-    ring, ulysses = degrees["ring"], degrees["ulysses"]
-    require_choice(f"{name}.sequence_groups", part.sequence_groups, SEQUENCE_GROUPS)
-    if name != "text" and part.sequence_groups != SEQUENCE_GROUPS[0]:
-        raise ConfigError(
-            f"{name}.sequence_groups={part.sequence_groups}: images and clips are always sharded whole as far as "
-            "that is even. Leave it out, or set text.sequence_groups"
-        )
-    if ring * ulysses == 1:
-        return
-    setting = f"{name}.ulysses={ulysses} and {name}.ring={ring}"
-    if part.parallelism == "autotp":
-        raise ConfigError(
-            f"{name}.parallelism=autotp with {setting}: DeepSpeed's layers know no shared sequence. Set "
-            f"{name}.parallelism=tensor or sequence."
-        )
-    if part.expert > 1:
-        raise ConfigError(
-            f"{name}.expert={part.expert} with {setting}: experts are shared out among replicas (data) alone. Set "
-            f"{name}.expert=1; {name}.tensor cuts each expert."
-        )
-
-
-def _resolve_engine(name: str, part: PartConfig, tensor: int) -> str:
-    """The ZeRO engine: deepspeed or fsdp. Raises ConfigError where the one that is asked for, or either, cannot."""
-    stage, asked = part.zero_stage, part.zero_engine
-    require_choice(f"{name}.zero_stage", str(stage), ZERO_STAGES)
-    require_choice(f"{name}.zero_engine", asked, ZERO_ENGINES)
-    engine = asked if asked != "auto" else FSDP if tensor > 1 else DEEPSPEED
-    if part.parallelism == "deepspeed" and not stage:
-        raise ConfigError(
-            f"{name}.parallelism=deepspeed with {name}.zero_stage=0: DeepSpeed is here for its ZeRO stages, and stage "
-            f"0 cuts nothing. Set {name}.zero_stage=1 (cuts the optimizer's state), 2 (gradients too) or 3 (weights "
-            f"too), or {name}.parallelism=data for replicas without DeepSpeed."
-        )
-    if stage and part.parallelism == "autotp":
-        raise ConfigError(
-            f"{name}.zero_stage={stage} with {name}.parallelism=autotp: DeepSpeed's layers are not cut any further. "
-            f"Set {name}.parallelism=tensor, whose states are cut with zero_stage 2 or 3, or {name}.zero_stage=0."
-        )
-    if stage and engine == DEEPSPEED:
-        _check_deepspeed(name, part, tensor)
-    if stage and engine == FSDP:
-        _check_fsdp(name, part, tensor)
-    return engine
-
-
-def _check_deepspeed(name: str, part: PartConfig, tensor: int) -> None:
-    stage = part.zero_stage
-    if part.dtype == "float64":
-        raise ConfigError(
-            f"{name}.zero_stage={stage} with {name}.dtype=float64: DeepSpeed, which does the ZeRO stages, has no "
-            f"float64. Set {name}.zero_engine=fsdp with {name}.zero_stage=2 or 3, {name}.zero_stage=0, or "
-            f"{name}.dtype=float32."
-        )
-    if tensor > 1:
-        raise ConfigError(
-            f"{name}.zero_engine=deepspeed with {name}.zero_stage={stage} and {name}.tensor={tensor}: DeepSpeed cuts "
-            f"what all actors of a part hold alike, but tensor({tensor}) > 1 gives them different slices of each "
-            f"matrix. Set {name}.zero_engine=fsdp with {name}.zero_stage=2 or 3, or {name}.tensor=1."
         )
 
 

@@ -58,24 +58,14 @@ def check_seed(seed: int) -> None:
 
 def check_training(training: TrainingConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
-    for field in ("batch_size", "micro_batch_size", "num_epochs", "log_interval"):
-        require_positive(f"training.{field}", getattr(training, field))
-    if training.max_steps is not None:
-        require_positive("training.max_steps", training.max_steps)
-    if training.save_steps is not None:
-        require_positive("training.save_steps", training.save_steps)
-    for field in ("save_total_limit", "save_epochs", "eval_steps"):
-        if getattr(training, field) is not None:
-            require_positive(f"training.{field}", getattr(training, field))
+    counts = ("batch_size", "micro_batch_size", "num_epochs", "log_interval", "max_steps", "save_steps")
+    _require_positive("training", training, *counts, "save_total_limit", "save_epochs", "eval_steps")
+    # eps: else a weight without a gradient would be divided by 0.
+    _require_positive("training", training, "eval_answer_tokens", "eps")
     answers = training.eval_answers
     require(answers >= 0, "training.eval_answers", answers, "eval_answers >= 0")
-    require_positive("training.eval_answer_tokens", training.eval_answer_tokens)
     require(training.resume != "", "training.resume", '""', "never, auto, or the path of a checkpoint or run")
-    require_positive("training.eps", training.eps)  # else a weight without a gradient would be divided by 0
-    for field in ("learning_rate", "weight_decay"):
-        _require_not_negative(f"training.{field}", getattr(training, field))
-    if training.max_grad_norm is not None:
-        _require_not_negative("training.max_grad_norm", training.max_grad_norm)
+    _require_not_negative("training", training, "learning_rate", "weight_decay", "max_grad_norm")
     betas = training.betas
     fits = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     require(fits, "training.betas", betas, "two numbers with 0 <= beta < 1, as [0.9, 0.999]")
@@ -88,9 +78,7 @@ def check_training(training: TrainingConfig) -> None:
     require(0 <= ratio <= 1, "training.warmup_ratio", ratio, "0 <= warmup_ratio <= 1, a fraction of all steps")
     _check_warmup("training", training.warmup_steps, training.max_steps)
     for name, group in training.groups.items():
-        for field in ("learning_rate", "weight_decay"):
-            if getattr(group, field) is not None:
-                _require_not_negative(f"training.groups.{name}.{field}", getattr(group, field))
+        _require_not_negative(f"training.groups.{name}", group, "learning_rate", "weight_decay")
         _check_warmup(f"training.groups.{name}", group.warmup_steps, training.max_steps)
 
 
@@ -120,34 +108,19 @@ def check_data(data: DataConfig, reads: bool = True) -> None:
     have."""
     require_choice("data.on_bad_sample", data.on_bad_sample, ("error", "skip"))
     require_choice("data.balance", data.balance, BALANCE)
-    _require_not_negative("data.locality_slack", data.locality_slack)
+    _require_not_negative("data", data, "locality_slack")
     require(data.num_workers >= 0, "data.num_workers", data.num_workers, "num_workers >= 0")
     if data.prefetch is not None:
         require(data.prefetch >= 0, "data.prefetch", data.prefetch, "prefetch >= 0")
     require_choice("data.limits.rule", data.limits.rule, LIMIT_RULES)
-    for field in ("group_window", "isf_passes"):
-        require_positive(f"data.{field}", getattr(data, field))
-    for field in ("text", "vision", "full_text", "full_vision"):
-        if getattr(data.limits, field) is not None:
-            require_positive(f"data.limits.{field}", getattr(data.limits, field))
-    require_positive("data.video_fps", data.video_fps)
+    _require_positive("data.limits", data.limits, "text", "vision", "full_text", "full_vision")
+    sizes = ("min_pixels", "max_pixels", "max_tiles", "video_max_pixels", "video_whole_frames", "max_tokens")
+    balance = ("group_window", "isf_passes", "balance_window", "long_tokens")
+    _require_positive("data", data, *balance, "video_fps", "cache_features_gib", *sizes)
     require(data.video_max_frames >= 2, "data.video_max_frames", data.video_max_frames, "video_max_frames >= 2")
     if data.cache_features_gib is not None:
-        require_positive("data.cache_features_gib", data.cache_features_gib)
         rule = "it bounds data.cache_features, which is not set; set both or neither"
         require(data.cache_features is not None, "data.cache_features_gib", data.cache_features_gib, rule)
-    for field in (
-        "min_pixels",
-        "max_pixels",
-        "max_tiles",
-        "video_max_pixels",
-        "video_whole_frames",
-        "max_tokens",
-        "balance_window",
-        "long_tokens",
-    ):
-        if getattr(data, field) is not None:
-            require_positive(f"data.{field}", getattr(data, field))
     if data.min_pixels is not None and data.max_pixels is not None:
         rule = f"min_pixels({data.min_pixels}) > max_pixels({data.max_pixels}); lower one or raise the other"
         require(data.min_pixels <= data.max_pixels, "data.min_pixels", data.min_pixels, rule)
@@ -157,8 +130,7 @@ def check_data(data: DataConfig, reads: bool = True) -> None:
 
 def check_memory(memory: MemoryConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
-    if memory.budget_gib is not None:
-        require_positive("memory.budget_gib", memory.budget_gib)
+    _require_positive("memory", memory, "budget_gib")
 
 
 def _check_datasets(data: DataConfig) -> None:
@@ -199,10 +171,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
     """Raises ConfigError for the first field out of its range."""
     require_choice("cluster.transport", cluster.transport, TRANSPORTS)
     require_choice("cluster.device", cluster.device, ("auto", "cpu", "cuda"))
-    for field in ("start_timeout_s", "step_timeout_s"):
-        require_positive(f"cluster.{field}", getattr(cluster, field))
-    if cluster.threads_per_actor is not None:
-        require_positive("cluster.threads_per_actor", cluster.threads_per_actor)
+    _require_positive("cluster", cluster, "start_timeout_s", "step_timeout_s", "threads_per_actor")
     if not re.fullmatch(r"local|auto|(ray://)?[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+", cluster.address):
         raise ConfigError(
             f"cluster.address={cluster.address} is not an address; set it to local (a Ray of this run's own), "
@@ -210,5 +179,15 @@ def check_cluster(cluster: ClusterConfig) -> None:
         )
 
 
-def _require_not_negative(field: str, value: float) -> None:
-    require(math.isfinite(value) and value >= 0, field, value, f"{field} >= 0 and finite")
+def _require_positive(section: str, settings: object, *keys: str) -> None:
+    """As `require_positive` of these keys of a section, as far as they are set."""
+    for key in keys:
+        if getattr(settings, key) is not None:
+            require_positive(f"{section}.{key}", getattr(settings, key))
+
+
+def _require_not_negative(section: str, settings: object, *keys: str) -> None:
+    for key in keys:
+        field, value = f"{section}.{key}", getattr(settings, key)
+        fits = value is None or (math.isfinite(value) and value >= 0)
+        require(fits, field, value, f"{field} >= 0 and finite")

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dhp.config.generation import check_layout
-from dhp.config.layout import FSDP, resolve_part
+from dhp.config.layout import resolve_part
 from dhp.config.parts import OPTIONAL, decoder, parts, resolved, sections, split_share
 from dhp.config.ranges import check_cluster, check_data, check_memory, check_seed, check_training
-from dhp.config.rules import check_backends, check_balance, check_budget, check_pipeline_schedule, check_schedule
+from dhp.config.rules import FSDP, check_balance, check_run
 from dhp.config.schema import Config
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError, raise_all
@@ -41,10 +41,7 @@ def resolve(config: Config, reads: bool = True) -> Config:
             errors.append(error)
     raise_all(errors)
     resolved = replace(deepcopy(config), **found)
-    check_schedule(resolved)
-    check_pipeline_schedule(resolved)
-    check_backends(resolved)
-    check_budget(resolved)
+    check_run(resolved)
     check_evaluation(resolved)
     check_balance(resolved)
     _fill_paths(resolved)

@@ -1,4 +1,4 @@
-"""Rules between settings of several sections: which exclude each other, and why."""
+"""Rules between settings: which exclude each other, and why. Most are rows of tables."""
 
 from __future__ import annotations
 
@@ -7,81 +7,160 @@ from types import MappingProxyType
 
 from dhp.config.data import DataConfig, LimitsConfig
 from dhp.config.part import LoraConfig, PartConfig
-from dhp.config.parts import HEARING, parts
+from dhp.config.parts import DECODER, HEARING, parts
 from dhp.config.ranges import require, require_choice, require_positive
+from dhp.config.rule import Rule, check_rules, goes_with
 from dhp.config.schema import Config
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError
 from dhp.core.parameters import NF4
 
+FLASH_ATTENTION_2 = "flash_attention_2"
+DEEPSPEED, FSDP = "deepspeed", "fsdp"
+_FILLING = ("isf", "balanced")  # methods of balance that fill rows
+_WHOLE = "bitsandbytes rounds blocks of whole matrices, of which each actor would have a part"
 
-def check_schedule(config: Config) -> None:
-    """DeepSpeed's ZeRO stage 3 counts micro-batches by forward passes, so the backward of each must precede the next
-    forward.
+# Of one part, with degrees.
+PART_RULES: tuple[Rule, ...] = (
+    Rule("{name}.attention_backend {name}.dtype",
+         lambda p: p.attention_backend == FLASH_ATTENTION_2 and p.dtype != "bfloat16",
+         ": its kernels have 16-bit formats alone. Set {name}.dtype=bfloat16, or {name}.attention_backend=auto, "
+         "PyTorch's own kernels."),
+    Rule("{name}.virtual_stages {name}.pipeline", lambda p: p.virtual_stages > 1 and p.pipeline == 1,
+         ": virtual stages are runs of layers that the stages of a pipeline take in turn. Set {name}.pipeline to 2 or "
+         "more, or {name}.virtual_stages=1."),
+    Rule("{name}.pipeline {name}.parallelism", lambda p: p.pipeline > 1 and p.parallelism == "autotp",
+         ": DeepSpeed's layers are not cut into stages. Set {name}.parallelism=tensor or pipeline, or "
+         "{name}.pipeline=1."),
+    Rule("{name}.expert {name}.tensor", lambda p: p.expert > 1 and p.tensor > 1,
+         ": experts are either shared out among replicas or cut by their width, not both. Set {name}.tensor=1, or "
+         "{name}.expert=1: tensor cuts each."),
+    Rule("{name}.expert {name}.zero_stage", lambda p: p.expert > 1 and p.zero_stage,
+         ": ZeRO cuts what all replicas hold alike, but expert({p.expert}) > 1 gives them different experts. Set "
+         "{name}.zero_stage=0, or {name}.expert=1."),
+    Rule("{name}.parallelism {name}.ulysses {name}.ring",
+         lambda p: p.ring * p.ulysses > 1 and p.parallelism == "autotp",
+         ": DeepSpeed's layers know no shared sequence. Set {name}.parallelism=tensor or sequence."),
+    Rule("{name}.expert {name}.ulysses {name}.ring", lambda p: p.ring * p.ulysses > 1 and p.expert > 1,
+         ": experts are shared out among replicas (data) alone. Set {name}.expert=1; {name}.tensor cuts each expert."),
+    Rule("{name}.parallelism {name}.zero_stage", lambda p: p.parallelism == "deepspeed" and not p.zero_stage,
+         ": DeepSpeed is here for its ZeRO stages, and stage 0 cuts nothing. Set {name}.zero_stage=1 (cuts the "
+         "optimizer's state), 2 (gradients too) or 3 (weights too), or {name}.parallelism=data for replicas without "
+         "DeepSpeed."),
+    Rule("{name}.zero_stage {name}.parallelism", lambda p: p.zero_stage and p.parallelism == "autotp",
+         ": DeepSpeed's layers are not cut any further. Set {name}.parallelism=tensor, whose states are cut with "
+         "zero_stage 2 or 3, or {name}.zero_stage=0."),
+    Rule("{name}.zero_stage {name}.dtype",
+         lambda p: p.zero_stage and p.zero_engine == DEEPSPEED and p.dtype == "float64",
+         ": DeepSpeed, which does the ZeRO stages, has no float64. Set {name}.zero_engine=fsdp with "
+         "{name}.zero_stage=2 or 3, {name}.zero_stage=0, or {name}.dtype=float32."),
+    Rule("{name}.zero_engine {name}.zero_stage {name}.tensor",
+         lambda p: p.zero_stage and p.zero_engine == DEEPSPEED and p.tensor > 1,
+         ": DeepSpeed cuts what all actors of a part hold alike, but tensor({p.tensor}) > 1 gives them different "
+         "slices of each matrix. Set {name}.zero_engine=fsdp with {name}.zero_stage=2 or 3, or {name}.tensor=1."),
+    *goes_with(
+        "compile", lambda p: p.compile, "{name}.compile=false",
+        ("recompute", "none", "what a layer keeps is chosen call by call, and a compiled layer has no such calls"),
+        ("tensor", 1, "collectives between the slices of a layer are not compiled here"),
+        ("expert", 1, "the exchange of rows between experts is not compiled here"),
+        ("zero_stage", 0, "weights and gradients that come and go inside a layer are not compiled here"),
+    ),
+    Rule("{name}.lora.rank {name}.parallelism", lambda p: p.lora.rank and p.parallelism == "autotp",
+         ": DeepSpeed puts layers of its own in the place of those that adapters stand beside. Set "
+         "{name}.parallelism=tensor."),
+    *goes_with(
+        "lora.quantization", lambda p: p.lora.quantization is not None, "leave {name}.lora.quantization out",
+        ("tensor", 1, _WHOLE),
+        ("expert", 1, _WHOLE),
+        ("zero_stage", 0, "ZeRO copies, casts and cuts weights as numbers, not as packed bits"),
+        ("compile", False, "bitsandbytes' products in compiled layers were never tested here"),
+        ("recompute", ("none", "full"),
+         "what a layer keeps is chosen by kinds of products, and bitsandbytes' is none of the known ones"),
+        ("lora.dora", False, "its norms would be those of the weights before they were rounded"),
+    ),
+    Rule("{name}.lora.quantization {name}.dtype", lambda p: p.lora.quantization is not None and p.dtype == "float64",
+         ": there is no way back from four bits to float64. Set {name}.dtype=bfloat16, or leave "
+         "{name}.lora.quantization out."),
+    Rule("{name}.lora.dora {name}.tensor {name}.zero_stage", lambda p: p.lora.dora and (p.tensor > 1 or p.zero_stage),
+         ": it takes the norms of whole rows of a matrix, of which each actor has a part. Set {name}.tensor=1 and "
+         "{name}.zero_stage=0, or {name}.lora.dora=false."),
+)  # fmt: skip
 
-    Otherwise it loses gradients silently. Raises ConfigError.
-    """
-    schedule = config.training.schedule
+# Of a part in a run.
+RUN_RULES: tuple[Rule, ...] = (
+    # DeepSpeed's ZeRO stage 3 counts micro-batches by forward passes: the backward of each must precede the next one.
+    Rule("{name}.zero_stage {name}.zero_engine training.schedule",
+         lambda p, c: p.zero_stage == 3 and p.zero_engine == DEEPSPEED and c.training.schedule != "sequential",
+         ": with two micro-batches on their way, DeepSpeed loses gradients without a word. Set "
+         "training.schedule=sequential, {name}.zero_engine=fsdp, or {name}.zero_stage=2, which keeps whole weights on "
+         "each actor."),
+    Rule("training.schedule text.virtual_stages",
+         lambda p, c: c.training.schedule == "interleaved" and c.text.virtual_stages == 1,
+         ": it takes a stage's runs of layers in turn, and there is one. Set text.virtual_stages to 2 or more (and "
+         "text.pipeline), or training.schedule=1f1b."),
+    Rule("text.virtual_stages training.schedule",
+         lambda p, c: c.text.virtual_stages > 1 and c.training.schedule not in ("interleaved", "sequential"),
+         ", which knows one run of layers a stage. Set training.schedule=interleaved, or text.virtual_stages=1."),
+    Rule("{name}.attention_backend cluster.device",
+         lambda p, c: p.attention_backend == FLASH_ATTENTION_2 and c.cluster.device == "cpu",
+         ": its kernels run on GPUs. Set {name}.attention_backend=auto, PyTorch's own kernels, or "
+         "cluster.device=cuda."),
+    Rule("{name}.lora.quantization cluster.device",
+         lambda p, c: p.lora.quantization is not None and c.cluster.device != "cuda",
+         ": bitsandbytes' kernels for it are made for GPUs, and on a CPU each product would unpack its whole matrix "
+         "first. Set cluster.device=cuda, or leave {name}.lora.quantization out."),
+)  # fmt: skip
+
+# Of balanced rows and the rest of a run.
+BALANCE_RULES: tuple[Rule, ...] = (
+    Rule("data.balance data.packing", lambda p, c: c.data.balance in _FILLING and not c.data.packing,
+         ": it fills rows with samples of any length, which padding would undo. Set data.packing=true, or "
+         "data.balance=length_group"),
+    Rule("data.balance data.shuffle", lambda p, c: c.data.balance != "random" and not c.data.shuffle,
+         ": which samples share a step is the method's to say. Set data.shuffle=true, or data.balance=random"),
+    Rule("data.long_tokens data.balance", lambda p, c: c.data.long_tokens is not None and c.data.balance == "random",
+         ", which knows no lengths. Set data.balance=balanced, or leave it out"),
+)  # fmt: skip
+WINDOW_RULES: tuple[Rule, ...] = (
+    Rule("data.balance_window data.balance", lambda p, c: c.data.balance == "random", ", which balances nothing"),
+    Rule("data.balance_window", lambda p, c: c.data.balance_window < c.training.batch_size,
+         " is less than a step: balance_window({c.data.balance_window}) < "
+         "training.batch_size({c.training.batch_size}). The larger it is, the more even steps are; some hundred steps "
+         "are enough"),
+    Rule("data.balance_window", lambda p, c: c.training.max_steps is None,
+         " without training.max_steps: how many steps an epoch has is known only once all its samples are measured, "
+         "and the learning rate needs the number before. Set training.max_steps"),
+    Rule("training.save_epochs data.balance_window", lambda p, c: c.training.save_epochs is not None,
+         ": with which step an epoch ends is known only when it is measured. Set training.save_steps"),
+)  # fmt: skip
+
+
+def check_run(config: Config) -> None:
+    """Check the parts of a resolved configuration with the run's other settings. Raises ConfigError."""
     for name, part in parts(config).items():
-        if part.zero_stage == 3 and part.zero_engine == "deepspeed" and schedule != "sequential":
-            raise ConfigError(
-                f"{name}.zero_stage=3 with {name}.zero_engine=deepspeed and training.schedule={schedule}: with two "
-                "micro-batches on their way, DeepSpeed loses gradients without a word. Set "
-                f"training.schedule=sequential, {name}.zero_engine=fsdp, or {name}.zero_stage=2, which keeps whole "
-                "weights on each actor."
-            )
-
-
-def check_pipeline_schedule(config: Config) -> None:
-    """Interleaved schedules are for stages with several runs of layers, and these for interleaved schedules or
-    sequential ones. Raises ConfigError."""
-    schedule, virtual = config.training.schedule, config.text.virtual_stages
-    if schedule == "interleaved" and virtual == 1:
-        raise ConfigError(
-            "training.schedule=interleaved with text.virtual_stages=1: it takes a stage's runs of layers in turn, and "
-            "there is one. Set text.virtual_stages to 2 or more (and text.pipeline), or training.schedule=1f1b."
-        )
-    if virtual > 1 and schedule not in ("interleaved", "sequential"):
-        raise ConfigError(
-            f"text.virtual_stages={virtual} with training.schedule={schedule}, which knows one run of layers a stage. "
-            "Set training.schedule=interleaved, or text.virtual_stages=1."
-        )
-
-
-def check_backends(config: Config) -> None:
-    """flash-attn and bitsandbytes compute on GPUs, and what compiled or quantized layers keep is not counted. Raises
-    ConfigError."""
-    counted = [f"{name}.recompute=auto" for name, part in parts(config).items() if part.recompute == "auto"]
-    counted += ["memory.accounting=true"] if config.memory.accounting else []
-    for name, part in parts(config).items():
-        if part.attention_backend == FLASH_ATTENTION_2 and config.cluster.device == "cpu":
-            raise ConfigError(
-                f"{name}.attention_backend=flash_attention_2 with cluster.device=cpu: its kernels run on GPUs. Set "
-                f"{name}.attention_backend=auto, PyTorch's own kernels, or cluster.device=cuda."
-            )
+        check_rules(RUN_RULES, name, part, config)
         for kind, kernel in read_kernels(name, part.kernels).items():
             if kernel in ON_GPUS and config.cluster.device == "cpu":
                 raise ConfigError(
                     f"{name}.kernels={part.kernels} with cluster.device=cpu: {kind}:{kernel} runs on GPUs. Set "
                     f"{name}.kernels=auto, which takes what is proved on this device, or cluster.device=cuda."
                 )
-        quantized = f"{name}.lora.quantization={part.lora.quantization}"
-        if part.lora.quantization is not None and config.cluster.device != "cuda":
+    counted = [f"{name}.recompute=auto" for name, part in parts(config).items() if part.recompute == "auto"]
+    counted += ["memory.accounting=true"] if config.memory.accounting else []
+    for name, part in parts(config).items() if counted else ():
+        quantized = f"{name}.lora.quantization"
+        if part.lora.quantization is not None:
             raise ConfigError(
-                f"{quantized} with cluster.device={config.cluster.device}: bitsandbytes' kernels for it are made for "
-                "GPUs, and on a CPU each product would unpack its whole matrix first. Set cluster.device=cuda, or "
-                f"leave {name}.lora.quantization out."
+                f"{quantized}={part.lora.quantization} with {counted[0]}: what activations take is counted by the "
+                f"weights that operations read, and bitsandbytes' are packed. Leave {quantized} out, or change "
+                f"{counted[0]}."
             )
-        if part.lora.quantization is not None and counted:
-            raise ConfigError(
-                f"{quantized} with {counted[0]}: what activations take is counted by the weights that operations read, "
-                f"and bitsandbytes' are packed. Leave {name}.lora.quantization out, or change {counted[0]}."
-            )
-        if part.compile and counted:
+        if part.compile:
             raise ConfigError(
                 f"{name}.compile=true with {counted[0]}: what activations take is counted call by call, in all parts, "
                 f"and a compiled layer has no such calls. Set {name}.compile=false, or change {counted[0]}."
             )
+    check_budget(config)
 
 
 def check_budget(config: Config) -> None:
@@ -104,34 +183,14 @@ def no_budget(key: str) -> ConfigError:
 def check_balance(config: Config) -> None:
     """Requirements of balanced rows on other keys. Raises ConfigError."""
     data, method = config.data, config.data.balance
-    packs = method in ("isf", "balanced")
-    if packs and not data.packing:
-        raise ConfigError(
-            f"data.balance={method} with data.packing=false: it fills rows with samples of any length, which padding "
-            "would undo. Set data.packing=true, or data.balance=length_group"
-        )
-    if method != "random" and not data.shuffle:
-        raise ConfigError(
-            f"data.balance={method} with data.shuffle=false: which samples share a step is the method's to say. Set "
-            "data.shuffle=true, or data.balance=random"
-        )
-    if data.long_tokens is not None and method == "random":
-        raise ConfigError(
-            f"data.long_tokens={data.long_tokens} with data.balance=random, which knows no lengths. Set "
-            "data.balance=balanced, or leave it out"
-        )
-    _check_limits(data.limits, method, packs)
+    check_rules(BALANCE_RULES, DECODER, config.text, config)
+    _check_limits(data.limits, method, method in _FILLING)
     for key, methods in (("isf_passes", ("isf",)), ("group_window", ("length_group", "device_group"))):
         value = getattr(data, key)
         if method not in methods and value != getattr(DataConfig, key):
             raise ConfigError(f"data.{key}={value} with data.balance={method}: that is for {' and '.join(methods)}")
     if data.balance_window is not None:
-        _check_window(config, data.balance_window)
-        if config.training.save_epochs is not None:
-            raise ConfigError(
-                f"training.save_epochs={config.training.save_epochs} with data.balance_window={data.balance_window}: "
-                "with which step an epoch ends is known only when it is measured. Set training.save_steps"
-            )
+        check_rules(WINDOW_RULES, DECODER, config.text, config)
 
 
 def _check_limits(limits: LimitsConfig, method: str, packs: bool) -> None:
@@ -146,25 +205,8 @@ def _check_limits(limits: LimitsConfig, method: str, packs: bool) -> None:
             raise ConfigError(f"data.limits.full_{name}={full} > data.limits.{name}={most}: no row would ever be full")
 
 
-def _check_window(config: Config, window: int) -> None:
-    if config.data.balance == "random":
-        raise ConfigError(f"data.balance_window={window} with data.balance=random, which balances nothing")
-    batch = config.training.batch_size
-    if window < batch:
-        raise ConfigError(
-            f"data.balance_window={window} is less than a step: balance_window({window}) < "
-            f"training.batch_size({batch}). The larger it is, the more even steps are; some hundred steps are enough"
-        )
-    if config.training.max_steps is None:
-        raise ConfigError(
-            f"data.balance_window={window} without training.max_steps: how many steps an epoch has is known only once "
-            "all its samples are measured, and the learning rate needs the number before. Set training.max_steps"
-        )
-
-
 def check_lora(name: str, part: PartConfig) -> None:
-    """Raises ConfigError for values out of range, and for layouts in which adapters would not be exact. part: with
-    degrees."""
+    """Raises ConfigError for values out of range. Which layouts have adapters is in `PART_RULES`."""
     lora, key = part.lora, f"{name}.lora"
     require(lora.rank >= 0, f"{key}.rank", lora.rank, "rank >= 0; 0 is none")
     if not lora.rank:
@@ -173,56 +215,15 @@ def check_lora(name: str, part: PartConfig) -> None:
         return
     require_positive(f"{key}.alpha", float(lora.alpha or 0.0))
     require(0.0 <= lora.dropout < 1.0, f"{key}.dropout", lora.dropout, "0 <= dropout < 1")
-    if part.parallelism == "autotp":
-        raise ConfigError(
-            f"{key}.rank={lora.rank} with {name}.parallelism=autotp: DeepSpeed puts layers of its own in the place of "
-            f"those that adapters stand beside. Set {name}.parallelism=tensor."
-        )
-    _check_quantization(name, part)
-    if lora.dora and ((part.tensor or 1) > 1 or part.zero_stage):
-        raise ConfigError(
-            f"{key}.dora=true with {name}.tensor={part.tensor} and {name}.zero_stage={part.zero_stage}: it takes the "
-            "norms of whole rows of a matrix, of which each actor has a part. Set "
-            f"{name}.tensor=1 and {name}.zero_stage=0, or {key}.dora=false."
-        )
-
-
-def _check_quantization(name: str, part: PartConfig) -> None:
-    """Check what matrices in four bits can be combined with. Raises ConfigError."""
-    key, found = f"{name}.lora.quantization", part.lora.quantization
-    if found is None:
-        return
-    require_choice(key, found, (NF4,))
-    if name == HEARING:
-        raise ConfigError(f"{key}={found}: layers of audio towers were never tested in four bits. Leave {key} out.")
-    whole = "bitsandbytes rounds blocks of whole matrices, of which each actor would have a part"
-    rules = {
-        "tensor": (part.tensor == 1, "1", whole),
-        "expert": (part.expert == 1, "1", whole),
-        "zero_stage": (part.zero_stage == 0, "0", "ZeRO copies, casts and cuts weights as numbers, not as packed bits"),
-        "dtype": (part.dtype != "float64", "bfloat16", "there is no way back from four bits to float64"),
-        "compile": (not part.compile, "false", "bitsandbytes' products in compiled layers were never tested here"),
-        "recompute": (
-            part.recompute in ("none", "full"),
-            "none or full",
-            "what a layer keeps is chosen by kinds of products, and bitsandbytes' is none of the known ones",
-        ),
-        "lora.dora": (
-            not part.lora.dora,
-            "false",
-            "its norms would be those of the weights before they were rounded",
-        ),
-    }
-    for other, (goes, needed, why) in rules.items():
-        if not goes:
-            value = part.lora.dora if other == "lora.dora" else getattr(part, other)
-            shown = str(value).lower() if isinstance(value, bool) else value
+    if lora.quantization is not None:
+        require_choice(f"{key}.quantization", lora.quantization, (NF4,))
+        if name == HEARING:
             raise ConfigError(
-                f"{key}={found} with {name}.{other}={shown}: {why}. Set {name}.{other}={needed}, or leave {key} out."
+                f"{key}.quantization={lora.quantization}: layers of audio towers were never tested in four bits. Leave "
+                f"{key}.quantization out."
             )
 
 
-FLASH_ATTENTION_2 = "flash_attention_2"
 _DTYPES = ("bfloat16", "float32", "float64")
 _BACKENDS = ("auto", "sdpa", FLASH_ATTENTION_2)
 AUTO, PLAIN = "auto", "plain"
@@ -251,7 +252,7 @@ def read_kernels(name: str, text: str) -> dict[str, str]:
 
 
 def check_formats(name: str, part: PartConfig) -> None:
-    """Check the part's number format and attention backend. Raises ConfigError."""
+    """Check the part's number format, attention backend and kernels. Raises ConfigError."""
     if part.dtype in ("bf16", "float16", "fp16"):
         raise ConfigError(
             f"{name}.dtype={part.dtype} does not exist: of the 16-bit formats there is bfloat16, whose range is that "
@@ -260,28 +261,3 @@ def check_formats(name: str, part: PartConfig) -> None:
     require_choice(f"{name}.dtype", part.dtype, _DTYPES)
     require_choice(f"{name}.attention_backend", part.attention_backend, _BACKENDS)
     read_kernels(name, part.kernels)
-    if part.attention_backend == FLASH_ATTENTION_2 and part.dtype != "bfloat16":
-        raise ConfigError(
-            f"{name}.attention_backend=flash_attention_2 with {name}.dtype={part.dtype}: its kernels have 16-bit "
-            f"formats alone. Set {name}.dtype=bfloat16, or {name}.attention_backend=auto, PyTorch's own kernels."
-        )
-
-
-def check_compile(name: str, part: PartConfig) -> None:
-    """Check what compiled layers can be combined with, of a resolved part. Raises ConfigError."""
-    if not part.compile:
-        return
-    others = {"recompute": part.recompute, "tensor": part.tensor, "expert": part.expert, "zero_stage": part.zero_stage}
-    needed = {"recompute": "none", "tensor": 1, "expert": 1, "zero_stage": 0}
-    why = {
-        "recompute": "what a layer keeps is chosen call by call, and a compiled layer has no such calls",
-        "tensor": "collectives between the slices of a layer are not compiled here",
-        "expert": "the exchange of rows between experts is not compiled here",
-        "zero_stage": "weights and gradients that come and go inside a layer are not compiled here",
-    }
-    for key, value in others.items():
-        if value != needed[key]:
-            raise ConfigError(
-                f"{name}.compile=true with {name}.{key}={value}: {why[key]}. Set {name}.{key}={needed[key]}, or "
-                f"{name}.compile=false."
-            )

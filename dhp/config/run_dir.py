@@ -219,7 +219,6 @@ def _lies_in(given: str, folder: Path) -> bool:
 
 
 def _continues(config: Config) -> bool:
-    """Whether the run that run_dir may hold is the one to be continued."""
     resume = config.training.resume
     if resume in ("auto", "never"):
         return resume == "auto"

@@ -51,6 +51,5 @@ def _similarity(left: str, right: str) -> float:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """A dotted key's section (empty at the top level) and last name."""
     section, _, leaf = key.rpartition(".")
     return section, leaf

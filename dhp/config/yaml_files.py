@@ -1,7 +1,4 @@
-"""YAML files by name: the directories searched, and the vocabulary in which a run's own may be written.
-
-Hydra's own reader of files is not among its public names; what is imported of it here is pinned with it.
-"""
+"""YAML files by name: the directories searched, and the vocabulary in which a run's own may be written."""
 
 from __future__ import annotations
 
@@ -11,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigSource as HydraSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -29,8 +25,12 @@ from dhp.config.suggestions import did_you_mean, nearest
 from dhp.config.vocabulary import has_alias, translated
 from dhp.core.errors import ConfigError
 
+# Hydra's own reader of directories, by the scheme under which it is known.
+_sources: list[Any] = Plugins.instance().discover(HydraSource)
+_Files: Any = next(source for source in _sources if source.scheme() == "file")
 
-class YamlFiles(FileConfigSource):
+
+class YamlFiles(_Files):  # type: ignore[misc]
     """A directory of YAML files, given to Hydra as `dhp:///directory`. Files of groups are left as they are."""
 
     said: set[str] = set()  # Hydra reads a file several times; a notice is printed once
@@ -40,7 +40,7 @@ class YamlFiles(FileConfigSource):
         return "dhp"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        result = super().load_config(config_path)
+        result: ConfigResult = super().load_config(config_path)
         values = OmegaConf.to_container(result.config, resolve=False)
         check_inert(self._normalize_file_name(config_path), values, result.header.get("package"))
         if "/" not in config_path and isinstance(result.config, DictConfig):
@@ -54,8 +54,7 @@ class YamlFiles(FileConfigSource):
         """Make Hydra know the scheme, and begin a new configuration."""
         guard_environment()
         cls.said.clear()
-        Plugins.instance()  # Hydra's own schemes first
-        SourcesRegistry.instance().register(cls)
+        Plugins.instance().register(cls)
 
 
 def wrong_keys(file: Path) -> list[ConfigError]:

@@ -17,8 +17,8 @@ from dhp.config.part import PartConfig
 from dhp.core.errors import DhpError, ModelError
 from dhp.doctor.doubles import staying_double
 from dhp.doctor.trial import Outcome, SampleMaker, run_parts, run_whole
-from dhp.models.contract.twin import shrink
-from dhp.models.contract.twin_model import ProbeModel, exact_experts
+from dhp.models.contract.find import small_twin
+from dhp.models.contract.twin_model import exact_experts
 from dhp.models.family import Family
 from dhp.models.pretrained import name_accelerator
 from dhp.models.registry import load_family
@@ -151,7 +151,7 @@ def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
         staying_double(),
         tempfile.TemporaryDirectory(prefix="dhp_doctor_") as folder,
     ):
-        twin = _twin(config)
+        twin = small_twin(config)
         name_accelerator()
         twin.model.save_pretrained(folder)
         family = load_family(folder)
@@ -166,13 +166,6 @@ def _try(config: PreTrainedConfig) -> dict[bool, float | None]:
             packing: run_parts(str(Path(folder)), family, samples, packing).deviation(wanted)
             for packing in (False, True)
         }
-
-
-def _twin(config: PreTrainedConfig) -> ProbeModel:
-    try:
-        return ProbeModel(shrink(config, towers=True))
-    except Exception:  # a tower whose layers cannot be cut anyhow is run with all of them
-        return ProbeModel(shrink(config))
 
 
 def _without(source: str, error: Exception) -> str:

@@ -43,16 +43,15 @@ class Machine:
 
 def look_around() -> Machine:
     """The machine's versions, processors, GPUs and packages. Of a GPU, only its properties are read."""
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(number)
+        gpus.append(f"{torch.cuda.get_device_name(number)} (compute capability {major}.{minor})")
     return Machine(
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,
         cpus=count_cores(),
-        gpus=tuple(map(_gpu, range(torch.cuda.device_count()))),
+        gpus=tuple(gpus),
         extras=find_extras(),
     )
-
-
-def _gpu(number: int) -> str:
-    major, minor = torch.cuda.get_device_capability(number)
-    return f"{torch.cuda.get_device_name(number)} (compute capability {major}.{minor})"

@@ -148,7 +148,6 @@ class AudioTower(Tower):
         return clip_forms([_DUMMY_FRAMES], self.config)[0]
 
     def check(self, asked: PartConfig) -> None:
-        """See `Part`."""
         for degree in ("tensor", "ring"):
             value = resolved(getattr(asked, degree))
             if value > 1:

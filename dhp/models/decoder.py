@@ -80,7 +80,6 @@ class Decoder(Part):
         return {EMBEDDINGS: 0, **self.enters}
 
     def check(self, asked: PartConfig) -> None:
-        """See `Part`."""
         tensor = resolved(asked.tensor)
         check_tensor(self.heads, self.kv_heads, tensor)
         self._check_balance(asked)
@@ -114,27 +113,34 @@ class Decoder(Part):
             )
 
     def _check_balance(self, asked: PartConfig) -> None:
-        if self.experts and self.experts.balance and asked.compile:
-            raise ConfigError(
-                "text.compile=true of a decoder with a load-balancing loss (output_router_logits=true, "
-                f"router_aux_loss_coef={self.experts.balance} in its configuration): its routers are listened to, and "
-                "compiled layers are not known to answer. Set text.compile=false, or output_router_logits to false in "
-                "text_config of the model's config.json to train without it."
-            )
-        if self.experts and self.experts.balance and asked.mlp_chunks > 1:
-            raise ConfigError(
-                f"text.mlp_chunks={asked.mlp_chunks} of a decoder with a load-balancing loss (output_router_logits="
-                f"true, router_aux_loss_coef={self.experts.balance} in its configuration): its routers are recorded, "
-                "and would be recorded again with each chunk. Set text.mlp_chunks=1, or output_router_logits to false "
-                "in text_config of the model's config.json to train without it."
-            )
-        if self.experts and self.experts.balance and resolved(asked.pipeline) > 1:
-            raise ConfigError(
-                f"text.pipeline={asked.pipeline} of a decoder with a load-balancing loss (output_router_logits=true, "
-                f"router_aux_loss_coef={self.experts.balance} in its configuration): it is a product of sums over all "
-                "layers, which lie in several stages. Set text.pipeline=1, or output_router_logits to false in "
-                "text_config of the model's config.json to train without it."
-            )
+        """Raises ConfigError for settings that do not go with a load-balancing loss."""
+        if not self.experts or not self.experts.balance:
+            return
+        refused = {
+            "compile": (
+                asked.compile,
+                "false",
+                "its routers are listened to, and compiled layers are not known to answer",
+            ),
+            "mlp_chunks": (
+                asked.mlp_chunks > 1,
+                "1",
+                "its routers are recorded, and would be recorded again with each chunk",
+            ),
+            "pipeline": (
+                resolved(asked.pipeline) > 1,
+                "1",
+                "it is a product of sums over all layers, which lie in several stages",
+            ),
+        }
+        for key, (given, instead, why) in refused.items():
+            if given:
+                raise ConfigError(
+                    f"text.{key}={str(getattr(asked, key)).lower()} of a decoder with a load-balancing loss "
+                    f"(output_router_logits=true, router_aux_loss_coef={self.experts.balance} in its configuration): "
+                    f"{why}. Set text.{key}={instead}, or output_router_logits to false in text_config of the model's "
+                    "config.json to train without it."
+                )
 
     def _check_cut_experts(self, experts: Experts, asked: PartConfig) -> None:
         check_expert_width(experts.width, resolved(asked.tensor))
@@ -157,7 +163,6 @@ class Decoder(Part):
 
     @property
     def tied_weight(self) -> str:
-        """See `Part`."""
         return f"{self.embedding}.weight" if self.tied else ""
 
     def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
@@ -201,7 +206,6 @@ class Decoder(Part):
         return output.last_hidden_state
 
     def _layer(self, decoder: nn.Module, chunk: Chunk, index: int, inputs: DecoderInputs) -> Callable[..., Tensor]:
-        """The layer, or identity if another chunk holds it."""
         if index not in chunk.layers:
             return unchanged
         layer = decoder.layers.get_submodule(str(index))
@@ -226,7 +230,6 @@ def embed(model: PreTrainedModel, inputs: DecoderInputs) -> Tensor:
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
-    """Kinds of rotary positions, of all layers or of each type of layers."""
     inner = (value for value in parameters.values() if isinstance(value, Mapping))
     own = {parameters["rope_type"]} if "rope_type" in parameters else set()
     return own.union(*map(_rope_types, inner))

@@ -9,7 +9,7 @@ output depends on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dhp.models.types import find_experts
@@ -139,28 +139,18 @@ class TextWork:
         return round(done + _of_matrices(self.target * targets, passes.ending))
 
 
-def decoder_work(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, rows: int) -> TextWork:
-    """A decoder with gated MLPs. heads, kv_heads: of `head_dim` each; mlp: its inner width; rows: of the head."""
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim  # query and output, key and value
-    return TextWork(layers * (attention + 3 * hidden * mlp), layers * 2 * heads * head_dim, hidden * rows)
-
-
 def text_work(text: Any) -> TextWork:
-    """Arithmetic of the decoder of that configuration; of experts, those that a token visits, and their router."""
-    dense = decoder_work(
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        mlp=text.intermediate_size,
-        rows=text.vocab_size,
-    )
-    experts, hidden = find_experts(text), text.hidden_size
-    if experts is None:
-        return dense
-    visited = hidden * (experts.count + 3 * (experts.visits * experts.width + experts.shared))
-    return replace(dense, token=dense.token + sum(experts.sparse) * (visited - 3 * hidden * text.intermediate_size))
+    """Arithmetic of the decoder of that configuration, with gated MLPs; of experts, those that a token visits, and
+    their router."""
+    hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    attention = 2 * hidden * (heads + text.num_key_value_heads) * head_dim  # query and output, key and value
+    dense = 3 * hidden * text.intermediate_size
+    token, experts = layers * (attention + dense), find_experts(text)
+    if experts is not None:
+        visited = hidden * (experts.count + 3 * (experts.visits * experts.width + experts.shared))
+        token += sum(experts.sparse) * (visited - dense)
+    return TextWork(token, layers * 2 * heads * head_dim, hidden * text.vocab_size)
 
 
 def _of_matrices(done: int, products: MatmulShare) -> float:

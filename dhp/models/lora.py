@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dhp.config.suggestions import did_you_mean, nearest
 from dhp.core.errors import ConfigError
-from dhp.core.parameters import ADAPTER, AdapterSettings, Selector, is_inside
+from dhp.core.parameters import ADAPTER, AdapterSettings, is_inside
 from dhp.models.part import Part
 from dhp.models.pretrained import name_accelerator
 
@@ -52,7 +52,8 @@ def check_targets(model: nn.Module, part: Part, key: str, asked: AdapterSettings
             )
         if fitting:
             continue
-        other = next((name for name, _ in model.named_parameters() if _reaches(selector, name, part)), None)
+        others = (name for name, _ in model.named_parameters() if is_inside(name, part.modules))
+        other = next(filter(selector.fits, others), None)
         if other is not None:
             owner = other.rpartition(".")[0]
             kind = type(model.get_submodule(owner)).__name__
@@ -134,7 +135,6 @@ class _Nameless(nn.Module):
 
 
 def _linear_modules(model: nn.Module, part: Part) -> Iterator[str]:
-    """Linear modules by name, without the head, whose weight the loss reads by itself."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and is_inside(name, part.modules) and name != getattr(part, "head", None):
             yield name
@@ -159,18 +159,12 @@ def _unused(model: nn.Module, part: Part) -> set[str]:
 def _tell_none(model: nn.Module, part: Part, key: str) -> str:
     """The error that no matrix of the part's layers can have an adapter, and which there are."""
     layers = model.get_submodule(part.layers.path)
-    held = {name.rpartition(".")[2]: type(module).__name__ for name, module in layers.named_modules() if _holds(module)}
+    matrices = lambda module: [one for one in module.parameters(recurse=False) if one.ndim > 1]
+    named = layers.named_modules()
+    held = {name.rpartition(".")[2]: type(module).__name__ for name, module in named if matrices(module)}
     known = ", ".join(f"{name} ({kind})" for name, kind in held.items())
     return (
         f"{key}.rank without {key}.targets: no layer of this part has a linear module beside which an adapter could "
         f"stand. What its layers have is {known}. Set {key}.rank=0, and train the part, or some of these by "
         "training.trainable"
     )
-
-
-def _holds(module: nn.Module) -> bool:
-    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-
-
-def _reaches(selector: Selector, name: str, part: Part) -> bool:
-    return is_inside(name, part.modules) and selector.fits(name)

@@ -38,7 +38,8 @@ def merge(model_dir: str, weights: Mapping[str, Tensor], adapters: Adapters) -> 
     """
     _refuse_quantized(adapters)
     model = _load(model_dir)
-    _put(model, load_family(model_dir), adapters)
+    for part, own in _targets(model, load_family(model_dir), adapters).items():
+        add_adapters(model, own, adapters[part], seed=0)
     _fill(model, weights, model_dir)
     for _, layer in adapted_modules(model):
         layer.merge(safe_merge=True)
@@ -162,11 +163,6 @@ def _refuse_quantized(adapters: Adapters) -> None:
             f"({rounded[0]}.lora.quantization); added to those of the model they would not compute what was trained. "
             "Export them by --adapter, and load them beside the model in four bits: docs/what-is-trained.md#adapters"
         )
-
-
-def _put(model: PreTrainedModel, family: Family, adapters: Adapters) -> None:
-    for part, own in _targets(model, family, adapters).items():
-        add_adapters(model, own, adapters[part], seed=0)
 
 
 def _targets(model: nn.Module, family: Family, adapters: Adapters) -> dict[str, tuple[str, ...]]:

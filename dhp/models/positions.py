@@ -35,7 +35,6 @@ def find_positions(config: Any) -> PositionRange | None:
 
 
 def _kinds(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Rotary parameters of all layers, or of each type of layers."""
     inner = [value for value in parameters.values() if isinstance(value, Mapping)]
     if not inner:
         yield parameters

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dhp.core.batch import Grid, ProcessorOutput
+from dhp.models.contract.rows import positions
 
 if TYPE_CHECKING:
     from dhp.models.audio import AudioProcessor
@@ -33,6 +34,11 @@ class Processor(ABC):
     def __init__(self, config: Any):
         self.config = config
         self.image_token_id = config.image_token_id
+
+    def model(self) -> type[nn.Module] | None:
+        """The model class that computes positions; None: tokens are counted through. Imported here, as modeling code
+        takes a second, and a driver runs no model."""
+        return None
 
     def load(self) -> None:
         """Import what samples need, so that a broken installation shows before a run begins."""
@@ -98,10 +104,13 @@ class Processor(ABC):
         forms: Sequence[ProcessorOutput] = (),
         **more: Tensor,
     ) -> Tensor:
-        """Rotary positions of right-padded rows; int64 [rows, tokens], or [3, rows, tokens] with three axes, where
-        padding has zeros.
+        """Rotary positions of right-padded rows, as the model's own code has them; int64 [rows, tokens], or [3, rows,
+        tokens] with three axes, where padding has zeros.
 
         grids: of the images; video_grids: of the videos, and video_seconds: of a step in time of each. forms: of
         pictures that are no grids. more: `audio_seqlens` where there are clips, frames of each, for a model with audio.
         """
-        return torch.arange(input_ids.shape[1]).expand_as(input_ids).contiguous()
+        inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
+        given = {"image_grid_thw": grids, "video_grid_thw": video_grids, **more}
+        given |= dict.fromkeys(("second_per_grid_ts", "second_per_grids"), video_seconds)  # names that models give it
+        return positions(self.model(), self.config, input_ids, mm_token_type_ids, inside, given, forms)

@@ -138,7 +138,6 @@ def adapt(model: nn.Module, family: Family, adapters: Adapters, device: str = "m
 
 
 def _unused(model: nn.Module, family: Family) -> Iterator[str]:
-    """Names of parameters that their own part never trains."""
     named = dict(model.named_parameters())
     yield from (name for name, parameter in named.items() if not parameter.requires_grad)
     for part in family.parts.values():

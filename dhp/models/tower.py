@@ -63,7 +63,6 @@ class Tower(Part):
         self.config = config
 
     def check(self, asked: PartConfig) -> None:
-        """See `Part`."""
         self.check_cut(resolved(asked.tensor))
         self.check_backend("vision", asked)
         check_tower(self.heads, resolved(asked.ulysses), resolved(asked.tensor))

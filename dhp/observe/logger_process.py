@@ -3,9 +3,9 @@
 Where each of them sends a run, and with which key, is not set here: WANDB_…, MLFLOW_… and SWANLAB_… in the
 environment act as its documentation says.
 
-JSON comes in on stdin, a message a line, and an answer to each goes out on what was stdout; whatever the logger itself
-prints goes to stderr, a file. The process ends after the run's end, or when its stdin is closed: the run is gone, or
-does without this logger.
+JSON comes in on stdin, a call a line ([method, arguments …]), and an answer to each goes out on what was stdout;
+whatever the logger itself prints goes to stderr, a file. The process ends after the run's end, or when its stdin is
+closed: the run is gone, or does without this logger.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 import yaml
 
@@ -69,19 +69,6 @@ def _leaves(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
 Status = Literal["completed", "failed", "interrupted"]
 PARAMETERS = 100  # that MLflow takes in one call
 LONGEST = 500  # characters of a parameter's value that every version of MLflow takes
-
-
-class Logger(Protocol):
-    """One run in one logger."""
-
-    def begin(self, about: About) -> str:
-        """Open the run, or go on in the one it continues; where it can be seen, in words."""
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Numbers of one step, by the names that TensorBoard has."""
-
-    def end(self, status: Status) -> None:
-        """Close the run; what it holds back is written."""
 
 
 class WeightsAndBiases:
@@ -192,50 +179,41 @@ class SwanLab:
         self._run.finish(state=ends[status], error="see summary.json" if status == "failed" else None)
 
 
-ADAPTERS: dict[str, Callable[[], Logger]] = {"wandb": WeightsAndBiases, "mlflow": MLflow, "swanlab": SwanLab}
+# begin: open a run, or go on in the one it continues; where it can be seen, in words. log: numbers of a step, by the
+# names that TensorBoard has. end: close the run, so that what is held back is written.
+ADAPTERS: dict[str, Callable[[], Any]] = {"wandb": WeightsAndBiases, "mlflow": MLflow, "swanlab": SwanLab}
 
 LAST_S = 60.0  # from the end of stdin: a logger that hangs then would outlive its run, which waits for less
 
 
 def main(name: str) -> None:
-    """Answer until there is nothing more to do."""
+    """Answer until the run has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the run decides when its loggers end
         signal.signal(number, signal.SIG_IGN)
     calls, answers = _own_streams()
     lines: Queue[str] = Queue()
     threading.Thread(target=_read, args=(calls, lines), daemon=True).start()
     logger = ADAPTERS[name]()
-    status: Status = "failed"
-    while line := lines.get():
-        message = json.loads(line)
-        if "end" in message:
-            status = message["end"]
-            break
-        _answer(answers, logger, message)
-    _tell(answers, _outcome("ended", lambda: logger.end(status)))
+    verb = ""
+    while verb != "end":
+        verb, *arguments = json.loads(lines.get())
+        if verb == "begin":
+            arguments = [About(**arguments[0])]
+        elif verb == "log":
+            arguments[1] = {key: from_json(value) for key, value in arguments[1].items()}
+        answer = _outcome(verb, lambda verb=verb, arguments=arguments: getattr(logger, verb)(*arguments))
+        with suppress(BrokenPipeError):  # the run no longer reads; what the logger has is to be closed all the same
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
 
 
 def _read(calls: TextIO, lines: Queue[str]) -> None:
     """Hand the lines over, and end the process some time after the last one, whatever the logger is doing then."""
     for line in calls:
         lines.put(line)
-    lines.put("")
+    lines.put('["end", "failed"]')
     time.sleep(LAST_S)
     os._exit(1)
-
-
-def _answer(answers: TextIO, logger: Logger, message: Mapping[str, Any]) -> None:
-    if "begin" in message:
-        _tell(answers, _outcome("began", lambda: logger.begin(About(**message["begin"]))))
-    else:
-        numbers = {key: from_json(value) for key, value in message["numbers"].items()}
-        _tell(answers, _outcome("logged", lambda: logger.log(message["step"], numbers)))
-
-
-def _tell(answers: TextIO, answer: Mapping[str, Any]) -> None:
-    with suppress(BrokenPipeError):  # the run no longer reads; what the logger has is to be closed all the same
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
 
 
 def _outcome(verb: str, call: Callable[[], Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""All loggers of a run, each in a process of its own, which may raise, hang or die; the run then goes on without it."""
+"""All loggers of a run, each in a process of its own, which may raise, hang or die; the run then goes on without it.
+
+Their processes are started by name and not by multiprocessing, which would execute the user's own script again.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,20 @@ from dhp.observe.logger_process import About
 
 BACKLOG = 1000  # steps that a logger may be behind
 FAILURES = 3  # in a row, after which the run goes on without a logger
-ROOT = Path(__file__).parents[3]  # that has the package `dhp`
+ROOT = Path(__file__).parents[2]  # that has the package `dhp`
 KEPT = "metrics.jsonl has every step"
 
 
 class GuardedLogger:
     """One logger of a run. No method waits for it but `wait`, and none raises what it raises.
 
-    Two threads communicate with its process, one writes and one reads; both end with the process.
+    A thread hands its process one call at a time and takes the answer; it ends with the process.
     """
 
     def __init__(self, name: str, about: About) -> None:
         self.name, self._about = name, about
-        self._lines: SimpleQueue[str | None] = SimpleQueue()
+        self._log = Path(about.run_dir) / "loggers" / f"{name}.log"  # the logger's own output
+        self._calls: SimpleQueue[list[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._messages: list[str] = []
         self._sent: list[int] = []  # steps that no answer has come to, oldest first
@@ -41,31 +45,29 @@ class GuardedLogger:
         self._failures, self._dropped = 0, False
         self._ended = threading.Event()
         self._process: subprocess.Popen[str] | None = None
-        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._work, daemon=True)
 
     def begin(self) -> None:
         """Start the logger's process. Its output goes to `<run_dir>/loggers/<name>.log`."""
-        folder = Path(self._about.run_dir) / "loggers"
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         try:
-            folder.mkdir(exist_ok=True)
-            with open(folder / f"{self.name}.log", "a", encoding="utf-8") as log:
+            self._log.parent.mkdir(exist_ok=True)
+            with open(self._log, "a", encoding="utf-8") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "dhp.observe.logger_process", self.name],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     text=True,
-                    env={**os.environ, "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH", ""))},
+                    env={**os.environ, "PYTHONPATH": path},
                     start_new_session=True,  # Ctrl-C is for the run
                 )
         except OSError as error:
             self._drop(f"its process could not be started ({error})")
             self._ended.set()
             return
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._write, self._read)]
-        for thread in self._threads:
-            thread.start()
-        self._lines.put(json.dumps({"begin": asdict(self._about)}))
+        self._calls.put(["begin", asdict(self._about)])
+        self._thread.start()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Hand over the numbers of a step."""
@@ -78,12 +80,11 @@ class GuardedLogger:
         if behind:
             self._drop(f"it is {BACKLOG} steps behind")
         else:
-            self._lines.put(json.dumps({"step": step, "numbers": json_safe(numbers)}))
+            self._calls.put(["log", step, json_safe(numbers)])
 
     def end(self, status: str) -> None:
         """Say that the run has ended; `wait` waits for the logger's own end."""
-        self._lines.put(json.dumps({"end": status}))
-        self._lines.put(None)
+        self._calls.put(["end", status])
 
     def has_ended(self, deadline: float) -> bool:
         """Whether the logger closes the run until `deadline` of time.monotonic."""
@@ -91,23 +92,30 @@ class GuardedLogger:
 
     def wait(self, deadline: float) -> None:
         """Wait until the logger has closed the run, at most until `deadline` of time.monotonic; then its process is
-        killed."""
-        if not self.has_ended(deadline) and not self._dropped:
+        killed, with all that it started itself."""
+        ended = self.has_ended(deadline)
+        if not ended:
             self._drop("it did not end in time")
-        self._stop(deadline)
-        self._lines.put(None)
-        for thread in self._threads:
-            thread.join()  # its pipes are closed
-        with self._lock:
-            if self._lost:
-                self._messages.append(f"{self.name} lacks {_steps_text(self._lost)}; {KEPT}")
-                self._lost = []
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(0.5, deadline - time.monotonic()) if ended else 0)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its session
+            self._calls.put(None)
+            self._thread.join()
+        if self._lost:
+            self._say(f"{self.name} lacks {_steps_text(self._lost)}; {KEPT}")
+            self._lost = []
 
     def take_messages(self) -> list[str]:
         """Messages since the last time."""
         with self._lock:
             taken, self._messages = self._messages, []
         return taken
+
+    def _say(self, text: str) -> None:
+        with self._lock:
+            self._messages.append(text)
 
     def _drop(self, why: str) -> None:
         """Stop using this logger from now on. It may still close what it has taken."""
@@ -117,72 +125,45 @@ class GuardedLogger:
             self._dropped = True
             self._lost += self._sent
             self._sent = []
-            log = Path(self._about.run_dir) / "loggers" / f"{self.name}.log"
-            self._messages.append(f"logging to {self.name} has stopped, training goes on: {why}; see {log}")
-        self._lines.put(None)
+        self._say(f"logging to {self.name} has stopped, training goes on: {why}; see {self._log}")
+        self._calls.put(None)
 
-    def _write(self) -> None:
-        """Lines to the process, as fast as it takes them."""
+    def _work(self) -> None:
+        """Hand over the calls, one after another, until there are no more or the process ends."""
         process = self._process
-        assert process is not None and process.stdin is not None
-        with suppress(OSError):  # it died, which the reader finds too
-            while (line := self._lines.get()) is not None:
-                process.stdin.write(line + "\n")
-                process.stdin.flush()
-        with suppress(OSError):
-            process.stdin.close()
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        with process:
+            with suppress(OSError):  # it died, which the end of its answers says too
+                for call in iter(self._calls.get, None):
+                    process.stdin.write(json.dumps(call) + "\n")
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
+                    if not answer or self._takes_no_more(json.loads(answer)):
+                        break
+                process.stdin.close()
+            for answer in process.stdout:  # to the end of its stdin
+                self._takes_no_more(json.loads(answer))
+            if not self._ended.is_set():
+                self._drop(f"its process ended (status {process.wait()})")
+                self._ended.set()
 
-    def _read(self) -> None:
-        """Its answers, until it ends."""
-        process = self._process
-        assert process is not None and process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                self._receive(json.loads(line))
-        if not self._ended.is_set():
-            self._drop(f"its process ended (status {process.wait()})")
-            self._ended.set()
-
-    def _receive(self, answer: Mapping[str, Any]) -> None:
+    def _takes_no_more(self, answer: Mapping[str, Any]) -> bool:
+        """Take an answer in; whether it was the last one."""
         error = answer.get("error")
-        if "began" in answer:
-            if error is not None:
-                self._drop(f"it could not begin ({error})")
-            else:
-                with self._lock:
-                    self._messages.append(f"logging to {self.name}: {answer['began']}")
-        elif "ended" in answer:
-            if error is not None:
-                self._drop(f"it could not close the run ({error})")
-            self._ended.set()
-        elif error is None:
-            self._take()
-            self._failures = 0
-        else:
+        if "log" in answer:
             with self._lock:
-                self._lost += self._sent[:1]
-            self._take()
-            self._failures += 1
+                self._lost += self._sent[:1] if error else []
+                self._sent = self._sent[1:]
+            self._failures = self._failures + 1 if error else 0
             if self._failures == FAILURES:
                 self._drop(f"it failed {FAILURES} times in a row ({error})")
-
-    def _take(self) -> None:
-        with self._lock:
-            self._sent = self._sent[1:]
-
-    def _stop(self, deadline: float) -> None:
-        """No process of this logger is left behind."""
-        if self._process is None:
-            return
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.5, deadline - time.monotonic()) if self._ended.is_set() else 0)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its session: what it started itself too
-        self._process.wait()
-
-
-def _with_root(path: str) -> str:
-    return os.pathsep.join([str(ROOT), *([path] if path else [])])
+        elif error is not None:
+            self._drop(f"it could not {'begin' if 'begin' in answer else 'close the run'} ({error})")
+        elif "begin" in answer:
+            self._say(f"logging to {self.name}: {answer['begin']}")
+        if "end" in answer:
+            self._ended.set()
+        return "end" in answer
 
 
 def _steps_text(steps: list[int]) -> str:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
@@ -68,7 +67,7 @@ class StepMetrics:
     """tokens / step_s. Unit: tokens a second."""
     flops: Mapping[str, int] | None = None
     """Useful floating-point operations of the step, forward and backward, by part; vision's of encoded images alone,
-    not of cached_images. What counts: [performance.md](performance.md#mfu). Unit: operations."""
+    not of cached_images. What counts: [performance.md](../performance.md#mfu). Unit: operations."""
     mfu: float | None = None
     """Model FLOPs utilisation: the sum of flops / (step_s × the peak of all devices), each device counted once. Unit: a
     share of 1. Null: the peak of a device is not known, which the run says at its start, or was measured too low, so
@@ -168,28 +167,21 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> dict[str, float]:
         """Record one step; its numbers by the names that TensorBoard has."""
-        values = asdict(metrics)
-        self._lines.write(json.dumps(json_safe(values), allow_nan=False) + "\n")
-        self._lines.flush()
-        numbers = flat(values)
-        self._events.add_event(_event(metrics.step, numbers))
+        numbers = flat(asdict(metrics))
+        self._append(metrics, _event(metrics.step, numbers))
         return numbers
 
     def write_evaluation(self, metrics: EvalMetrics, alone: bool) -> dict[str, float]:
         """Record an evaluation on one dataset; its numbers by the names that TensorBoard has. alone: on no other."""
-        self._lines.write(json.dumps(json_safe(asdict(metrics)), allow_nan=False) + "\n")
-        self._lines.flush()
         numbers = metrics.numbers(alone)
-        self._events.add_event(_event(metrics.step, numbers))
+        self._append(metrics, _event(metrics.step, numbers))
         return numbers
 
     def write_answer(self, metrics: AnswerMetrics) -> None:
         """Record an answer, for TensorBoard as text."""
-        self._lines.write(json.dumps(asdict(metrics)) + "\n")
-        self._lines.flush()
         texts = {"prompt": metrics.prompt, "reference": metrics.reference, "answer": metrics.answer}
         text = "\n\n".join(f"{name}:\n\n{_quoted(said)}" for name, said in texts.items())
-        self._events.add_event(_text_event(metrics.step, f"{ANSWER}/{metrics.dataset}/{metrics.number}", text))
+        self._append(metrics, _text_event(metrics.step, f"{ANSWER}/{metrics.dataset}/{metrics.number}", text))
 
     def close(self) -> None:
         """Write what TensorBoard's queue still holds, and close both files. May be called again."""
@@ -198,13 +190,10 @@ class MetricsWriter:
         finally:
             self._events.close()
 
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _append(self, line: Line, event: Event) -> None:
+        self._lines.write(json.dumps(json_safe(asdict(line)), allow_nan=False) + "\n")
+        self._lines.flush()
+        self._events.add_event(event)
 
 
 def keep_steps(run_dir: str | Path, last: int, evaluates: bool = False) -> list[Line]:
@@ -285,7 +274,6 @@ def _text_event(step: int, tag: str, text: str) -> Event:
 
 
 def _quoted(text: str) -> str:
-    """The text as a code block of Markdown."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 

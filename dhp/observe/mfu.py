@@ -43,7 +43,8 @@ def peak_flops(devices: Sequence[DeviceInfo]) -> float | None:
 
 def unknown_devices(devices: Sequence[DeviceInfo]) -> list[str]:
     """Devices whose peak is not known, with the format that they compute in."""
-    return sorted({f"{device.name} in {device.format}" for device in devices if _missing(device, devices)})
+    known = {device.device_id for device in devices if _peak(device) is not None}
+    return sorted({f"{device.name} in {device.format}" for device in devices if device.device_id not in known})
 
 
 def utilisation(flops: Mapping[str, float], step_s: float, peak: float | None) -> float | None:
@@ -55,7 +56,3 @@ def utilisation(flops: Mapping[str, float], step_s: float, peak: float | None) -
 
 def _peak(device: DeviceInfo) -> float | None:
     return device.measured if device.kind == "cpu" else known_peaks().get((device.name, device.format))
-
-
-def _missing(device: DeviceInfo, devices: Sequence[DeviceInfo]) -> bool:
-    return all(_peak(other) is None for other in devices if other.device_id == device.device_id)

@@ -71,7 +71,6 @@ def ticks(most: float, wanted: int = 8) -> list[float]:
 
 
 def _most(series: Series) -> float:
-    """The end of the axis."""
     return max(1.0, *(float(np.quantile(numbers, CUT)) for numbers in series.values()))
 
 
@@ -152,7 +151,6 @@ def draw_heat_map(
 
 
 def _colour(share: float) -> tuple[int, ...]:
-    """From cold over white to warm."""
     far = abs(2 * share - 1)
     end = _WARM if share > 0.5 else _COLD
     return tuple(round(255 + (value - 255) * far) for value in end)

@@ -58,16 +58,12 @@ class DataStall:
             )
         if not self._workers:
             reads += measuring  # the same process
-        needed = self._needed(reads, steps - waits)
+        # Processes that read as fast as training goes, itself without the waits.
+        needed = ceil(SPARE_SPEED * reads / max(steps - waits, 1e-9))
         if needed > max(1, self._workers):
             return f"{share}; data.num_workers={needed} would keep up"
         more = 2 * self._prefetch + 2
         return f"{share}, though reading is fast enough in the mean: steps differ, so set data.prefetch={more}"
-
-    @staticmethod
-    def _needed(reading_s: float, training_s: float) -> int:
-        """Processes that read as fast as training goes, itself without the waits."""
-        return ceil(SPARE_SPEED * reading_s / max(training_s, 1e-9))
 
 
 _PACKAGES = ("torch", "transformers", "ray", "deepspeed")

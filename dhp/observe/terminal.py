@@ -9,7 +9,6 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -72,14 +71,6 @@ class Progress:
         """Leave the bar as it stands. May be called again."""
         if self._bar is not None:
             self._bar.close()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _has_room(stream: TextIO) -> bool:
@@ -189,7 +180,6 @@ def _speed(metrics: StepMetrics) -> list[str]:
 
 
 def _learning_rates(metrics: StepMetrics) -> str:
-    """One number where all parts share it, else each part's."""
     rates = dict(metrics.lr or {})
     if len(set(rates.values())) <= 1:
         return shown(next(iter(rates.values()), None), ".1e")

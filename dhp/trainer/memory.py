@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dhp.config.layout import DEEPSPEED, FSDP
 from dhp.config.part import PartConfig
 from dhp.config.parts import resolved
+from dhp.config.rules import DEEPSPEED, FSDP
 from dhp.core.errors import ConfigError
 from dhp.core.graph import StageSpec
 from dhp.models.quantized import BYTES_A_VALUE

@@ -105,10 +105,10 @@ def _reader(model: str, kept: KeepSettings, sample: Sample, folder: Path) -> Cal
     Image.fromarray(noise).save(picture)
     tower = digest_tower(model, "float32", (VISION, TEXT))
     pictures = CachedPictures(tower, FeatureFolder(Path(kept.folder)).load, family.tower.tensors, [])
-    seen = pictures.see([], family.processor.image_tokens)
+    digest = pictures.digest([])
 
     def read() -> list[Sample]:
-        _, features, found = seen.look_up(picture)
+        _, features, found = pictures.look_up(picture, digest, family.processor.image_tokens)
         if found is None:
             about = Features(features.key, seen_to_json(grid, None))
             return [replace(sample, features=(about,))]

@@ -1,22 +1,19 @@
-"""Keys of other trainers: what they are answered with, that the answers exist, and that the page has all of them."""
+"""Keys of other trainers: what they are answered with, and that the answers exist."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from transformers import TrainingArguments
 
 from dhp.config.command_line import compose_config
 from dhp.config.keys import find_key, schema_keys
-from dhp.config.vocabulary import HEADING, TRAINERS, environment_notes, foreign_hint, tables
-from dhp.config.vocabulary_table import ENVIRONMENT, FOREIGN
+from dhp.config.vocabulary import TRAINERS, environment_notes, foreign_hint, vocabulary
 from dhp.core.errors import ConfigError
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "coming-from.md"
-ROWS = [row for rows in FOREIGN.values() for row in rows]
+ROWS = [row for rows in vocabulary().foreign.values() for row in rows]
 
 # Keys that answers name and that the schema does not have yet. The last test says which have come.
 
@@ -146,7 +143,7 @@ def test_each_name_is_told_once_and_by_known_trainers():
     counted = Counter(name.lower() for row in ROWS for name in row.names)
     assert [name for name, times in counted.items() if times > 1] == []
     assert all(set(row.of) <= set(TRAINERS) and row.of for row in ROWS)
-    assert [row.theirs for row in ROWS if not row.keys and not row.say] == []
+    assert [row.names for row in ROWS if not row.keys and not row.say] == []
 
 
 def test_a_name_that_we_have_too_leads_to_ours():
@@ -156,12 +153,7 @@ def test_a_name_that_we_have_too_leads_to_ours():
             assert name in [key.rpartition(".")[2] for key in row.keys], name
 
 
-def test_the_page_holds_the_tables():
-    written = PAGE.read_text(encoding="utf-8")
-    assert written[written.index(HEADING) :] == tables(), "run `python -m dhp.config.vocabulary` and paste it"
-
-
 def test_what_keys_are_called_here_exists():
-    named = {key for row in (*ROWS, *ENVIRONMENT) for key in row.keys}
+    named = {key for row in (*ROWS, *vocabulary().environment) for key in row.keys}
     missing = {key for key in named if find_key(key.replace("<name>", "any")) is None}
     assert missing == set()

@@ -73,8 +73,7 @@ def test_both_commands_read_a_run_so(
 ) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step_1"
     checkpoint.mkdir(parents=True)
-    for module in ("common", "generate"):
-        monkeypatch.setattr(f"dhp.cli.{module}.find_checkpoint", lambda _: checkpoint)
+    monkeypatch.setattr("dhp.cli.common.find_checkpoint", lambda _: checkpoint)
     (tmp_path / "run" / "config.yaml").write_text("cluster: {address: '${oc.env:HOME}:1'}\n")
     assert main([part.format(run=checkpoint) for part in command]) == 1
     assert "is not the plain record that a run writes" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_a_dense_decoder_has_none(llava_model: str) -> None:
 def test_replicas_hold_their_share_and_all_else(experts_model: str) -> None:
     family = load_family(experts_model)
     whole, shared = (
-        part_shape(experts_model, family.tower.modules, shared=family.decoder.shared, expert=n) for n in (1, 2)
+        part_shape(experts_model, family.tower.modules, shared=family.decoder.shared, sharing=n) for n in (1, 2)
     )
     of_experts = 2 * 4 * 3 * 24 * 64  # layers, experts, matrices
     assert shared.total == whole.total == whole.per_rank

@@ -36,6 +36,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
         for name in names:
             if not (tmp_path / "packages" / name).exists():
                 install(tmp_path / "packages", name, more.get(name, ""))
+        monkeypatch.chdir(tmp_path)  # where no `dhp` is
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
         monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
         monkeypatch.setenv(MARK, str(tmp_path))
@@ -231,7 +232,7 @@ def test_a_run_that_is_killed_takes_its_loggers_along(begin: Begin, tmp_path: Pa
     found = begin("wandb")
     found.log(1, {"loss": 1.0})
     (logger,) = found._loggers
-    logger._lines.put(None)  # what the end of the run's process does to the pipe
+    logger._calls.put(None)  # what the end of the run's process does to the pipe
     logger._process.wait(20)
     assert calls(tmp_path / "calls")[-1] == ["finish", [1], {}]
 

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -33,7 +34,7 @@ def lines(run_dir):
 
 
 def test_a_line_has_every_field_in_order_and_null_for_the_unknown(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(StepMetrics(step=1, loss=2.5, lr={"vision": 0.1, "text": 0.2}))
     (line,) = lines(tmp_path)
     assert list(line) == FIELDS
@@ -47,16 +48,16 @@ def test_an_extra_field_is_an_error():
 
 
 def test_each_line_is_on_disk_at_once_and_earlier_ones_stay(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(StepMetrics(step=1))
         assert len(lines(tmp_path)) == 1
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(StepMetrics(step=2))
         assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
 def test_numbers_that_json_has_no_word_for(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(StepMetrics(step=1, loss=math.nan, grad_norm=math.inf, dist_ratio={"text": -math.inf}))
     (line,) = lines(tmp_path)
     assert (line["loss"], line["grad_norm"], line["dist_ratio"]) == ("NaN", "Infinity", {"text": "-Infinity"})
@@ -67,14 +68,14 @@ def test_numbers_that_json_has_no_word_for(tmp_path):
 
 def test_metrics_read_back_equal(tmp_path):
     steps = [StepMetrics(step=n, loss=1 / n, comm_bytes={"text": {"all_reduce": n}}, tokens=10 * n) for n in (1, 2, 3)]
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         for step in steps:
             writer.write(step)
     assert read_metrics(tmp_path) == steps
 
 
 def test_tensorboard_reads_the_scalars(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         for step in (1, 2):
             writer.write(StepMetrics(step=step, loss=4.0 / step, lr={"text": 0.5}, comm_bytes={"text": {"sum": 8}}))
     events = EventAccumulator(str(tmp_path / "tb"))
@@ -85,13 +86,13 @@ def test_tensorboard_reads_the_scalars(tmp_path):
 
 def test_the_numbers_of_a_step_by_their_names(tmp_path):
     step = StepMetrics(step=3, loss=2.0, lr={"text": 0.5}, comm_bytes={"text": {"sum": 8}}, tokens=7)
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         assert writer.write(step) == {"loss": 2.0, "lr/text": 0.5, "tokens": 7.0, "comm_bytes/text/sum": 8.0}
     assert flat({"step": 3, "loss": 1, "by": {"a": None}, "name": "x"}, "eval/") == {"eval/loss": 1.0}
 
 
 def test_lines_of_another_kind_are_kept_and_are_no_steps(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(StepMetrics(step=1))
         writer.write(StepMetrics(step=2))
     file = tmp_path / "metrics.jsonl"
@@ -119,7 +120,7 @@ def test_observing_needs_neither_torch_nor_ray():
 
 def test_what_came_after_a_checkpoint_is_cut_off(tmp_path):
     assert keep_steps(tmp_path, 0) == [] and not (tmp_path / "metrics.jsonl").exists()
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         for step in (1, 2, 3):
             writer.write(StepMetrics(step=step, loss=math.inf))
     file = tmp_path / "metrics.jsonl"
@@ -132,7 +133,7 @@ def test_what_came_after_a_checkpoint_is_cut_off(tmp_path):
 
 def test_an_evaluation_that_is_made_anew_leaves_no_older_lines_of_it(tmp_path):
     answer = AnswerMetrics(step=2, dataset="a", number=1, prompt="", reference="", answer="NaN", tokens=1)
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         for step in (1, 2):
             writer.write(StepMetrics(step=step))
             writer.write_evaluation(EvalMetrics(step=step, dataset="a", loss=math.nan), alone=True)

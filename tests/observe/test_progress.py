@@ -6,6 +6,7 @@ import os
 import pty
 import struct
 import termios
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -34,7 +35,7 @@ def metrics(step: int, step_s: float = 0.414) -> StepMetrics:
 
 def shown_steps(total: int, interval: int, first: int = 1) -> list[int]:
     stream = io.StringIO()
-    with Progress(total, interval, stream) as progress:
+    with closing(Progress(total, interval, stream)) as progress:
         for step in range(first, total + 1):
             progress.update(metrics(step))
     return [int(line.split()[1].split("/")[0]) for line in stream.getvalue().splitlines()]
@@ -99,7 +100,7 @@ def test_the_first_the_last_and_every_interval_are_shown():
 
 def test_a_terminal_gets_a_bar_with_the_figures():
     stream = Terminal()
-    with Progress(2, 1, stream) as progress:
+    with closing(Progress(2, 1, stream)) as progress:
         progress.update(metrics(1))
         progress.note("a note")
         progress.update(metrics(2))
@@ -125,7 +126,7 @@ def test_a_terminal_without_rows_gets_lines(rows: int, columns: int, line: bool)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     with os.fdopen(theirs, "w") as stream:
-        with Progress(2, 1, stream) as progress:
+        with closing(Progress(2, 1, stream)) as progress:
             progress.update(metrics(1))
     shown = read_all(ours)
     assert ("step 1/2  epoch 0.31" in shown) == line and ("| 1/2 [" in shown) != line

@@ -16,6 +16,7 @@ from dhp.data.balance.packs import (
     Limits,
     Loads,
     Packs,
+    chosen,
     costly,
     divisible,
     from_groups,
@@ -81,10 +82,7 @@ def _filled(vision: np.ndarray, text: np.ndarray, bins: int) -> Packs:
     if share >= SMALL_UNITS:
         return Packs(np.array([], dtype=np.int64), np.array([], dtype=np.int64))
     targets = whole_shares(int(text.sum()), bins)
-    number = exact_fill(vision, text, np.full(bins, share), targets)
-    held = np.flatnonzero(number >= 0)
-    packs = from_groups(number[held])
-    return Packs(held[packs.samples], packs.ends)
+    return chosen(exact_fill(vision, text, np.full(bins, share), targets))
 
 
 def _exchanged(vision: np.ndarray, text: np.ndarray, bins: int) -> Packs:

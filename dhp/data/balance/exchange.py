@@ -115,7 +115,6 @@ def _sum_up(held: np.ndarray, counts: np.ndarray, loads: np.ndarray) -> np.ndarr
 
 @njit(cache=True)
 def _swap_pairs(order: np.ndarray, bins: _Bins, goal: _Goal, moves: bool) -> None:  # pragma: no cover - compiled
-    """One pass: the best exchange of each pair of bins, in place."""
     for index in range(len(order) // 2):
         one, other = order[index], order[len(order) - 1 - index]
         i, j = _best_exchange(bins, goal, one, other, moves)
@@ -150,7 +149,6 @@ def _best_exchange(
 
 @njit(cache=True)
 def _cost(sums: np.ndarray, goal: _Goal, one: int, other: int) -> float:  # pragma: no cover - compiled
-    """How far two bins are from the goal."""
     cost = 0.0
     for k in range(len(goal.weights)):
         cost += goal.weights[k] * ((sums[one, k] - 1.0) ** 2 + (sums[other, k] - 1.0) ** 2)
@@ -230,7 +228,6 @@ def _divide_pairs(order: np.ndarray, bins: _Bins, goal: _Goal, enough: float) ->
 
 @njit(cache=True)
 def _is_even(sums: np.ndarray, one: int, other: int, enough: float) -> bool:  # pragma: no cover - compiled
-    """Whether both bins deviate from 1 by less than `enough` in each feature."""
     for k in range(sums.shape[1]):
         if max(abs(sums[one, k] - 1.0), abs(sums[other, k] - 1.0)) >= enough:
             return False

@@ -107,6 +107,13 @@ def from_groups(group: np.ndarray) -> Packs:
     return Packs(samples, ends.astype(np.int64))
 
 
+def chosen(number: np.ndarray) -> Packs:
+    """Packs from the number of each sample's pack, int [samples], of the samples that have one: others are below 0."""
+    held = np.flatnonzero(number >= 0)
+    packs = from_groups(number[held])
+    return Packs(held[packs.samples], packs.ends)
+
+
 def join(parts: Sequence[Packs]) -> Packs:
     """All packs of `parts`, in order."""
     shifts = np.cumsum([0, *(len(part.samples) for part in parts)])

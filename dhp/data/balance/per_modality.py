@@ -18,6 +18,7 @@ from dhp.data.balance.packs import (
     Limits,
     Loads,
     Packs,
+    chosen,
     divisible,
     from_groups,
     join,
@@ -104,11 +105,11 @@ def _even_rows(
     parts = []
     left = np.arange(len(text))
     if len(raised[1]):
-        made = _chosen(exact_fill(vision, text, *raised))
+        made = chosen(exact_fill(vision, text, *raised))
         parts, left = [made], others_than(made.samples, len(text))
         bins -= len(made)
     targets = whole_shares(int(text[left].sum()), bins)[: int(FILLED * bins)]
-    made = _chosen(exact_fill(np.zeros(len(left), dtype=np.int64), text[left], np.zeros(bins, dtype=np.int64), targets))
+    made = chosen(exact_fill(np.zeros(len(left), dtype=np.int64), text[left], np.zeros(bins, dtype=np.int64), targets))
     parts.append(Packs(left[made.samples], made.ends))
     left = left[others_than(made.samples, len(left))]
     bins = max(bins - len(made), 1)
@@ -117,13 +118,6 @@ def _even_rows(
         even = _mended(exchange(loads, bins, loads.sum(axis=0) / bins, (1.0,), PASSES, DIVISIONS), text[left], limits)
         parts.append(Packs(left[even.samples], even.ends))
     return join(parts)
-
-
-def _chosen(number: np.ndarray) -> Packs:
-    """The packs of all assigned items."""
-    held = np.flatnonzero(number >= 0)
-    packs = from_groups(number[held])
-    return Packs(held[packs.samples], packs.ends)
 
 
 def _mended(packs: Packs, text: np.ndarray, limits: Limits) -> Packs:
@@ -166,11 +160,11 @@ def _even_steps(packs: np.ndarray, vision: np.ndarray, replicas: int) -> np.ndar
             break
         targets = replicas * whole_shares(int(v[left].sum()) // replicas, len(left) // replicas)
         targets[-1] += int(v[left].sum()) % replicas
-        chosen = _chosen(
+        filled = chosen(
             exact_fill(np.ones(len(left), dtype=np.int64), v[left], np.full(len(targets), replicas), targets)
         )
-        made.append(left[chosen.samples])
-        left = left[others_than(chosen.samples, len(left))]
+        made.append(left[filled.samples])
+        left = left[others_than(filled.samples, len(left))]
     if len(left) > replicas:
         loads = v[left, None].astype(np.float64)
         bins = len(left) // replicas

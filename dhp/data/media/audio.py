@@ -11,8 +11,7 @@ import av
 import numpy as np
 
 from dhp.core.errors import DataError
-from dhp.data.media.decoding import decoding
-from dhp.data.media.sources import File, name_of, open_media
+from dhp.data.media.sources import File, decoding, name_of, open_media
 
 MAX_SECONDS = 3600  # of a clip: all of it has to fit into memory
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.

@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
 from dhp.core.errors import DataError
-from dhp.data.media.sources import File, name_of, open_media
+from dhp.data.media.sources import File, decoding, name_of, open_media
 
 MAX_PIXELS = 89_478_485  # a quarter of a GB in RGB: Pillow's own threshold for its warning
 
@@ -50,19 +50,12 @@ def read_size(file: File, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 def _opened(file: File, max_pixels: int) -> Iterator[Image.Image]:
     """An image of which the header is read. Errors inside become a DataError that names the file."""
     name = name_of(file)
-    content = open_media(file, "image")
-    try:
-        with content, Image.open(content, formats=IMAGE_FORMATS) as image:
+    with open_media(file, "image") as content, decoding(f"image {name}"):
+        with Image.open(content, formats=IMAGE_FORMATS) as image:
             _check_size(image, name, max_pixels)
             if image.mode == "F":
                 raise ValueError("floating-point pixels have no defined white; convert to 8 or 16 bits")
             yield image
-    except DataError:
-        raise
-    # Decoders raise whatever the damaged bytes lead them to (OSError, SyntaxError, struct.error, …),
-    # and every one of these means the same to the reader: this file is not a usable picture.
-    except Exception as error:
-        raise DataError(f"image {name} cannot be decoded: {error or type(error).__name__}") from error
 
 
 def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:

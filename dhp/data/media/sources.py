@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -121,6 +123,20 @@ def name_of(file: File | Frames) -> str:
     if isinstance(file, Member):
         return f"{file.name} in {file.archive}"
     return file.name if isinstance(file, Blob) else file.url
+
+
+@contextmanager
+def decoding(what: str) -> Iterator[None]:
+    """Damaged bytes lead decoders to raise anything; all of it means that the file cannot be used.
+
+    what: kind and name of the file. Raises DataError for whatever is raised inside, with the reason.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{what} cannot be decoded: {error or type(error).__name__}") from error
 
 
 def open_media(file: File, what: str) -> BinaryIO:

@@ -13,10 +13,9 @@ import numpy as np
 from PIL import Image
 
 from dhp.core.errors import DataError
-from dhp.data.media.decoding import decoding
 from dhp.data.media.frames import Extent, FrameSampling, FrameTimes, VideoLength
 from dhp.data.media.images import MAX_PIXELS
-from dhp.data.media.sources import File, name_of, open_media
+from dhp.data.media.sources import File, decoding, name_of, open_media
 
 # What FFmpeg may take a file for. Playlists are left out: they name other files and addresses, which it would open.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,gif,ogg,asf"
@@ -107,7 +106,6 @@ def _count_shown(file: File) -> int:
 
 
 def _frame_size(container: Any, stream: Any, file: File) -> tuple[int, int]:
-    """Width and height by the header, else by the first frame."""
     if stream.width and stream.height:
         return stream.width, stream.height
     with decoding(f"video {name_of(file)}"):
@@ -117,7 +115,6 @@ def _frame_size(container: Any, stream: Any, file: File) -> tuple[int, int]:
 
 
 def _count(file: File) -> int:
-    """Frames of a video whose header does not say."""
     with opened_video(file) as (container, stream):
         return sum(1 for _ in container.decode(stream))
 

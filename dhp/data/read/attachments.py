@@ -27,11 +27,6 @@ class Beside:
     files: Mapping[str, list[Any]]
     settings: Settings = PLAIN
 
-    @property
-    def any(self) -> bool:
-        """Whether there are files."""
-        return any(self.files.values())
-
 
 def turns_of(raw: Fields, said: Sequence[Said], media: MediaResolver, in_front: bool = False) -> tuple[Turn, ...]:
     """Turns with the sample's files in place. Where a turn is a list of parts, files outside belong to the parts that

@@ -117,7 +117,6 @@ def _spoken(number: int, value: Any) -> str:
 
 
 def _rate(part: Fields, place: str) -> float | None:
-    """Frames a second of a video that is a list of them."""
     key = next((key for key in ("sample_fps", "raw_fps", "fps") if part.has(key)), None)
     return None if key is None else _number(part.get(key), key, place)
 

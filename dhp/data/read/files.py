@@ -131,7 +131,6 @@ class JsonlRows:
         return RawSample(decode_json(_between(self._path, start, stop).rstrip(), whole_file=False))
 
     def _line(self, index: int) -> int:
-        """The 0-based line of a sample."""
         return index + int(np.searchsorted(self._before, index, side="right"))
 
 

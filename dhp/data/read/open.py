@@ -92,7 +92,6 @@ class ParquetRows:
 
 
 def _group_sizes(path: Path) -> list[int]:
-    """Rows of each row group."""
     parquet = _pyarrow()
     try:
         about = parquet.ParquetFile(path).metadata

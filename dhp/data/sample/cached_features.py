@@ -15,9 +15,9 @@ from dhp.data.media.frames import FrameTimes
 from dhp.data.media.sources import PLAIN, Blob, File, Frames, Picture, Video, files_of, name_of, open_media, settings_of
 
 Load = Callable[[str], Features | None]
-Seen = tuple[
-    Grid | ProcessorOutput, FrameTimes | None
-]  # of a picture, what a sample needs besides its features; no pace: an image
+Tokens = Callable[[Grid | ProcessorOutput], int]  # of a picture
+# Of a picture, what a sample needs besides its features; no pace: an image.
+Seen = tuple[Grid | ProcessorOutput, FrameTimes | None]
 FEATURE_FORMAT = 1  # of keys and files, and of how dhp makes patches: raise it when any of them changes
 _DECODERS = ("pillow", "av", "transformers")  # the pixels of one file may differ from version to version
 
@@ -32,41 +32,27 @@ class CachedPictures:
         self._tower, self._load, self._names = tower, load, frozenset(names)
         self._about = [*about, *(version(name) for name in _DECODERS)]
 
-    def see(self, seen: Sequence[Any], tokens: Callable[[Grid | ProcessorOutput], int]) -> SeenPictures:
-        """Lookup for one preprocessing. seen: all that decides the patches of a picture, except its file. tokens: of a
-        picture."""
-        digest = hashlib.sha256(json.dumps([list(seen), self._about], sort_keys=True, default=str).encode())
-        return SeenPictures(self._tower, self._load, self._names, digest.hexdigest(), tokens)
+    def digest(self, seen: Sequence[Any]) -> str:
+        """Hex digest of a preprocessing. seen: all that decides the patches of a picture, except its file."""
+        about = json.dumps([list(seen), self._about], sort_keys=True, default=str)
+        return hashlib.sha256(about.encode()).hexdigest()
 
-
-class SeenPictures:
-    """The pictures of one model, tower and preprocessing."""
-
-    def __init__(
-        self,
-        tower: str,
-        load: Load,
-        names: frozenset[str],
-        seen: str,
-        tokens: Callable[[Grid | ProcessorOutput], int],
-    ) -> None:
-        self._tower, self._load, self._names, self._seen, self._tokens = tower, load, names, seen, tokens
-
-    def look_up(self, medium: Picture) -> tuple[Picture, Features, Seen | None]:
+    def look_up(self, medium: Picture, digest: str, tokens: Tokens) -> tuple[Picture, Features, Seen | None]:
         """The picture to decode, with its features' key and None; or its features, and what they are of.
 
-        Raises DataError for a file that cannot be read, ConfigError where the folder cannot.
+        digest: of the preprocessing. tokens: of a picture. Raises DataError for a file that cannot be read, ConfigError
+        where the folder cannot.
         """
         content, medium = _digest(medium)
         kind = "video" if isinstance(medium, Video) else "image"
         if settings_of(medium) != PLAIN:
             kind = f"{kind} {settings_of(medium)}"
-        key = key_of(self._tower, self._seen, kind, content)
+        key = key_of(self._tower, digest, kind, content)
         kept = self._load(key)
-        seen = None if kept is None else self._check(kept)
+        seen = None if kept is None else self._check(kept, tokens)
         return medium, kept if kept is not None and seen is not None else Features(key, ""), seen
 
-    def _check(self, kept: Features) -> Seen | None:
+    def _check(self, kept: Features, tokens: Tokens) -> Seen | None:
         """None where the features are not those of such a picture: they are computed again."""
         assert kept.tensors is not None
         try:
@@ -74,7 +60,7 @@ class SeenPictures:
         except (ValueError, KeyError, TypeError):
             return None
         rows = {tensor.shape[:1] for tensor in kept.tensors.values()}
-        return seen if kept.tensors.keys() == self._names and rows == {(self._tokens(seen[0]),)} else None
+        return seen if kept.tensors.keys() == self._names and rows == {(tokens(seen[0]),)} else None
 
 
 def seen_to_json(grid: Grid | ProcessorOutput, pace: FrameTimes | None) -> str:

@@ -124,7 +124,6 @@ def _check_thoughts(rendered: Rendered, messages: list[Message]) -> None:
 
 
 def _only(rendered: Rendered, learned: Sequence[bool]) -> Rendered:
-    """The spans of the answers that are learned."""
     if len(rendered.spans) != len(learned):
         raise DataError(
             f"{len(learned)} answers, of which some are not to be learned, but the chat template marks "

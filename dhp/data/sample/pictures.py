@@ -16,7 +16,7 @@ from dhp.data.media.frames import FrameSampling, FrameTimes, LongVideo, extent_o
 from dhp.data.media.images import open_image, read_size
 from dhp.data.media.sources import File, Frames, Picture, Settings, Video, files_of, name_of, settings_of
 from dhp.data.media.video import map_frames, read_extent, read_groups, read_length
-from dhp.data.sample.cached_features import CachedPictures, SeenPictures, seen_to_json
+from dhp.data.sample.cached_features import CachedPictures, seen_to_json
 from dhp.data.sample.lengths import Grids, Size
 from dhp.data.sample.sample import Sample
 
@@ -95,7 +95,7 @@ class Pictures:
         self._grids = Grids(image_processor, self._scaling, image_tokens)
         self._video_grids = Grids(image_processor, self._video_scaling, image_tokens)
         self._whole_frames = whole_frames
-        self._kept = None if kept is None else kept.see(self.about(), image_tokens)
+        self._kept, self._digest = kept, "" if kept is None else kept.digest(self.about())
 
     def decode(self, media: Sequence[Picture]) -> list[PicturePatches]:
         """Pictures with their pixels, or with their cached features. Raises DataError for a file that
@@ -169,9 +169,9 @@ class Pictures:
     def _all_patches(self, video: LongVideo) -> np.ndarray:
         return np.concatenate([patches for _, patches in self.read_patches(video, np.arange(len(video)))])
 
-    def _look_up(self, kept: SeenPictures, medium: Picture) -> PicturePatches:
+    def _look_up(self, kept: CachedPictures, medium: Picture) -> PicturePatches:
         """A picture with its features and without pixels; where none are cached, with its pixels and their key."""
-        medium, features, seen = kept.look_up(medium)
+        medium, features, seen = kept.look_up(medium, self._digest, self._image_tokens)
         if seen is not None:
             return PicturePatches(np.zeros((0, 0), np.float32), *seen, features)
         found = self._decode(medium)

@@ -31,7 +31,8 @@ Seen = TypeVar("Seen", PicturePatches, Outline)
 
 
 class Preprocessor:
-    """Turns records into samples for one model. Safe to call from several threads."""
+    """Turns records into samples for one model. Safe to call from several threads. pictures: how images and videos are
+    read."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Preprocessor:
         self._image_token_id = image_token_id
         self._videos, self._max_tokens, self._written, self._about = videos, max_tokens, written, list(about)
         self._sounds, self._prompts, self._positions = sounds, prompts, positions
-        self._pictures = Pictures(
+        self.pictures = Pictures(
             image_processor, image_tokens, patches, min_pixels, max_pixels, videos, image_arguments, kept, whole_frames
         )
 
@@ -79,13 +80,8 @@ class Preprocessor:
         place, when it cannot be used."""
         with located(record.where):
             clips = [] if self._sounds is None else self._sounds.decode(sounds_of(record))
-            tokens, pictures = self._read(record, self._pictures.decode, clips)
+            tokens, pictures = self._read(record, self.pictures.decode, clips)
             return self._assemble(record, tokens, pictures, clips)
-
-    @property
-    def pictures(self) -> Pictures:
-        """How images and videos are read."""
-        return self._pictures
 
     def measure(self, record: Record) -> Length:
         """Length of the sample that a call would give, from the headers of its files.
@@ -95,8 +91,8 @@ class Preprocessor:
         """
         with located(record.where):
             clips = [] if self._sounds is None else self._sounds.outline(sounds_of(record))
-            tokens, outlines = self._read(record, self._pictures.outline, clips)
-            runs = self._pictures.runs(outlines)
+            tokens, outlines = self._read(record, self.pictures.outline, clips)
+            runs = self.pictures.runs(outlines)
             shown = self._written is not None
             length = Length(sum(runs), len(tokens.ids) + (0 if shown else sum(runs) - len(runs)))
             check_length(length, self._max_tokens, self._positions)
@@ -111,7 +107,7 @@ class Preprocessor:
             # A call sets the other two, whatever the tokenizer's file says of them.
             "tokenizer": {key: value for key, value in backend.items() if key not in ("truncation", "padding")},
             "template": [tokenizer.chat_template, tokenizer.special_tokens_map],
-            "pictures": [self._image_token_id, *self._pictures.about()],
+            "pictures": [self._image_token_id, *self.pictures.about()],
             "max_tokens": self._max_tokens,
             "positions": None if self._positions is None else astuple(self._positions),
             **({} if self._prompts.system is None else {"system": self._prompts.system}),
@@ -153,7 +149,7 @@ class Preprocessor:
     def _check(
         self, record: Record, tokens: Tokens, paces: Sequence[FrameTimes], shown: Sequence[PicturePatches | Outline]
     ) -> None:
-        images = sum(self._pictures.runs(shown)) if shown else len(record.images)
+        images = sum(self.pictures.runs(shown)) if shown else len(record.images)
         videos = sum(len(pace.times) for pace in paces) or len(record.media) - images
         counts = {"image": (self._image_token_id, images), "video": (None, videos)}
         if self._videos is not None:
@@ -174,7 +170,7 @@ class Preprocessor:
             kinds[tokens.ids == self._videos.token_id] = 2
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
         if self._written is None:  # else the prompt has them all
-            repeats[kinds > 0] = self._pictures.runs(pictures)
+            repeats[kinds > 0] = self.pictures.runs(pictures)
         check_length(Length(int(repeats[kinds > 0].sum()), int(repeats.sum())), self._max_tokens, self._positions)
         labels = np.where(tokens.target, tokens.ids, IGNORED)
         if self._sounds is not None:

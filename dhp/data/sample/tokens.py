@@ -125,7 +125,6 @@ class ConversationTokenizer:
         return replace_each(rendered, placeholder, [text_of(one.grid) for one in shown])
 
     def _with_sounds(self, rendered: Rendered, clips: Sequence[Clip]) -> Rendered:
-        """Repeat the placeholder of each clip to its length."""
         placeholder = self._tokenizer.convert_ids_to_tokens(self._sounds.token_id)
         found = rendered.text.count(placeholder)
         if found != len(clips):

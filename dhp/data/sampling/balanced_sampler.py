@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import asdict
 from math import ceil
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
@@ -15,18 +15,8 @@ from dhp.data.balance.methods import choose_method
 from dhp.data.balance.packs import Limits, Loads, Packs
 from dhp.data.sampling.sampler import LENGTHS, ROWS, BalanceSettings, BatchLayout, Sampler, StepBatch, epoch_order
 
-
-class Measured(Protocol):
-    """A dataset whose lengths are known, or can be."""
-
-    def __len__(self) -> int:
-        """Samples of one epoch."""
-
-    def loads(self, indices: np.ndarray, epoch: int) -> Loads:
-        """Lengths of samples of an epoch; text 0 where one is defective."""
-
-    def defects(self, indices: np.ndarray, epoch: int) -> list[str]:
-        """The defect of each of these samples of an epoch; all of them are defective."""
+if TYPE_CHECKING:
+    from dhp.data.sampling.length_table import MeasuredDataset
 
 
 class WindowPlanner:
@@ -34,7 +24,7 @@ class WindowPlanner:
     settings leave that open, and digests go on from window to window."""
 
     def __init__(
-        self, dataset: Measured, balancing: BalanceSettings, layout: BatchLayout, seed: int, skip: bool
+        self, dataset: MeasuredDataset, balancing: BalanceSettings, layout: BatchLayout, seed: int, skip: bool
     ) -> None:
         """skip: leave defective samples out; else the first one raises DataError."""
         self._dataset, self._balancing, self._layout = dataset, balancing, layout
@@ -195,7 +185,7 @@ class BalancedSampler(Sampler):
 
     def __init__(
         self,
-        dataset: Measured,
+        dataset: MeasuredDataset,
         balancing: BalanceSettings,
         layout: BatchLayout,
         seed: int,
@@ -231,7 +221,6 @@ class BalancedSampler(Sampler):
         return self._ends[epochs - 1]
 
     def order(self, step: int = 0) -> dict[str, Any]:
-        """As `Sampler.order`."""
         epoch, inside = self._locate(max(step - 1, 0))
         lengths, rows = self._planner.digests(epoch, self._epoch(epoch).window(inside))
         return {
@@ -269,7 +258,6 @@ class BalancedSampler(Sampler):
         return epoch, step - before
 
     def _finish(self, epoch: int) -> int:
-        """Steps up to the end of an epoch."""
         if epoch == len(self._ends):
             steps = self._epoch(epoch).finish()
             if not steps:

@@ -208,13 +208,14 @@ class BatchSource:
     def _read(self, batch: StepBatch, prepare: Callable[[Record], Sample]) -> StepSamples:
         # Slots were assigned before bad samples are left out: a skip must not move any other sample.
         try_all = lambda slot: [self._try(index, batch.epoch, prepare) for index in slot]
+        usable = lambda outcomes: tuple(outcome for outcome in outcomes if isinstance(outcome, Sample))
         outcomes = [list(map(try_all, row)) for row in batch.samples]
         slots = chain.from_iterable(outcomes)
         failed = [str(outcome) for slot in slots for outcome in slot if isinstance(outcome, DataError)]
         return StepSamples(
             step=batch.step,
             epoch=batch.epoch,
-            samples=tuple(tuple(map(_usable, row)) for row in outcomes),
+            samples=tuple(tuple(map(usable, row)) for row in outcomes),
             skipped=batch.defects + tuple(failed),
             done=batch.done,
         )
@@ -226,7 +227,3 @@ class BatchSource:
             if self._skip:
                 return error
             raise
-
-
-def _usable(outcomes: Sequence[Sample | DataError]) -> tuple[Sample, ...]:
-    return tuple(outcome for outcome in outcomes if isinstance(outcome, Sample))

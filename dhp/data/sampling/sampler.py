@@ -124,7 +124,6 @@ class RandomSampler(Sampler):
         self._samples, self._shuffle = samples, shuffle
 
     def batch(self, step: int) -> StepBatch:
-        """As `Sampler.batch`."""
         indices = step_indices(step, self._samples, self.layout, self.seed, self._shuffle)
         return StepBatch(
             step=step,
@@ -134,11 +133,9 @@ class RandomSampler(Sampler):
         )
 
     def steps(self, epochs: int) -> int:
-        """As `Sampler.steps`."""
         return epochs * steps_per_epoch(self._samples, self.layout)
 
     def order(self, step: int = 0) -> dict[str, Any]:
-        """As `Sampler.order`."""
         return {
             "balance": RANDOM,
             "seed": self.seed,

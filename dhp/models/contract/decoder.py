@@ -75,7 +75,6 @@ class ContractDecoder(Decoder):
         self.layers, self.shared = contract.text_layers, contract.experts
 
     def count_work(self, text: Any) -> TextWork:
-        """See `Decoder`."""
         return self._contract.text_work
 
     @property
@@ -84,7 +83,6 @@ class ContractDecoder(Decoder):
         return dict.fromkeys(self._contract.handover.names, 0)
 
     def check(self, asked: PartConfig) -> None:
-        """See `Part`."""
         super().check(asked)
         if asked.parallelism == "autotp":
             raise ConfigError(
@@ -117,14 +115,12 @@ class ContractDecoder(Decoder):
             )
 
     def freeze_unused(self, model: PreTrainedModel) -> None:
-        """See `Decoder`."""
         unused, layers = set(self._contract.unused), f"{self._contract.structure.layers}."
         for name, parameter in model.named_parameters():
             if generic_name(name, layers) in unused:
                 parameter.requires_grad_(False)
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
-        """See `Decoder`."""
         super().use_attention(model, name)
         if self.block_rule is not None:
             for module in model.get_submodule(self.path).modules():
@@ -132,7 +128,6 @@ class ContractDecoder(Decoder):
                     module.is_causal = True  # but for its blocks, which the plan of segments knows
 
     def run(self, model: PreTrainedModel, chunk: Chunk, inputs: DecoderInputs, **extra: Any) -> Tensor:
-        """See `Decoder`."""
         structure = self._contract.structure
         if chunk.first and self._contract.embeds:
             return run_layers(model, structure, chunk, replace(inputs, hidden=embed(model, inputs)), **extra)

@@ -52,7 +52,7 @@ def _find(config: PreTrainedConfig) -> Contract:
     model = without_weights(config)
     structure = find_structure(model)
     refuse_unknown_layers(config, structure)
-    twin = _short_twin(config) or ProbeModel(shrink(config))
+    twin = small_twin(config)
     values = row_values(config)
     text_layers = find_text_parts(model, structure, config.get_text_config())
     picture = {name: tensor.numpy() for name, tensor in twin.picture(0).items() if tensor is not None}
@@ -79,16 +79,16 @@ def _find(config: PreTrainedConfig) -> Contract:
     )
 
 
-def _short_twin(config: PreTrainedConfig) -> ProbeModel | None:
-    """A twin whose tower has few layers, where these say all of the others; None where it would not."""
+def small_twin(config: PreTrainedConfig) -> ProbeModel:
+    """A small model of the family, whose tower has few layers where these say all of the others."""
     chosen = getattr(config, "vision_feature_layer", None)
     chosen = [chosen] if isinstance(chosen, int) else chosen or []
-    if any(layer >= 0 for layer in chosen):
-        return None  # by its number, not from the end
-    try:
-        return ProbeModel(shrink(config, towers=True))
-    except Exception:  # a tower whose layers cannot be cut anyhow is run with all of them
-        return None
+    if all(layer < 0 for layer in chosen):  # from the end, not by its number
+        try:
+            return ProbeModel(shrink(config, towers=True))
+        except Exception:  # a tower whose layers cannot be cut anyhow is run with all of them
+            pass
+    return ProbeModel(shrink(config))
 
 
 def _batches(twin: ProbeModel) -> bool:

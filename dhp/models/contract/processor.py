@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from inspect import signature
 from math import prod
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -20,99 +19,17 @@ from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.errors import ModelError
 from dhp.models.contract.contract import Contract
 from dhp.models.contract.pictures import arrays_of, pack, patch_shape
-from dhp.models.contract.rows import kinds_for, placeholder, positions
+from dhp.models.contract.rows import kinds_for, placeholder
 from dhp.models.patches import put_together
+from dhp.models.pretrained import load_image_processor, load_tokenizer
 from dhp.models.processor import Processor
 
 _PARTS = ("image_processor", "tokenizer", "video_processor", "feature_extractor", "chat_template")
 
 
-class LibraryProcessor:
-    """Made from a model's directory, without its video processor, which needs torchvision."""
-
-    def __init__(self, model_name: str, config: Any):
-        self._model_name, self._config = model_name, config
-
-    def load(self) -> None:
-        """Raises ModelError where transformers has none for the family, or where it cannot be made."""
-        _ = self._processor
-
-    @property
-    def placeholder(self) -> str:
-        """The text of a picture in a prompt from the chat template."""
-        return self._processor.image_token
-
-    @cached_property
-    def image_arguments(self) -> dict[str, Any]:
-        """Arguments that it gives its image processor, besides the images."""
-        merged = self._processor._merge_kwargs(tokenizer_init_kwargs={})
-        return {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
-
-    @cached_property
-    def token(self) -> str:
-        """The text of the token that the encoder's rows replace."""
-        from dhp.models.contract.rows import placeholder
-
-        return self._processor.tokenizer.convert_ids_to_tokens(placeholder(self._config))
-
-    def written(self, output: Mapping[str, np.ndarray]) -> str:
-        """The prompt's text for the one image of which the image processor gave `output`."""
-        try:
-            return self._processor.replace_image_token(dict(output), 0)
-        except Exception as error:  # it may fail anyhow for a directory that lacks what it needs
-            raise ModelError(
-                f"{self._model_name}: {type(self._processor).__name__} cannot say what a prompt has in an image's "
-                f"place ({type(error).__name__}: {error}). Is its processor_config.json complete?"
-            ) from error
-
-    def about(self) -> dict[str, str]:
-        """All of it that may decide how long a picture is in a prompt."""
-        kept = {name: value for name, value in vars(self._processor).items() if name not in _PARTS}
-        return {"class": type(self._processor).__name__} | {name: repr(value) for name, value in sorted(kept.items())}
-
-    @cached_property
-    def _processor(self) -> Any:
-        from dhp.models.pretrained import load_image_processor, load_tokenizer
-
-        kind = self._kind()
-        own = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
-        parts = {
-            "image_processor": load_image_processor(self._model_name),
-            "tokenizer": load_tokenizer(self._model_name, chat_template=""),  # none is needed here
-        }
-        missing = {name: None for name in kind.get_attributes() if name not in parts}
-        try:
-            return own(**parts, **missing, **self._settings(kind))
-        except Exception as error:
-            raise ModelError(
-                f"{self._model_name}: {kind.__name__} cannot be made from this directory: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _kind(self) -> type[ProcessorMixin]:
-        whole = self._config.model_type.removesuffix("_thinker")  # of a model that talks, the half that reads
-        try:
-            return PROCESSOR_MAPPING[CONFIG_MAPPING[whole]]
-        except (KeyError, ImportError) as error:
-            raise ModelError(
-                f"{self._model_name}: transformers has no processor for {self._config.model_type} that can be used "
-                f"here ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
-            ) from error
-
-    def _settings(self, kind: type[ProcessorMixin]) -> dict[str, Any]:
-        """Arguments of its constructor from the directory's processor_config.json, or else from the model's
-        configuration under the same name."""
-        file = Path(self._model_name) / "processor_config.json"
-        found = json.loads(file.read_text()) if file.is_file() else {}
-        asked = [name for name in signature(kind.__init__).parameters if name not in ("self", "kwargs", *_PARTS)]
-        vision = getattr(self._config, "vision_config", None)
-        for section in (vision, self._config):
-            found = {n: getattr(section, n) for n in asked if getattr(section, n, None) is not None} | found
-        return {name: found[name] for name in asked if name in found}
-
-
 class ContractProcessor(Processor):
-    """Images only. The encoder's arguments determine which outputs of the image processor it takes."""
+    """Images only. The encoder's arguments determine which outputs of the image processor it takes. The library's
+    processor is made from the model's directory, without its video processor, which needs torchvision."""
 
     def __init__(self, config: Any, contract: Contract, model_name: str):
         token = placeholder(config)
@@ -125,18 +42,24 @@ class ContractProcessor(Processor):
         self._contract, self._model_name = contract, model_name
         self.patch_dim = contract.values
 
-    @cached_property
-    def _library(self) -> LibraryProcessor:
-        return LibraryProcessor(self._model_name, self.config)
+    def model(self) -> type[nn.Module]:
+        return self._contract.base
 
     def load(self) -> None:
-        """See `Processor`. Raises ModelError where the family's processor cannot be used."""
-        self._library.load()
+        """Raises ModelError where transformers has no processor for the family, or where it cannot be made."""
+        _ = self._library
 
     def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ProcessorOutput]:
-        written = self._library.written(output)
+        try:
+            written = self._library.replace_image_token(dict(output), 0)
+        except Exception as error:  # it may fail anyhow for a directory that lacks what it needs
+            raise ModelError(
+                f"{self._model_name}: {type(self._library).__name__} cannot say what a prompt has in an image's "
+                f"place ({type(error).__name__}: {error}). Is its processor_config.json complete?"
+            ) from error
+        token = self._library.tokenizer.convert_ids_to_tokens(self.image_token_id)
         taken = {name: np.asarray(output[name]) for name in self._contract.arguments if name in output}
-        return pack(taken, written.count(self._library.token), self._contract.values, written)
+        return pack(taken, written.count(token), self._contract.values, written)
 
     def frames(self, pixels: np.ndarray, grid: Grid | ProcessorOutput, moving: bool = False) -> np.ndarray | None:
         """See `Processor`: whole tiles, or patches as most families order them."""
@@ -159,7 +82,6 @@ class ContractProcessor(Processor):
         return put_together(pixels, tuple(whole), merge, channels, frames, side)[:1]
 
     def from_patches(self, grid: Grid | ProcessorOutput) -> bool:
-        """See `Processor`."""
         return isinstance(grid, ProcessorOutput) and any(name == "image_grid_thw" for name, *_ in grid.arrays)
 
     def image_tokens(self, grid: Grid | ProcessorOutput) -> int:
@@ -173,39 +95,57 @@ class ContractProcessor(Processor):
 
     @property
     def placeholder(self) -> str:
-        """See `Processor`."""
-        return self._library.placeholder
+        return self._library.image_token
 
-    @property
+    @cached_property
     def image_arguments(self) -> Mapping[str, Any]:
-        """See `Processor`."""
-        return self._library.image_arguments
+        merged = self._library._merge_kwargs(tokenizer_init_kwargs={})
+        return {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
 
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `Processor`."""
         kept = {name: tensor for name, tensor in named.items() if name != "mm_token_type_ids"}
         if "mm_token_type_ids" not in named:
             return kept
         return kept | kinds_for(self._contract.base.forward, named["mm_token_type_ids"])
 
     def about(self) -> list[Any]:
-        """See `Processor`."""
-        return [self.image_token_id, self._library.about()]
+        kept = {name: repr(value) for name, value in sorted(vars(self._library).items()) if name not in _PARTS}
+        return [self.image_token_id, {"class": type(self._library).__name__} | kept]
 
-    def position_ids(
-        self,
-        input_ids: Tensor,
-        mm_token_type_ids: Tensor,
-        grids: Tensor | None,
-        lengths: Tensor,
-        video_grids: Tensor | None = None,
-        video_seconds: Tensor | None = None,
-        forms: Sequence[ProcessorOutput] = (),
-        **more: Tensor,
-    ) -> Tensor:
-        inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
-        index = getattr(self._contract.base, "get_rope_index", None)
-        asked = () if index is None else signature(index).parameters
-        each = [{n: array for n, array in arrays_of(form).items() if n in asked} for form in forms]
-        sizes = {name: torch.from_numpy(np.concatenate([one[name] for one in each])) for name in (each or [{}])[0]}
-        return positions(self._contract.base, self.config, input_ids, mm_token_type_ids, inside, sizes | more)
+    @cached_property
+    def _library(self) -> Any:
+        kind = self._kind()
+        own = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+        parts = {
+            "image_processor": load_image_processor(self._model_name),
+            "tokenizer": load_tokenizer(self._model_name, chat_template=""),  # none is needed here
+        }
+        missing = {name: None for name in kind.get_attributes() if name not in parts}
+        try:
+            return own(**parts, **missing, **self._settings(kind))
+        except Exception as error:
+            raise ModelError(
+                f"{self._model_name}: {kind.__name__} cannot be made from this directory: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _kind(self) -> type[ProcessorMixin]:
+        whole = self.config.model_type.removesuffix("_thinker")  # of a model that talks, the half that reads
+        try:
+            return PROCESSOR_MAPPING[CONFIG_MAPPING[whole]]
+        except (KeyError, ImportError) as error:
+            raise ModelError(
+                f"{self._model_name}: transformers has no processor for {self.config.model_type} that can be used "
+                f"here ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
+            ) from error
+
+    def _settings(self, kind: type[ProcessorMixin]) -> dict[str, Any]:
+        """Arguments of its constructor from the directory's processor_config.json, or else from the model's
+        configuration under the same name."""
+        file = Path(self._model_name) / "processor_config.json"
+        found = json.loads(file.read_text()) if file.is_file() else {}
+        asked = [name for name in signature(kind.__init__).parameters if name not in ("self", "kwargs", *_PARTS)]
+        vision = getattr(self.config, "vision_config", None)
+        for section in (vision, self.config):
+            found = {n: getattr(section, n) for n in asked if getattr(section, n, None) is not None} | found
+        return {name: found[name] for name in asked if name in found}

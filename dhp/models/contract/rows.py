@@ -8,11 +8,13 @@ from itertools import zip_longest
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from dhp.core.batch import SOUND
+from dhp.core.batch import SOUND, ProcessorOutput
+from dhp.models.contract.pictures import arrays_of
 
 # How tokens of an image see each other both ways (dhp.parallel.attention.visibility.BlockRule).
 _BLOCKS = {
@@ -142,16 +144,18 @@ def kinds_for(forward: Any, kinds: Tensor) -> dict[str, Tensor]:
 
 
 def positions(
-    base: type[nn.Module],
+    base: type[nn.Module] | None,
     config: PreTrainedConfig,
     ids: Tensor,
     kinds: Tensor,
     inside: Tensor,
-    pictures: Mapping[str, Tensor],
+    pictures: Mapping[str, Tensor | None],
+    forms: Sequence[ProcessorOutput] = (),
 ) -> Tensor:
     """Rotary positions as the model's own `get_rope_index` has them; counted through where it has none.
 
-    inside: bool, false at padding. pictures: arguments that tell of the pictures' sizes.
+    inside: bool, false at padding. pictures: arguments that tell of the pictures' sizes; forms: of those that are no
+    grids.
     """
     if not hasattr(base, "get_rope_index"):
         return (torch.arange(ids.shape[1]) + first_position(config)).expand_as(ids).contiguous()
@@ -162,9 +166,11 @@ def positions(
     vision = getattr(config, "vision_config", None)
     model.spatial_merge_size = getattr(vision, "spatial_merge_size", None)  # which some keep on the model
     asked = signature(base.get_rope_index).parameters
-    given = {"mm_token_type_ids": kinds, "attention_mask": inside.long(), **pictures}
-    given = {name: value for name, value in given.items() if name in asked}
-    return base.get_rope_index(model, input_ids=ids, **given)[0]
+    given: dict[str, Any] = {"mm_token_type_ids": kinds, "attention_mask": inside.long(), **pictures}
+    each = [arrays_of(form) for form in forms]
+    sizes = [name for name in (each or [{}])[0] if name in asked]
+    given |= {name: torch.from_numpy(np.concatenate([one[name] for one in each])) for name in sizes}
+    return base.get_rope_index(model, input_ids=ids, **{n: value for n, value in given.items() if n in asked})[0]
 
 
 def generic_name(name: str, layers: str) -> str:

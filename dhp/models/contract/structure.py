@@ -145,7 +145,6 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def _longest_list(module: nn.Module) -> nn.ModuleList | None:
-    """The list with most modules, and of several with most parameters."""
     lists = [found for found in module.modules() if isinstance(found, nn.ModuleList) and len(found)]
     return max(lists, key=_size, default=None)
 
@@ -161,7 +160,6 @@ def _longest_of(model: nn.Module, names: tuple[str, ...]) -> nn.ModuleList | Non
 
 
 def _divide(model: nn.Module, text: set[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of what is text, and of all else that has parameters."""
     found: tuple[list[str], list[str]] = ([], [])
     for name, of_text in _walk(model, "", text):
         found[not of_text].append(name)

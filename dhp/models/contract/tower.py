@@ -46,7 +46,6 @@ class WholeTower(Tower):
         return self._contract.dummy
 
     def check(self, asked: PartConfig) -> None:
-        """See `Part`."""
         self.check_cut(resolved(asked.tensor))
         ring = resolved(asked.ring)
         if ring > 1:

@@ -30,10 +30,18 @@ _INNER = (
     "moe_shared_expert_intermediate_size",
     "dense_intermediate_size",
 )
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
+# The most of each number that does not depend on others.
+_MOST = {
+    **dict.fromkeys(_INNER, INNER),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), MOST_EXPERTS
+    ),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32},
+}
+_MOST_OF_AUDIO = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": INNER, "d_model": 32}
 _OF_TOWERS = ("projection_hidden_size", "mm_hidden_size")  # of a projector, as wide as the tower
-_LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
 def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
@@ -46,8 +54,8 @@ def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
     given = copy.deepcopy(config.to_dict())
     text_key = _text_key(config)
     text = given if text_key is None else given[text_key]
-    width = _Widths(text)
-    for _, section in _sections(given):
+    old = _first(text, _WIDTHS)  # other sections that name it must follow
+    for section in _sections(given):
         if section is text:
             continue
         before = _first(section, _WIDTHS)
@@ -57,13 +65,13 @@ def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
                 given[name] = _first(section, _WIDTHS)
         if towers:
             _shorten_tower(section, given)
-        _follow(section, width)
+        _follow(section, old, old)
     _narrow(text, cut_layers=True)
-    width.new = _first(text, _WIDTHS)
-    for _, section in _sections(given):
-        _follow(section, width)
-    if text is not given and given.get("hidden_size") == width.old:
-        given["hidden_size"] = width.new
+    new = _first(text, _WIDTHS)
+    for section in _sections(given):
+        _follow(section, old, new)
+    if text is not given and given.get("hidden_size") == old:
+        given["hidden_size"] = new
     _fit_rotation(text)
     _renumber(given, text)
     for name in ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
@@ -71,24 +79,17 @@ def shrink(config: PreTrainedConfig, towers: bool = False) -> PreTrainedConfig:
     return type(config)(**given)
 
 
-class _Widths:
-    """The decoder's width, before and after: other sections that name it must follow."""
-
-    def __init__(self, text: Mapping[str, Any]):
-        self.old = self.new = _first(text, _WIDTHS)
-
-
 def _text_key(config: PreTrainedConfig) -> str | None:
     own = config.get_text_config()
     return next((name for name in config.sub_configs if getattr(config, name, None) is own), None)
 
 
-def _sections(given: dict[str, Any], name: str = "") -> list[tuple[str, dict[str, Any]]]:
+def _sections(given: dict[str, Any]) -> list[dict[str, Any]]:
     """All dictionaries that are configurations, the outermost first."""
-    found = [(name, given)]
+    found = [given]
     for key, value in given.items():
         if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")):
-            found += _sections(value, key)
+            found += _sections(value)
     return found
 
 
@@ -103,38 +104,13 @@ def _narrow(section: dict[str, Any], cut_layers: bool) -> None:
     if heads and width and heads > MOST_HEADS:
         head = section.get("head_dim") or width // heads
         _narrow_heads(section, heads, head if cut_layers else min(head, TOWER_HEAD), width)
-    for name in _INNER:
+    is_audio = isinstance(section.get("encoder_attention_heads"), int)
+    for name, most in {**_MOST, **(_MOST_OF_AUDIO if is_audio else {})}.items():
         value = section.get(name)
         if isinstance(value, int):
-            section[name] = min(value, INNER)
-        elif isinstance(value, list):
-            section[name] = [min(one, INNER) for one in value]
-    for name in _EXPERTS:
-        if isinstance(section.get(name), int):
-            section[name] = min(section[name], MOST_EXPERTS)
-    for name in _CHOSEN:
-        if isinstance(section.get(name), int):
-            section[name] = min(section[name], 2)
-    for name in ("n_group", "topk_group"):
-        if isinstance(section.get(name), int):
-            section[name] = 1
-    most = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    for name in _LINEAR_HEADS:
-        if isinstance(section.get(name), int):
-            section[name] = min(section[name], most[name])
-    if isinstance(section.get("encoder_attention_heads"), int):
-        _narrow_audio(section)
-    for name in ("kv_lora_rank", "q_lora_rank"):
-        if isinstance(section.get(name), int):
-            section[name] = min(section[name], 32)
-
-
-def _narrow_audio(section: dict[str, Any]) -> None:
-    """Shrink an audio encoder, which no picture passes."""
-    most = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": INNER, "d_model": 32}
-    for name, value in most.items():
-        if isinstance(section.get(name), int):
-            section[name] = min(section[name], value)
+            section[name] = min(value, most)
+        elif isinstance(value, list) and name in _INNER:
+            section[name] = [min(one, most) for one in value]
 
 
 def _narrow_heads(section: dict[str, Any], heads: int, head: int, width: int) -> None:
@@ -195,12 +171,13 @@ def _covering(kinds: list[Any]) -> int:
     return next(n for n in range(1, len(kinds) + 1) if {repr(kind) for kind in kinds[:n]} == seen)
 
 
-def _follow(section: dict[str, Any], width: _Widths) -> None:
+def _follow(section: dict[str, Any], old: int | None, new: int | None) -> None:
+    """Bring widths that are the decoder's from the old one to the new one."""
     for name in ("out_hidden_size", "projection_dim", "text_hidden_size", "output_dim", "projector_hidden_size"):
-        if section.get(name) == width.old or (name == "out_hidden_size" and isinstance(section.get(name), int)):
-            section[name] = width.new
+        if section.get(name) == old or (name == "out_hidden_size" and isinstance(section.get(name), int)):
+            section[name] = new
     if isinstance(section.get("embed_dim"), int) and isinstance(section.get("hidden_size"), int):
-        section["hidden_size"] = width.new
+        section["hidden_size"] = new
 
 
 def _fit_rotation(text: dict[str, Any]) -> None:
@@ -226,7 +203,7 @@ def _renumber(given: dict[str, Any], text: dict[str, Any]) -> None:
             return value
         return moved.setdefault(value, VOCABULARY - 1 - len(moved))
 
-    for _, section in _sections(given):
+    for section in _sections(given):
         for key, value in section.items():
             if key.endswith(("_token_id", "_token_index", "_token_ids", "_id", "_ids")) and value is not None:
                 section[key] = move(value)

@@ -57,6 +57,5 @@ class Glm4vTower(GridTower):
     }
 
     def derive(self, tower: Any, positions: Tensor, windows: Any, frames: Any) -> dict[str, Any]:
-        """See `GridTower`."""
         grids, bounds = runs_of_one_size(positions)
         return {"grid_thw": grids, "cu_seqlens": bounds, "segments": frames}

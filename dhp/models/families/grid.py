@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dhp.core.batch import Grid, ProcessorOutput
-from dhp.models.contract.rows import positions
 from dhp.models.flops import VisionWork
 from dhp.models.patches import project_as_products, put_together
 from dhp.models.processor import Processor
@@ -38,14 +37,9 @@ class GridProcessor(Processor):
         self.patch_dim, self.merge_unit = patch_values(vision), merge_side(vision) ** 2
 
     def load(self) -> None:
-        """See `Processor`."""
         self.model()
 
-    def model(self) -> type[nn.Module]:
-        """The model class that computes positions. Imported here where none was given: modeling code takes a second,
-        and a driver runs no model."""
-        if self._base is None:
-            raise NotImplementedError(f"{type(self).__name__} must say whose positions its tokens have")
+    def model(self) -> type[nn.Module] | None:
         return self._base
 
     def patches(self, output: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid]:
@@ -72,22 +66,6 @@ class GridProcessor(Processor):
     def plain_inputs(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in named.items() if self.paced or name != "second_per_grid_ts"}
 
-    def position_ids(
-        self,
-        input_ids: Tensor,
-        mm_token_type_ids: Tensor,
-        grids: Tensor | None,
-        lengths: Tensor,
-        video_grids: Tensor | None = None,
-        video_seconds: Tensor | None = None,
-        forms: Sequence[ProcessorOutput] = (),
-        **more: Tensor,
-    ) -> Tensor:
-        inside = torch.arange(input_ids.shape[1]) < lengths[:, None]  # [rows, tokens]
-        given = {"image_grid_thw": grids, "video_grid_thw": video_grids, **more}
-        given |= dict.fromkeys(("second_per_grid_ts", "second_per_grids"), video_seconds)  # names that models give it
-        return positions(self.model(), self.config, input_ids, mm_token_type_ids, inside, given)
-
 
 def channels_of(vision: Any) -> int:
     """Channels of a picture, for a tower of that configuration."""
@@ -108,6 +86,20 @@ def merge_side(vision: Any) -> int:
 def patch_values(vision: Any) -> int:
     """Values in one patch."""
     return channels_of(vision) * frames_per_patch(vision) * int(vision.patch_size) ** 2
+
+
+def grid_work(vision: Any, gated: bool = False, full: int | None = None, mergers: int = 1) -> VisionWork:
+    """Arithmetic of a tower of that configuration. gated: its MLPs are. full: layers that attend to whole frames; None:
+    all do. mergers: of the last layer and of inner ones."""
+    width, full = vision.hidden_size, vision.depth if full is None else full
+    merged = width * merge_side(vision) ** 2
+    return VisionWork(
+        patch=patch_values(vision) * width,
+        token=vision.depth * width * (4 * width + (3 if gated else 2) * vision.intermediate_size),
+        window_pair=(vision.depth - full) * 2 * width,
+        segment_pair=full * 2 * width,
+        embedding=mergers * merged * (merged + vision.out_hidden_size),
+    )
 
 
 class GridTower(Tower):

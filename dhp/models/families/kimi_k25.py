@@ -70,7 +70,6 @@ class KimiTower(GridTower):
     }
 
     def shape(self, pixels: Tensor) -> Tensor:
-        """See `GridTower`."""
         vision = self.config.vision_config
         return pixels.view(len(pixels), channels_of(vision), vision.patch_size, vision.patch_size)
 
@@ -86,7 +85,6 @@ class KimiTower(GridTower):
         }
 
     def leave(self, model: PreTrainedModel, output: Any) -> dict[str, Tensor]:
-        """See `GridTower`."""
         return {EMBEDDINGS: model.get_submodule(self.projector[0])(output.pooler_output).squeeze(1)}
 
 

@@ -48,7 +48,6 @@ class LlavaProcessor(Processor):
         return np.ascontiguousarray(rows, dtype=np.float32), (len(images), shape.side, shape.side)
 
     def frames(self, pixels: np.ndarray, grid: Grid | ProcessorOutput, moving: bool = False) -> np.ndarray | None:
-        """See `Processor`."""
         return self._shape.images(torch.from_numpy(pixels)).numpy().transpose(0, 2, 3, 1)
 
     def from_patches(self, grid: Grid | ProcessorOutput) -> bool:

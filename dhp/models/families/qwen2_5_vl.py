@@ -9,9 +9,8 @@ from torch import Tensor
 
 from dhp.core.batch import Grid, ProcessorOutput
 from dhp.models.decoder import Decoder
-from dhp.models.families.grid import GridProcessor, GridTower, patch_values
+from dhp.models.families.grid import GridProcessor, GridTower, grid_work
 from dhp.models.family import Family
-from dhp.models.flops import VisionWork
 from dhp.models.types import ImageLayout
 
 if TYPE_CHECKING:
@@ -50,10 +49,10 @@ class Qwen25VlTower(GridTower):
     position_columns = 2  # row, column
 
     def __init__(self, config: Any):
-        super().__init__(config, _count_work(config.vision_config))
+        vision = config.vision_config
+        super().__init__(config, grid_work(vision, gated=True, full=len(vision.fullatt_block_indexes)))
 
     def kinds(self, vision: Any) -> tuple[str, ...]:
-        """See `GridTower`."""
         return tuple("full" if layer in vision.fullatt_block_indexes else "window" for layer in range(vision.depth))
 
     def image_layout(self, grid: Grid | ProcessorOutput) -> ImageLayout:
@@ -74,22 +73,9 @@ class Qwen25VlTower(GridTower):
         )
 
     def derive(self, tower: Any, positions: Tensor, windows: Any, frames: Any) -> dict[str, Any]:
-        """See `GridTower`."""
         rows = len(positions) // self.merge_unit
         return {
             "window_index": torch.arange(rows, device=positions.device),
             "cu_window_seqlens": windows,
             "max_window_seqlen": len(positions),
         }
-
-
-def _count_work(vision: Any) -> VisionWork:
-    width, full = vision.hidden_size, len(vision.fullatt_block_indexes)
-    merged = width * vision.spatial_merge_size**2
-    return VisionWork(
-        patch=patch_values(vision) * width,
-        token=vision.depth * width * (4 * width + 3 * vision.intermediate_size),
-        window_pair=(vision.depth - full) * 2 * width,
-        segment_pair=full * 2 * width,
-        embedding=merged * (merged + vision.out_hidden_size),
-    )

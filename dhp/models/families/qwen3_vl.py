@@ -5,20 +5,21 @@ after its time in words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from dhp.models.decoder import PATH, Decoder
-from dhp.models.families.grid import GridProcessor, GridTower, patch_values
+from dhp.models.families.grid import GridProcessor, GridTower, grid_work
 from dhp.models.family import Family
-from dhp.models.flops import VisionWork
 from dhp.models.patches import interpolate, linear
 from dhp.models.tower import EMBEDDINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_DEEPSTACK = "deepstack_visual_indexes"  # layers of the tower whose states are outputs
 
 
 def qwen3_vl(config: Any) -> Family:
@@ -67,20 +68,18 @@ class Qwen3VlTower(GridTower):
     # A merger's norm stands before its matrices and sees whole rows.
     merger_plan: Mapping[str, str] = {"norm": "dhp_whole", "linear_fc1": "colwise", "linear_fc2": "rowwise"}
 
-    def __init__(self, config: Any, work: VisionWork | None = None):
-        super().__init__(config, work or _count_work(config.vision_config))
+    def __init__(self, config: Any):
         features = deepstack_names(config)
+        super().__init__(config, grid_work(config.vision_config, mergers=1 + len(features)))
         self.tensors = (EMBEDDINGS, *features)
         self.projector = tuple(f"{self.path}.{merger}" for merger in self.mergers[: 2 if features else 1])
         self.tensor_plan = self._plan()
 
     def derive(self, tower: Any, positions: Tensor, windows: Any, frames: Any) -> dict[str, Any]:
-        """See `GridTower`."""
         indices, weights = interpolate(positions, tower.num_grid_per_side, linear)
         return {"interp_indices": indices, "interp_weights": weights}
 
     def leave(self, model: PreTrainedModel, output: Any) -> dict[str, Tensor]:
-        """See `GridTower`."""
         features = output.deepstack_features if len(self.tensors) > 1 else ()
         return dict(zip(self.tensors, (output.pooler_output, *features), strict=True))
 
@@ -118,21 +117,4 @@ class Qwen3VlDecoder(Decoder):
 
 def deepstack_names(config: Any) -> tuple[str, ...]:
     """Names of the features of the tower's inner layers; each enters after the decoder layer of its number."""
-    return tuple(f"deepstack.{number}" for number in range(len(_deepstack(config.vision_config))))
-
-
-def _deepstack(vision: Any) -> Sequence[int]:
-    """Layers of the tower whose states are outputs."""
-    return getattr(vision, "deepstack_visual_indexes", ())
-
-
-def _count_work(vision: Any) -> VisionWork:
-    width, mergers = vision.hidden_size, 1 + len(_deepstack(vision))
-    merged = width * vision.spatial_merge_size**2
-    return VisionWork(
-        patch=patch_values(vision) * width,
-        token=vision.depth * width * (4 * width + 2 * vision.intermediate_size),
-        window_pair=0,
-        segment_pair=vision.depth * 2 * width,
-        embedding=mergers * merged * (merged + vision.out_hidden_size),
-    )
+    return tuple(f"deepstack.{number}" for number in range(len(getattr(config.vision_config, _DEEPSTACK, ()))))
