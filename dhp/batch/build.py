@@ -11,7 +11,7 @@ from dhp.batch.encoder_shards import AUDIO, Split
 from dhp.batch.reader import BatchReader
 from dhp.batch.shard import ONE, ONE_GROUP
 from dhp.checkpoint.feature_folder import FeatureFolder
-from dhp.config.data import DatasetEntry
+from dhp.config.data import DataConfig
 from dhp.core.axes import Degrees
 from dhp.core.batch import FeatureSettings
 from dhp.core.errors import ModelError
@@ -36,35 +36,14 @@ from dhp.objectives.registry import find_objective
 
 
 @dataclass(frozen=True)
-class ReadSettings:
-    """See `dhp.config.schema.DataConfig`.
-
-    max_tokens: of a sample; None: no bound. video_max_pixels: area of a frame; None: as of an image. chat_template:
-    Jinja text; None: the model's own. whole_frames: videos of more frames are read in parts; None: none are. max_tiles:
-    of an image; None: the model's own.
-    """
-
-    allow_http: bool = False
-    max_tokens: int | None = None
-    video_fps: float = 2.0
-    video_max_frames: int = 768
-    video_max_pixels: int | None = None
-    system_prompt: str | None = None
-    chat_template: str | None = None
-    learn_empty_thoughts: bool = False
-    whole_frames: int | None = None
-    max_tiles: int | None = None
-
-
-@dataclass(frozen=True)
 class BatchReaderSettings:
     """Settings of the dataset actor.
 
-    registry: the files of each dataset, by its name.
+    data: the run's section, resolved; chat_template is the template's text there.
 
     encoders: how each one's inputs are sharded, by part.
 
-    cache_dir: where lengths are cached. features: where those of pictures are; None: every picture is decoded.
+    features: where those of pictures are; None: every picture is decoded.
 
     passes: what a step computes of each part of which not all is trained; none: all is.
 
@@ -77,18 +56,10 @@ class BatchReaderSettings:
     """
 
     model_name: str
-    datasets: tuple[str, ...]
-    registry: Mapping[str, DatasetEntry]
+    data: DataConfig
     layout: BatchLayout
     encoders: Mapping[str, Split]
-    min_pixels: int | None
-    max_pixels: int | None
     seed: int
-    shuffle: bool
-    on_bad_sample: str
-    packing: bool
-    cache_dir: str
-    reading: ReadSettings = ReadSettings()
     balancing: BalanceSettings = BalanceSettings()
     passes: Mapping[str, TrainedShare] = field(default_factory=dict)
     features: FeatureSettings | None = None
@@ -110,15 +81,15 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
     dataset = open_datasets(settings)
     measured = None
     if settings.balancing.method != RANDOM:
-        cache, whole = LengthCache(Path(settings.cache_dir)), settings.balancing.window is None
+        cache, whole = LengthCache(Path(str(settings.data.cache_dir))), settings.balancing.window is None
         measured = MeasuredDataset(dataset, preprocess, cache, whole)
     records: Records = dataset
     if settings.exchange:
-        records = Exchanged(dataset, settings.exchange, settings.on_bad_sample == "skip")
+        records = Exchanged(dataset, settings.exchange, settings.data.on_bad_sample == "skip")
     sampler = _sampler(settings, measured or records)
-    source = BatchSource(records, preprocess, sampler, settings.on_bad_sample, preprocess.pictures.complete)
+    source = BatchSource(records, preprocess, sampler, settings.data.on_bad_sample, preprocess.pictures.complete)
     division = (settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
-    shape = (settings.encoders, settings.packing, measured, *division)
+    shape = (settings.encoders, settings.data.packing, measured, *division)
     return BatchReader(
         source,
         family,
@@ -133,7 +104,7 @@ def open_model(settings: BatchReaderSettings) -> tuple[Family, Any]:
     """The family, ready to read samples, and the tokenizer. Raises ModelError for a model without the needed parts."""
     family = load_family(settings.model_name).having(settings.encoders)
     family.processor.load()
-    tokenizer = load_tokenizer(settings.model_name, settings.reading.chat_template)
+    tokenizer = load_tokenizer(settings.model_name, settings.data.chat_template)
     _check_vocabulary(settings.model_name, tokenizer, family)
     return family, tokenizer
 
@@ -147,25 +118,25 @@ def make_preprocessor(settings: BatchReaderSettings, family: Family, tokenizer: 
         family.processor.image_token_id,
         family.processor.image_tokens,
         family.processor.patches,
-        settings.min_pixels,
-        settings.max_pixels,
-        _videos(family, settings.reading),
-        settings.reading.max_tokens,
+        settings.data.min_pixels,
+        settings.data.max_pixels,
+        _videos(family, settings.data),
+        settings.data.max_tokens,
         None if family.processor.placeholder is None else (family.processor.placeholder, family.processor.written),
         family.processor.about(),
-        {**family.processor.image_arguments, **tile_arguments(images, settings.reading.max_tiles)},
+        {**family.processor.image_arguments, **tile_arguments(images, settings.data.max_tiles)},
         _sounds(family),
-        _prompts(family, settings.reading),
+        _prompts(family, settings.data),
         _kept(family, settings.features),
         find_positions(family.config),
-        settings.reading.whole_frames,
+        settings.data.video_whole_frames,
     )
 
 
 def open_datasets(settings: BatchReaderSettings) -> Dataset:
     """The datasets of the settings. Raises DataError for an annotation file that cannot be read."""
-    allow_http = settings.reading.allow_http
-    return open_dataset(settings.datasets, settings.registry, settings.seed, settings.shuffle, allow_http)
+    data = settings.data
+    return open_dataset(data.datasets, data.data_registry, settings.seed, data.shuffle, data.allow_http)
 
 
 def pad_token(tokenizer: Any) -> int:
@@ -176,19 +147,19 @@ def pad_token(tokenizer: Any) -> int:
 
 def _sampler(settings: BatchReaderSettings, dataset: Any) -> Sampler:
     if settings.balancing.method == RANDOM:
-        return RandomSampler(len(dataset), settings.layout, settings.seed, settings.shuffle)
+        return RandomSampler(len(dataset), settings.layout, settings.seed, settings.data.shuffle)
     from dhp.data.sampling.balanced_sampler import BalancedSampler
 
-    return BalancedSampler(dataset, settings.balancing, settings.layout, settings.seed, settings.on_bad_sample)
+    return BalancedSampler(dataset, settings.balancing, settings.layout, settings.seed, settings.data.on_bad_sample)
 
 
-def _videos(family: Family, reading: ReadSettings) -> Videos | None:
+def _videos(family: Family, data: DataConfig) -> Videos | None:
     """Video preprocessing; None: the model takes no videos."""
     own = family.processor
     if own.video_token_id is None:
         return None
-    taking = FrameSampling(reading.video_fps, reading.video_max_frames, own.frames_per_patch, own.takes_both_ends)
-    most = reading.video_max_pixels
+    taking = FrameSampling(data.video_fps, data.video_max_frames, own.frames_per_patch, own.takes_both_ends)
+    most = data.video_max_pixels
     return Videos(own.video_token_id, taking, own.video_patches, most, own.step_tokens, own.step_text)
 
 
@@ -210,9 +181,9 @@ def _kept(family: Family, features: FeatureSettings | None) -> CachedPictures | 
     return CachedPictures(features.tower, FeatureFolder(Path(features.folder)).load, family.tower.tensors, about)
 
 
-def _prompts(family: Family, reading: ReadSettings) -> Prompts:
+def _prompts(family: Family, data: DataConfig) -> Prompts:
     no_audio = NO_TOWER if family.processor.hearing is None else NO_ACTORS
-    return Prompts(reading.system_prompt, reading.learn_empty_thoughts, no_audio)
+    return Prompts(data.system_prompt, data.learn_empty_thoughts, no_audio)
 
 
 def _check_vocabulary(model_name: str, tokenizer: Any, family: Family) -> None:

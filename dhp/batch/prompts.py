@@ -154,7 +154,7 @@ def make_held_out_feed(settings: BatchReaderSettings, count: int | None, samplin
     DataError for a bad sample that is not left out, and where no prompt is left."""
     dataset = open_datasets(settings)
     feed = make_prompt_feed(settings, (), sampling)
-    skips = settings.on_bad_sample == "skip"
+    skips = settings.data.on_bad_sample == "skip"
     for index in range(len(dataset)):
         if len(feed) == count:
             break
@@ -164,7 +164,7 @@ def make_held_out_feed(settings: BatchReaderSettings, count: int | None, samplin
             if not skips:
                 raise
     if not len(feed):
-        raise DataError(f"{', '.join(settings.datasets)} has no sample that can be asked. Name another dataset")
+        raise DataError(f"{', '.join(settings.data.datasets)} has no sample that can be asked. Name another dataset")
     return feed
 
 

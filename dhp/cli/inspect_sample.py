@@ -33,7 +33,7 @@ def inspect_sample(config: Config, index: int, out: Path) -> None:
         )
     record, sample = feed.sample(index)
     processor, name = load_family(settings.model_name).processor, settings.model_name
-    runs = runs_of(sample, load_tokenizer(name, settings.reading.chat_template))
+    runs = runs_of(sample, load_tokenizer(name, settings.data.chat_template))
     shown = pictures_of(record, sample, processor, load_image_processor(name)) + clips_of(record, sample)
     counts, title = lengths(sample), f"sample {index} of {feed.dataset_size}: {record.where}"
     held = placeholders(runs)

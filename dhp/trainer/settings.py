@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from dhp.batch.assign_images import Locality
-from dhp.batch.build import BatchReaderSettings, ReadSettings
+from dhp.batch.build import BatchReaderSettings
 from dhp.batch.encoder_shards import Split
 from dhp.config.part import PartConfig
 from dhp.config.parts import DECODER, decoder, encoders, model_name, parts, read_datasets, resolved, split_share
@@ -42,39 +42,21 @@ def feed_settings(
     step computes of each part of which not all is trained. features: of pictures, where a run keeps them; without them
     pixels are read."""
     near = localities or {}
+    data = config.data
     return BatchReaderSettings(
         model_name=model_name(config),
-        datasets=tuple(config.data.datasets),
-        registry=dict(config.data.data_registry),
+        data=replace(data, chat_template=read_template(data.chat_template)),
         layout=BatchLayout(resolved(decoder(config).data), micro_batches(config), config.training.micro_batch_size),
         encoders={name: _split(part, near.get(name)) for name, part in encoders(config).items()},
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
         seed=config.seed,
-        shuffle=config.data.shuffle,
-        on_bad_sample=config.data.on_bad_sample,
-        packing=config.data.packing,
-        cache_dir=resolved(config.data.cache_dir),
         objective=config.training.objective,
-        reading=ReadSettings(
-            allow_http=config.data.allow_http,
-            max_tokens=config.data.max_tokens,
-            video_fps=config.data.video_fps,
-            video_max_frames=config.data.video_max_frames,
-            video_max_pixels=config.data.video_max_pixels,
-            system_prompt=config.data.system_prompt,
-            chat_template=read_template(config.data.chat_template),
-            learn_empty_thoughts=config.data.learn_empty_thoughts,
-            whole_frames=config.data.video_whole_frames,
-            max_tiles=config.data.max_tiles,
-        ),
         balancing=BalanceSettings(
-            config.data.balance,
-            window=config.data.balance_window,
-            long=config.data.long_tokens,
-            isf_passes=config.data.isf_passes,
-            group_window=config.data.group_window,
-            **asdict(config.data.limits),
+            data.balance,
+            window=data.balance_window,
+            long=data.long_tokens,
+            isf_passes=data.isf_passes,
+            group_window=data.group_window,
+            **asdict(data.limits),
         ),
         passes=dict(passes),
         features=features,

@@ -20,10 +20,10 @@ from typing import Any
 import av
 import numpy as np
 
-from dhp.batch.build import BatchReaderSettings, ReadSettings, make_reader
+from dhp.batch.build import BatchReaderSettings, make_reader
 from dhp.batch.encoder_shards import VISION, Split
 from dhp.batch.reader import BatchReader
-from dhp.config.data import DatasetEntry
+from dhp.config.data import DataConfig, DatasetEntry
 from dhp.core.batch import VisionInput
 from dhp.data.sampling.sampler import BatchLayout
 from dhp.tiny.assets import make_tiny_assets
@@ -37,7 +37,7 @@ def measure(model: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for a video that is decoded whole, and for each number of ranks that own it. MB are 10⁶ bytes."""
     with tempfile.TemporaryDirectory() as name:
         settings = _settings(Path(name), given.minutes)
-        whole = _alone(_read, replace(settings, reading=replace(settings.reading, whole_frames=None)))
+        whole = _alone(_read, replace(settings, data=replace(settings.data, video_whole_frames=None)))
         yield {"way": "decoded whole", "frames": given.minutes * 60 * FPS} | whole
         for ranks in RANKS:
             own = replace(settings, encoders={VISION: Split(ranks=ranks)})
@@ -60,18 +60,18 @@ def _settings(folder: Path, minutes: int) -> BatchReaderSettings:
     (folder / "a.jsonl").write_text(json.dumps({"messages": talk, "videos": ["v.mp4"]}))
     return BatchReaderSettings(
         model_name=str(folder / "tiny" / "model"),
-        datasets=("v",),
-        registry={"v": DatasetEntry(str(folder / "a.jsonl"), str(folder))},
+        data=DataConfig(
+            ["v"],
+            data_registry={"v": DatasetEntry(str(folder / "a.jsonl"), str(folder))},
+            shuffle=False,
+            max_pixels=SIDE * SIDE,
+            cache_dir=str(folder),
+            video_fps=float(FPS),
+            video_max_frames=1 << 20,
+        ),
         layout=BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1),
         encoders={VISION: Split()},
-        min_pixels=None,
-        max_pixels=SIDE * SIDE,
         seed=0,
-        shuffle=False,
-        on_bad_sample="error",
-        packing=True,
-        cache_dir=str(folder),
-        reading=ReadSettings(video_fps=float(FPS), video_max_frames=1 << 20, whole_frames=256),
     )
 
 

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.vision_utils import get_vision_position_ids
 
-from dhp.batch.build import BatchReaderSettings, ReadSettings
+from dhp.batch.build import BatchReaderSettings
 from dhp.batch.build import make_reader as make_real_feed
 from dhp.batch.encoder_shards import Split
 from dhp.batch.row_shards import SequenceGroups, choose_groups
-from dhp.config.data import DatasetEntry
+from dhp.config.data import DataConfig, DatasetEntry
 from dhp.core.axes import Degrees
 from dhp.core.batch import StepData
 from dhp.core.errors import ModelError
@@ -212,7 +212,7 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: 
     tokenizer.add_tokens([f"<extra {n}>" for n in range(rows - len(tokenizer) + 1)])
     tokenizer.save_pretrained(folder)
     layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
-    settings = BatchReaderSettings(folder, (), {}, layout, {"vision": Split()}, None, None, 0, False, "error", 0, False)
+    settings = BatchReaderSettings(folder, DataConfig(), layout, {"vision": Split()}, 0)
     with pytest.raises(ModelError, match=f"ids up to {rows}, but the model's vocabulary has {rows} rows"):
         make_real_feed(settings)
 
@@ -229,24 +229,9 @@ def test_a_video_file_reaches_a_plain_model_as_it_reaches_the_ranks(tmp_path: Pa
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, "videos": ["v.mp4"]}))
     entry = DatasetEntry(str(tmp_path / "a.jsonl"), str(tmp_path))
     layout = BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1)
-    model_name, reading = str(tiny_assets / "model"), ReadSettings(video_fps=1.0)
-    feed = make_real_feed(
-        BatchReaderSettings(
-            model_name,
-            ("v",),
-            {"v": entry},
-            layout,
-            {"vision": Split()},
-            None,
-            None,
-            0,
-            False,
-            "error",
-            0,
-            True,
-            reading,
-        )
-    )
+    model_name = str(tiny_assets / "model")
+    data = DataConfig(["v"], data_registry={"v": entry}, shuffle=False, video_fps=1.0, video_whole_frames=None)
+    feed = make_real_feed(BatchReaderSettings(model_name, data, layout, {"vision": Split()}, 0))
     named = {key.rpartition("/")[2]: tensor for key, tensor in feed.model_inputs(0).items()}
     assert named["video_grid_thw"].tolist() == [[2, 6, 8]]  # four frames, in pairs
     assert named["second_per_grid_ts"].tolist() == [1.5]

@@ -16,11 +16,11 @@ import pytest
 import torch
 from PIL import Image
 
-from dhp.batch.build import BatchReaderSettings, ReadSettings, make_reader
+from dhp.batch.build import BatchReaderSettings, make_reader
 from dhp.batch.encoder_shards import Split
 from dhp.batch.prompts import make_held_out_feed
 from dhp.batch.reader import BatchReader
-from dhp.config.data import DatasetEntry
+from dhp.config.data import DataConfig, DatasetEntry
 from dhp.core.batch import StepData, UnreadPatches, VisionInput
 from dhp.core.errors import DataError, UnreadableVideo
 from dhp.core.generation import Sampling
@@ -57,18 +57,18 @@ def feed(tmp_path: Path, tiny_assets: Path) -> Callable[..., BatchReader]:
     ) -> Any:
         settings = BatchReaderSettings(
             model_name=str(tiny_assets / "model"),
-            datasets=("v",),
-            registry={"v": DatasetEntry(str(tmp_path / "a.jsonl"), str(tmp_path))},
+            data=DataConfig(
+                ["v"],
+                data_registry={"v": DatasetEntry(str(tmp_path / "a.jsonl"), str(tmp_path))},
+                shuffle=False,
+                on_bad_sample=on_bad_sample,
+                cache_dir=str(tmp_path),
+                video_fps=4.0,
+                video_whole_frames=whole_frames,
+            ),
             layout=BatchLayout(replicas=1, micro_batches=1, micro_batch_size=1),
             encoders={"vision": split},
-            min_pixels=None,
-            max_pixels=None,
             seed=0,
-            shuffle=False,
-            on_bad_sample=on_bad_sample,
-            packing=True,
-            cache_dir=str(tmp_path),
-            reading=ReadSettings(video_fps=4.0, whole_frames=whole_frames),
             **more,
         )
         return open_feed(settings)

@@ -89,13 +89,14 @@ def test_all_prompts_of_a_dataset_whose_pictures_are_read_when_they_are_answered
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     settings = settings_of(tiny_assets)
     registry = {"shapes": DatasetEntry(str(tmp_path / "rows.json"), str(tmp_path))}
-    settings = replace(settings, registry=registry, shuffle=False)
+    settings = replace(settings, data=replace(settings.data, data_registry=registry, shuffle=False))
     feed = make_held_out_feed(settings, None, Sampling(7))
     assert len(feed) == feed.steps == 3 and [one.reference for one in feed.prompts] == ["A square."] * 3
     feed.read(feed.batch(2))
     with pytest.raises(DataError, match="broken.png"):
         feed.read(feed.batch(1))
-    assert len(make_held_out_feed(replace(settings, on_bad_sample="skip"), None, Sampling(7))) == 2
+    skipping = replace(settings, data=replace(settings.data, on_bad_sample="skip"))
+    assert len(make_held_out_feed(skipping, None, Sampling(7))) == 2
     (tmp_path / "rows.json").write_text(json.dumps(rows[1:2]))
     with pytest.raises(DataError, match="shapes has no sample that can be asked"):
         make_held_out_feed(replace(settings, on_bad_sample="skip"), None, Sampling(7))

@@ -1,4 +1,4 @@
-"""ReadSettings YAML and overrides in-process: what they mean, and what a mistake is answered with."""
+"""YAML and overrides in-process: what they mean, and what a mistake is answered with."""
 
 import pytest
 

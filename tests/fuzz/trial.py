@@ -157,7 +157,7 @@ def _run(config: Config, graph: StageGraph, schedule: Any, steps: list[list[Samp
     family = load_family(parts(config)["text"].model_name).having(parts(config))
     settings = feed_settings(config, None, passes_of(plan_run(config)))
     division = (settings.encoders, settings.passes, settings.text, settings.sequence_groups, settings.even_calls)
-    packing = settings.packing or settings.text.sequence > 1
+    packing = settings.data.packing or settings.text.sequence > 1
     dealer = BatchSharder(family, Collator(family, 0, packing), *division)
     layout = layout_of(config)
     rules = training_rules(config.training, family, adapters_of(config))

@@ -51,12 +51,11 @@ def preprocess(folder: Path) -> Preprocessor:
 
 
 def of_run(folder: Path, encoders: tuple[str, ...]) -> Preprocessor:
-    from dhp.config.data import DatasetEntry
+    from dhp.config.data import DataConfig, DatasetEntry
 
-    settings = BatchReaderSettings(
-        str(folder), ("x",), {"x": DatasetEntry(str(folder / "none.json"))}, BatchLayout(1, 1, 1),
-        dict.fromkeys(encoders, Split()), None, None, 0, True, "error", True, str(folder / "cache"),
-    )  # fmt: skip
+    registry = {"x": DatasetEntry(str(folder / "none.json"))}
+    data = DataConfig(["x"], data_registry=registry, cache_dir=str(folder / "cache"))
+    settings = BatchReaderSettings(str(folder), data, BatchLayout(1, 1, 1), dict.fromkeys(encoders, Split()), 0)
     return make_reader(settings)._source._preprocess
 
 

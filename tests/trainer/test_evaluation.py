@@ -87,9 +87,14 @@ def test_each_sample_once_in_the_files_order() -> None:
     asked = ["data.balance=isf", "data.shuffle=true", "data.max_pixels=3136", "data.data_registry.shapes.weight=3"]
     config = config_of(*asked)
     settings = feed_settings(of_evaluation(config, "shapes%50"))
-    assert settings.registry["shapes"].weight == 1 and config.data.data_registry["shapes"].weight == 3
-    assert (settings.datasets, settings.shuffle, settings.balancing.method) == (("shapes%50",), False, "random")
-    assert settings.max_pixels == 3136 and config.data.shuffle
+    data = settings.data
+    assert data.data_registry["shapes"].weight == 1 and config.data.data_registry["shapes"].weight == 3
+    assert (data.datasets, data.shuffle, settings.balancing.method) == (
+        ["shapes%50"],
+        False,
+        "random",
+    )
+    assert data.max_pixels == 3136 and config.data.shuffle
 
 
 def test_of_batches_each_token_counts_alike() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dhp.batch.build import ReadSettings
 from dhp.batch.encoder_shards import Split
 from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.resolve import resolve
@@ -30,17 +29,16 @@ OVERRIDES = ["data.datasets=[shapes,'shapes%50']", "data.max_tokens=900", "data.
 
 def test_how_samples_are_read_reaches_the_dataset_actor() -> None:
     settings = feed_settings(resolve(compose_config("tiny", overrides=OVERRIDES)))
-    assert settings.datasets == ("shapes", "shapes%50")
-    assert settings.reading == ReadSettings(allow_http=True, max_tokens=900, video_fps=1.0, whole_frames=256)
+    data = settings.data
+    assert data.datasets == ["shapes", "shapes%50"]
+    assert (data.allow_http, data.max_tokens, data.video_fps, data.video_whole_frames) == (True, 900, 1.0, 256)
 
 
 def test_how_prompts_are_written_reaches_the_dataset_actor(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages }}")  # read here: nodes need no file
     own = [f"data.chat_template={tmp_path / 'own.jinja'}", "data.system_prompt=''", "data.learn_empty_thoughts=true"]
-    reading = feed_settings(resolve(compose_config("tiny", overrides=own))).reading
-    assert reading == ReadSettings(
-        system_prompt="", chat_template="{{ messages }}", learn_empty_thoughts=True, whole_frames=256
-    )
+    data = feed_settings(resolve(compose_config("tiny", overrides=own))).data
+    assert (data.system_prompt, data.chat_template, data.learn_empty_thoughts) == ("", "{{ messages }}", True)
 
 
 NOTHING_AS_BY_DEFAULT = [
@@ -152,21 +150,12 @@ def test_every_setting_of_the_data_reaches_the_dataset_actor() -> None:
     config = resolve(compose_config("tiny", overrides=NOTHING_AS_BY_DEFAULT))
     settings = feed_settings(config, passes={"vision": NO_BACKWARD})
     found = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    registry = found.pop("registry")
-    assert set(registry) == {"shapes"}
     assert found == {
         "model_name": "a/model",
-        "datasets": ("shapes",),
+        "data": config.data,
         "layout": BatchLayout(replicas=3, micro_batches=2, micro_batch_size=5),
         "encoders": {"vision": Split(2, 6, "float32", None)},  # near whom is known once the ranks have their devices
-        "min_pixels": 4000,
-        "max_pixels": 90000,
         "seed": 11,
-        "shuffle": False,
-        "on_bad_sample": "skip",
-        "packing": False,
-        "cache_dir": "somewhere",
-        "reading": ReadSettings(True, 900, 1.5, 12, 7000, whole_frames=31),
         "balancing": BalanceSettings(),
         "passes": {"vision": NO_BACKWARD},
         "features": None,  # which a run alone looks for
