@@ -17,9 +17,10 @@ PAGES += [ROOT / "experiments" / "EXPERIMENTS.md"]
 # Import name → name on the package index, where the two differ.
 DISTRIBUTIONS = {
     "PIL": "pillow", "hydra": "hydra-core", "huggingface_hub": "huggingface-hub", "yaml": "pyyaml", "jinja2": "jinja2",
+    "xdist": "pytest-xdist",
 }  # fmt: skip
 # Required although no file imports them (yet); docs/architecture.md says why.
-NOT_IMPORTED = {"ninja", "pytest-timeout", "pytest-xdist"}
+NOT_IMPORTED = {"ninja", "pytest-timeout"}
 # Of requirements-gpu.txt, -data.txt, -loggers.txt, or built by the user; imported where a setting or a file asks.
 OPTIONAL = {"flash_attn", "bitsandbytes", "pyarrow", "datasets", "webdataset", "wandb", "mlflow", "swanlab"}
 
