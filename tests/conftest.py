@@ -48,7 +48,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers (`pytest -n 2 --dist loadgroup`), tests that share something costly go to the same worker."""
+    """With several workers (`pytest -n 2 --dist loadgroup`), tests that share something costly go to one of them."""
     if config.getoption("dist") != "loadgroup":
         return None
     from tests.helpers.together import Together
