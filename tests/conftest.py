@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,17 +46,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         os._exit(config.stash[_STATUS])
 
 
-_ONE_RAY = ("tests/cluster/", "tests/nodes/")  # their tests share one
+@pytest.hookimpl(optionalhook=True)  # xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers (`pytest -n 2 --dist loadgroup`), tests that share something costly go to one of them."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from tests.helpers.together import Together
+
+    return Together(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers (`pytest -n 2 --dist loadgroup`), tests that share what is made once a file, or one Ray, go
-    to the same worker."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        group = next((folder for folder in _ONE_RAY if file.startswith(folder)), file)
-        item.add_marker(pytest.mark.xdist_group(group))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers, what takes long begins first."""
+    if hasattr(config, "workerinput"):
+        from tests.helpers.together import place_of
+
+        items.sort(key=lambda item: place_of(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True)

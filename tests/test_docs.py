@@ -16,9 +16,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "exp
 # Import name → name on the package index, where the two differ.
 DISTRIBUTIONS = {
     "PIL": "pillow", "hydra": "hydra-core", "huggingface_hub": "huggingface-hub", "yaml": "pyyaml", "jinja2": "jinja2",
+    "xdist": "pytest-xdist",
 }  # fmt: skip
-# Required although no file imports them (yet); docs/developers/architecture.md says why.
-NOT_IMPORTED = {"ninja", "pytest-timeout", "pytest-xdist"}
+# Required although no file imports them (yet); docs/developers/dependencies.md says why.
+NOT_IMPORTED = {"ninja", "pytest-timeout"}
 # Of requirements-gpu.txt, -data.txt, -loggers.txt, or built by the user; imported where a setting or a file asks.
 OPTIONAL = {"flash_attn", "bitsandbytes", "pyarrow", "datasets", "webdataset", "wandb", "mlflow", "swanlab"}
 

@@ -99,7 +99,7 @@ def test_all_prompts_of_a_dataset_whose_pictures_are_read_when_they_are_answered
     assert len(make_held_out_feed(skipping, None, Sampling(7))) == 2
     (tmp_path / "rows.json").write_text(json.dumps(rows[1:2]))
     with pytest.raises(DataError, match="shapes has no sample that can be asked"):
-        make_held_out_feed(replace(settings, on_bad_sample="skip"), None, Sampling(7))
+        make_held_out_feed(skipping, None, Sampling(7))
 
 
 def test_a_prompt_without_room_for_its_answer_is_refused() -> None:

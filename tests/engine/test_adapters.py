@@ -26,6 +26,7 @@ from tests.helpers.layouts import (
     compare_rounding,
     train,
 )
+from tests.helpers.rows import on_demand
 
 ONE = Degrees()
 TEXT = (("text", AdapterSettings(4, 8.0)),)
@@ -35,21 +36,36 @@ DORA = (("text", AdapterSettings(2, 2.0, dora=True)),)
 LAST = (("text", AdapterSettings(2, 4.0, targets=("layers.[23]",))),)
 FASTER = (GroupRule("out", (Selector("lora_B"),), 5e-3, 0.0),)
 CASES = [
-    Case(ONE, ONE, 2, lora=TEXT, frozen=("vision", "projector")),
-    Case(Degrees(ulysses=2), Degrees(tensor=2), 2, lora=BOTH, packing=True),
-    Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, lora=TEXT, frozen=("vision",), groups=FASTER),
+    Case(ONE, ONE, 2, lora=TEXT, frozen=("vision", "projector"), groups=FASTER),
+    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 2, lora=BOTH, packing=True)),
+    on_demand(Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, lora=TEXT, frozen=("vision",), groups=FASTER)),
     Case(Degrees(tensor=2), Degrees(tensor=4), 2, lora=BOTH, packing=True),  # more ranks than key and value heads
     Case(ONE, Degrees(tensor=2), 2, lora=SOME, trainable=("projector", "layers.1"), checkpointing=True),
-    Case(Degrees(ring=2), Degrees(data=2), 2, lora=BOTH, zero_stage=2, text_zero_stage=3, fsdp=True),
-    Case(ONE, Degrees(data=2, tensor=2), 2, lora=TEXT, text_zero_stage=3, fsdp=True, recompute="mlp"),
-    Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=1, text_zero_stage=2, dtype="float32"),
-    Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=3, text_zero_stage=3, dtype="float32"),
-    Case(ONE, Degrees(ring=2, tensor=2), 2, lora=BOTH, packing=True),
+    on_demand(Case(Degrees(ring=2), Degrees(data=2), 2, lora=BOTH, zero_stage=2, text_zero_stage=3, fsdp=True)),
+    on_demand(Case(ONE, Degrees(data=2, tensor=2), 2, lora=TEXT, text_zero_stage=3, fsdp=True, recompute="mlp")),
+    on_demand(Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=1, text_zero_stage=2, dtype="float32")),
+    on_demand(Case(Degrees(data=2), Degrees(data=2), 2, lora=BOTH, zero_stage=3, text_zero_stage=3, dtype="float32")),
+    on_demand(Case(ONE, Degrees(ring=2, tensor=2), 2, lora=BOTH, packing=True)),
     Case(ONE, Degrees(data=2), 2, lora=DORA, packing=True),
 ]
 STAGED = [
-    Case(ONE, Degrees(tensor=2), 4, stages=2, schedule="1f1b", lora=TEXT, frozen=("vision", "projector"), packing=True),
-    Case(ONE, Degrees(data=2), 2, stages=2, chunks=2, schedule="interleaved", lora=TEXT, trainable=("embed_tokens",)),
+    on_demand(
+        Case(
+            ONE,
+            Degrees(tensor=2),
+            4,
+            stages=2,
+            schedule="1f1b",
+            lora=TEXT,
+            frozen=("vision", "projector"),
+            packing=True,
+        )
+    ),
+    on_demand(
+        Case(
+            ONE, Degrees(data=2), 2, stages=2, chunks=2, schedule="interleaved", lora=TEXT, trainable=("embed_tokens",)
+        )
+    ),
     Case(ONE, ONE, 2, stages=2, lora=LAST, frozen=("vision",)),
 ]
 
@@ -71,6 +87,7 @@ def test_stages_with_adapters(case: Case, tied_model: str) -> None:
     assert_exact(compare(tied_model, case, awkward_steps()))
 
 
+@pytest.mark.grid
 def test_adapters_in_bfloat16(four_layers_model: str) -> None:
     case = Case(ONE, Degrees(data=2, tensor=2), 2, "bfloat16", lora=TEXT, frozen=("vision", "projector"), packing=True)
     ratios = compare_rounding(four_layers_model, case, awkward_steps())

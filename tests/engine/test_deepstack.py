@@ -17,19 +17,21 @@ from dhp.data.sample.sample import Sample
 from tests.engine.test_parity import assert_exact
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, compare
 from tests.helpers.norms import exact_norms, use_exact_norms
+from tests.helpers.rows import on_demand
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
 CASES = [
     Case(ONE, ONE, 2, stages=2, schedule="1f1b"),
-    Case(Degrees(ulysses=2), Degrees(tensor=2), 2, packing=True),
-    Case(Degrees(ring=2, ulysses=2), ONE, 1, packing=True, checkpointing=True),
-    Case(Degrees(data=2), Degrees(data=2), 2, packing=True, stages=4, schedule="1f1b"),  # a feature a stage
-    Case(Degrees(ulysses=2), Degrees(tensor=2), 4, packing=True, stages=2, chunks=2, schedule="interleaved"),
-    Case(Degrees(tensor=2), Degrees(data=2, tensor=2), 2, stages=2, schedule="gpipe", checkpointing=True),
-    Case(ONE, Degrees(data=2), 2, packing=True, stages=2, schedule="1f1b", text_zero_stage=3, fsdp=True),
-    Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 2, stages=2, schedule="1f1b"),
-    Case(Degrees(data=2), ONE, 2, frozen=("vision",), stages=2, schedule="1f1b"),
+    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 2, packing=True)),
+    on_demand(Case(Degrees(ring=2, ulysses=2), ONE, 1, packing=True, checkpointing=True)),
+    Case(ONE, ONE, 2, packing=True, stages=4, schedule="1f1b"),  # a feature a stage
+    on_demand(Case(Degrees(data=2), Degrees(data=2), 2, packing=True, stages=4, schedule="1f1b")),
+    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 4, packing=True, stages=2, chunks=2, schedule="interleaved")),
+    on_demand(Case(Degrees(tensor=2), Degrees(data=2, tensor=2), 2, stages=2, schedule="gpipe", checkpointing=True)),
+    on_demand(Case(ONE, Degrees(data=2), 2, packing=True, stages=2, schedule="1f1b", text_zero_stage=3, fsdp=True)),
+    on_demand(Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 2, stages=2, schedule="1f1b")),
+    on_demand(Case(Degrees(data=2), ONE, 2, frozen=("vision",), stages=2, schedule="1f1b")),
     Case(Degrees(data=2), ONE, 2, frozen=("vision", "projector"), packing=True),
 ]
 

@@ -13,6 +13,7 @@ from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.layouts import Case, Fault, InspectedText, compare, compare_rounding
+from tests.helpers.rows import on_demand
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
@@ -20,12 +21,14 @@ IMAGE = (1, 4, 4)
 
 LLAVA = [
     Case(ONE, ONE),
-    Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=1),  # images shared by the ranks of a "sequence"
-    Case(Degrees(ulysses=4), Degrees(data=2), micro_batches=1, packing=True),
-    Case(Degrees(ring=2, ulysses=2), Degrees(tensor=4), 3, packing=True, checkpointing=True),
-    Case(Degrees(data=2, tensor=2), Degrees(data=2, tensor=2)),
-    Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="float32", zero_stage=1),
-    Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=3, packing=True),
+    on_demand(
+        Case(Degrees(ulysses=2), Degrees(tensor=2), micro_batches=1)
+    ),  # images shared by the ranks of a "sequence"
+    on_demand(Case(Degrees(ulysses=4), Degrees(data=2), micro_batches=1, packing=True)),
+    on_demand(Case(Degrees(ring=2, ulysses=2), Degrees(tensor=4), 3, packing=True, checkpointing=True)),
+    on_demand(Case(Degrees(data=2, tensor=2), Degrees(data=2, tensor=2))),
+    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), dtype="float32", zero_stage=1)),
+    on_demand(Case(Degrees(data=2), Degrees(data=2), dtype="float32", zero_stage=3, text_zero_stage=3, packing=True)),
 ]
 
 
@@ -50,7 +53,7 @@ def test_llava_equals_the_plain_model(case: Case, llava_model: str) -> None:
 
 HEAD_NORMS = [
     Case(ONE, Degrees(tensor=2), micro_batches=2),  # with one micro-batch, summing sums again would not show
-    Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, checkpointing=True),
+    on_demand(Case(ONE, Degrees(data=2, tensor=4), micro_batches=2, packing=True, checkpointing=True)),
     Case(ONE, Degrees(tensor=8), micro_batches=3),  # ranks share key heads, and so parts of the gradient of their norm
 ]
 

@@ -1,7 +1,7 @@
 """Every mode of vision with every mode of text, packed and padded, 1 and 3 micro-batches: equal to the plain model.
 
-A quarter of an hour, so only on demand: `make test ARGS='-m grid'`. The cases of test_parity.py, which always run,
-cover each mode and each mechanism.
+A quarter of an hour, so only on demand: `make test ARGS='-m grid'`. The rows of test_pairs.py, which always run, cover
+each pair of features, those of test_parity.py uneven and larger degrees.
 """
 
 from __future__ import annotations

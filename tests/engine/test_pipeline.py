@@ -13,42 +13,45 @@ from dhp.core.batch import Bundle, StepInfo
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps, mixed_step
 from tests.helpers.layouts import Case, Errors, Fault, InspectedText, compare
+from tests.helpers.rows import on_demand
 
 ONE = Degrees()
 CASES = [
-    Case(ONE, ONE, 2, stages=2),
-    Case(ONE, ONE, 1, stages=2, schedule="1f1b", packing=True),
-    Case(Degrees(data=2), Degrees(tensor=2), 4, stages=2, schedule="1f1b", packing=True),
-    Case(Degrees(ulysses=2), Degrees(data=2), 4, stages=4, schedule="gpipe", checkpointing=True),
-    Case(ONE, Degrees(data=2, tensor=2), 4, stages=2, chunks=2, schedule="interleaved", packing=True),
+    on_demand(Case(ONE, ONE, 2, stages=2)),
+    on_demand(Case(ONE, ONE, 1, stages=2, schedule="1f1b", packing=True)),
+    on_demand(Case(Degrees(data=2), Degrees(tensor=2), 4, stages=2, schedule="1f1b", packing=True)),
+    on_demand(Case(Degrees(ulysses=2), Degrees(data=2), 4, stages=4, schedule="gpipe", checkpointing=True)),
+    on_demand(Case(ONE, Degrees(data=2, tensor=2), 4, stages=2, chunks=2, schedule="interleaved", packing=True)),
     Case(Degrees(ring=2), ONE, 4, stages=2, chunks=2, schedule="interleaved", recompute="mlp:0-1,all:3"),
     Case(ONE, ONE, 3, stages=4, schedule="1f1b"),
-    Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, stages=2, schedule="1f1b", text_zero_stage=3, fsdp=True),
+    on_demand(
+        Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, stages=2, schedule="1f1b", text_zero_stage=3, fsdp=True)
+    ),
 ]
 TIED = [
     Case(ONE, ONE, 2, stages=2, schedule="1f1b"),
-    Case(ONE, Degrees(data=2, tensor=2), 4, stages=2, chunks=2, schedule="interleaved", packing=True),
-    Case(Degrees(ulysses=2), Degrees(data=2), 2, stages=4, schedule="gpipe", text_zero_stage=3, fsdp=True),
-    Case(ONE, Degrees(data=2, tensor=2), 2, stages=2, schedule="1f1b", text_zero_stage=2, fsdp=True),
+    on_demand(Case(ONE, Degrees(data=2, tensor=2), 4, stages=2, chunks=2, schedule="interleaved", packing=True)),
+    on_demand(Case(Degrees(ulysses=2), Degrees(data=2), 2, stages=4, schedule="gpipe", text_zero_stage=3, fsdp=True)),
+    on_demand(Case(ONE, Degrees(data=2, tensor=2), 2, stages=2, schedule="1f1b", text_zero_stage=2, fsdp=True)),
 ]
 TIED_SINGLE = [  # whose states DeepSpeed cuts, at other places in the first stage than in the last
     Case(ONE, Degrees(data=2), 2, "float32", stages=2, schedule="1f1b", text_zero_stage=1),
-    Case(ONE, Degrees(data=2), 2, "float32", stages=2, schedule="1f1b", text_zero_stage=2, packing=True),
-    Case(Degrees(data=2), Degrees(data=2), 2, "float32", stages=2, schedule="gpipe", text_zero_stage=1,
-         frozen=("embed_tokens",)),
+    on_demand(Case(ONE, Degrees(data=2), 2, "float32", stages=2, schedule="1f1b", text_zero_stage=2, packing=True)),
+    on_demand(Case(Degrees(data=2), Degrees(data=2), 2, "float32", stages=2, schedule="gpipe", text_zero_stage=1,
+         frozen=("embed_tokens",))),
 ]  # fmt: skip
 SINGLE = [
-    Case(Degrees(ulysses=2), Degrees(tensor=2), 4, "float32", 1, stages=2, schedule="1f1b", packing=True),
-    Case(ONE, Degrees(data=2), 2, "float32", stages=2, schedule="1f1b", text_zero_stage=1),
-    Case(ONE, Degrees(data=2), 4, "float32", stages=2, chunks=2, schedule="interleaved", text_zero_stage=2),
+    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), 4, "float32", 1, stages=2, schedule="1f1b", packing=True)),
+    on_demand(Case(ONE, Degrees(data=2), 2, "float32", stages=2, schedule="1f1b", text_zero_stage=1)),
+    on_demand(Case(ONE, Degrees(data=2), 4, "float32", stages=2, chunks=2, schedule="interleaved", text_zero_stage=2)),
 ]
 FROZEN = [
-    Case(Degrees(data=2), Degrees(tensor=2), 2, frozen=("vision", "projector"), packing=True),
+    on_demand(Case(Degrees(data=2), Degrees(tensor=2), 2, frozen=("vision", "projector"), packing=True)),
     Case(Degrees(ulysses=2), ONE, 4, frozen=("vision", "projector"), stages=2, schedule="1f1b"),
-    Case(Degrees(data=2), Degrees(tensor=2), 4, stages=2, schedule="1f1b", frozen=("text",)),
-    Case(Degrees(ulysses=2), ONE, 2, frozen=("vision",), checkpointing=True),
+    on_demand(Case(Degrees(data=2), Degrees(tensor=2), 4, stages=2, schedule="1f1b", frozen=("text",))),
+    on_demand(Case(Degrees(ulysses=2), ONE, 2, frozen=("vision",), checkpointing=True)),
     Case(ONE, Degrees(data=2), 2, frozen=("vision", "text"), packing=True),
-    Case(Degrees(data=2), ONE, 2, zero_stage=3, fsdp=True, frozen=("vision",)),
+    on_demand(Case(Degrees(data=2), ONE, 2, zero_stage=3, fsdp=True, frozen=("vision",))),
 ]
 
 
@@ -77,6 +80,7 @@ def test_what_is_frozen_stays_and_all_else_is_as_in_the_plain_model(case: Case, 
     assert_exact(compare(four_layers_model, case, awkward_steps()))
 
 
+@pytest.mark.grid
 def test_llava_in_stages_and_its_projector_alone(llava_model: str) -> None:
     from tests.engine.test_families import steps
 

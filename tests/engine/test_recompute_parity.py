@@ -11,23 +11,24 @@ from dhp.core.axes import Degrees
 from tests.engine.test_parity import assert_exact
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Trained, compare, train
+from tests.helpers.rows import on_demand
 
 ONE = Degrees()
 
 # The vision tower has four layers and the decoder two, so that an item beyond 1 would not do for both.
 EXACT = [
-    Case(ONE, ONE, recompute="light"),
-    Case(ONE, ONE, recompute="mlp", packing=True),
+    on_demand(Case(ONE, ONE, recompute="light")),
+    on_demand(Case(ONE, ONE, recompute="mlp", packing=True)),
     Case(ONE, ONE, recompute="linear:0,mlp:1"),
-    Case(Degrees(ulysses=2), Degrees(tensor=2), recompute="light", packing=True),
-    Case(Degrees(ulysses=2), Degrees(tensor=2), recompute="mlp"),
-    Case(Degrees(ulysses=4), Degrees(tensor=2), recompute="linear", packing=True, schedule="vision_ahead"),
-    Case(Degrees(data=2, tensor=2), Degrees(data=2), recompute="light"),
-    Case(Degrees(tensor=2), Degrees(tensor=4), recompute="linear:1,all:0", micro_batches=3),
-    Case(Degrees(ulysses=2, tensor=2), Degrees(tensor=2), recompute="0", packing=True),
-    Case(Degrees(ulysses=2), Degrees(tensor=2), recompute="light:0,mlp:1", autotp=True),
-    Case(Degrees(ring=2, ulysses=2), ONE, recompute="light"),
-    Case(Degrees(ring=2), ONE, recompute="linear:0,all:1", packing=True),
+    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), recompute="light", packing=True)),
+    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), recompute="mlp")),
+    on_demand(Case(Degrees(ulysses=4), Degrees(tensor=2), recompute="linear", packing=True, schedule="vision_ahead")),
+    on_demand(Case(Degrees(data=2, tensor=2), Degrees(data=2), recompute="light")),
+    on_demand(Case(Degrees(tensor=2), Degrees(tensor=4), recompute="linear:1,all:0", micro_batches=3)),
+    on_demand(Case(Degrees(ulysses=2, tensor=2), Degrees(tensor=2), recompute="0", packing=True)),
+    on_demand(Case(Degrees(ulysses=2), Degrees(tensor=2), recompute="light:0,mlp:1", autotp=True)),
+    on_demand(Case(Degrees(ring=2, ulysses=2), ONE, recompute="light")),
+    on_demand(Case(Degrees(ring=2), ONE, recompute="linear:0,all:1", packing=True)),
 ]
 
 
@@ -36,6 +37,7 @@ def test_equals_plain_model_in_double_precision(case: Case, made_model: str) -> 
     assert_exact(compare(made_model, case, awkward_steps()))
 
 
+@pytest.mark.grid
 def test_key_value_heads_that_ranks_share(few_keys_model: str) -> None:
     assert_exact(compare(few_keys_model, Case(ONE, Degrees(tensor=4), recompute="light"), awkward_steps()))
 
@@ -58,8 +60,10 @@ def test_the_same_to_the_bit_as_without(recompute: str, plain: Trained, made_mod
 
 
 ZERO = [
-    Case(Degrees(ulysses=2), Degrees(data=2), 1, "float32", 3, recompute="light", packing=True, text_zero_stage=3),
-    Case(Degrees(ulysses=2), Degrees(data=2), 2, "float32", 1, recompute="mlp", text_zero_stage=2),
+    on_demand(
+        Case(Degrees(ulysses=2), Degrees(data=2), 1, "float32", 3, recompute="light", packing=True, text_zero_stage=3)
+    ),
+    on_demand(Case(Degrees(ulysses=2), Degrees(data=2), 2, "float32", 1, recompute="mlp", text_zero_stage=2)),
 ]
 
 

@@ -26,6 +26,7 @@ from tests.helpers.layouts import (
     compare_rounding,
     make_reader,
 )
+from tests.helpers.rows import on_demand
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
@@ -81,11 +82,11 @@ def test_every_mesh_equals_the_plain_model(case: Case, attending_model: str) -> 
 SOME = [
     Case(Degrees(ulysses=2), Degrees(ulysses=3), 1, packing=True),
     Case(Degrees(data=2), Degrees(ring=2, ulysses=2), 2),
-    Case(ONE, Degrees(ring=2, tensor=2), 2, stages=2, schedule="1f1b", packing=True),
-    Case(Degrees(ring=2), Degrees(data=2, ulysses=2), 1, packing=True, recompute="light"),
+    on_demand(Case(ONE, Degrees(ring=2, tensor=2), 2, stages=2, schedule="1f1b", packing=True)),
+    on_demand(Case(Degrees(ring=2), Degrees(data=2, ulysses=2), 1, packing=True, recompute="light")),
     Case(ONE, Degrees(ring=4), 2, recompute="offload"),
-    Case(Degrees(ulysses=2), Degrees(ring=2, tensor=2), 1, recompute="light:0-1,all:2-3", mlp_chunks=3),
-    Case(ONE, Degrees(data=2), 2, mlp_chunks=4, packing=True),
+    on_demand(Case(Degrees(ulysses=2), Degrees(ring=2, tensor=2), 1, recompute="light:0-1,all:2-3", mlp_chunks=3)),
+    on_demand(Case(ONE, Degrees(data=2), 2, mlp_chunks=4, packing=True)),
 ]
 
 
@@ -113,9 +114,9 @@ def long_and_short() -> list[list[Sample]]:
 
 GROUPED = [
     Case(Degrees(ulysses=2), Degrees(ring=2, ulysses=2), 1, sequence_groups="auto"),
-    Case(ONE, Degrees(ulysses=4), 1, packing=True, sequence_groups="auto"),
+    on_demand(Case(ONE, Degrees(ulysses=4), 1, packing=True, sequence_groups="auto")),
     Case(Degrees(data=2), Degrees(ring=3), 2, sequence_groups="auto"),
-    Case(ONE, Degrees(ring=2, tensor=2), 1, stages=2, sequence_groups="auto"),
+    on_demand(Case(ONE, Degrees(ring=2, tensor=2), 1, stages=2, sequence_groups="auto")),
 ]
 
 
@@ -157,11 +158,13 @@ def _work(step: StepData) -> TextInput:
 
 
 CUT_STATES = [
-    Case(ONE, Degrees(ulysses=2), 2, "float32", text_zero_stage=1),
+    on_demand(Case(ONE, Degrees(ulysses=2), 2, "float32", text_zero_stage=1)),
     Case(Degrees(ulysses=2), Degrees(ring=2), 1, "float32", zero_stage=1, text_zero_stage=3),
-    Case(ONE, Degrees(ulysses=2), 2, "float32", zero_stage=1, text_zero_stage=3, mlp_chunks=3, recompute="linear:0"),
-    Case(ONE, Degrees(ring=2), 2, "float32", text_zero_stage=3, fsdp=True, mlp_chunks=2),
-    Case(ONE, Degrees(ring=2, tensor=2), 2, "float32", text_zero_stage=3, fsdp=True),
+    on_demand(
+        Case(ONE, Degrees(ulysses=2), 2, "float32", zero_stage=1, text_zero_stage=3, mlp_chunks=3, recompute="linear:0")
+    ),
+    on_demand(Case(ONE, Degrees(ring=2), 2, "float32", text_zero_stage=3, fsdp=True, mlp_chunks=2)),
+    on_demand(Case(ONE, Degrees(ring=2, tensor=2), 2, "float32", text_zero_stage=3, fsdp=True)),
 ]
 
 

@@ -12,6 +12,7 @@ from dhp.engine.settings import StageSettings
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import Case, Fault, InspectedText, compare, compare_rounding
+from tests.helpers.rows import on_demand
 
 ONE = Degrees()
 GROUPS = (
@@ -21,27 +22,48 @@ GROUPS = (
 FROZEN = ("blocks.[01]", "layers.[02]", "*norm.weight", "*up_proj*")
 CASES = [
     Case(Degrees(data=2), Degrees(tensor=2), 2, packing=True, groups=GROUPS),
-    Case(Degrees(ulysses=2), Degrees(data=2), 2, zero_stage=1, text_zero_stage=2, groups=GROUPS, dtype="float32"),
-    Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=3, text_zero_stage=3, groups=GROUPS, dtype="float32"),
-    Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, zero_stage=2, text_zero_stage=3, fsdp=True, groups=GROUPS),
-    Case(ONE, Degrees(tensor=2), 2, frozen=FROZEN, groups=GROUPS, checkpointing=True),
-    Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=1, text_zero_stage=1, frozen=FROZEN, dtype="float32"),
-    Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=3, text_zero_stage=3, frozen=FROZEN, dtype="float32"),
-    Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=3, text_zero_stage=2, fsdp=True, frozen=FROZEN, groups=GROUPS),
+    on_demand(
+        Case(Degrees(ulysses=2), Degrees(data=2), 2, zero_stage=1, text_zero_stage=2, groups=GROUPS, dtype="float32")
+    ),
+    on_demand(
+        Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=3, text_zero_stage=3, groups=GROUPS, dtype="float32")
+    ),
+    on_demand(
+        Case(Degrees(data=2), Degrees(data=2, tensor=2), 2, zero_stage=2, text_zero_stage=3, fsdp=True, groups=GROUPS)
+    ),
+    on_demand(Case(ONE, Degrees(tensor=2), 2, frozen=FROZEN, groups=GROUPS, checkpointing=True)),
+    on_demand(
+        Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=1, text_zero_stage=1, frozen=FROZEN, dtype="float32")
+    ),
+    on_demand(
+        Case(Degrees(data=2), Degrees(data=2), 2, zero_stage=3, text_zero_stage=3, frozen=FROZEN, dtype="float32")
+    ),
+    on_demand(
+        Case(
+            Degrees(data=2),
+            Degrees(data=2),
+            2,
+            zero_stage=3,
+            text_zero_stage=2,
+            fsdp=True,
+            frozen=FROZEN,
+            groups=GROUPS,
+        )
+    ),
 ]
 # A replica without a picture goes back as far as one with some, for the weights that both gather on the way.
 GATHERED = Case(ONE, Degrees(data=2), 2, text_zero_stage=3, fsdp=True, frozen=("embed_tokens", "layers.[01]"))
 # So does one that shares a sequence with others, for what they exchange on the way.
 EXCHANGED = [
     Case(ONE, Degrees(ring=2), 2, frozen=("text",)),
-    Case(ONE, Degrees(ulysses=4), 2, trainable=("projector", "layers.3"), packing=True),
-    Case(ONE, Degrees(ring=2), 2, frozen=("vision", "projector", "layers.0"), checkpointing=True),
+    on_demand(Case(ONE, Degrees(ulysses=4), 2, trainable=("projector", "layers.3"), packing=True)),
+    on_demand(Case(ONE, Degrees(ring=2), 2, frozen=("vision", "projector", "layers.0"), checkpointing=True)),
 ]
 # Of the first stage nothing is trained; of the last, and of both, the weight that is embedding and head.
 STAGED = [
     Case(ONE, ONE, 2, stages=2, schedule="1f1b", frozen=("vision", "projector", "embed_tokens", "layers.[01]")),
     Case(ONE, Degrees(tensor=2), 2, stages=2, schedule="1f1b", trainable=("projector", "embed_tokens"), packing=True),
-    Case(ONE, Degrees(data=2), 2, stages=2, trainable=("layers.1", "blocks"), text_zero_stage=3, fsdp=True),
+    on_demand(Case(ONE, Degrees(data=2), 2, stages=2, trainable=("layers.1", "blocks"), text_zero_stage=3, fsdp=True)),
     Case(ONE, Degrees(data=2), 2, stages=2, chunks=2, schedule="interleaved", frozen=("embed_tokens",), groups=GROUPS),
 ]
 
@@ -57,6 +79,7 @@ def test_stages_of_which_some_train_nothing_and_a_weight_of_two(case: Case, tied
     assert_exact(compare(tied_model, case, awkward_steps()))
 
 
+@pytest.mark.grid
 def test_groups_in_bfloat16_under_zero(four_layers_model: str) -> None:
     case = Case(Degrees(data=2), Degrees(data=2), 2, "bfloat16", 1, text_zero_stage=1, packing=True, groups=GROUPS)
     ratios = compare_rounding(four_layers_model, case, awkward_steps())

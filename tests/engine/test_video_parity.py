@@ -14,14 +14,15 @@ from dhp.core.axes import Degrees
 from dhp.data.sample.sample import Sample
 from tests.engine.test_parity import assert_exact
 from tests.helpers.layouts import Case, Fault, compare, make_reader
+from tests.helpers.rows import on_demand
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample
 
 ONE = Degrees()
 CASES = [
-    Case(ONE, ONE),
+    on_demand(Case(ONE, ONE)),
     Case(Degrees(ulysses=2), Degrees(tensor=2)),
-    Case(Degrees(ring=2), Degrees(data=2), micro_batches=1, packing=True),
-    Case(Degrees(data=2, tensor=2), ONE, micro_batches=1, packing=True),
+    on_demand(Case(Degrees(ring=2), Degrees(data=2), micro_batches=1, packing=True)),
+    on_demand(Case(Degrees(data=2, tensor=2), ONE, micro_batches=1, packing=True)),
     Case(Degrees(ulysses=2), Degrees(ring=2), micro_batches=2),
 ]
 
@@ -47,7 +48,7 @@ def test_videos_equal_the_plain_model(made_model: str, case: Case) -> None:
     assert_exact(compare(made_model, case, STEPS))
 
 
-@pytest.mark.parametrize("vision", [Degrees(ulysses=2, ring=2), Degrees(ulysses=4)], ids=str)
+@pytest.mark.parametrize("vision", [Degrees(ulysses=2, ring=2), on_demand(Degrees(ulysses=4))], ids=str)
 def test_frames_of_one_video_that_are_divided_equal_the_plain_model(made_model: str, vision: Degrees) -> None:
     """Four ranks share a video of two frames: each frame is divided, and is a segment of its own."""
     samples = [make_sample([(2, 12, 12)], 5, 3, 45, IMAGE_TOKEN, seconds=(1.0,))]
