@@ -119,8 +119,8 @@ PROBE_TIMEOUT_S = 5.0
 _ENVIRONMENT = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
 # Of a Ray of our own. It has no dashboard, so the events of tasks could not be queried, and its control store would
-# keep them: 3 KiB a call, up to 100,000 calls.
-OWN_SYSTEM = {"task_events_report_interval_ms": 0}
+# keep them: 3 KiB a call, up to 100,000 calls. A worker registers once the fork server has imported what it needs.
+OWN_SYSTEM = {"task_events_report_interval_ms": 0, "worker_register_timeout_seconds": 600}
 
 
 @contextmanager

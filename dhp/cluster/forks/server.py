@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -206,3 +207,4 @@ if __name__ == "__main__":
     _server = Server(Path(sys.argv[1]))
     load(sys.argv[2:])
     _server.serve()
+    shutil.rmtree(Path(sys.argv[1]).parent, ignore_errors=True)  # the process that made it was killed

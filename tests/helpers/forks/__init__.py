@@ -45,7 +45,7 @@ def _start() -> Path:
     server = subprocess.Popen([sys.executable, "-m", f"{__name__}.server", address], cwd=_ROOT, stdin=subprocess.PIPE)
     atexit.register(lambda: (server.communicate(), folder.cleanup()))
     deadline = time.monotonic() + _LIMIT_S
-    while not address.exists():
+    while not (address.parent / "ready").exists():
         if server.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the fork server did not start within {_LIMIT_S} s (status {server.poll()})")
         time.sleep(0.05)

@@ -10,6 +10,9 @@ from dhp.cluster.forks.server import Server, load
 from tests.helpers.marks import MARK
 
 
+READY = "ready"  # the file beside the socket that says that the imports are done
+
+
 class MarkingServer(Server):
     """Keeps the files."""
 
@@ -29,4 +32,5 @@ class MarkingServer(Server):
 if __name__ == "__main__":
     server = MarkingServer(Path(sys.argv[1]))
     load(["tests.helpers.warm"])
+    (server._folder / READY).touch()
     server.serve()
