@@ -9,7 +9,6 @@ from pathlib import Path
 from dhp.cluster.forks.server import Server, load
 from tests.helpers.marks import MARK
 
-
 READY = "ready"  # the file beside the socket that says that the imports are done
 
 
