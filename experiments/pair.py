@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from dhp.config.recompute import read_choices
 from dhp.core.axes import Degrees
-from dhp.core.batch import StepData
+from dhp.core.batch import Batch, StepData
 from dhp.core.dispatch import PerRank, spread
 from dhp.core.graph import Edge, Node, StageGraph, StageSpec
 from dhp.engine.settings import OptimizerSettings, StageSettings
 from dhp.models.family import Family
-from dhp.step.stages import Batch, Group
+from dhp.step.stages import Group
 
 VISION, TEXT = "vision", "text"
 ONE = Degrees()

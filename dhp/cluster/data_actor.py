@@ -17,8 +17,8 @@ from dhp.cluster.placement.nodes import own_node
 from dhp.cluster.processes import named_errors, redirect_output
 from dhp.cluster.remote_values import RemoteValue
 from dhp.cluster.watch import Watched, fetch, wait_all
+from dhp.core.batch import Batch
 from dhp.core.errors import UnreadableVideo
-from dhp.core.graph import Route
 from dhp.core.tracing import DATA, Span, keep_spans, span, take_spans
 
 WHO = "the dataset actor"
@@ -121,16 +121,6 @@ class _Step:
     watched: list[Watched]
 
 
-@dataclass(frozen=True)
-class DataRefs:
-    """A step that has been read: the ref of its info, its routes, and refs of the work of each part,
-    [micro-batch][shard]."""
-
-    info: Any
-    routes: Mapping[str, Sequence[Route]]
-    work: Mapping[str, list[list[Any]]]
-
-
 class DatasetActor:
     """`request(step)` begins to read a step and those after it; `take(step)` gives the refs of one that was read.
     Pixels never pass through the driver.
@@ -216,10 +206,10 @@ class DatasetActor:
                 self._ahead[number] = self._submit(number)
         return self._ahead[step].watched
 
-    def take(self, step: int) -> DataRefs:
+    def take(self, step: int) -> Batch:
         """A requested step, whose calls have ended."""
         info, routes, *pieces = self._ahead.pop(step).refs
-        return DataRefs(info, ray.get(routes), self._work(pieces))
+        return Batch(info, self._work(pieces), ray.get(routes))
 
     def coming(self, step: int) -> Mapping[str, list[list[Any]]]:
         """Refs of the work of a step that is not read yet, which begins to be read; none behind the last step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -263,3 +263,16 @@ class StepData:
     info: StepInfo
     work: Mapping[str, tuple[tuple[Any, ...], ...]]
     routes: Mapping[str, tuple[Route, ...]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`StepData` as the driver has it: refs of what ranks receive.
+
+    info: its `StepInfo`. work: for each part, [micro-batch][shard]. routes: for each part whose rows go where the data
+    say, a route for each micro-batch.
+    """
+
+    info: Any
+    work: Mapping[str, Sequence[Sequence[Any]]]
+    routes: Mapping[str, Sequence[Route]]

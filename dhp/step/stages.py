@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from dhp.core.batch import Bundle, StepInfo
+from dhp.core.batch import Batch, Bundle, StepInfo
 from dhp.core.dispatch import Call, PerRank, Several, per_rank, several
 from dhp.core.generation import Answer, PromptInput
 from dhp.core.graph import Edge, Node, Route, StageGraph, StageSpec, straight
@@ -79,19 +79,6 @@ class Group(Protocol):
             for refs, more in zip(found, answers, strict=True):
                 refs += more
         return found
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Refs of one step's data.
-
-    info: its `StepInfo`. work: for each part, [micro-batch][shard]. routes: for each part whose rows go where the data
-    say, a route for each micro-batch.
-    """
-
-    info: Ref
-    work: Mapping[str, Sequence[Sequence[Ref]]]
-    routes: Mapping[str, Sequence[Route]]
 
 
 Pairs = list[list[tuple[Edge, int, int]]]  # for each shard of a stage, (edge, source, target)

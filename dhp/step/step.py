@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dhp.core.batch import Batch
 from dhp.core.graph import StageGraph, Tie
 from dhp.step.schedule import Forward, Schedule, last_backwards, without_idle
-from dhp.step.stages import Batch, InFlight, Ref, Stages
+from dhp.step.stages import InFlight, Ref, Stages
 
 
 @dataclass(frozen=True)

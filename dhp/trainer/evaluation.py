@@ -66,7 +66,7 @@ class HeldOut:
         """One for each replica of the decoder; the last of them may have had nothing to answer."""
         wait_all(self._actor.request(number), self._timeout_s)
         session = self._session
-        refs = answer_batch(session.stages, session.graph, session.batch(self._actor.take(number)))
+        refs = answer_batch(session.stages, session.graph, self._actor.take(number))
         wait_all(session.take_watched(), self._timeout_s)
         return session.values([of_replica[0] for of_replica in refs.replicas])
 
@@ -172,7 +172,7 @@ class Evaluation:
         done = []
         for batch in range(data.batches):
             wait_all(data.actor.request(batch), self._timeout_s)
-            refs = evaluate_batch(self._session.stages, self._graph, self._session.batch(data.actor.take(batch)))
+            refs = evaluate_batch(self._session.stages, self._graph, data.actor.take(batch))
             flying.append((refs, self._session.take_watched()))
             if len(flying) > 1:  # one is submitted while another one runs
                 done.append(self._finish(*flying.popleft()))

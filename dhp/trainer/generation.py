@@ -198,7 +198,7 @@ def _answer(session: Session, prompts: DatasetActor) -> tuple[float, Sequence[An
     timeout_s = session.config.cluster.step_timeout_s
     wait_all(prompts.request(0), timeout_s)
     begun = time.perf_counter()
-    refs = answer_batch(session.stages, session.graph, session.batch(prompts.take(0)))
+    refs = answer_batch(session.stages, session.graph, prompts.take(0))
     wait_all(session.take_watched(), timeout_s)
     answers: list[Answer] = session.values(refs.replicas[0])
     return time.perf_counter() - begun, answers

@@ -15,12 +15,12 @@ from dhp.config.command_line import compose_config, to_yaml
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
 from dhp.config.yaml_files import named_file
-from dhp.core.batch import StepInfo
+from dhp.core.batch import Batch, StepInfo
 from dhp.core.errors import ConfigError
 from dhp.core.files import write_whole
 from dhp.core.process import ending, say_line, say_nothing
 from dhp.core.reports import StageReport
-from dhp.step.stages import Batch, Ref, Stage
+from dhp.step.stages import Ref, Stage
 from dhp.step.step import update_weights
 from dhp.trainer.curriculum import run_curriculum
 from dhp.trainer.plan import plan_run

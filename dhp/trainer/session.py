@@ -18,20 +18,20 @@ from dhp.checkpoint.resume import RECIPE, Start
 from dhp.cluster.actor_group import ActorGroup
 from dhp.cluster.address import chosen_address
 from dhp.cluster.cluster import Cluster, Layout
-from dhp.cluster.data_actor import DataRefs, DatasetActor
+from dhp.cluster.data_actor import DatasetActor
 from dhp.cluster.gpus import least_memory, read_gpus
 from dhp.cluster.remote_values import RemoteValue
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.parts import DECODER, model_name
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
-from dhp.core.batch import StepInfo
+from dhp.core.batch import Batch, StepInfo
 from dhp.core.graph import StageGraph
 from dhp.core.process import say_nothing
 from dhp.engine.kinds import make_rank
 from dhp.engine.settings import StageSettings
 from dhp.models.weights import start_limit_s, weight_bytes
-from dhp.step.stages import Batch, EngineProtocol, Stages, make_stages
+from dhp.step.stages import EngineProtocol, Stages, make_stages
 from dhp.trainer.dry_run import require_room
 from dhp.trainer.features import feature_settings, keep_settings
 from dhp.trainer.graph import find_localities
@@ -199,14 +199,10 @@ class Session:
         wait_all(actor.take_watched(), config.cluster.start_timeout_s)
         return actor
 
-    def batch(self, found: DataRefs) -> Batch:
-        """Data that were read, as a step takes them."""
-        return Batch(found.info, found.work, found.routes)
-
     def take_batch(self, step: int) -> Batch:
         """The data of a step that was requested and has been read. Where `data.pin_memory` says so, the encoders' ranks
         begin to fetch the next step's during this one."""
-        batch = self.batch(self.data.take(step))
+        batch = self.data.take(step)
         if not (self.config.data.pin_memory and self.device == "cuda"):
             return batch
         held, self._held = self._held, look_ahead(self.groups, self.graph, self.data.coming(step + 1))

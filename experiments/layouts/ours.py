@@ -18,7 +18,7 @@ from dhp.cluster.cluster import Cluster, Layout
 from dhp.cluster.watch import Watched, wait_all
 from dhp.config.layout import DEEPSPEED, FSDP
 from dhp.core.axes import Degrees
-from dhp.core.batch import StepData
+from dhp.core.batch import Batch, StepData
 from dhp.core.graph import StageGraph
 from dhp.core.reports import StageReport, StageUsage
 from dhp.data.sample.sample import Sample
@@ -29,7 +29,7 @@ from dhp.engine.settings import OptimizerSettings
 from dhp.engine.text import TextEngine
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Batch, Stages, make_stages
+from dhp.step.stages import Stages, make_stages
 from dhp.step.step import train_step
 from dhp.trainer.recompute import arrange
 from experiments.layouts.peers import LEARNING_RATE

@@ -24,13 +24,14 @@ from dhp.cluster.host import keep_freed_memory
 from dhp.cluster.watch import wait_all
 from dhp.config.command_line import compose_config
 from dhp.config.schema import Config
+from dhp.core.batch import Batch
 from dhp.core.graph import StageGraph
 from dhp.engine.encoder import EncoderEngine
 from dhp.engine.text import TextEngine
 from dhp.models.pretrained import load_tokenizer
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Batch, Stages, make_stages
+from dhp.step.stages import Stages, make_stages
 from dhp.step.step import train_step
 from dhp.tiny.assets import make_tiny_assets
 from dhp.tiny.model import tiny_config

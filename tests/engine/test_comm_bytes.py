@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from dhp.core.axes import Degrees
+from dhp.core.batch import Batch
 from dhp.core.tracing import take_sent
 from dhp.data.sample.sample import Sample
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS
 from dhp.step.schedule import Forward, last_backwards
-from dhp.step.stages import Batch, InFlight
+from dhp.step.stages import InFlight
 from experiments.two_hosts.formula import Shape
 from tests.helpers.layouts import Case, Fault, InspectedText, InspectedVision, Running, make_reader
 from tests.helpers.tiny import IMAGE_TOKEN, make_sample

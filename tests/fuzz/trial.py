@@ -18,6 +18,7 @@ from dhp.config.command_line import compose_config
 from dhp.config.parts import decoder, parts
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
+from dhp.core.batch import Batch
 from dhp.core.errors import ConfigError, DhpError
 from dhp.core.graph import StageGraph
 from dhp.data.sample.sample import Sample
@@ -26,7 +27,7 @@ from dhp.data.sampling.sampler import BatchLayout, slots
 from dhp.doctor.doubles import staying_double
 from dhp.models.registry import load_family
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Batch, make_stages
+from dhp.step.stages import make_stages
 from dhp.step.step import evaluate_batch, train_step
 from dhp.trainer.graph import make_graph
 from dhp.trainer.plan import plan_run

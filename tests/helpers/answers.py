@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from dhp.core.batch import IGNORED, StepData
+from dhp.core.batch import IGNORED, Batch, StepData
 from dhp.core.generation import Answer, Sampling
 from dhp.data.sample.sample import Sample
 from dhp.data.sampling.dataset import StepSamples
 from dhp.engine.generate import Generator
 from dhp.models.registry import load_family
-from dhp.step.stages import Batch
 from dhp.step.step import answer_batch
 from tests.helpers.layouts import Case, Fault, InspectedText, Running, make_sharder
 from tests.helpers.oracle import model_inputs

@@ -21,7 +21,7 @@ from dhp.batch.shard import BatchSharder
 from dhp.config.recompute import read_choices
 from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
-from dhp.core.batch import StepData
+from dhp.core.batch import Batch, StepData
 from dhp.core.graph import StageGraph, StageSpec
 from dhp.core.parameters import AdapterSettings, GroupRule, TrainingRules
 from dhp.core.reports import EvaluatedShare
@@ -41,7 +41,7 @@ from dhp.parallel.optim.frozen import Frozen
 from dhp.parallel.optim.fsdp import FullySharded
 from dhp.parallel.tensor.slices import as_dtensors
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Batch, make_stages
+from dhp.step.stages import make_stages
 from dhp.step.step import accumulate_gradients, evaluate_batch, update_weights
 from dhp.trainer.trainable import trained_stage, training_rules
 from tests.helpers.graphs import make_graph

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dhp.core.axes import Degrees
+from dhp.core.batch import Batch
 from dhp.core.generation import Sampling
 from dhp.core.parameters import AdapterSettings
 from dhp.data.sampling.dataset import StepSamples
-from dhp.step.stages import Batch
 from dhp.step.step import answer_batch
 from tests.helpers.answers import RecordingText, make_prompt, make_text, plain_answer
 from tests.helpers.batches import awkward_steps

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from dhp.core.axes import Degrees
+from dhp.core.batch import Batch
 from dhp.core.dispatch import Call as Verb
 from dhp.core.dispatch import PerRank, spread
 from dhp.core.graph import Route, StageGraph, dense
 from dhp.step.schedule import make_schedule
-from dhp.step.stages import Batch, Group, Stage, make_stages
+from dhp.step.stages import Group, Stage, make_stages
 from dhp.step.step import StepRefs, train_step
 from tests.helpers.graphs import make_graph
 

@@ -13,13 +13,14 @@ from dhp.config.layout import resolve_part
 from dhp.config.part import PartConfig
 from dhp.config.resolve import resolve
 from dhp.config.schema import Config
+from dhp.core.batch import Batch
 from dhp.core.graph import Edge, Node, Route, StageGraph, dense
 from dhp.models.family import Family
 from dhp.models.part import Part
 from dhp.models.registry import load_family
 from dhp.models.types import LayerParts
 from dhp.step.schedule import draw, make_schedule
-from dhp.step.stages import Batch, make_stages
+from dhp.step.stages import make_stages
 from dhp.step.step import train_step
 from dhp.trainer.graph import devices_as_planned, find_localities, make_graph
 from dhp.trainer.settings import feed_settings, kept_settings, measures, needed_paths, stage_settings, world
