@@ -23,7 +23,7 @@ test: $(VENV)/.data-installed  ## run the tests in WORKERS=2 processes; ARGS='te
 fuzz: install  ## random layouts beside the plain model; ARGS='--fuzz-minutes=5 --fuzz-seed=24' says how long and which
 	@$(VENV)/bin/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
 
-lint: $(VENV)/.lint-installed  ## check format, style and types: ruff, and mypy in strict mode over the rooms that plan
+lint: $(VENV)/.lint-installed  ## check format, style and types: ruff, and mypy in strict mode
 	@$(VENV)/bin/ruff check $(ARGS)
 	@$(VENV)/bin/ruff format --check --quiet
 	@$(VENV)/bin/mypy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -107,8 +108,10 @@ def pixels_by_argument(row: Row) -> dict[str, Tensor]:
     """The patches of a row's images and of its videos, by argument of the plain model; of images that are no grids, all
     arguments of the encoder."""
     whole = [pair for sample in row for pair in zip(sample.grids, sample.pixels, strict=True)]
-    if whole and isinstance(whole[0][0], ProcessorOutput):
-        return joined([unpack(form, torch.from_numpy(pixels), torch.float32) for form, pixels in whole])
+    forms = [form for form, _ in whole if isinstance(form, ProcessorOutput)]
+    if forms:
+        pairs = zip(forms, (torch.from_numpy(pixels) for _, pixels in whole), strict=True)
+        return joined([unpack(form, pixels, torch.float32) for form, pixels in pairs])
     found: dict[str, list[Tensor]] = {}
     for sample in row:
         for pixels, seconds in zip(sample.pixels, sample.video_seconds, strict=True):
@@ -145,7 +148,7 @@ def _sounds(row: Row) -> dict[str, Tensor]:
     return {"audio_seqlens": torch.tensor(frames)} if frames else {}
 
 
-def _pad_rows(rows: Sequence, fill: int | float, lengths: Tensor) -> Tensor:
+def _pad_rows(rows: Sequence[np.ndarray], fill: int | float, lengths: Tensor) -> Tensor:
     dtype = torch.float64 if isinstance(fill, float) else torch.long
     padded = torch.full((len(lengths), int(lengths.max())), fill, dtype=dtype)
     for into, row, length in zip(padded, rows, lengths.tolist(), strict=False):

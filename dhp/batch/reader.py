@@ -79,6 +79,12 @@ class BatchReader:
         """The order of the steps."""
         return self._source.sampler
 
+    @property
+    def lengths(self) -> MeasuredDataset:
+        """The dataset's lengths, where rows are balanced."""
+        assert self.measured is not None
+        return self.measured
+
     def steps(self, epochs: int) -> int:
         """Steps of that many epochs."""
         return self._source.sampler.steps(epochs)
@@ -131,11 +137,11 @@ class BatchReader:
 
     def measure(self, chunk: RowChunk) -> Lengths:
         """Lengths of a part of a dataset; another reader with the same settings may measure them for this one."""
-        return self.measured.measure(chunk)
+        return self.lengths.measure(chunk)
 
     def learn(self, chunk: RowChunk, lengths: Lengths) -> None:
         """Store measured lengths."""
-        self.measured.learn(chunk, lengths)
+        self.lengths.learn(chunk, lengths)
 
     def model_inputs(self, step: int) -> dict[str, Tensor]:
         """The step's tensors by `<text data replica>/<micro-batch>/<model argument>`, for a plain model.
@@ -143,7 +149,7 @@ class BatchReader:
         A row a sample, right-padded, also where training packs them: plain transformers would let the samples of a
         packed row see each other, and what a packed row must equal is each of its samples alone.
         """
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for m, rows in enumerate(self._source.step(step).samples):
             for d, row in enumerate(rows):
                 named = self._collator.padded(row) | pixels_by_argument(row) | sounds_by_argument(row)

@@ -54,7 +54,7 @@ class BatchSharder:
         even_calls: the decoder's layers that take each sample by itself are called equally often on all ranks, because
         each call gathers weights.
         """
-        self._encoders = {name: Encoder(name, family.parts[name], split) for name, split in encoders.items()}
+        self._encoders = {name: Encoder(name, family.encoders[name], split) for name, split in encoders.items()}
         self._family, self._collator, self._passes, self._degrees = family, collator, passes, text
         self._auto_groups = sequence_groups != ONE_GROUP
         self._even_calls = even_calls and bool(family.decoder.mixers)

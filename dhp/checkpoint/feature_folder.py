@@ -106,5 +106,5 @@ def _digest(key: str, about: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         rows = tensors[name]
         digest.update(json.dumps([name, str(rows.dtype), list(rows.shape)]).encode())
-        digest.update(rows.view(torch.uint8).numpy())
+        digest.update(rows.view(torch.uint8).numpy().data)
     return digest.hexdigest()

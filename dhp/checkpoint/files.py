@@ -87,7 +87,8 @@ def check_part(folder: Path) -> None:
     files = sorted(folder.glob("rank_*.json"))
     if not files:
         raise CheckpointError(f"{folder} holds no rank_*.json: it is no part of a checkpoint, or its files are lost")
-    held, wanted = Counter(), {}
+    held: Counter[str] = Counter()
+    wanted: dict[str, int] = {}
     for file in files:
         weights = file.with_suffix(".safetensors")
         shapes = read_header(weights)

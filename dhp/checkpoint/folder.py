@@ -183,7 +183,7 @@ def read_about(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str,
     for name in needed:
         kind = _ABOUT_TYPES[name]
         value = about.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
             raise damaged(file, f"{name} should be {kind.__name__}, and is {about.get(name, 'missing')!r:.200}")
     for part in about.get("parts", ()):
         if part not in PARTS:

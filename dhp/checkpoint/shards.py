@@ -6,10 +6,10 @@ Reading puts pieces together again whatever the number of ranks was. Nothing is 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -132,6 +132,7 @@ class ShardReader:
             whole = torch.empty(extent["shape"], dtype=piece.dtype) if whole is None else whole
             _put(piece, whole, extent, f"{file}: {name}")
             filled += piece.numel()
+        assert whole is not None  # a name has a piece at least
         if filled != whole.numel():
             raise CheckpointError(
                 f"{self._folder}: the pieces of {name} hold {filled} values, but its shape {list(whole.shape)} "
@@ -232,7 +233,7 @@ def save_shards(weights: Mapping[str, Tensor], folder: Path, rank: int) -> tuple
     return writer.write()
 
 
-def _is_sharded(tensor: Tensor) -> bool:
+def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
@@ -250,7 +251,9 @@ def _overlap(
     ends = [min(a + n, b + m) for a, n, b, m in zip(there, lengths, here, wanted, strict=True)]
     if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
         return (), None
-    cut = lambda origin: tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True))
+    cut: Callable[[Sequence[int]], tuple[slice, ...]] = lambda origin: tuple(
+        slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True)
+    )
     return cut(there), cut(here)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dhp.checkpoint.folder import find_checkpoint
 from dhp.config.command_line import compose_config
@@ -63,7 +64,7 @@ def read_configuration(
     else:
         raise ConfigError(missing)
     if path is not None and checkpoint is None:
-        own = {part: replace(section, model_name=str(path)) for part, section in parts(config).items()}
+        own: dict[str, Any] = {part: replace(section, model_name=str(path)) for part, section in parts(config).items()}
         config = replace(config, **own)
     return config, checkpoint
 

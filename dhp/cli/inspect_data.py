@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -19,6 +20,7 @@ from dhp.batch.assign_images import Locality
 from dhp.batch.build import BatchReaderSettings, make_reader, open_datasets
 from dhp.batch.reader import BatchReader
 from dhp.cli.inspect_locality import locality_table
+from dhp.config.parts import resolved
 from dhp.config.ranges import BALANCE
 from dhp.config.resolve import micro_batches
 from dhp.config.schema import Config
@@ -61,6 +63,8 @@ COLUMNS = {
     "seconds": "what planning an epoch took here",
 }
 
+T = TypeVar("T")
+
 
 def inspect_data(config: Config, out: Path, decode: bool) -> None:
     """Print the tables and write lengths.png, balance.jsonl and defects.txt to the folder `out`.
@@ -77,7 +81,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
         defects |= _decode(settings, feed, config.data.num_workers)
     _tell_datasets(feed, settings, defects)
     (out / "defects.txt").write_text("".join(f"{text}\n" for text in defects.values()), encoding="utf-8")
-    loads = feed.measured.loads(np.arange(feed.dataset_size), 0)
+    loads = feed.lengths.loads(np.arange(feed.dataset_size), 0)
     usable = loads.text > 0
     loads = Loads(loads.vision[usable], loads.text[usable])
     if not len(loads):
@@ -103,7 +107,7 @@ def inspect_data(config: Config, out: Path, decode: bool) -> None:
 def _panels(feed: BatchReader) -> dict[str, dict[str, np.ndarray]]:
     """The data of lengths.png: of each dataset, the lengths of its usable samples."""
     panels = {}
-    for name, table in feed.measured.tables.items():
+    for name, table in feed.lengths.tables.items():
         usable = table.text > 0
         if not usable.any():
             continue
@@ -120,7 +124,7 @@ def _explain(columns: Mapping[str, str]) -> None:
 
 
 def _rows(config: Config) -> int:
-    return config.text.data * micro_batches(config)
+    return resolved(config.text.data) * micro_batches(config)
 
 
 def _limits(config: Config, settings: BatchReaderSettings, loads: Loads) -> Limits:
@@ -148,7 +152,7 @@ def _measured(settings: BatchReaderSettings, chunk: RowChunk) -> Lengths:
 
 
 def _decoded(settings: BatchReaderSettings, chunk: RowChunk) -> dict[tuple[str, int], str]:
-    return _own_feed(settings).measured.decode(chunk)
+    return _own_feed(settings).lengths.decode(chunk)
 
 
 def _measure(feed: BatchReader, settings: BatchReaderSettings, workers: int) -> None:
@@ -159,15 +163,15 @@ def _measure(feed: BatchReader, settings: BatchReaderSettings, workers: int) -> 
 
 
 def _decode(settings: BatchReaderSettings, feed: BatchReader, workers: int) -> dict[tuple[str, int], str]:
-    chunks = feed.measured.chunks()
-    work = partial(_decoded, settings) if workers else feed.measured.decode
+    chunks = feed.lengths.chunks()
+    work = partial(_decoded, settings) if workers else feed.lengths.decode
     found: dict[tuple[str, int], str] = {}
     for defects in _map(work, chunks, workers, "decoding"):
         found |= defects
     return found
 
 
-def _map(work, chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator:
+def _map(work: Callable[[RowChunk], T], chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator[T]:
     """The results of `work` for each chunk, in order, from so many worker processes; 0: from this one."""
     bar = {"total": len(chunks), "desc": what, "disable": not chunks}
     if not workers:
@@ -184,13 +188,13 @@ def _map(work, chunks: Sequence[RowChunk], workers: int, what: str) -> Iterator:
 
 
 def _defects(feed: BatchReader) -> dict[tuple[str, int], str]:
-    tables = feed.measured.tables.items()
+    tables = feed.lengths.tables.items()
     return {(name, row): text for name, table in tables for row, text in sorted(table.defects.items())}
 
 
 def _tell_datasets(feed: BatchReader, settings: BatchReaderSettings, defects: Mapping[tuple[str, int], str]) -> None:
     print(f"{'dataset':24} {'samples':>9} {'text only':>9} {'defective':>9} {'tokens':>12} {'of images':>12}")
-    for name, table in feed.measured.tables.items():
+    for name, table in feed.lengths.tables.items():
         bad = sum(of == name for of, _ in defects)
         text_only = int(((table.vision == 0) & (table.text > 0)).sum())
         tokens, vision = int(table.text.sum(dtype=np.int64)), int(table.vision.sum(dtype=np.int64))
@@ -229,7 +233,7 @@ def _tell_limits(loads: Loads, of_methods: Mapping[str, Limits], rule: str) -> N
 
 def _balance(loads: Loads, balancing: BalanceSettings, config: Config) -> Iterator[dict[str, float | str]]:
     """Each method on this data, rows assigned to this configuration's replicas."""
-    rows, replicas = _rows(config), config.text.data
+    rows, replicas = _rows(config), resolved(config.text.data)
     few = Loads(loads.vision[:100], loads.text[:100])
     for name in BALANCE:
         limits = replace(balancing, method=name).limits(loads, config.training.micro_batch_size)
@@ -247,7 +251,7 @@ def _tell_balance(rows: Sequence[Mapping[str, float | str]], config: Config) -> 
     print(f"\ndata.balance, {config.text.data} text replica{'s' * (config.text.data != 1)}; *: as configured")
     print(f"{'method':14}" + "".join(f"{name:>12}" for name in COLUMNS))
     for row in rows:
-        chosen = " *" if row["method"] == config.data.balance else ""
+        method = f"{row['method']}{' *' if row['method'] == config.data.balance else ''}"
         cells = "".join(f"{row[name]:12.4f}" if isinstance(row[name], float) else f"{row[name]:12}" for name in COLUMNS)
-        print(f"{row['method'] + chosen:14}{cells}")
+        print(f"{method:14}{cells}")
     _explain(COLUMNS)

@@ -116,6 +116,7 @@ def pictures_of(record: Record, sample: Sample, processor: Processor, image_proc
     for number, (part, pixels, grid) in enumerate(parts, start=1):
         moving = isinstance(part, Video)
         name = part.file if isinstance(part, Video) else files_of(part)[0]
+        assert isinstance(pixels, np.ndarray)
         frames = processor.frames(pixels, grid, moving)
         images = [] if frames is None else [_as_image(frame, image_processor) for frame in frames]
         tokens = processor.image_tokens(grid)

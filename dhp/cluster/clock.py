@@ -43,6 +43,7 @@ def offset_ns(read_other: Callable[[], ClockReading]) -> int:
         took = after.ns - before.ns
         if best is None or took < best[0]:
             best = took, (before.ns + after.ns) // 2 - other.ns
+    assert best is not None
     return best[1]
 
 

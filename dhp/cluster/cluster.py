@@ -145,10 +145,10 @@ class Cluster:
     ) -> DatasetActor:
         """The actors that read the data, ended with the cluster; arguments as `DatasetActor` has them."""
         layout = self._layout
-        own = {"log_dir": layout.log_dir, "needs": layout.needs.get("data", {}), "trace": layout.trace}
+        own: dict[str, Any] = {"log_dir": layout.log_dir, "needs": layout.needs.get("data", {}), "trace": layout.trace}
         graph = layout.graph
         shards = {part: graph.of_part(part)[0].degrees.shards for part in graph.parts()}
-        step = {"micro_batches": micro_batches, "shards": shards}
+        step: dict[str, Any] = {"micro_batches": micro_batches, "shards": shards}
         actor = DatasetActor(factory, *arguments, **step, workers=workers, prefetch=prefetch, **own)
         self._stack.callback(actor.stop)
         return actor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, cycle
 from typing import Any
 
@@ -238,7 +239,8 @@ class DatasetActor:
 
     def clock_offsets(self, timeout_s: float) -> list[int]:
         """What to add to each process's clock to get this one's, nanoseconds."""
-        return [offset_ns(lambda a=actor: ray.get(a.read_clock.remote(), timeout=timeout_s)) for actor in self._actors]
+        read: Callable[[Any], ClockReading] = lambda actor: ray.get(actor.read_clock.remote(), timeout=timeout_s)
+        return [offset_ns(partial(read, actor)) for actor in self._actors]
 
     def take_watched(self) -> list[Watched]:
         """The calls submitted since the last time, for `wait_all`."""

@@ -60,7 +60,7 @@ def _fetch(elsewhere: RemoteValue) -> Any:
 def pin_tensors(value: Any) -> Any:
     """A dataclass with its large tensors in page-locked memory; anything else as it is. Small ones travel together with
     others, from memory of their own."""
-    if not is_dataclass(value):
+    if not is_dataclass(value) or isinstance(value, type):
         return value
     held = {field.name: getattr(value, field.name) for field in fields(value)}
     large = {name: one for name, one in held.items() if isinstance(one, Tensor) and one.nbytes >= SMALLEST_BYTES}

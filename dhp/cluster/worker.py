@@ -172,7 +172,8 @@ class Worker:
     def call(self, verbs: tuple[tuple[str, tuple[Any, ...]], ...], *values: Any) -> Any:
         """Run methods of the engine one after another, each with its arguments; the next of `values` stands wherever
         one is GIVEN. Answers (status, *results) as far as there are results."""
-        left, results = iter(values), []
+        left = iter(values)
+        results: list[Any] = []
         for method, arguments in verbs:
             results += self._run(method, tuple(next(left) if value is GIVEN else value for value in arguments))
         return (None, *results) if results else None
@@ -236,7 +237,7 @@ class Worker:
         address = LOOPBACK if loopback else ray.util.get_node_ip_address()
         print(f"{self._who} on {address}; network interface: {choose_interface(address, loopback)}", flush=True)
         timeout = timedelta(seconds=self.settings.timeout_s)
-        handed = {} if self._listener is None else {"master_listen_fd": self._listener.detach()}
+        handed: dict[str, Any] = {} if self._listener is None else {"master_listen_fd": self._listener.detach()}
         store = dist.TCPStore(
             host, port, self.settings.size, self.rank == 0, timeout=timeout, wait_for_workers=False, **handed
         )

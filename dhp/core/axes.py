@@ -63,9 +63,10 @@ class Degrees:
         return prod(self.along(*MESH))
 
     @property
-    def rows(self) -> tuple[int, ...]:
+    def rows(self) -> tuple[int, int]:
         """Ranks along the axes that divide a row, outermost first."""
-        return self.along(*OF_ROWS)
+        ring, ulysses = self.along(*OF_ROWS)
+        return ring, ulysses
 
     @property
     def sequence(self) -> int:

@@ -149,7 +149,7 @@ def _named(forward: Callable[..., Any], name: str, record: CallRecord) -> Callab
             output = forward(*arguments, **named)
         for tensor in _tensors(output if isinstance(output, tuple) else (output,)):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: record.go_back_through(name))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda gradient: record.go_back_through(name))
         return output
 
     return run

@@ -88,8 +88,9 @@ def plain_inputs(family: Family, forward: Any, sample: Sample, dtype: torch.dtyp
     inputs |= sound_inputs(sample, dtype)
     if not sample.pixels:
         return inputs | kinds_for(forward, kinds)
-    if isinstance(sample.grids[0], ProcessorOutput):
-        pairs = zip(sample.grids, sample.pixels, strict=True)
+    forms = [grid for grid in sample.grids if isinstance(grid, ProcessorOutput)]
+    if forms:
+        pairs = zip(forms, sample.pixels, strict=True)
         return inputs | joined([unpack(f, torch.from_numpy(p), dtype) for f, p in pairs]) | kinds_for(forward, kinds)
     inputs |= {
         "pixel_values": torch.cat([torch.from_numpy(pixels) for pixels in sample.pixels]).to(dtype),
@@ -116,9 +117,10 @@ class Outcome:
         worst = abs(self.loss - wanted.loss) / (abs(wanted.loss) or 1.0)
         for name in self.gradients.keys() | wanted.gradients.keys():
             found, expected = self.gradients.get(name), wanted.gradients.get(name)
-            error = (found if expected is None else expected if found is None else found - expected).norm()
+            difference = found if expected is None else expected if found is None else found - expected
+            assert difference is not None  # one of the two has it
             size = max(0.0 if expected is None else float(expected.norm()), _FLOOR * norm)
-            found_error = float(error) / (size or 1.0)
+            found_error = float(difference.norm()) / (size or 1.0)
             worst = max(worst, math.inf if math.isnan(found_error) else found_error)  # max() would pass over it
         return math.inf if math.isnan(worst) else worst
 
@@ -145,10 +147,10 @@ def run_parts(folder: str, family: Family, samples: Sequence[Sample], packing: b
     graph = _graph(family)
     with _one_rank():
         ranks = {stage.name: make_rank(_settings(stage, graph, folder, packing)) for stage in graph.stages}
-        *encoders, (_, text) = ranks.items()
-        bundles = [one for name, rank in encoders for one in rank.forward_step(0, 0, data.work[name][0][0])]
+        *before, (_, text) = ranks.items()
+        bundles = [one for name, rank in before for one in rank.forward_step(0, 0, data.work[name][0][0])]
         text.forward_step(0, 0, data.work["text"][0][0], *bundles)
-        for (_, rank), gradients in zip(encoders, text.backward_step(0, 0, True), strict=True):
+        for (_, rank), gradients in zip(before, text.backward_step(0, 0, True), strict=True):
             rank.backward_step(0, 0, True, gradients)
         loss = text.take_loss()
     assert loss is not None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib.util import find_spec
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from dhp.core.parameters import Group
 from dhp.core.reports import KernelUse
@@ -93,14 +95,14 @@ def make_optimizer(
     return FullySharded(model, layers, make, replicas_mesh(mesh), tensor_rank, settings.zero_stage, dtype)
 
 
-def tie_weight(optimizer: TiedOptimizer, model: nn.Module, settings: StageSettings) -> None:
+def tie_weight(optimizer: StageOptimizer, model: PreTrainedModel, settings: StageSettings) -> None:
     """Tie the weight that this stage shares with another, where there is one: the embedding, which
     is the head too."""
     for tie in settings.graph.ties:
         if settings.spec.name in (tie.owner, tie.other):
             weight = model.get_input_embeddings().weight
             name = next(name for name, parameter in model.named_parameters() if parameter is weight)
-            optimizer.tie(name, owns=settings.spec.name == tie.owner)
+            cast(TiedOptimizer, optimizer).tie(name, owns=settings.spec.name == tie.owner)
 
 
 def optimizer_maker(settings: StageSettings) -> MakeOptimizer:

@@ -93,8 +93,8 @@ class EncoderEngine(StageEngine):
         plans = [windows, self._plan_frames(work, varlen)]
         pixels = to_device(work.pixels, self.device)
         order = () if work.order is None else (work.order,)
-        (positions, *order), (windows, frames) = move_with_plans((work.positions, *order), plans, self.device)
-        sent = _Sent(work.rows, order[0] if order else None)
+        (positions, *moved), (windows, frames) = move_with_plans((work.positions, *order), plans, self.device)
+        sent = _Sent(work.rows, moved[0] if moved else None)
         inputs = TowerInputs(pixels, positions, windows, frames, work.forms, work.calls)
         output: dict[str, Tensor] = self.forward(
             len(pixels), micro_batch, lambda: self.tower.encode(self.model, inputs)

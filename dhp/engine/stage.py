@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from dhp.parallel.comm import build_mesh
 from dhp.parallel.device import compute_alike, describe_device
 from dhp.parallel.kernels.compile import compile_layers, eager
 from dhp.parallel.kernels.replace import require_compiler
-from dhp.parallel.optim.base import StageOptimizer, clip_coefficient, exact_dtype, widen
+from dhp.parallel.optim.base import StageOptimizer, TiedOptimizer, clip_coefficient, exact_dtype, widen
 from dhp.parallel.recompute.layers import ATTENTION, RecomputedLayers, tile_mlps
 from dhp.parallel.recompute.meter import ActivationMeter
 from dhp.parallel.recompute.saved_calls import save_output
@@ -127,7 +127,7 @@ class StageEngine(EvaluatingEngine):
 
     def tied_gradient(self, info: StepInfo) -> Bundle:
         """The summed gradient of the weight that another stage holds too, as this rank has it."""
-        return Bundle({TIED: self.optimizer.tied_gradient()})
+        return Bundle({TIED: cast(TiedOptimizer, self.optimizer).tied_gradient()})
 
     def grad_norm_sq(self, info: StepInfo, *tied: Bundle) -> float:
         """Squared norm of the stage's whole gradient, the same on all its ranks; 0 in a step without any.
@@ -136,7 +136,7 @@ class StageEngine(EvaluatingEngine):
         """
         active = self.is_active(info)
         if active and tied:
-            self.optimizer.add_tied(tied[0].tensors[TIED].to(self.device))
+            cast(TiedOptimizer, self.optimizer).add_tied(tied[0].tensors[TIED].to(self.device))
         self._norm_sq = self.optimizer.norm_sq() if active else 0.0
         if self.device.type == "cuda" and not (active and self.spec.trains):
             # The rank that sent to this stage writes to that memory again once it has the answer; where there is no
@@ -186,6 +186,7 @@ class StageEngine(EvaluatingEngine):
 
     def set_recompute(self, choices: RecomputePolicies) -> None:
         """Set what each layer recomputes from the next forward on. For stages that measure."""
+        assert self.measuring is not None
         self.measuring.choose(choices)
 
     def describe_device(self, measure: bool) -> DeviceInfo:
@@ -259,14 +260,16 @@ class StageEngine(EvaluatingEngine):
         parts = self.layer_parts()
         kinds = tuple(parts.kinds[layer] for layer in self.spec.layers)
         self.meter = ActivationMeter(self.model, self.device, kinds) if self.settings.measure else None
-        self.layers = None
+        self.layers: RecomputedLayers | None = None
         if RECORD.checks:
             watch_layers(dict(zip((f"layer {n}" for n in self.spec.layers), self._present_layers())))
         if self.meter is not None or set(self.settings.recompute) != {"none"}:
             self.layers = RecomputedLayers(
                 self._present_layers(), parts, self.settings.recompute, self.meter, self.device
             )
-        self.measuring = None if self.meter is None else Measuring(self.layers, self.meter, self.device)
+        self.measuring = None
+        if self.layers is not None and self.meter is not None:
+            self.measuring = Measuring(self.layers, self.meter, self.device)
 
     def _present_layers(self) -> list[torch.nn.Module]:
         """The layers that this stage holds, in the order of its chunks."""

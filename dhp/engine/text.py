@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +104,9 @@ class TextEngine(StageEngine):
         inputs, chosen, extra = self._inputs(chunk, work, hidden, sent, part.last)
 
         def compute() -> Tensor:
-            with self._routers.recording() if self._routers else nullcontext([]) as logits:
+            routers = self._routers
+            recorded: AbstractContextManager[list[Tensor]] = routers.recording() if routers else nullcontext([])
+            with recorded as logits:
                 states = self.family.decoder.run(self.model, part, inputs, **extra)
             if not part.last:
                 return states
@@ -142,8 +145,9 @@ class TextEngine(StageEngine):
             self._answering = self.generator(self.model, self.family.decoder, self.mesh, SEGMENTS, backend)
         leaves, _ = self._leaves(chunk, received)
         inputs, _, extra = self._inputs(chunk, work.row, None, leaves, False)
+        answering = self._answering
         with without_dropout(self.model):
-            answer = self.optimizer.forward(lambda: self._answering.answer(work, inputs, extra["segments"]))
+            answer = self.optimizer.forward(lambda: answering.answer(work, inputs, extra["segments"]))
         self.optimizer.rest()
         return answer
 
@@ -175,6 +179,7 @@ class TextEngine(StageEngine):
 
     def _share_of_balance(self, logits: Sequence[Tensor], work: TextInput) -> Tensor:
         experts, spans = self.family.decoder.experts, sample_ranges(work.tensors["input_ids"].shape, work.samples)
+        assert experts is not None  # whose logits these are
         losses = balance_losses(logits, spans, experts.visits)
         weights = to_device(torch.tensor(work.weights, dtype=torch.float64), self.device)
         return share_of_balance(losses, weights, experts.balance, work.total_weight)
@@ -226,7 +231,7 @@ class TextEngine(StageEngine):
 
     def _inputs(
         self, chunk: int, work: TextInput, hidden: Tensor | None, received: Sequence[dict[str, Tensor]], judges: bool
-    ) -> tuple[DecoderInputs, Chosen, dict[str, object]]:
+    ) -> tuple[DecoderInputs, Chosen, dict[str, Any]]:
         """The decoder's inputs on the device, what the objective needs there, and the attention's own arguments.
         judges: a loss follows; prompts have none of the objective's columns, and only the last chunk needs them."""
         named = work.tensors

@@ -26,7 +26,7 @@ from dhp.core.generation import LogitRule
 from dhp.models.flops import TextWork, text_work
 from dhp.models.part import Part
 from dhp.models.tower import EMBEDDINGS
-from dhp.models.types import Chunk, DecoderInputs, Experts, HeadShape, LayerParts, find_experts, held_layers
+from dhp.models.types import BlockRule, Chunk, DecoderInputs, Experts, HeadShape, LayerParts, find_experts, held_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +46,7 @@ class Decoder(Part):
     logits: LogitRule = LogitRule()
     mixers: tuple[str, ...] = ()  # classes of modules that carry state along a row
     # How tokens of an image see each other both ways: `dhp.parallel.attention.visibility.BlockRule`; None: they do not.
-    block_rule: str | None = None
+    block_rule: BlockRule | None = None
     sees_prefix: bool = False  # not tokens of an image, but those up to the first one that is to be learned
 
     def __init__(self, config: Any):

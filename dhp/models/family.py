@@ -32,14 +32,19 @@ class Family:
     processor: Processor
     tower: Tower
     decoder: Decoder
-    others: Mapping[str, Part] = field(default_factory=dict)
+    others: Mapping[str, Tower] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     note: str = ""
 
     @property
     def parts(self) -> dict[str, Part]:
         """All parts by name, in the order of the data flow."""
-        return {VISION: self.tower, **self.others, "text": self.decoder}
+        return {**self.encoders, "text": self.decoder}
+
+    @property
+    def encoders(self) -> dict[str, Tower]:
+        """All parts but the decoder."""
+        return {VISION: self.tower, **self.others}
 
     def check_answers(self) -> None:
         """Raises ModelError, by name, for a model that cannot answer prompts here."""

@@ -85,9 +85,9 @@ class Processor(ABC):
         """Arguments of the image processor, besides the images."""
         return {}
 
-    def written(self, grid: Grid | ProcessorOutput) -> str | None:
+    def written(self, grid: Grid | ProcessorOutput) -> str:
         """The prompt's text for an image's one placeholder, where that is not the placeholder repeated."""
-        return None
+        return ""
 
     def about(self) -> list[Any]:
         """All that decides the number of tokens of a picture, except its file and the image processor."""

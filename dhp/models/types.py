@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dhp.core.batch import ProcessorOutput
+
+BlockRule = Literal["bounded", "windowed", "free"]  # how the blocks of a decoder's tokens go with a layer's window
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class DecoderInputs:
     hidden: states from the chunk before, [rows, tokens, hidden]; None for a first chunk.
     """
 
-    input_ids: Tensor | None
+    input_ids: Tensor
     position_ids: Tensor
     images: Mapping[str, Tensor] = field(default_factory=dict)
     image_positions: Tensor | None = None

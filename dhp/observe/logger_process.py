@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,7 +201,7 @@ def main(name: str) -> None:
             arguments = [About(**arguments[0])]
         elif verb == "log":
             arguments[1] = {key: from_json(value) for key, value in arguments[1].items()}
-        answer = _outcome(verb, lambda verb=verb, arguments=arguments: getattr(logger, verb)(*arguments))
+        answer = _outcome(logger, verb, arguments)
         with suppress(BrokenPipeError):  # the run no longer reads; what the logger has is to be closed all the same
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
@@ -216,10 +216,10 @@ def _read(calls: TextIO, lines: Queue[str]) -> None:
     os._exit(1)
 
 
-def _outcome(verb: str, call: Callable[[], Any]) -> dict[str, Any]:
+def _outcome(logger: Any, verb: str, arguments: Sequence[Any]) -> dict[str, Any]:
     """{verb: what the call gave}, or {verb, error} where it raised: a library may raise anything, SystemExit too."""
     try:
-        return {verb: call()}
+        return {verb: getattr(logger, verb)(*arguments)}
     except BaseException as error:
         lines = str(error).strip().splitlines()
         return {verb: None, "error": f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__}

@@ -17,7 +17,7 @@ TERA = 1e12
 def known_peaks() -> dict[tuple[str, str], float]:
     """Operations a second by device name and number format, as vendors state them."""
     devices = json.loads((shipped_directory() / TABLE).read_text(encoding="utf-8"))["devices"]
-    peaks = {}
+    peaks: dict[tuple[str, str], float] = {}
     for device in devices:
         formats = {key: value * TERA for key, value in device.items() if key not in ("names", "source")}
         peaks |= {(name, key): peak for name in device["names"] for key, peak in formats.items()}

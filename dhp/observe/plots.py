@@ -17,6 +17,8 @@ INK, FAINT = (40, 40, 40), (225, 225, 225)
 COLOURS = ((66, 113, 174), (214, 96, 40))  # of the first series, which is filled, and of the second, an outline
 CUT = 0.999  # quantile where the axis ends, so that one long sample does not press all others into a bin
 
+Colour = tuple[int, int, int]
+Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 Series = Mapping[str, np.ndarray]  # numbers >= 0 by name, two at most
 
 
@@ -51,7 +53,7 @@ def draw_histograms(panels: Mapping[str, Series], across: str, up: str, path: Pa
     image.save(path, format="PNG")
 
 
-def _draw_names(image: Image.Image, font: ImageFont.ImageFont, across: str, up: str, top: int) -> None:
+def _draw_names(image: Image.Image, font: Font, across: str, up: str, top: int) -> None:
     """Axis labels of the panel that begins at `top`; the upright one is turned."""
     draw = ImageDraw.Draw(image)
     draw.text(((LEFT + WIDTH - RIGHT) / 2, top + HEIGHT - 12), across, fill=INK, font=font, anchor="ms")
@@ -74,7 +76,7 @@ def _most(series: Series) -> float:
     return max(1.0, *(float(np.quantile(numbers, CUT)) for numbers in series.values()))
 
 
-def _draw(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont, title: str, series: Series, top: int) -> None:
+def _draw(draw: ImageDraw.ImageDraw, font: Font, title: str, series: Series, top: int) -> None:
     most = _most(series)
     bins = [np.histogram(np.minimum(numbers, most), BINS, (0.0, most)) for numbers in series.values()]
     axes = _Axes(top, most, max(1.0, *(float(counts.max()) for counts, _ in bins)))
@@ -90,7 +92,7 @@ def _draw(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont, title: str, seri
         at += 18 + int(font.getlength(caption)) + 28
 
 
-def _draw_grid(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont, axes: _Axes) -> None:
+def _draw_grid(draw: ImageDraw.ImageDraw, font: Font, axes: _Axes) -> None:
     for count in ticks(axes.highest, 5):
         draw.line((LEFT, axes.y(count), WIDTH - RIGHT, axes.y(count)), fill=FAINT)
         draw.text((LEFT - 8, axes.y(count)), f"{count:.0f}", fill=INK, font=font, anchor="rm")
@@ -101,13 +103,15 @@ def _draw_grid(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont, axes: _Axes
     draw.line((LEFT, axes.y(axes.highest), LEFT, axes.floor), fill=INK)
 
 
-def _draw_bars(draw: ImageDraw.ImageDraw, axes: _Axes, counts: np.ndarray, edges: np.ndarray, colour: tuple) -> None:
+def _draw_bars(draw: ImageDraw.ImageDraw, axes: _Axes, counts: np.ndarray, edges: np.ndarray, colour: Colour) -> None:
     for count, begin, end in zip(counts, edges[:-1], edges[1:]):
         if count:
             draw.rectangle((axes.x(begin), axes.y(count), axes.x(end) - 1, axes.floor - 1), fill=colour)
 
 
-def _draw_outline(draw: ImageDraw.ImageDraw, axes: _Axes, counts: np.ndarray, edges: np.ndarray, colour: tuple) -> None:
+def _draw_outline(
+    draw: ImageDraw.ImageDraw, axes: _Axes, counts: np.ndarray, edges: np.ndarray, colour: Colour
+) -> None:
     last = int(np.flatnonzero(counts)[-1])
     line: list[tuple[float, float]] = [(LEFT, axes.floor)]
     for count, begin, end in zip(counts[: last + 1], edges, edges[1:]):

@@ -97,7 +97,7 @@ class Recorder:
         """One step has ended."""
         self._steps.append(_in_brief(metrics))
         with self.writing():
-            numbers = self._metrics.write(metrics)
+            numbers = self._opened.write(metrics)
         self.log(metrics.step, numbers)
         if self._progress is not None:
             self._progress.update(metrics)
@@ -106,7 +106,7 @@ class Recorder:
         """An evaluation has ended: lines about its datasets."""
         for metrics in found:
             with self.writing():
-                numbers = self._metrics.write_evaluation(metrics, alone=len(found) == 1)
+                numbers = self._opened.write_evaluation(metrics, alone=len(found) == 1)
             self.log(metrics.step, numbers)
             self.say(eval_line(metrics))
         self._evaluated = found
@@ -115,7 +115,7 @@ class Recorder:
         """Answers were generated with an evaluation."""
         for metrics in found:
             with self.writing():
-                self._metrics.write_answer(metrics)
+                self._opened.write_answer(metrics)
             self.say(answer_line(metrics))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -125,6 +125,11 @@ class Recorder:
             self._loggers.log(step, numbers)
             for message in self._loggers.take_messages():
                 self.say(message)
+
+    @property
+    def _opened(self) -> MetricsWriter:
+        assert self._metrics is not None
+        return self._metrics
 
     def _open(self, evaluates: bool = False) -> None:
         with self.writing():
@@ -214,7 +219,7 @@ class Recorder:
     def _close(self) -> RecordError | None:
         """Close all files, whatever the others do; the first failure."""
         lost = None
-        for close in (self._metrics.close, *(() if self._trace is None else (self._trace.close,))):
+        for close in (self._opened.close, *(() if self._trace is None else (self._trace.close,))):
             try:
                 with self.writing():
                     close()
@@ -225,8 +230,8 @@ class Recorder:
 
 def _in_brief(metrics: StepMetrics) -> StepMetrics:
     """The fields that the summary needs: a run may have a million steps."""
-    known = {"loss": metrics.loss, "step_s": metrics.step_s, "tokens": metrics.tokens, "busy_s": metrics.busy_s}
-    return StepMetrics(step=metrics.step, **known)
+    step, loss, step_s = metrics.step, metrics.loss, metrics.step_s
+    return StepMetrics(step=step, loss=loss, step_s=step_s, tokens=metrics.tokens, busy_s=metrics.busy_s)
 
 
 def _status(error: BaseException | None) -> str:

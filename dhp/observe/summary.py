@@ -120,12 +120,13 @@ class Summary:
         """
         losses = [step.loss for step in steps if step.loss is not None]
         timed = [step for step in steps if step.step_s is not None]
-        seconds = math.fsum(step.step_s for step in timed)
+        times = [step.step_s for step in steps if step.step_s is not None]
+        seconds = math.fsum(times)
         return cls(
             steps=steps[-1].step if steps else done,
             first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,
-            median_step_s=median(step.step_s for step in timed) if timed else None,
+            median_step_s=median(times) if times else None,
             tokens_per_s=sum(step.tokens or 0 for step in timed) / seconds if seconds else None,
             idle_share=_idle_share(timed),
             **known,

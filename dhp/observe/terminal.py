@@ -198,7 +198,7 @@ def closing_table(
     these rows are left out. best: which checkpoint is the best by training.best_metric, where one is.
     """
     run_dir = Path(run_dir)
-    rows = {"status": summary.status}
+    rows: dict[str, str] = {"status": summary.status}
     if summary.error:
         rows["error"] = harmless(summary.error.strip().splitlines()[0])
     rows |= {

@@ -82,7 +82,7 @@ class TraceWriter:
         self._stretch(RUN, 0, Span(f"step {step}", STEP, start, end), args=json_safe(values))
         if data_s:
             self._stretch(RUN, 0, Span("for data", DATA, start, start + int(data_s * 1e9)))
-        place = {"pid": self._groups[RUN], "tid": 0}
+        place: dict[str, Any] = {"pid": self._groups[RUN], "tid": 0}
         self._event(TraceEvent(name=f"end of step {step}", ph="i", cat=STEP, ts=end / 1e3, s="g", **place))
         self._file.flush()
 
@@ -93,8 +93,8 @@ class TraceWriter:
             self._file.close()
 
     def _stretch(self, group: str, row: int, span: Span, offset_ns: int = 0, **more: Any) -> None:
-        times = {"ts": (span.start_ns + offset_ns) / 1e3, "dur": (span.end_ns - span.start_ns) / 1e3}
-        place = {"pid": self._groups[group], "tid": row}
+        times: dict[str, Any] = {"ts": (span.start_ns + offset_ns) / 1e3, "dur": (span.end_ns - span.start_ns) / 1e3}
+        place: dict[str, Any] = {"pid": self._groups[group], "tid": row}
         self._event(TraceEvent(name=span.name, ph="X", cat=span.kind, **times, **place, **more))
 
     def _describe(self, group: str, row: int, what: str, **values: Any) -> None:

@@ -110,6 +110,7 @@ def _write_video(path: Path, one: Hidden, haystack: Iterator[Image.Image]) -> No
             hides = first <= number < first + GROUP
             shown = (one.needle.picture if hides else frame).resize(size)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(shown), format="rgb24")))
+        assert stream is not None  # a haystack has frames
         container.mux(stream.encode())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -177,7 +178,7 @@ def _sample(folder: Path, number: int, random: Random) -> dict[str, object]:
     for name, picture in zip(names, draft.pictures):
         picture.save(folder / name, quality=92)
     turns = [turn for exchange in draft.exchanges for turn in zip(("human", "gpt"), exchange)]
-    annotation: dict[str, object] = {"id": f"{number:05d}"}
+    annotation: dict[str, Any] = {"id": f"{number:05d}"}
     if names:
         annotation["image"] = names[0] if len(names) == 1 else names
     annotation["conversations"] = [{"from": role, "value": text} for role, text in turns]

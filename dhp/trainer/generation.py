@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,7 @@ def _generate(
 
 def generate_all(
     config: Config, checkpoint: Path | None, request: GenerateRequest, say: Callable[[str], None]
-) -> Iterator[AnswerMetrics]:
+) -> Generator[AnswerMetrics, None, None]:
     """As `generate`, for every sample of the request's dataset, with one start for all of them.
 
     The first prompt is read before anything is started; media of the others are read when they are answered. Raises

@@ -189,7 +189,7 @@ class Inbox:
             return value
         serial, memory, locked = self._mapped.get((value.pid, value.buffer), (0, None, False))
         if memory is None or serial != value.serial:
-            if locked:
+            if memory is not None and locked:
                 unpin(memory)
             memory = _map_of(value)
             self._mapped[value.pid, value.buffer] = (value.serial, memory, self._pinned and pin(memory))

@@ -24,9 +24,9 @@ UNUSED, GIVEN_UP = -1, -2  # an item that is in no bin yet, and one that never w
 
 
 class _Items(NamedTuple):
-    """count, load: int64 [items]. number: int64 [items], the bin of each, written as bins are filled."""
+    """counts, load: int64 [items]. number: int64 [items], the bin of each, written as bins are filled."""
 
-    count: np.ndarray
+    counts: np.ndarray
     load: np.ndarray
     number: np.ndarray
 
@@ -121,7 +121,7 @@ def _fill_bin(
         cursor = _next(items, c, t, guide.most, cursor)
         if cursor < 0:
             break
-        c, t, s = c - items.count[cursor], t - items.load[cursor], s - float(items.load[cursor]) ** 2
+        c, t, s = c - items.counts[cursor], t - items.load[cursor], s - float(items.load[cursor]) ** 2
         _take(items, table, cursor, bin_)
         held[size] = cursor
         size += 1
@@ -131,7 +131,7 @@ def _fill_bin(
 @njit(cache=True)
 def _take(items: _Items, table: _Table, item: int, bin_: int) -> None:  # pragma: no cover - compiled
     items.number[item] = bin_
-    table.live[items.count[item] * table.width + items.load[item]] -= 1
+    table.live[items.counts[item] * table.width + items.load[item]] -= 1
 
 
 @njit(cache=True)

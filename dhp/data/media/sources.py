@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib import request
 
 from dhp.core.errors import DataError
@@ -139,7 +139,7 @@ def decoding(what: str) -> Iterator[None]:
         raise DataError(f"{what} cannot be decoded: {error or type(error).__name__}") from error
 
 
-def open_media(file: File, what: str) -> BinaryIO:
+def open_media(file: File, what: str) -> io.BufferedReader | io.BytesIO:
     """Its bytes, open for reading and seekable. what: "image", "video" or "audio", for errors.
 
     Raises DataError, which names the file and the reason: missing, no regular file, empty, unreadable, too large.
@@ -155,7 +155,7 @@ def open_media(file: File, what: str) -> BinaryIO:
     return io.BytesIO(content)
 
 
-def _open_path(path: Path, what: str) -> BinaryIO:
+def _open_path(path: Path, what: str) -> io.BufferedReader:
     try:
         if path.is_dir():
             raise DataError(f"{what} {path} is a folder")

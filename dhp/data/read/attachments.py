@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,7 +91,9 @@ def _numbered_tags(said: Sequence[Said], names: Mapping[str, Any]) -> tuple[list
     order = [tag for one in said if one.role == "user" for tag in tags.findall(one.text)]
     if sorted(order) != sorted(names):
         raise DataError(f"tags {sorted(names)} of 'image' must each stand once in the questions, which have {order}")
-    plain = lambda one: tuple(tags.sub("<image>", part) if isinstance(part, str) else part for part in one.parts)
+    plain: Callable[[Said], tuple[Part | Bare, ...]] = lambda one: tuple(
+        tags.sub("<image>", part) if isinstance(part, str) else part for part in one.parts
+    )
     shown = [replace(one, parts=plain(one)) if one.role == "user" else one for one in said]
     return shown, [names[tag] for tag in order]
 

@@ -127,7 +127,7 @@ def _settings(part: Fields, kind: str, place: str) -> Settings:
         return PLAIN
     keys = _NUMBERS if kind == "video" else ("min_pixels", "max_pixels")
     found = {key: _number(part.get(key), key, place) for key in keys if part.has(key)}
-    whole = {key: value if key in _FRACTIONS else int(value) for key, value in found.items()}
+    whole: dict[str, Any] = {key: value if key in _FRACTIONS else int(value) for key, value in found.items()}
     settings = Settings(**{_NUMBERS[key]: value for key, value in whole.items()})
     if settings.end is not None and settings.end <= settings.start:
         raise DataError(f"{place}: 'video_end' {settings.end:g} is not after 'video_start' {settings.start:g}")

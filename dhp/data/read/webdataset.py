@@ -8,7 +8,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -85,9 +85,9 @@ class _Header(tarfile.TarInfo):
     """A header whose numbers are checked before they are used."""
 
     @classmethod
-    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> _Header:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         """Raises ReadError for a size below 0, and for more than a megabyte that is no file's content."""
-        info: _Header = super().frombuf(buf, encoding, errors)  # type: ignore[assignment]
+        info = super().frombuf(buf, encoding, errors)
         if info.size < 0 or (info.size > _MAX_HEADER and not info.isreg()):
             raise tarfile.ReadError(f"a header says {info.size} bytes of what is no file's content")
         return info
@@ -105,7 +105,8 @@ def _members(file: BinaryIO, start: int, stop: int | None) -> Iterator[tarfile.T
             if info.offset <= at or info.size < 0:
                 raise tarfile.ReadError(f"the header behind byte {at} leads back to {info.offset}")
             at = info.offset
-            archive.members = []  # or it keeps every header that it has shown
+            # Or it keeps every header that it has shown. The types of the library lack its public list of them.
+            archive.members = []  # type: ignore[attr-defined]
             if info.isreg() and not info.issparse():
                 yield info
 

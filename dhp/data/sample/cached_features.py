@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dhp.core.batch import Features, Grid, ProcessorOutput
 from dhp.data.media.frames import FrameTimes
@@ -98,7 +98,7 @@ def _digest(medium: Picture) -> tuple[bytes, Picture]:
     that the decoded bytes are the digested ones. Videos on disk are too large for that."""
     if isinstance(medium, Video) and isinstance(medium.file, Frames):
         digests = [_digest(file) for file in medium.file.files]
-        frames = replace(medium.file, files=tuple(file for _, file in digests))
+        frames = replace(medium.file, files=tuple(cast(File, file) for _, file in digests))
         whole = b"".join(content for content, _ in digests) + str(frames.rate).encode()
         return hashlib.sha256(whole).digest(), replace(medium, file=frames)
     (file,), video = files_of(medium), isinstance(medium, Video)

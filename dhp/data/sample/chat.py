@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,7 @@ def replace_each(rendered: Rendered, token: str, others: Sequence[str]) -> Rende
         starts.append(at + len(piece))
         at = starts[-1] + len(token)
     grown = [len(other) - len(token) for other in others]
-    moved = lambda end: end + sum(more for start, more in zip(starts, grown) if start < end)
+    moved: Callable[[int], int] = lambda end: end + sum(more for start, more in zip(starts, grown) if start < end)
     return Rendered(joined, tuple((moved(start), moved(stop)) for start, stop in rendered.spans))
 
 

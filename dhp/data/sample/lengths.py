@@ -5,13 +5,15 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dhp.core.batch import Grid, PositionRange
+from dhp.core.batch import Grid, PositionRange, ProcessorOutput
 from dhp.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers.image_processing_utils import BaseImageProcessor
+
+Form = TypeVar("Form", bound=Grid | ProcessorOutput)
 
 # Its name, and a second setting that only processors have which mean tiles by it; None: the name is unambiguous.
 _NAMES = (("max_image_tiles", None), ("max_slice_nums", None), ("max_patches", "crop_to_patches"))
@@ -49,7 +51,7 @@ class Grids:
     """
 
     def __init__(
-        self, processor: BaseImageProcessor, scaling: Mapping[str, Any], tokens: Callable[[Grid], int]
+        self, processor: BaseImageProcessor, scaling: Mapping[str, Any], tokens: Callable[[Grid | ProcessorOutput], int]
     ) -> None:
         """scaling: further arguments of the processor. tokens: how many tokens a picture of a grid has."""
         self._processor, self._tokens = processor, tokens
@@ -57,9 +59,9 @@ class Grids:
         names = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
         self._bounds = {names[edge]: pixels for edge, pixels in bounds.items()}
         self._by_formula: bool | None = None  # None: not tried yet
-        self._known: dict[Size, Grid] = {}
+        self._known: dict[Size, Any] = {}
 
-    def __call__(self, size: Size, run: Callable[[Size], Grid]) -> Grid:
+    def __call__(self, size: Size, run: Callable[[Size], Form]) -> Grid | Form:
         """A grid with as many tokens as the true one. run: the processor's own answer, by a blank picture of a size.
 
         Raises what `run` raises for a size that the processor does not take.
@@ -82,7 +84,7 @@ class Grids:
         width, height = size
         return 1, 1, self._processor.get_number_of_image_patches(height, width, self._bounds)
 
-    def _formula_holds(self, run: Callable[[Size], Grid]) -> bool:
+    def _formula_holds(self, run: Callable[[Size], Grid | ProcessorOutput]) -> bool:
         # Some processors count tiles under this name, some are set not to scale, and a family may count tokens by
         # the sides of a grid: wherever the formula is not the whole truth, it is not used.
         if not hasattr(self._processor, "get_number_of_image_patches"):
@@ -150,7 +152,8 @@ def check_characters(
 ) -> None:
     """Raises DataError for a text that cannot fit, however it is cut into tokens: to cut one takes 300 times its size
     in memory. pictures: that have a placeholder each in the text so far. longest: see `longest_token`."""
-    most = min((bound for bound in (max_tokens, positions and positions.count) if bound is not None), default=None)
+    bounds = (max_tokens, None if positions is None else positions.count)
+    most = min((bound for bound in bounds if bound is not None), default=None)
     if longest is None or most is None:
         return
     room = longest * most + pictures * max(longest, _PLACEHOLDER)

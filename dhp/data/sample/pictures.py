@@ -75,8 +75,8 @@ class Pictures:
     def __init__(
         self,
         image_processor: BaseImageProcessor,
-        image_tokens: Callable[[Grid], int],
-        patches: Callable[[Output], tuple[np.ndarray, Grid]],
+        image_tokens: Callable[[Grid | ProcessorOutput], int],
+        patches: Callable[[Output], tuple[np.ndarray, Grid | ProcessorOutput]],
         min_pixels: int | None,
         max_pixels: int | None,
         videos: Videos | None,
@@ -136,7 +136,8 @@ class Pictures:
         """Tokens of each run of placeholders: of a picture, or of each step of a video whose steps stand apart."""
         runs = []
         for one in seen:
-            if one.pace is None or self._videos.step_tokens is None:
+            apart = None if one.pace is None or self._videos is None else self._videos.step_tokens
+            if apart is None or isinstance(one.grid, ProcessorOutput):
                 runs.append(self._image_tokens(one.grid))
             else:
                 t, h, w = one.grid
@@ -189,7 +190,7 @@ class Pictures:
         (file,) = files_of(medium)
         scaling = self._scaling_of(settings_of(medium), moving=False)
 
-        def blank(size: Size) -> Grid:
+        def blank(size: Size) -> Grid | ProcessorOutput:
             return self._as_patches(self._process([Image.new("RGB", size)], file, scaling))[1]
 
         size = read_size(file)
@@ -198,12 +199,15 @@ class Pictures:
     def _video(self, video: Video) -> PicturePatches:
         file, videos = video.file, self._seeing(video.file)
         taking, scaling = self._taking(video.settings), self._scaling_of(video.settings, moving=True)
-        make = lambda frames: videos.patches(self._process(frames, file, scaling))
+        make: Callable[[list[Image.Image]], tuple[np.ndarray, Grid]] = lambda frames: videos.patches(
+            self._process(frames, file, scaling)
+        )
         if isinstance(file, Frames):
             groups, pace = map_images(file, taking, make)
         else:
-            length = None if self._whole_frames is None else read_length(file)
-            if length is not None and len(taking.indices(length.total, length.rate)) > self._whole_frames:
+            whole = self._whole_frames
+            length = None if whole is None else read_length(file)
+            if whole is not None and length is not None and len(taking.indices(length.total, length.rate)) > whole:
                 pace = taking.pace(length.total, length.rate)
                 (first,) = read_groups(file, taking, length, [0])  # headers do not tell whether frames are turned
                 grid = (len(pace.times), *make(first)[1][1:])
@@ -227,6 +231,7 @@ class Pictures:
     def _taking(self, settings: Settings) -> FrameSampling:
         """Which frames are taken of a video with such settings. So many frames, whatever their number a second, are
         taken at a rate that no video has. Raises DataError for more than the configuration allows."""
+        assert self._videos is not None  # `_seeing` has made sure
         taking = self._videos.taking
         fps = settings.fps or (_ANY_RATE if settings.frames else taking.fps)
         most = settings.frames or settings.max_frames or taking.max_frames
@@ -241,7 +246,7 @@ class Pictures:
             return self._video_scaling if moving else self._scaling
         bounds = self._video_bounds if moving else self._bounds
         try:
-            scaling = _scaling(self._image_processor, *(mine or given for mine, given in zip(own, bounds)))
+            scaling = _scaling(self._image_processor, own[0] or bounds[0], own[1] or bounds[1])
         except ConfigError as error:
             raise DataError(f"min_pixels and max_pixels of a picture: {error}") from error
         most = max(self._image_processor.size["longest_edge"], bounds[1] or 0)

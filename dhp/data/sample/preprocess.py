@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import transformers
 
-from dhp.core.batch import IGNORED, SOUND, Grid, PositionRange
+from dhp.core.batch import IGNORED, SOUND, Grid, PositionRange, ProcessorOutput
 from dhp.core.errors import DataError
 from dhp.data.media.frames import FrameTimes
 from dhp.data.read.records import Record, located
@@ -39,8 +39,8 @@ class Preprocessor:
         tokenizer: PreTrainedTokenizerBase,
         image_processor: BaseImageProcessor,
         image_token_id: int,
-        image_tokens: Callable[[Grid], int],
-        patches: Callable[[Output], tuple[np.ndarray, Grid]],
+        image_tokens: Callable[[Grid | ProcessorOutput], int],
+        patches: Callable[[Output], tuple[np.ndarray, Grid | ProcessorOutput]],
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         videos: Videos | None = None,

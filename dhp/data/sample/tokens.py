@@ -118,6 +118,7 @@ class ConversationTokenizer:
     def _with_pictures(self, rendered: Rendered, shown: Sequence[PicturePatches | Outline]) -> Rendered:
         """Replace the placeholder of each image by what the family's processor writes for it: in the text, as that
         processor does, because tokens are not always those of the pieces."""
+        assert self._written is not None
         placeholder, text_of = self._written
         found = rendered.text.count(placeholder)
         if found != len(shown):
@@ -125,6 +126,7 @@ class ConversationTokenizer:
         return replace_each(rendered, placeholder, [text_of(one.grid) for one in shown])
 
     def _with_sounds(self, rendered: Rendered, clips: Sequence[Clip]) -> Rendered:
+        assert self._sounds is not None
         placeholder = self._tokenizer.convert_ids_to_tokens(self._sounds.token_id)
         found = rendered.text.count(placeholder)
         if found != len(clips):
@@ -135,6 +137,7 @@ class ConversationTokenizer:
         """Replace the placeholder of each video by one for each step in time. This is done in the text, not among its
         tokens, because the text before a time may share a token with it."""
         videos, name = self._videos, self._tokenizer.convert_ids_to_tokens
+        assert videos is not None and videos.step_tokens is not None  # or no prompt has times
         token, first, last = map(name, (videos.token_id, *videos.step_tokens))
         found = rendered.text.count(token)
         if found != len(paces):

@@ -246,6 +246,7 @@ class BalancedSampler(Sampler):
         """Limits of a row."""
         if self._planner.limits is None:
             self._locate(0)
+        assert self._planner.limits is not None  # planning the first window has set them
         return self._planner.limits
 
     def _locate(self, step: int) -> tuple[int, int]:

@@ -37,7 +37,7 @@ class Lengths:
         return len(self.text)
 
 
-def measure_lengths(annotations: Annotations, preprocess: Preprocessor, rows: Sequence[int]) -> Lengths:
+def measure_lengths(annotations: Annotations, preprocess: Preprocessor, rows: Sequence[int] | np.ndarray) -> Lengths:
     """Lengths of these rows (0-based) of a dataset, in the order of `rows`.
 
     A defective sample is noted and raises nothing. One whose pixels are damaged counts as good: only decoding it tells.

@@ -89,7 +89,7 @@ class ContractProcessor(Processor):
             raise TypeError(f"a picture of {self.config.model_type} is described by its form, not by a grid {grid}")
         return grid.tokens
 
-    def written(self, grid: Grid | ProcessorOutput) -> str | None:
+    def written(self, grid: Grid | ProcessorOutput) -> str:
         assert isinstance(grid, ProcessorOutput)
         return grid.written
 

@@ -15,9 +15,10 @@ from transformers import PreTrainedConfig
 
 from dhp.core.batch import SOUND, ProcessorOutput
 from dhp.models.contract.pictures import arrays_of
+from dhp.models.types import BlockRule
 
 # How tokens of an image see each other both ways (dhp.parallel.attention.visibility.BlockRule).
-_BLOCKS = {
+_BLOCKS: dict[str, BlockRule] = {
     "gemma3": "bounded",
     "shieldgemma2": "bounded",
     "gemma4": "windowed",
@@ -40,7 +41,7 @@ def is_declared(config: Any) -> bool:
     return config.model_type in _DECLARED
 
 
-def block_rule(config: Any) -> str | None:
+def block_rule(config: Any) -> BlockRule | None:
     """The rule of a family's blocks; None where tokens of an image see each other as any others do."""
     rule = _BLOCKS.get(config.model_type)
     if rule == "windowed" and getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision":

@@ -44,7 +44,7 @@ def replace_kernels(
     model: nn.Module,
     device: torch.device,
     dtype: torch.dtype,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     wanted: Mapping[str, str] | None = None,
 ) -> tuple[KernelUse, ...]:
     """Replace the forward of norms, gated MLPs and modules that apply rotary positions; which kernel serves which.

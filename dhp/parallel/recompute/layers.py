@@ -89,8 +89,11 @@ class Watcher(Protocol):
 class LayerMap(Protocol):
     """Which modules of a part's layers do what: see `dhp.models.types.LayerParts`."""
 
-    projections: tuple[str, ...]
-    mlp: tuple[str, ...]
+    @property
+    def projections(self) -> tuple[str, ...]: ...
+
+    @property
+    def mlp(self) -> tuple[str, ...]: ...
 
 
 class RecomputedLayers:
