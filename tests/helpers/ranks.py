@@ -23,7 +23,7 @@ from dhp.cluster.host import LOOPBACK, open_listener
 from dhp.core.dispatch import PerRank, spread
 from dhp.step.stages import Group
 
-WARM = "tests.helpers.warm"
+WARM = ("tests.helpers.warm", "tests.helpers.layouts")  # the second imports Ray, which no rank uses
 TIMEOUT_S = 600
 AGREE_S = 30  # until a rank that waits for another one's collective gives up
 _GROUPS = count()
@@ -34,7 +34,7 @@ def context() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     server = mp.get_context("forkserver")
-    server.set_forkserver_preload([WARM])
+    server.set_forkserver_preload(list(WARM))
     return server
 
 
