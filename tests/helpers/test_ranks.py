@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from tests.helpers.ranks import WARM, run_on_ranks
 
 
@@ -11,5 +13,6 @@ def _loaded(name: str) -> bool:
     return name in sys.modules
 
 
-def test_the_fork_server_has_imported_what_ranks_need() -> None:
-    assert run_on_ranks(_loaded, 1, WARM) == [True]
+@pytest.mark.parametrize("name", WARM)
+def test_the_fork_server_has_imported_what_ranks_need(name: str) -> None:
+    assert run_on_ranks(_loaded, 1, name) == [True]
