@@ -65,7 +65,7 @@ class Layout:
         row = tuple(_sample(sizes, number, self.family) for number in range(sizes.samples))
         dealer = BatchSharder(
             self.family,
-            Collator(self.family, 0, feed.packing),
+            Collator(self.family, 0, feed.data.packing),
             feed.encoders,
             text=feed.text,
             sequence_groups=feed.sequence_groups,
