@@ -16,7 +16,7 @@ from tests.engine.pairs import FEATURES, Row, apart, features_of, pairs_of, want
 from tests.engine.test_parity import assert_exact, assert_exact_in_single_precision
 from tests.helpers.batches import awkward_steps
 from tests.helpers.layouts import FIRST_OUT, Fault, InspectedText, InspectedVision, compare, compare_rounding
-from tests.helpers.norms import exact_norms, use_exact_norms
+from tests.helpers.norms import exact_norms, use_exact_norms, use_exact_turns
 from tests.helpers.tiny import save_llava, save_llava_with_experts, save_model, save_qwen3_vl
 
 FOUR = {"num_hidden_layers": 4}  # so that there is something to cut into stages of two chunks
@@ -31,10 +31,11 @@ _MADE: dict[str, tuple[str, Sequence[Sequence[Sample]]]] = {}
 
 
 class _Exact:
-    """On ranks, without the float32 of norms and routers."""
+    """On ranks, without the float32 of norms, routers and rotary positions of towers."""
 
     def __init__(self, settings: Any):
         use_exact_norms(setattr)
+        use_exact_turns(setattr)
         super().__init__(settings)
 
 
@@ -64,6 +65,7 @@ def test_equals_the_plain_model(row: Row, made: Any, monkeypatch: pytest.MonkeyP
         assert max(ratios.loss, ratios.gradient, ratios.update) < 2.5, ratios
         return
     check = assert_exact if row.case.dtype == "float64" else assert_exact_in_single_precision
+    use_exact_turns(monkeypatch.setattr)
     with exact_norms():
         check(compare(made[0], row.case, made[1], Fault(ExactVision, ExactText)))
 

@@ -1,5 +1,5 @@
-"""RMS norms, and routers to experts, without their detour through float32, whose rounding jumps by 1e-7 for a
-difference of 1e-16."""
+"""RMS norms, routers to experts and rotary positions of towers without their detour through float32, whose rounding
+jumps by 1e-7 for a difference of 1e-16."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextRMSNorm, Qwen3VLMoeTextTopKRouter
 
 KINDS = (
@@ -26,6 +29,9 @@ KINDS = (
     Qwen3VLTextRMSNorm,
 )
 ROUTERS = (Qwen3MoeTopKRouter, Qwen3VLMoeTextTopKRouter)
+
+
+TOWERS = (modeling_qwen2_5_vl, modeling_qwen3_vl, modeling_qwen3_vl_moe)
 
 
 @contextmanager
@@ -44,8 +50,25 @@ def use_exact_norms(put: Callable[[Any, str, Any], None]) -> None:
         put(kind, "forward", _route)
 
 
+def use_exact_turns(put: Callable[[Any, str, Any], None]) -> None:
+    """Rotary positions of towers computed in the format of their states, by `put`."""
+    for module in TOWERS:
+        put(module, "apply_rotary_pos_emb_vision", _turn)
+
+
 def _norm(self: Any, states: Tensor) -> Tensor:
     return self.weight * (states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def _turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_pos_emb_vision` of the library in the format of the states."""
+
+    def turned(states: Tensor) -> Tensor:
+        first, second = states.chunk(2, dim=-1)
+        across = torch.cat((-second, first), dim=-1)
+        return states * cos.unsqueeze(-2).to(states) + across * sin.unsqueeze(-2).to(states)
+
+    return turned(query), turned(key)
 
 
 def _route(self: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
