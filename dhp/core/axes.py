@@ -64,14 +64,14 @@ class Degrees:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Ranks along the axes that divide a row, outermost first."""
+        """Ranks along ring and Ulysses, which divide a row here."""
         ring, ulysses = self.along(*OF_ROWS)
         return ring, ulysses
 
     @property
     def sequence(self) -> int:
         """Ranks that share one sequence."""
-        return prod(self.rows)
+        return prod(self.along(*OF_ROWS))
 
     @property
     def shards(self) -> int:
