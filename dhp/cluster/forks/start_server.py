@@ -16,6 +16,8 @@ from pathlib import Path
 
 from dhp.cluster.forks.start.sitecustomize import SERVER
 
+# GPUs' devices, by how Linux names them: NVIDIA's, those of a Jetson, AMD's, and any under Windows' own Linux.
+DEVICES = ("nvidia[0-9]*", "nvmap", "kfd", "dxg")
 START = Path(__file__).parent / "start"  # Python's hook for the processes that Ray starts
 
 
@@ -42,9 +44,9 @@ def fork_server(modules: Sequence[str]) -> Iterator[None]:
             server.communicate()
 
 
-def has_gpus() -> bool:
-    """Whether the machine has NVIDIA's devices; asking CUDA itself would initialize it."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+def has_gpus(devices: Path = Path("/dev")) -> bool:
+    """Whether the machine may have GPUs; asking CUDA itself would initialize it."""
+    return any(found for name in DEVICES for found in devices.glob(name))
 
 
 def environment() -> dict[str, str]:

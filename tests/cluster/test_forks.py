@@ -1,0 +1,87 @@
+"""A run's own fork server: workers find its imports, start as usual without it, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dhp.cluster.forks import start_server
+from dhp.cluster.forks.start.sitecustomize import SERVER
+from dhp.cluster.forks.start_server import environment, fork_server, has_gpus
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 100
+MODULE = "wave"  # small, and imported by nobody else here
+CODE = f"import os, sys; print({MODULE!r} in sys.modules, os.getppid())"
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SERVER, raising=False)
+    monkeypatch.setattr(start_server, "has_gpus", lambda: False)
+    monkeypatch.chdir(ROOT)
+
+
+def worker(folder: Path, **more: str) -> tuple[str, str]:
+    """What a worker prints: whether the module was there, and its parent."""
+    script = folder / "default_worker.py"
+    script.write_text(CODE)
+    done = subprocess.run(
+        [sys.executable, script], env={**os.environ, **more}, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    found, parent = done.stdout.split()
+    return found, parent
+
+
+def test_a_worker_is_a_fork_that_finds_the_imports(tmp_path: Path, alone: None) -> None:
+    with fork_server([MODULE, "no.such.module"]):
+        folder, deadline = Path(os.environ[SERVER]).parent, time.monotonic() + LIMIT_S
+        while not Path(os.environ[SERVER]).exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert folder.stat().st_mode & 0o077 == 0
+        found, server = worker(tmp_path, **environment())
+        assert found == "True" and b"dhp.cluster.forks.server" in Path(f"/proc/{server}/cmdline").read_bytes()
+    assert not Path(f"/proc/{server}").exists() and not folder.exists() and environment() == {}
+
+
+def test_a_worker_starts_as_usual_where_no_server_answers(tmp_path: Path, alone: None) -> None:
+    hook = {SERVER: str(tmp_path / "nowhere"), "PYTHONPATH": str(start_server.START)}
+    assert worker(tmp_path, **hook) == ("False", str(os.getpid()))
+
+
+def test_the_environments_own_hook_still_runs(tmp_path: Path, alone: None) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import {MODULE}\n")
+    path = os.pathsep.join([str(start_server.START), str(tmp_path)])
+    assert worker(tmp_path, PYTHONPATH=path)[0] == "True"
+
+
+def test_a_killed_run_leaves_neither_server_nor_folder(tmp_path: Path, alone: None) -> None:
+    held = "import os, time\nfrom dhp.cluster.forks.start_server import *\nfrom dhp.cluster.forks import start_server\n"
+    held += "start_server.has_gpus = lambda: False\n"
+    held += f"with fork_server(['{MODULE}']):\n    print(os.environ['{SERVER}'], flush=True)\n    time.sleep(60)"
+    run = subprocess.Popen([sys.executable, "-c", held], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    folder = Path(run.stdout.readline().strip()).parent
+    run.kill()
+    run.wait(LIMIT_S)
+    deadline = time.monotonic() + LIMIT_S
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["nvidia0", "dxg", "kfd", "nvmap"])
+def test_beside_gpus_there_is_none(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_gpus(tmp_path)
+    (tmp_path / name).touch()
+    assert has_gpus(tmp_path)
+    monkeypatch.delenv(SERVER, raising=False)
+    monkeypatch.setattr(start_server, "has_gpus", lambda: True)
+    with fork_server([MODULE]):
+        assert SERVER not in os.environ and environment() == {}
