@@ -12,6 +12,7 @@ from dhp.batch.reader import BatchReader
 from dhp.batch.shard import ONE, ONE_GROUP
 from dhp.checkpoint.feature_folder import FeatureFolder
 from dhp.config.data import DataConfig
+from dhp.config.parts import resolved
 from dhp.core.axes import Degrees
 from dhp.core.batch import FeatureSettings
 from dhp.core.errors import ModelError
@@ -81,7 +82,7 @@ def make_reader(settings: BatchReaderSettings) -> BatchReader:
     dataset = open_datasets(settings)
     measured = None
     if settings.balancing.method != RANDOM:
-        cache, whole = LengthCache(Path(str(settings.data.cache_dir))), settings.balancing.window is None
+        cache, whole = LengthCache(Path(resolved(settings.data.cache_dir))), settings.balancing.window is None
         measured = MeasuredDataset(dataset, preprocess, cache, whole)
     records: Records = dataset
     if settings.exchange:
