@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,12 @@ def _answer_all(config: Config, checkpoint: Path | None, request: GenerateReques
 
     exact = count = 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    with interruptible(), logs_folder("dhp-generate-") as logs, out.open("w", encoding="utf-8") as file:
+    with interruptible(), logs_folder("dhp-generate-") as logs, ExitStack() as opened:
         answers = generate_all(replace(config, run_dir=str(logs)), checkpoint, request, StartUp(time.perf_counter()))
         with closing(answers):
             for found in answers:
+                if not count:  # only now: what is refused leaves the file of an earlier command as it was
+                    file = opened.enter_context(out.open("w", encoding="utf-8"))
                 line = answer_line(found)
                 exact, count = exact + line["exact"], count + 1
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
