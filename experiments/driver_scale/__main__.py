@@ -85,7 +85,7 @@ def sparse(graph: StageGraph, rng: np.random.Generator) -> Route:
 def measure(ranks: int, rounds: int) -> Iterator[dict[str, Any]]:
     """A line for each kind of route, in interleaved rounds after one that does not count."""
     graph, rng = make_graph(ranks), np.random.default_rng(0)
-    settings = (SimpleNamespace(stage=stage.name, size=ranks) for stage in graph.stages)
+    settings = (SimpleNamespace(stage=stage.name, size=ranks, log_dir=None) for stage in graph.stages)
     groups = {s.stage: EmptyGroup(s, [None] * ranks, None) for s in settings}
     stages, schedule = make_stages(graph, groups), make_schedule("sequential", graph, MICRO_BATCHES)
     routes = {
