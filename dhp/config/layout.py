@@ -15,12 +15,12 @@ from dhp.core.errors import ConfigError
 
 DEGREES = ("pipeline", "data", "ulysses", "ring", "tensor")
 PARALLELISMS = {
-    "vision": ("none", "data", "sequence", "tensor", "deepspeed"),
+    "vision": ("none", "data", "sequence", "tensor", "pipeline", "deepspeed"),
     "audio": ("none", "data", "sequence", "deepspeed"),
     "text": ("none", "data", "sequence", "tensor", "pipeline", "deepspeed", "autotp"),
 }
 OFFERED = {
-    "vision": ("data", "ulysses", "ring", "tensor"),
+    "vision": ("pipeline", "data", "ulysses", "ring", "tensor"),
     "audio": ("data", "ulysses"),
     "text": ("pipeline", "data", "ulysses", "ring", "tensor"),
 }  # what may be above 1

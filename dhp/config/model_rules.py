@@ -10,36 +10,37 @@ from dhp.config.recompute import read_choices
 from dhp.core.errors import ConfigError
 
 
-def check_cuts(cuts: list[int], layers: int) -> None:
-    """Cuts of `layers` decoder layers: each run of layers has one at least. Raises ConfigError."""
+def check_cuts(name: str, cuts: list[int], layers: int) -> None:
+    """Cuts of the `layers` layers of part `name`: each run of layers has one at least. Raises ConfigError."""
     bounds = [0, *cuts, layers]
     if any(after <= before for before, after in zip(bounds, bounds[1:])):
         raise ConfigError(
-            f"text.cuts={list(cuts)} cannot cut the text decoder's {layers} layers: 0 < "
+            f"{name}.cuts={list(cuts)} cannot cut the {layers} layers of {name}: 0 < "
             f"{' < '.join(map(str, cuts))} < layers({layers}) does not hold. Give layers from 1 to {layers - 1}, each "
-            "larger than the one before."
+            "larger than the one before. Nothing can be cut but between layers: what is before or behind them goes "
+            "with the first and the last one."
         )
 
 
-def check_stages(layers: int, pipeline: int, virtual: int) -> None:
+def check_stages(name: str, layers: int, pipeline: int, virtual: int) -> None:
     """Every run of layers has one at least, and runs of virtual stages have as many each. Raises ConfigError."""
     runs = pipeline * virtual
     if runs > layers:
         fewer = (
-            f"text.virtual_stages to {layers // pipeline} at most, or " if virtual > 1 and layers >= pipeline else ""
+            f"{name}.virtual_stages to {layers // pipeline} at most, or " if virtual > 1 and layers >= pipeline else ""
         )
         raise ConfigError(
-            f"text.pipeline={pipeline} with text.virtual_stages={virtual} needs a layer for each run of layers, but "
-            f"the text decoder has {layers}: pipeline({pipeline}) × virtual_stages({virtual}) = {runs} > "
-            f"layers({layers}). Set {fewer}text.pipeline to {layers // virtual} at most."
+            f"{name}.pipeline={pipeline} with {name}.virtual_stages={virtual} needs a layer for each run of layers, "
+            f"but {name} has {layers}: pipeline({pipeline}) × virtual_stages({virtual}) = {runs} > "
+            f"layers({layers}). Set {fewer}{name}.pipeline to {layers // virtual} at most."
         )
     if virtual > 1 and layers % runs:
         possible = [n for n in _divisors(layers // pipeline)] if layers % pipeline == 0 else []
-        remedy = f"text.virtual_stages to one of {possible}, " if possible else ""
+        remedy = f"{name}.virtual_stages to one of {possible}, " if possible else ""
         raise ConfigError(
-            f"text.virtual_stages={virtual} cannot interleave the text decoder's {layers} layers: layers({layers}) % "
+            f"{name}.virtual_stages={virtual} cannot interleave the {layers} layers of {name}: layers({layers}) % "
             f"(pipeline({pipeline}) × virtual_stages({virtual}) = {runs}) = {layers % runs} != 0. Set {remedy}"
-            f"text.pipeline to one of {_divisors(layers)}, or give text.cuts."
+            f"{name}.pipeline to one of {_divisors(layers)}, or give {name}.cuts."
         )
 
 

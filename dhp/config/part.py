@@ -42,27 +42,27 @@ class PartConfig:
     """Hugging Face directory or hub id. Empty: the other part's."""
 
     parallelism: str = "none"
-    """How the actors share the work. vision: none | data | sequence | tensor | deepspeed; audio: the same without
-    tensor; text: none | data | sequence | tensor | pipeline | deepspeed | autotp. deepspeed: replicas, as data, with
-    a zero_stage from 1 on by DeepSpeed; autotp: as tensor, with DeepSpeed's layers."""
+    """How the actors share the work. vision: none | data | sequence | tensor | pipeline | deepspeed; audio: the same
+    without tensor and pipeline; text: none | data | sequence | tensor | pipeline | deepspeed | autotp. deepspeed:
+    replicas, as data, with a zero_stage from 1 on by DeepSpeed; autotp: as tensor, with DeepSpeed's layers."""
 
     num_actors: int = 1
     """Actors of this part (processes, one device each); num_actors = pipeline × data × ulysses × ring × tensor. audio
     has 0 unless it is set: the run has no audio part then, and reads no sound."""
 
     pipeline: Optional[int] = None
-    """Stages that the layers are cut into, each with actors of its own that are split by the other degrees: the first
-    has the embedding, the last norm, head and loss. text only. Null: what the others leave with parallelism=pipeline,
-    else 1."""
+    """Stages that the layers are cut into, each with actors of its own that are split by the other degrees. Of text,
+    the first has the embedding, the last norm, head and loss; of vision, the first embeds patches, the last merges
+    them. Not of audio. Null: what the others leave with parallelism=pipeline, else 1."""
 
     cuts: Optional[list[int]] = None
     """Layers at which the stages after the first begin, in order: [10, 19] cuts 28 layers into 0-9, 10-18, 19-27. With
-    virtual_stages, pipeline × virtual_stages - 1 of them, in the order in which a micro-batch comes by. Null: stages of
-    even parameters, embedding and head counted; with virtual_stages, of as many layers each."""
+    virtual_stages, pipeline × virtual_stages - 1 of them, in the order in which a micro-batch comes by. Null: of text,
+    stages of even parameters, embedding and head counted; with virtual_stages, and of vision, of as many layers."""
 
     virtual_stages: int = 1
     """Runs of layers that each stage holds, for training.schedule=interleaved: stage 0 of 2 has the first and the third
-    quarter with 2 of them."""
+    quarter with 2 of them. text only."""
 
     data: Optional[int] = None
     """Replicas that work on different samples. Null: what the other degrees leave with parallelism=data, else 1."""

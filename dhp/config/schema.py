@@ -45,6 +45,11 @@ class ClusterConfig:
     """Vision and text actors share devices, the stages of a pipeline one after another: with 4 vision actors and
     text.pipeline=2 of 2 actors each, the first two share with text stage 0. false gives each actor one of its own."""
 
+    chain: bool = False
+    """true: one chain of stages over the tower and the decoder. The decoder's first stage shares the devices of the
+    tower's last one, so that these hold the tower's last and the decoder's first layers: with vision.pipeline=2 and
+    text.pipeline=3, vision is on devices 0 and 1, text on 1, 2 and 3. Stages of both parts have as many actors."""
+
     transport: str = "auto"
     """How tensors go between stages: shared_memory (one copy; all actors on one host) | object_store (Ray's, also
     between hosts) | cuda_ipc (no copy; all actors on one GPU; not yet run on one) | auto (shared_memory where all

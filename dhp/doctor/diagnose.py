@@ -106,7 +106,7 @@ def _check(name: str, layout: str, family: Family, source: str) -> None:
     family.parts[name].check(part)
     check_plan(name, part, source, family)
     if layout == "pipeline":
-        check_stages(len(family.parts[name].layers.kinds), ACTORS, 1)
+        check_stages(name, len(family.parts[name].layers.kinds), ACTORS, 1)
 
 
 def examine(source: str) -> Diagnosis:

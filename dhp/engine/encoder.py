@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,16 +12,17 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from dhp.core.batch import Bundle, StepInfo, VisionInput
 from dhp.core.errors import CheckpointError
+from dhp.core.graph import HIDDEN_STATES, Node
 from dhp.core.kinds import KINDS
 from dhp.core.parameters import is_inside
 from dhp.core.reports import KernelUse
 from dhp.engine.build import freeze, place_kernels
 from dhp.engine.cached_features import FeatureKeeper
 from dhp.engine.stage import StageEngine
-from dhp.engine.transfer import joined, move_with_plans, to_device
+from dhp.engine.transfer import gradient_of, joined, move_with_plans, to_device
 from dhp.models.load import load_part
 from dhp.models.tower import Tower, TowerInputs
-from dhp.models.types import LayerParts
+from dhp.models.types import LayerParts, chunks_of
 from dhp.parallel.attention.choose import FLASH_ATTENTION_2, has_varlen
 from dhp.parallel.attention.segment_plan import GATHER_TOKENS, MeshPosition, SegmentPlan, plan_segments, plan_shard
 from dhp.parallel.attention.segments import segment_attention
@@ -49,8 +50,18 @@ class _Sent:
         return rows[: sum(self.rows)] if self.order is None else rows.index_select(0, self.order)
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A micro-batch between its forward and its backward. output: what the chunk made, by name; sent: its rows that
+    went to the decoder; hidden: the states that it received, where their gradients go back."""
+
+    output: dict[str, Tensor]
+    sent: _Sent
+    hidden: Tensor | None
+
+
 class EncoderEngine(StageEngine):
-    """See `dhp.step.stages.EngineProtocol`. The tower is never cut into a pipeline: its one chunk is all of it."""
+    """See `dhp.step.stages.EngineProtocol`. A tower may be cut into the stages of a pipeline, of one chunk each."""
 
     @property
     def tower(self) -> Tower:
@@ -60,7 +71,8 @@ class EncoderEngine(StageEngine):
     def load_slice(self) -> PreTrainedModel:
         tower, mesh = self.tower, self.mesh["tensor"]
         plan = with_fused(tower.tensor_plan, tower.fused)
-        dropped = self.family.outside(self.spec.part)
+        (self._chunk,) = chunks_of(self.spec.chunks, tower.whole)
+        dropped = (*self.family.outside(self.spec.part), *tower.absent((self._chunk,)))
         model = load_part(self.settings.model_name, dropped, self.loaded_dtype, mesh, plan, local_plan)
         use_local_slices(model)
         tower.freeze_unused(model)
@@ -71,7 +83,7 @@ class EncoderEngine(StageEngine):
         if self.settings.zero_stage == 3:  # which gathers a module's weights for each of its calls
             tower.call_modules_once(model)
         self._position = MeshPosition.of(self.mesh)
-        self._outputs: dict[int, tuple[dict[str, Tensor], _Sent]] = {}
+        self._flights: dict[int, _Flight] = {}
         kept = self.settings.features
         self._keeper = None if kept is None else FeatureKeeper(kept, sequence_group(self.mesh))
         return model
@@ -86,21 +98,24 @@ class EncoderEngine(StageEngine):
         return getattr(info, KINDS[self.spec.part].counted) > 0 and info.total_weight > 0
 
     def forward_step(self, micro_batch: int, chunk: int, work: VisionInput, *received: Bundle) -> tuple[Bundle, ...]:
-        """Encode: for each edge, and each text replica that gets any, its rows of the edge's tensors."""
+        """Run the chunk's layers: for each edge its states, or for each text replica that gets any its rows of the
+        edge's tensors. received: the states of the stage before."""
         backend = self.settings.attention_backend
         varlen = backend == FLASH_ATTENTION_2 or has_varlen(self.device, self.dtype)
         windows = plan_segments(work.window_lengths, CPU, varlen=varlen, backend=backend)
         plans = [windows, self._plan_frames(work, varlen)]
-        pixels = to_device(work.pixels, self.device)
+        hidden = self._received(chunk, received)
+        pixels = to_device(work.pixels, self.device) if hidden is None else work.pixels
         order = () if work.order is None else (work.order,)
         (positions, *moved), (windows, frames) = move_with_plans((work.positions, *order), plans, self.device)
         sent = _Sent(work.rows, moved[0] if moved else None)
-        inputs = TowerInputs(pixels, positions, windows, frames, work.forms, work.calls)
+        inputs = TowerInputs(pixels, positions, windows, frames, work.forms, work.calls, hidden)
         output: dict[str, Tensor] = self.forward(
-            len(pixels), micro_batch, lambda: self.tower.encode(self.model, inputs)
+            len(pixels), micro_batch, lambda: self.tower.run(self.model, self._chunk, inputs)
         )
-        if self.spec.trains:
-            self._outputs[micro_batch] = (output, sent)
+        if self.settings.graph.goes_back(Node(self.spec.name, chunk)):
+            back = hidden if hidden is not None and hidden.requires_grad else None
+            self._flights[micro_batch] = _Flight(output, sent, back)
         if not self.sends:
             return ()
         if self._keeper is not None and work.to_keep:
@@ -108,22 +123,30 @@ class EncoderEngine(StageEngine):
         return tuple(self._by_target(chunk, output, sent))
 
     def backward_step(self, micro_batch: int, chunk: int, last: bool, *received: Bundle) -> tuple[Bundle, ...]:
-        """Back through the tower with the gradients of what each text replica got."""
-        output, sent = self._outputs.pop(micro_batch)
-        surrogate = torch.zeros((), dtype=self.dtype, device=self.device)
-        for name, tensor in output.items():
+        """Back through the chunk with the gradients of what each text replica and the next stage got: the gradient of
+        the states received, for the stage that sent them."""
+        flight = self._flights.pop(micro_batch)
+        sent, surrogate = flight.sent, torch.zeros((), dtype=self.dtype, device=self.device)
+        for name, tensor in flight.output.items():
+            if not tensor.requires_grad:
+                continue  # nothing up to here is trained
             given = [to_device(b.tensors[name], self.device) for b in received if name in b.tensors]
             # Rows of a dummy window get no gradient, but the rank still walks its backward: others wait for it in the
             # collectives. Gradients from elsewhere enter as a scalar, the only thing DeepSpeed's engine takes.
+            if name == HIDDEN_STATES:
+                surrogate = surrogate + (tensor * given[0]).sum()
+                continue
             if given:
                 surrogate = surrogate + (sent.of(tensor) * joined(given)).sum()
             surrogate = surrogate + tensor[sum(sent.rows) :].sum() * 0.0
         with self.metered_backward():
             self.optimizer.backward(surrogate, last)
-        return ()
+        if flight.hidden is None or not self.sends:
+            return ()
+        return (Bundle({HIDDEN_STATES: gradient_of(flight.hidden)}),)
 
     def forget(self, micro_batch: int, chunk: int) -> None:
-        self._outputs.pop(micro_batch, None)
+        self._flights.pop(micro_batch, None)
 
     def take_notes(self) -> tuple[str, ...]:
         return () if self._keeper is None else self._keeper.take_notes()
@@ -146,9 +169,20 @@ class EncoderEngine(StageEngine):
 
     def _by_target(self, chunk: int, output: dict[str, Tensor], sent: _Sent) -> Iterator[Bundle]:
         for edge in self.edges_out(chunk):
+            if edge.tensors == (HIDDEN_STATES,):
+                yield Bundle({HIDDEN_STATES: output[HIDDEN_STATES].detach()})
+                continue
             by_name = [sent.of(output[name].detach()).split(list(sent.rows)) for name in edge.tensors]
             for of_target in zip(*by_name, strict=True):
                 yield Bundle(dict(zip(edge.tensors, of_target, strict=True)))
+
+    def _received(self, chunk: int, received: Sequence[Bundle]) -> Tensor | None:
+        """The states of the stage before, on the device; None at the first stage."""
+        if not received:
+            return None
+        hidden = to_device(received[0].tensors[HIDDEN_STATES], self.device)
+        back = any(edge.gradients for edge in self.edges_in(chunk))
+        return hidden.requires_grad_() if back and torch.is_grad_enabled() else hidden
 
     def _plan_frames(self, work: VisionInput, varlen: bool) -> SegmentPlan:
         shards = plan_of_shards(work.segment_lengths, work.shards, self.spec.degrees.ring)

@@ -262,8 +262,8 @@ class TextEngine(StageEngine):
 
     def _joined(self, bundles: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The rows of all shards of one encoder, by name."""
-        names = bundles[0] if bundles else ()
-        return {name: joined([bundle[name] for bundle in bundles]).to(self.dtype) for name in names}
+        names = dict.fromkeys(name for bundle in bundles for name in bundle)  # several stages may send some of them
+        return {name: joined([b[name] for b in bundles if name in b]).to(self.dtype) for name in names}
 
     def _plan(self, work: TextInput) -> SegmentPlan:
         """The plan of which tokens see each other."""

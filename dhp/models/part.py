@@ -18,7 +18,7 @@ class Part(ABC):
 
     modules: tuple[str, ...]  # all its modules, which the other parts drop
     projector: tuple[str, ...] = ()  # those of them that training.trainable=[projector] trains alone
-    tensors: tuple[str, ...] = ()  # names of the outputs of its last layer
+    tensors: tuple[str, ...] = ()  # names of its outputs
     tied: bool = False  # its head's weight is its embedding's
     layers: LayerParts
     tensor_plan: Mapping[str, str] = {}  # styles by module, where transformers has none
@@ -48,6 +48,11 @@ class Part(ABC):
     def head_shape(self, chunks: Sequence[Chunk]) -> HeadShape | None:
         """The matrices of a vocabulary that a group with these chunks holds; None where it has none."""
         return None
+
+    @property
+    def leaves(self) -> Mapping[str, int]:
+        """Names of its outputs, and the layer behind which each leaves."""
+        return dict.fromkeys(self.tensors, self.whole.layers[-1])
 
     @property
     def takes(self) -> Mapping[str, int]:

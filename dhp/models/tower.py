@@ -17,7 +17,7 @@ from dhp.core.batch import Grid, ProcessorOutput
 from dhp.core.errors import ConfigError
 from dhp.models.flops import VisionWork
 from dhp.models.part import Part
-from dhp.models.types import ImageLayout
+from dhp.models.types import Chunk, ImageLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +31,9 @@ class TowerInputs:
 
     pixels: [patches, values] in tower order. positions: of each patch, [patches, `Tower.position_columns`].
 
+    hidden: of a chunk that is not the first, the states behind the layers before it, [patches, width]; pixels are not
+    read then.
+
     windows, frames: reach the registered attention function as they are, in place of the cumulative lengths of window
     layers and full-attention layers.
 
@@ -43,6 +46,7 @@ class TowerInputs:
     frames: Any = None
     forms: Sequence[ProcessorOutput] = ()
     calls: Sequence[Sequence[int]] = ()
+    hidden: Tensor | None = None
 
 
 class Tower(Part):
@@ -56,6 +60,7 @@ class Tower(Part):
     position_columns: int = 2  # of `ImageLayout.positions`
     dummy_patches: int  # of the smallest image that the tower takes: the input of a rank without work
     attention_crossover_patches: float = float("inf")  # of a segment whose full attention costs as much as all the rest
+    divisible: bool = False  # `run` takes a chunk of its layers, so that stages of a pipeline may share it
     takes_attention: bool = True  # it calls the attention function that `use_attention` names
     work: VisionWork
 
@@ -63,9 +68,19 @@ class Tower(Part):
         self.config = config
 
     def check(self, asked: PartConfig) -> None:
+        self.check_stages("vision", asked)
         self.check_cut(resolved(asked.tensor))
         self.check_backend("vision", asked)
         check_tower(self.heads, resolved(asked.ulysses), resolved(asked.tensor))
+
+    def check_stages(self, part: str, asked: PartConfig) -> None:
+        """Raises ConfigError where a pipeline should divide a tower that runs as a whole alone."""
+        if resolved(asked.pipeline) > 1 and not self.divisible:
+            raise ConfigError(
+                f"{part}.pipeline={asked.pipeline} with a {self.config.model_type} model: its {part} tower takes "
+                f"pictures whole, and runs of its layers alone are not known here. Set {part}.pipeline=1, and "
+                f"{part}.parallelism=data, sequence or tensor"
+            )
 
     def check_backend(self, part: str, asked: PartConfig) -> None:
         """Raises ConfigError for kernels that the tower would not call."""
@@ -107,6 +122,12 @@ class Tower(Part):
     def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
         """Encode patches in tower order: [patches / unit, hidden] by name, in the order of `tensors`; the rows of dummy
         pictures are the last ones."""
+
+    def run(self, model: PreTrainedModel, chunk: Chunk, inputs: TowerInputs) -> dict[str, Tensor]:
+        """What a chunk of its layers makes: `HIDDEN_STATES` for the next chunk, [patches, width], and by name the
+        tensors that leave behind one of its layers. The whole tower: `encode`."""
+        assert chunk == self.whole, f"{type(self).__name__} is not divisible"
+        return self.encode(model, inputs)
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
         """Make the tower call the registered attention function `name` once a layer, on all segments."""

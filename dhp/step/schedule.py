@@ -57,6 +57,8 @@ def make_schedule(kind: str, graph: StageGraph, micro_batches: int) -> Schedule:
 
 def make_programs(kind: str, graph: StageGraph, micro_batches: int) -> dict[str, list[Action]]:
     """Each stage's program: the last part as `kind` says, those before it as far ahead as it needs them and one more.
+    Of an encoder that is a pipeline itself, each stage is one micro-batch further ahead than the one behind it: with
+    1F1B the stages of both parts make one chain.
 
     Frozen stages go forward in the same order, without backward.
     """
@@ -64,7 +66,11 @@ def make_programs(kind: str, graph: StageGraph, micro_batches: int) -> dict[str,
     pipeline = graph.of_part(last)
     order = _PROGRAMS[kind](pipeline, micro_batches)
     limit = micro_batches if kind == GPIPE else _needed_ahead(order[pipeline[0].name]) + 1
-    ahead = {stage.name: _ahead(stage, micro_batches, limit) for part in encoders for stage in graph.of_part(part)}
+    ahead = {
+        stage.name: _ahead(stage, micro_batches, limit + further)
+        for part in encoders
+        for further, stage in enumerate(reversed(graph.of_part(part)))
+    }
     programs = ahead | order
     return {
         stage.name: [a for a in programs[stage.name] if isinstance(a, Forward) or graph.goes_back(a.node)]

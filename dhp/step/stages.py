@@ -232,11 +232,13 @@ class Stage:
         return list(of_ranks[:: self._tensor])
 
     def _route(self, edge: Edge, m: int, batch: Batch) -> Route:
-        """Stages of one part send straight on; another part's rows go where the data say."""
+        """Stages of one part send straight on, those of an encoder where a micro-batch has something for it; another
+        part's rows go where the data say."""
         source = self._graph.stage(edge.source.stage)
-        if source.part == self._graph.stage(edge.target.stage).part:
-            return self._straight
-        return batch.routes[source.part][m]
+        routes = batch.routes.get(source.part)  # of encoders
+        if source.part != self._graph.stage(edge.target.stage).part:
+            return batch.routes[source.part][m]
+        return self._straight if routes is None or routes[m].pairs else _NOWHERE
 
     def _pairs(self, edges: Sequence[Edge], m: int, batch: Batch, sends: bool) -> Pairs:
         """For each shard of this stage, in the order of its arguments or results, (edge, source, target).
@@ -265,6 +267,9 @@ class Stage:
         for of_shard, refs in zip(sent, self.leaders(answers), strict=True):
             for (edge, source, target), ref in zip(of_shard, refs, strict=True):
                 into.setdefault((edge, m), {})[source, target] = ref
+
+
+_NOWHERE = Route(())
 
 
 def _leads(tensor: int) -> list[bool]:

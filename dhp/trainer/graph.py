@@ -11,11 +11,11 @@ from dhp.batch.assign_images import ELSEWHERE, SAME_DEVICE, SAME_NODE, Locality
 from dhp.cluster.cluster import RankDevice
 from dhp.config.model_rules import check_cuts, check_stages
 from dhp.config.part import PartConfig
-from dhp.config.parts import parts, resolved
-from dhp.config.schema import Config
+from dhp.config.parts import DECODER, parts, resolved
+from dhp.config.schema import ClusterConfig, Config
 from dhp.core.axes import Degrees
 from dhp.core.graph import HIDDEN_STATES, Edge, Node, StageGraph, StageSpec, Tie
-from dhp.models.family import Family
+from dhp.models.family import VISION, Family
 from dhp.models.types import chunks_of
 from dhp.trainer.trainable import adapters_of, trained_stage, training_rules
 
@@ -37,9 +37,9 @@ def make_graph(config: Config, family: Family, source: str, trains: bool = True)
     ties: list[Tie] = []
     for name, section in parts(config).items():
         part = family.parts[name]
-        sizes = _sizes(source) if resolved(section.pipeline) > 1 else None
-        chunks = _chunks(section, len(part.layers.kinds), sizes)
-        first = 0 if config.cluster.collocate or not stages else stages[-1].devices.stop
+        sizes = _sizes(source) if resolved(section.pipeline) > 1 and name == DECODER else None
+        chunks = _chunks(name, section, len(part.layers.kinds), sizes)
+        first = _first_device(config.cluster, name, stages)
         own = [
             replace(stage, trains=trained(name, part.absent(chunks_of(stage.chunks, part.whole))))
             for stage in _stages(name, section, chunks, first)
@@ -48,6 +48,16 @@ def make_graph(config: Config, family: Family, source: str, trains: bool = True)
         if part.tied and len(own) > 1:
             ties.append(Tie(own[0].name, own[-1].name, rules.trains(part.tied_weight)))
     return StageGraph(tuple(stages), tuple(_edges(family, stages)), tuple(ties))
+
+
+def _first_device(cluster: ClusterConfig, part: str, before: Sequence[StageSpec]) -> int:
+    """The first device of a part. before: the stages of the parts before it."""
+    if not before:
+        return 0
+    if not cluster.collocate:
+        return before[-1].devices.stop
+    tower = [stage for stage in before if stage.part == VISION]
+    return tower[-1].devices.start if cluster.chain and part == DECODER else 0
 
 
 def _sizes(source: str) -> DecoderSizes:
@@ -108,17 +118,16 @@ def _stages(name: str, section: PartConfig, chunks: Sequence[range], first: int)
     return found
 
 
-def _chunks(section: PartConfig, layers: int, sizes: DecoderSizes | None) -> list[range]:
+def _chunks(name: str, section: PartConfig, layers: int, sizes: DecoderSizes | None) -> list[range]:
     """The runs of layers in the order in which a micro-batch visits them. Raises ConfigError."""
     stages = resolved(section.pipeline)
     runs = stages * section.virtual_stages
     if section.cuts is not None:
-        check_cuts(section.cuts, layers)
+        check_cuts(name, section.cuts, layers)
         cuts = list(section.cuts)
     else:
-        check_stages(layers, stages, section.virtual_stages)
-        each = layers // runs
-        cuts = [each * run for run in range(1, runs)]
+        check_stages(name, layers, stages, section.virtual_stages)
+        cuts = [layers * run // runs for run in range(1, runs)]
         if section.virtual_stages == 1 and sizes is not None:
             cuts = even_cuts(sizes, runs)
     bounds = [0, *cuts, layers]
@@ -135,7 +144,8 @@ class _Run:
 
 
 def _edges(family: Family, stages: Sequence[StageSpec]) -> list[Edge]:
-    """Edges from where tensors of a part leave it to where they enter a later one; hidden states go from run to run."""
+    """Edges from the runs behind whose layers tensors leave a part to where they enter a later one; hidden states go
+    from run to run."""
     edges: list[Edge] = []
     ends: dict[str, _Run] = {}  # by tensor, the run that it leaves
     for name, part in family.parts.items():
@@ -149,8 +159,7 @@ def _edges(family: Family, stages: Sequence[StageSpec]) -> list[Edge]:
                     into.append(Edge(before.node, node, (HIDDEN_STATES,), before.back))
                 before = _Run(node, layers, stage.trains or any(edge.gradients for edge in into))
                 edges += into
-        assert before is not None
-        ends |= dict.fromkeys(part.tensors, before)
+                ends |= {tensor: before for tensor, layer in part.leaves.items() if layer in layers}
     return edges
 
 

@@ -17,7 +17,7 @@ def make_graph(
     chunks: int = 1,
     layers: int = 4,
     tower_layers: int = 4,
-    vision_trains: bool = True,
+    vision_trains: bool | tuple[bool, ...] = True,
     text_trains: bool | tuple[bool, ...] = True,
     cuts: tuple[int, ...] = (),
     enters: dict[str, int] | None = None,
@@ -26,16 +26,30 @@ def make_graph(
     audio: Degrees | None = None,
     audio_layers: int = 1,
     audio_trains: bool = True,
+    tower_stages: int = 1,
+    leaves: dict[str, int] | None = None,
 ) -> StageGraph:
     """Vision, and text in so many stages of so many chunks each, that share devices.
 
-    text_trains: of each of its stages. cuts: of the text's layers; none: even ones. enters: the layer after which a
+    text_trains, vision_trains: of each of its stages. leaves: the tower's layer behind which a tensor leaves, where it
+    is not the last. cuts: of the text's layers; none: even ones. enters: the layer after which a
     tensor of the tower is added. audio: how an audio tower is split; None: there is none.
     """
     runs = stages * chunks
     bounds = [0, *(cuts or (layers * run // runs for run in range(1, runs))), layers]
     ranges = [range(first, end) for first, end in pairwise(bounds)]
-    tower = StageSpec("vision", "vision", (range(tower_layers),), vision, vision_trains, range(vision.world))
+    seen = (vision_trains,) * tower_stages if isinstance(vision_trains, bool) else vision_trains
+    towers = [
+        StageSpec(
+            f"vision.{at}" if tower_stages > 1 else "vision",
+            "vision",
+            (range(tower_layers * at // tower_stages, tower_layers * (at + 1) // tower_stages),),
+            vision,
+            seen[at],
+            range(at * vision.world, (at + 1) * vision.world),
+        )
+        for at in range(tower_stages)
+    ]
     on = (text_trains,) * stages if isinstance(text_trains, bool) else text_trains
     parts = [
         StageSpec(
@@ -49,16 +63,22 @@ def make_graph(
         for at in range(stages)
     ]
     nodes = [(Node(part.name, chunk), part.chunks[chunk]) for chunk in range(chunks) for part in parts]
-    edges = []
+    edges = [
+        Edge(Node(before.name), Node(after.name), (HIDDEN_STATES,), any(seen[: at + 1]))
+        for at, (before, after) in enumerate(pairwise(towers))
+    ]
+    last = tower_layers - 1
     for node, own in nodes:
-        names = tuple(name for name, layer in {"embeddings": 0, **(enters or {})}.items() if layer in own)
-        edges += [Edge(Node("vision"), node, names, vision_trains)] if names else []
-    encoders = [tower]
+        for at, tower in enumerate(towers):
+            entering = [name for name, layer in {"embeddings": 0, **(enters or {})}.items() if layer in own]
+            names = tuple(name for name in entering if (leaves or {}).get(name, last) in tower.layers)
+            edges += [Edge(Node(tower.name), node, names, any(seen[: at + 1]))] if names else []
+    encoders = towers
     if audio is not None:
         encoders.append(StageSpec("audio", "audio", (range(audio_layers),), audio, audio_trains, range(audio.world)))
         edges.append(Edge(Node("audio"), nodes[0][0], ("audio_embeddings",), audio_trains))
     trains = {part.name: part.trains for part in parts}
-    back = vision_trains or (audio is not None and audio_trains)
+    back = any(seen) or (audio is not None and audio_trains)
     for (before, _), (after, _) in pairwise(nodes):
         back = back or trains[before.stage]
         edges.append(Edge(before, after, (HIDDEN_STATES,), back))

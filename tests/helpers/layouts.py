@@ -22,7 +22,7 @@ from dhp.config.recompute import read_choices
 from dhp.config.training import TrainingConfig
 from dhp.core.axes import Degrees
 from dhp.core.batch import Batch, StepData
-from dhp.core.graph import StageGraph, StageSpec
+from dhp.core.graph import StageGraph, StageSpec, part_of
 from dhp.core.parameters import AdapterSettings, GroupRule, TrainingRules
 from dhp.core.reports import EvaluatedShare
 from dhp.data.sample.sample import Sample
@@ -81,6 +81,7 @@ class Case:
     recompute: str = "none"
     fsdp: bool = False  # the states of both parts are cut by torch, not by DeepSpeed
     stages: int = 1  # of the text part
+    tower_stages: int = 1
     chunks: int = 1  # of each of them
     trainable: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
@@ -105,6 +106,7 @@ class Case:
         packed = ", packed" if self.packing else ""
         packed += f", {self.stages} stages" if self.stages > 1 else ""
         packed += f" of {self.chunks}" if self.chunks > 1 else ""
+        packed += f", tower of {self.tower_stages}" if self.tower_stages > 1 else ""
         packed += f", trains {' '.join(self.trainable)}" if self.trainable else ""
         packed += f", {' '.join(self.frozen)} frozen" if self.frozen else ""
         packed += f", groups {' '.join(rule.name for rule in self.groups)}" if self.groups else ""
@@ -229,13 +231,16 @@ def graph_of(model: str, case: Case) -> StageGraph:
         enters=takes,
         tied=decoder.tied,
         tie_trained=rules.trains(decoder.tied_weight),
+        tower_stages=case.tower_stages,
+        leaves=dict(family.tower.leaves),
         audio=case.audio,
         audio_layers=0 if case.audio is None else len(family.parts["audio"].layers.kinds),
     )
     trains = trained_stage(rules, family, model, dict(case.lora))
     chunks = [chunks_of(stage.chunks, decoder.whole) for stage in make().of_part("text")]
+    of_tower = [chunks_of(stage.chunks, family.tower.whole) for stage in make().of_part("vision")]
     return make(
-        vision_trains=trains("vision", ()),
+        vision_trains=tuple(trains("vision", family.tower.absent(held)) for held in of_tower),
         audio_trains=trains("audio", ()),
         text_trains=tuple(trains("text", decoder.absent(held)) for held in chunks),
     )
@@ -546,7 +551,7 @@ def _deviation(found: float, wanted: float) -> float:
 def _found_gradients(groups: dict[str, LocalGroup], graph: StageGraph, idle: set[str]) -> list[dict[str, Tensor]]:
     """Of every rank: all must agree, not only the first. Of a weight that two stages hold, the sum of both. idle:
     encoders that saw nothing in the step."""
-    found = {name: group.execute_all("gradients") for name, group in groups.items() if name not in idle}
+    found = {name: group.execute_all("gradients") for name, group in groups.items() if part_of(name) not in idle}
     for tie in graph.ties:
         for ours, theirs in zip(found[tie.owner], found[tie.other], strict=True):
             for name in ours.keys() & theirs.keys():

@@ -45,6 +45,8 @@ class Glm4vTower(GridTower):
 
     projector = ("model.visual.downsample", "model.visual.merger")
     gates = ("mlp.gate_proj", "mlp.up_proj")
+    before = ("patch_embed", "post_conv_layernorm", "embeddings")
+    behind = ("post_layernorm", "downsample", "merger")
     tensor_plan = {
         "model.visual.blocks.*.attn.proj": "rowwise",
         "model.visual.merger.proj": "dhp_whole",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dhp.core.batch import Grid, ProcessorOutput
+from dhp.core.graph import HIDDEN_STATES
+from dhp.models.decoder import having, unchanged
 from dhp.models.flops import VisionWork
 from dhp.models.patches import project_as_products, put_together
 from dhp.models.processor import Processor
 from dhp.models.tower import EMBEDDINGS, Tower, TowerInputs
-from dhp.models.types import ImageLayout, LayerParts
+from dhp.models.types import Chunk, ImageLayout, LayerParts, held_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,6 +118,9 @@ class GridTower(Tower):
     projections: tuple[str, ...] = ("attn.qkv", "attn.proj")
     gates: tuple[str, ...] = ("mlp.fc1",)
     position_columns = 4  # row, column, and rows and columns of the frame
+    divisible = True
+    before: tuple[str, ...] = ("patch_embed",)  # modules with weights before its layers; the first embeds patches
+    behind: tuple[str, ...] = ("merger",)  # those behind its layers
 
     def __init__(self, config: Any, work: VisionWork):
         super().__init__(config)
@@ -149,17 +154,61 @@ class GridTower(Tower):
             positions=torch.cat([coordinates, size], dim=1),
         )
 
+    def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
+        """Modules that a group of ranks with these chunks alone does not hold: a chunk has what is before or behind its
+        layers where it is the first or the last one."""
+        first, last = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
+        held = held_layers(chunks)
+        others = (*(() if first else self.before), *(() if last else self.behind))
+        layers = (f"{self.layers.path}.{layer}" for layer in self.whole.layers if layer not in held)
+        return (*layers, *(f"{self.path}.{module}" for module in others))
+
     def encode(self, model: PreTrainedModel, inputs: TowerInputs) -> dict[str, Tensor]:
+        return self.leave(model, self._forward(model, inputs))
+
+    def run(self, model: PreTrainedModel, chunk: Chunk, inputs: TowerInputs) -> dict[str, Tensor]:
+        """See `Tower`. The library's own forward runs with others in the places of absent modules, and is left at the
+        first layer behind the chunk: what follows has no weights here."""
+        if chunk == self.whole:
+            return self.encode(model, inputs)
+        tower, left = model.get_submodule(self.path), dict[str, Tensor]()
+        layers = [self._layer(tower, chunk, layer) for layer in self.whole.layers]
+        others = {self.blocks: layers} | self.features(tower, chunk, left)
+        if not chunk.first:
+            assert inputs.hidden is not None
+            others |= self.stand_ins(tower, inputs.hidden)
+        with having(tower, **others):
+            try:
+                output = self._forward(model, inputs)
+            except _ChunkEnd as end:
+                return {HIDDEN_STATES: end.states, **left}
+        return self.leave(model, output, left)
+
+    def stand_ins(self, tower: Any, hidden: Tensor) -> dict[str, Any]:
+        """What a chunk that is not the first calls in the places of modules before the layers."""
+        embeds, *rest = self.before
+        return {embeds: lambda *_: hidden} | dict.fromkeys(rest, unchanged)
+
+    def features(self, tower: Any, chunk: Chunk, left: dict[str, Tensor]) -> dict[str, Any]:
+        """What a chunk calls in the places of modules that make outputs of inner layers; these go to `left`."""
+        return {}
+
+    def _layer(self, tower: Any, chunk: Chunk, layer: int) -> Any:
+        if layer in chunk.layers:
+            return tower.get_submodule(f"{self.blocks}.{layer}")
+        return _leave_forward if layer >= chunk.layers.stop else unchanged
+
+    def _forward(self, model: PreTrainedModel, inputs: TowerInputs) -> Any:
         tower = model.get_submodule(self.path)
         derived: dict[str, Any] = {
             "grid_thw": None,
             "position_ids": inputs.positions[:, :2],
             "cu_seqlens": inputs.frames,
-            "max_seqlen": len(inputs.pixels),
+            "max_seqlen": len(inputs.positions),
         }
         derived |= self.derive(tower, inputs.positions, inputs.windows, inputs.frames)
-        output = tower(self.shape(inputs.pixels).to(tower.dtype), **derived)
-        return self.leave(model, output)
+        patches = self.shape(inputs.pixels).to(tower.dtype) if inputs.hidden is None else inputs.hidden
+        return tower(patches, **derived)
 
     def shape(self, pixels: Tensor) -> Tensor:
         """Patches as the tower takes them."""
@@ -169,12 +218,14 @@ class GridTower(Tower):
         """Values that this tower would derive from grids, besides those common to all."""
         return {}
 
-    def leave(self, model: PreTrainedModel, output: Any) -> dict[str, Tensor]:
-        """The tensors that leave the part."""
+    def leave(self, model: PreTrainedModel, output: Any, left: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The tensors that leave the part. left: of a chunk, those of its inner layers."""
         return {EMBEDDINGS: output.pooler_output}
 
     def split_heads(self, model: PreTrainedModel, ranks: int) -> None:
         for block in model.get_submodule(self.layers.path):
+            if not hasattr(block, "attn"):
+                continue  # a stage of a pipeline holds some of them
             block.attn.num_heads = self.heads // ranks
 
     def use_attention(self, model: PreTrainedModel, name: str) -> None:
@@ -183,6 +234,18 @@ class GridTower(Tower):
         tower = model.get_submodule(self.path)
         tower.config._attn_implementation_internal = name
         project_as_products(tower)
+
+
+class _ChunkEnd(Exception):
+    """Leaves a tower's forward behind a chunk. states: what its last layer made."""
+
+    def __init__(self, states: Tensor):
+        super().__init__("the chunk's layers are done")
+        self.states = states
+
+
+def _leave_forward(states: Tensor, *_: Any, **__: Any) -> NoReturn:
+    raise _ChunkEnd(states)
 
 
 def runs_of_one_size(positions: Tensor) -> tuple[Tensor, Tensor]:

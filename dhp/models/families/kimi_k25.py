@@ -61,6 +61,7 @@ class KimiTower(GridTower):
     projector = ("model.mm_projector",)
     projections = tuple(f"attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "proj"))
     gates = ("mlp.fc1",)
+    divisible = False  # its patch embedding adds positions, and looks their table up, inside one module
     tensor_plan = {
         "model.vision_tower.layers.*.mlp.fc1": "colwise",
         "model.vision_tower.layers.*.mlp.fc2": "rowwise",
@@ -84,7 +85,7 @@ class KimiTower(GridTower):
             "temporal_merge_index": places.view(-1, 1, self.merge_unit),
         }
 
-    def leave(self, model: PreTrainedModel, output: Any) -> dict[str, Tensor]:
+    def leave(self, model: PreTrainedModel, output: Any, left: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         return {EMBEDDINGS: model.get_submodule(self.projector[0])(output.pooler_output).squeeze(1)}
 
 

@@ -5,7 +5,7 @@ after its time in words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from dhp.models.families.grid import GridProcessor, GridTower, grid_work
 from dhp.models.family import Family
 from dhp.models.patches import interpolate, linear
 from dhp.models.tower import EMBEDDINGS
+from dhp.models.types import Chunk, held_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,12 +65,14 @@ class Qwen3VlTower(GridTower):
     """A patch's learned position is interpolated from a square table, by its own place and the size of its frame."""
 
     gates = ("mlp.linear_fc1",)
+    before = ("patch_embed", "pos_embed")
     mergers: tuple[str, ...] = ("merger", "deepstack_merger_list")  # of the last layer, and of inner ones
     # A merger's norm stands before its matrices and sees whole rows.
     merger_plan: Mapping[str, str] = {"norm": "dhp_whole", "linear_fc1": "colwise", "linear_fc2": "rowwise"}
 
     def __init__(self, config: Any):
         features = deepstack_names(config)
+        self._taps = tuple(getattr(config.vision_config, _DEEPSTACK, ()))
         super().__init__(config, grid_work(config.vision_config, mergers=1 + len(features)))
         self.tensors = (EMBEDDINGS, *features)
         self.projector = tuple(f"{self.path}.{merger}" for merger in self.mergers[: 2 if features else 1])
@@ -79,9 +82,41 @@ class Qwen3VlTower(GridTower):
         indices, weights = interpolate(positions, tower.num_grid_per_side, linear)
         return {"interp_indices": indices, "interp_weights": weights}
 
-    def leave(self, model: PreTrainedModel, output: Any) -> dict[str, Tensor]:
-        features = output.deepstack_features if len(self.tensors) > 1 else ()
-        return dict(zip(self.tensors, (output.pooler_output, *features), strict=True))
+    @property
+    def leaves(self) -> Mapping[str, int]:
+        """The features leave behind inner layers."""
+        return super().leaves | dict(zip(self.tensors[1:], self._taps, strict=True))
+
+    def absent(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
+        held, mergers = held_layers(chunks), f"{self.path}.{self.mergers[1]}"
+        inner = (f"{mergers}.{level}" for level, layer in enumerate(self._taps) if layer not in held)
+        return (*super().absent(chunks), *inner)
+
+    def stand_ins(self, tower: Any, hidden: Tensor) -> dict[str, Any]:
+        """The states of a later chunk have their positions: nothing is added, [patches, 1]."""
+        nothing = hidden.new_zeros(1)
+        return super().stand_ins(tower, hidden) | {"pos_embed": lambda indices: nothing.expand(*indices.shape, 1)}
+
+    def features(self, tower: Any, chunk: Chunk, left: dict[str, Tensor]) -> dict[str, Any]:
+        if not self._taps:
+            return {}
+        mergers = tower.get_submodule(self.mergers[1])
+
+        def keep(level: int) -> Callable[[Tensor], Tensor | None]:
+            def merge(states: Tensor) -> Tensor | None:
+                if self._taps[level] not in chunk.layers:
+                    return None  # another stage has made it
+                left[self.tensors[1 + level]] = mergers.get_submodule(str(level))(states)
+                return left[self.tensors[1 + level]]
+
+            return merge
+
+        return {self.mergers[1]: [keep(level) for level in range(len(self._taps))]}
+
+    def leave(self, model: PreTrainedModel, output: Any, left: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        features = output.deepstack_features if self._taps else ()
+        inner = dict(zip(self.tensors[1:], features, strict=True)) if left is None else left
+        return {EMBEDDINGS: output.pooler_output, **inner}
 
     def _plan(self) -> dict[str, str]:
         layers = self.layers.path
