@@ -31,7 +31,7 @@ AXES: dict[str, tuple[str, ...]] = {
 }
 # Of these it has any number.
 OTHERS = (
-    *(f"vision {axis}" for axis in ("data", "ulysses", "ring", "tensor")),
+    *(f"vision {axis}" for axis in ("data", "ulysses", "ring", "tensor", "stages")),
     *(f"text {axis}" for axis in ("data", "ulysses", "ring", "tensor", "autotp", "expert", "stages")),
     *("lora", "a frozen part", "some by pattern", "groups", "mlp chunks"),
 )
@@ -65,6 +65,7 @@ def features_of(row: Row) -> set[str]:
     again = "all" if case.checkpointing else case.recompute
     has = {
         f"recompute {again}": again != "none",
+        "vision stages": case.tower_stages > 1,
         "text stages": case.stages > 1,
         "lora": bool(case.lora),
         "a frozen part": bool({"vision", "text"} & set(case.frozen)),
@@ -117,6 +118,10 @@ def _apart() -> Iterator[tuple[tuple[str, str], str]]:
         yield ("text autotp", model), "what DeepSpeed makes of its layers is not known to be exact"
     for model in set(AXES["model"]) - {"experts"}:
         yield ("text expert", model), "it has no experts"
+    for model in ("whole images", "experts"):
+        yield ("vision stages", model), "their towers take pictures whole, and are not divisible"
+    yield ("vision stages", "text expert"), "the model with experts has such a tower"
+    yield ("vision stages", "vision zero 3"), "DeepSpeed drops weights at the end of modules that stages leave early"
     for schedule in STAGED:
         yield (schedule, "text autotp"), "DeepSpeed's own layers are not cut into stages"
     yield ("vision_ahead", "text stages"), "it is 1f1b by another name, for a text part of one stage"

@@ -180,7 +180,7 @@ class GridTower(Tower):
         with having(tower, **others):
             try:
                 output = self._forward(model, inputs)
-            except _ChunkEnd as end:
+            except ChunkEnd as end:
                 return {HIDDEN_STATES: end.states, **left}
         return self.leave(model, output, left)
 
@@ -236,7 +236,7 @@ class GridTower(Tower):
         project_as_products(tower)
 
 
-class _ChunkEnd(Exception):
+class ChunkEnd(Exception):
     """Leaves a tower's forward behind a chunk. states: what its last layer made."""
 
     def __init__(self, states: Tensor):
@@ -245,7 +245,7 @@ class _ChunkEnd(Exception):
 
 
 def _leave_forward(states: Tensor, *_: Any, **__: Any) -> NoReturn:
-    raise _ChunkEnd(states)
+    raise ChunkEnd(states)
 
 
 def runs_of_one_size(positions: Tensor) -> tuple[Tensor, Tensor]:
