@@ -169,8 +169,28 @@ def test_unset_degrees_are_filled(part, parallelism, num_actors, given, expected
             ["vision.zero_stage=1 with vision.dtype=float64", "DeepSpeed", "vision.dtype=float32"],
         ),
         (
-            {"vision__num_actors": 2, "vision__pipeline": 2, "vision__parallelism": "data"},
-            ["vision.pipeline=2 does not exist yet", "vision has data, ulysses, ring, tensor"],
+            {"audio__num_actors": 2, "audio__pipeline": 2, "audio__parallelism": "data"},
+            ["audio.pipeline=2 does not exist yet", "audio has data, ulysses"],
+        ),
+        (
+            {"vision__num_actors": 2, "vision__parallelism": "pipeline", "vision__zero_stage": 3},
+            ["vision.pipeline=2 with vision.zero_stage=3", "DeepSpeed gathers", "vision.zero_engine=fsdp"],
+        ),
+        (
+            {"vision__num_actors": 2, "vision__parallelism": "pipeline", "vision__virtual_stages": 2},
+            ["vision.virtual_stages=2", "text.virtual_stages interleaves the decoder's"],
+        ),
+        (
+            {"vision__num_actors": 2, "vision__parallelism": "pipeline", "data__cache_features": "/tmp/kept"},
+            ["vision.pipeline=2 with data.cache_features=/tmp/kept", "Set vision.pipeline=1"],
+        ),
+        (
+            {"cluster__chain": True, "cluster__collocate": False},
+            ["cluster.chain=true with cluster.collocate=false", "cluster.chain=false"],
+        ),
+        (
+            {"cluster__chain": True, "text__num_actors": 2, "text__parallelism": "tensor"},
+            ["vision.num_actors / vision.pipeline = text.num_actors / text.pipeline", "cluster.chain=true with"],
         ),
         (
             {"text__parallelism": "tensor", "text__num_actors": 4, "text__pipeline": 3},

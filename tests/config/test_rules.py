@@ -156,25 +156,25 @@ def test_balanced_rows_that_have_it(data):
 )
 def test_each_run_of_layers_has_one(layers: int, pipeline: int, virtual: int, remedy: str | None) -> None:
     if remedy is None:
-        return check_stages(layers, pipeline, virtual)
+        return check_stages("text", layers, pipeline, virtual)
     with pytest.raises(ConfigError) as caught:
-        check_stages(layers, pipeline, virtual)
+        check_stages("text", layers, pipeline, virtual)
     assert str(caught.value).endswith(f"> layers({layers}). Set {remedy}")
 
 
 def test_virtual_stages_have_as_many_layers_each():
     with pytest.raises(ConfigError, match=r"layers\(6\) % \(pipeline\(2\) × virtual_stages\(2\) = 4\) = 2 != 0"):
-        check_stages(6, 2, 2)
-    check_stages(6, 2, 3)
-    check_stages(6, 4, 1)  # stages themselves may be uneven
+        check_stages("text", 6, 2, 2)
+    check_stages("text", 6, 2, 3)
+    check_stages("text", 6, 4, 1)  # stages themselves may be uneven
 
 
 @pytest.mark.parametrize("cuts", [[1], [3], [1, 2], [1, 2, 3]])
 def test_cuts_that_leave_each_run_a_layer(cuts):
-    check_cuts(cuts, 4)
+    check_cuts("text", cuts, 4)
 
 
 @pytest.mark.parametrize("cuts", [[0], [4], [2, 2], [0, 2], [3, 2], [2, 5]])
 def test_cuts_that_leave_a_run_without_layers(cuts):
-    with pytest.raises(ConfigError, match="text.cuts=.* cannot cut the text decoder's 4 layers: 0 < .* Give layers"):
-        check_cuts(cuts, 4)
+    with pytest.raises(ConfigError, match="text.cuts=.* cannot cut the 4 layers of text: 0 < .* Give layers"):
+        check_cuts("text", cuts, 4)

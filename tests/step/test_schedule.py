@@ -171,6 +171,17 @@ def test_1f1b_of_one_text_stage_is_vision_ahead() -> None:
     assert make_schedule("1f1b", PAIR, 5) == make_schedule("vision_ahead", PAIR, 5)
 
 
+def test_stages_of_a_tower_make_one_1f1b_with_those_of_the_decoder() -> None:
+    graph = make_graph(tower_stages=2, stages=2)
+    rows = draw(make_schedule("1f1b", graph, 4), graph).splitlines()
+    assert [row.split() for row in rows] == [
+        "vision.0 0 1 2 3  .  .  .  0' .  1' .  2' .  3'".split(),
+        "vision.1 . 0 1 2  .  .  0' 3  1' .  2' .  3' .".split(),
+        "text.0   . . 0 1  .  0' 2  1' 3  2' .  3' .  .".split(),
+        "text.1   . . . 0  0' 1  1' 2  2' 3  3' .  .  .".split(),
+    ]
+
+
 def test_a_stage_of_1f1b_holds_a_micro_batch_for_each_stage_from_it_on() -> None:
     held = outstanding(make_schedule("1f1b", FOUR, 8), FOUR)
     assert held["text.0"] == {"vision": 5, "text.0": 4, "text.1": 3, "text.2": 2, "text.3": 1}

@@ -8,6 +8,7 @@ import pytest
 
 from dhp.config.command_line import compose_config
 from dhp.config.resolve import resolve
+from dhp.core.errors import ConfigError
 from dhp.core.graph import Tie
 from dhp.models.registry import load_family
 from dhp.models.shape import DecoderSizes
@@ -75,3 +76,48 @@ def test_features_of_the_tower_go_to_the_stage_of_their_layer(qwen3_vl_model: st
         ("embeddings", "deepstack.0", "deepstack.1"),
         ("deepstack.2",),
     ]
+
+
+def test_a_tower_in_stages_sends_its_features_from_the_stage_of_each(qwen3_vl_model: str) -> None:
+    graph = graph_of(qwen3_vl_model, "vision.parallelism=pipeline", "vision.zero_stage=0", "vision.cuts=[1]")
+    layers = [stage.layers for stage in graph.of_part("vision")]
+    assert layers[0] == (0,) and layers[1][0] == 1
+    assert [(str(edge.source), str(edge.target), edge.tensors) for edge in graph.edges] == [
+        ("vision.0", "vision.1", ("hidden_states",)),
+        ("vision.0", "text", ("deepstack.0",)),
+        ("vision.1", "text", ("embeddings", "deepstack.1", "deepstack.2")),
+    ]
+
+
+def test_a_chain_shares_the_devices_between_the_parts(four_layers_model: str) -> None:
+    tower = ("vision.parallelism=tensor", "vision.pipeline=2", "vision.num_actors=4", "vision.zero_stage=0")
+    decoder = ("text.parallelism=tensor", "text.pipeline=3", "text.num_actors=6", "text.cuts=[1,2]")
+    graph = graph_of(four_layers_model, *tower, *decoder, "cluster.chain=true")
+    assert [(stage.name, list(stage.devices)) for stage in graph.stages] == [
+        ("vision.0", [0, 1]),
+        ("vision.1", [2, 3]),
+        ("text.0", [2, 3]),
+        ("text.1", [4, 5]),
+        ("text.2", [6, 7]),
+    ]
+    assert (graph.device_count(), graph.sharing()) == (8, 2)
+
+
+def test_nothing_goes_back_to_a_tower_stage_before_the_first_trained_layer(four_layers_model: str) -> None:
+    tower = ("vision.parallelism=pipeline", "vision.zero_stage=0", "vision.cuts=[2]")
+    graph = graph_of(four_layers_model, *tower, 'training.frozen=["blocks.[01]",patch_embed]')
+    assert [stage.trains for stage in graph.of_part("vision")] == [False, True]
+    assert [edge.gradients for edge in graph.edges] == [False, True]
+    assert not graph.goes_back(graph.stages[0].nodes[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (("vision.num_actors=5",), r"vision\.pipeline=5 .* vision has 4: pipeline\(5\).* Set vision\.pipeline to 4"),
+        (("vision.cuts=[4]",), r"vision\.cuts=\[4\] cannot cut the 4 layers of vision.* but between layers"),
+    ],
+)
+def test_cuts_that_a_tower_does_not_admit(four_layers_model: str, given: tuple[str, ...], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        graph_of(four_layers_model, "vision.parallelism=pipeline", "vision.zero_stage=0", *given)
